@@ -1,4 +1,4 @@
-"""The chat agent: plays an environment by messages, for engines that take and give no tokens."""
+"""The chat agent: runs episodes on messages, for engines without a token interface."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class ChatConfig(AgentConfig):
     max_turns: int | None = Field(None, ge=1)
     """Turns after which the episode ends, truncated (`turns`); unset: as many as the environment allows."""
     max_tokens: int | None = Field(None, ge=1)
-    """Tokens the policy may sample in a whole episode, as the API counts them; then it ends, truncated (`tokens`)."""
+    """Tokens the policy may sample per episode, as the API counts them; then it ends, truncated (`tokens`)."""
     tools: bool = True
-    """Offer the environment's tools where it has them."""
+    """Offer the environment's tools, if it has any."""
 
 
 class Chat(Agent):
-    """Observation, action, observation, … until the environment ends the episode. Raw text is a message of the user.
+    """Observation, action, observation, … until the environment ends the episode. Raw text becomes a user message.
 
     The episode has one row, without tokens, that holds its turns. Its metrics `prompt_tokens` and `completion_tokens`
-    are what the API counted in all turns together; they are absent where it did not count every one.
+    are the API's counts, summed over all turns; they are absent if the API did not count every turn.
     """
 
     Config: ClassVar[type[AgentConfig]] = ChatConfig
     config: ChatConfig
-    speaks = "messages"
+    interface = "messages"
 
-    async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
-        assert engine is not None, "a sampling agent is given an engine"
-        engine.limit(self.config.max_tokens)
+    async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:
+        assert sampler is not None, "an agent that uses the policy needs a sampler"
+        sampler.limit(self.config.max_tokens)
         observation, _ = await env.reset(seed=seed, options={"task": task})
         transcript = Transcript(None)
         transcript.begin([])
@@ -48,7 +48,7 @@ class Chat(Agent):
         if not transcript.messages:
             raise InvalidStep("the first observation has neither messages nor text")
         replies: list[ChatReply] = []
-        outcome = await self._play(env, observation, transcript, replies, engine)
+        outcome = await self._play(env, observation, transcript, replies, sampler)
         for name in TOKEN_COUNTS:
             counts = [getattr(reply, name) for reply in replies]
             if None not in counts:
@@ -61,19 +61,19 @@ class Chat(Agent):
         observation: Observation,
         transcript: Transcript,
         replies: list[ChatReply],
-        engine: Sampler,
+        sampler: Sampler,
     ) -> Outcome:
         row, tools = transcript.rows[0], observation.tools
         while True:
             try:
                 offered = tools if self.config.tools else ()
-                reply = await engine.chat(transcript.messages, offered, observation.sampling)
+                reply = await sampler.chat(transcript.messages, offered, observation.sampling)
             except OutOfBudget as limit:
-                return Outcome.truncated(limit.reason)
+                return Outcome.truncate(limit.reason)
             except PromptTooLong:
                 if not replies:
                     raise
-                return Outcome.truncated(Limit.CONTEXT)
+                return Outcome.truncate(Limit.CONTEXT)
             replies.append(reply)
             row.turns.append(Turn(None, reply.stop_reason))
             transcript.messages.append(reply.message)

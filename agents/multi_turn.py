@@ -1,4 +1,4 @@
-"""The multi-turn agents, with tools and without. They play an environment until it ends or a limit is reached."""
+"""The multi-turn agents, with and without tools. An episode runs until the environment or a limit ends it."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class MultiTurnConfig(TokenLevelConfig):
 class MultiTurn(TokenLevel):
     """Observation, action, observation, … until the environment ends the episode.
 
-    Later observations are appended to the tokens there are. Where the chat template does not allow that (it drops
-    earlier thoughts, say), the episode goes on in a new row. A turn cut by its token limit is played like any other:
-    the environment sees its `stop_reason`.
+    Later observations are appended to the row's tokens. If the chat template does not allow that (it drops earlier
+    thoughts, say), the episode continues in a new row. A turn truncated by its token limit is passed to the environment
+    like any other, with its `stop_reason`.
     """
 
     Config: ClassVar[type[AgentConfig]] = MultiTurnConfig
     config: MultiTurnConfig
-    by_messages: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": False}
+    chat_agent: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": False}
 
     async def play(self, env: CheckedEnv, task: Task, transcript: Transcript, *, seed: int) -> Outcome:
         observation, _ = await env.reset(seed=seed, options={"task": task})
         dialogue = self.renderer.dialogue()
         transcript.messages = dialogue.messages
-        transcript.begin(dialogue.begin(self.offered(observation)))
+        transcript.begin(dialogue.start(self.offered(observation)))
         turns = 0
         while True:
             generation = await transcript.sample(sampling_of(observation, self.renderer))
@@ -52,25 +52,25 @@ class MultiTurn(TokenLevel):
             transcript.add_reward(reward, info)
             turns += 1
             if terminated or truncated or turns == self.config.max_turns:
-                # The policy never reads the last observation; people do.
+                # The policy never reads the last observation, but the record shows it.
                 transcript.messages = [*dialogue.messages, *observed_messages(observation)]
                 return Outcome.of(terminated, truncated)
             extend(transcript, dialogue.add_observation(observation))
 
     def offered(self, observation: Observation) -> Observation:
-        """The first observation as the policy sees it: without tools, which this agent cannot call."""
+        """The first observation as the policy sees it: without tools, since this agent cannot call any."""
         return replace(observation, tools=())
 
 
 class ToolCalling(MultiTurn):
     """A multi-turn agent that writes tools into the prompt, and reads calls from the answers, in the chat template's
-    own format.
+    format.
 
     The environment gets the calls in `action.tool_calls`, malformed ones with their `error`, and answers with the
-    results. An environment without tools is played as the multi-turn agent plays it.
+    results. Without tools it behaves like the multi-turn agent.
     """
 
-    by_messages: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": True}
+    chat_agent: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": True}
 
     def offered(self, observation: Observation) -> Observation:
         return observation

@@ -1,4 +1,4 @@
-"""The replay agent: plays what an environment has recorded instead of sampling, for supervised training."""
+"""The replay agent: replays an environment's recordings instead of sampling, for supervised training."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ class ReplayConfig(AgentConfig):
     """Settings of replays."""
 
     max_tokens: int | None = Field(None, ge=2)
-    """Tokens of a recording's row; unset: any number."""
+    """Maximum tokens of a recording's row; unset: no limit."""
     too_long: Literal["cut", "drop"] = "cut"
-    """`cut`: a longer row loses its end, and is not taught to end there; `drop`: it is left out (`too_long`)."""
+    """`cut`: truncate a longer row and do not train on an end there; `drop`: drop its episode (`too_long`)."""
 
 
 class Replay(Agent):
-    """Plays the recorded turns of a task. It needs no engine, and steps the environment only for the observations
-    between two turns: a recording is taught as it stands, whatever its reward would be."""
+    """Replays the recorded turns of a task. It needs no engine, and steps the environment only for the observations
+    between two turns: recordings are trained on unmodified, whatever reward the environment would give them."""
 
     Config: ClassVar[type[AgentConfig]] = ReplayConfig
     config: ReplayConfig
     uses_policy = False
 
-    async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
-        return await self.replay(env, task, seed=seed, member=0)
+    async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:
+        return await self.replay(env, task, seed=seed, recording_index=0)
 
-    async def replay(self, env: CheckedEnv, task: Task, *, seed: int, member: int) -> Episode:
-        observation, _ = await env.reset(seed=seed, options={"task": task, "member": member})
-        recording = env.spec.recording(task, seed, member)
+    async def replay(self, env: CheckedEnv, task: Task, *, seed: int, recording_index: int) -> Episode:
+        observation, _ = await env.reset(seed=seed, options={"task": task, "member": recording_index})
+        recording = env.spec.recording(task, seed, recording_index)
         dialogue, transcript = self.renderer.dialogue(), Transcript(None)
-        transcript.begin(dialogue.begin(observation))
+        transcript.begin(dialogue.start(observation))
         last = len(recording.turns) - 1
         rewards = recording.rewards or [None] * (last + 1)
         for number, (turn, reward) in enumerate(zip(recording.turns, rewards, strict=True)):
-            if recording.are_pieces and number < last:
+            if recording.is_single_turn and number < last:
                 transcript.demonstrate(piece(dialogue, turn))
                 transcript.add_reward(reward, {})
                 continue
@@ -56,27 +56,27 @@ class Replay(Agent):
                 break
             observation, _, terminated, truncated, _ = await env.step(action_of(turn, token_ids))
             if terminated or truncated:
-                raise InvalidOutcome("demonstration", f"{task.key}: it goes on after the episode has ended")
+                raise InvalidOutcome("demonstration", f"{task.key}: it continues after the episode has ended")
             extend(transcript, dialogue.add_observation(observation))
         transcript.messages = dialogue.messages
         return transcript.episode(task, self._limited(transcript, task))
 
     def _limited(self, transcript: Transcript, task: Task) -> Outcome:
-        """The outcome of a recording whose rows are brought to the limit."""
+        """Truncate rows to the limit, and return the outcome."""
         limit = self.config.max_tokens
-        long = [row for row in transcript.rows if limit is not None and len(row.token_ids) > limit]
-        if not long:
-            return Outcome.completed()
+        long_rows = [row for row in transcript.rows if limit is not None and len(row.token_ids) > limit]
+        if not long_rows:
+            return Outcome.complete()
         assert limit is not None
-        for row in long:
-            row.cut(limit)
-        taught = any(segment.role == "action" for row in transcript.rows for segment in row.segments)
-        if self.config.too_long == "drop" or not taught:
+        for row in long_rows:
+            row.truncate(limit)
+        has_actions = any(segment.role == "action" for row in transcript.rows for segment in row.segments)
+        if self.config.too_long == "drop" or not has_actions:
             raise InvalidOutcome("too_long", f"{task.key}: the recording has more than agent.max_tokens={limit} tokens")
-        return Outcome.truncated(Limit.LENGTH)
+        return Outcome.truncate(Limit.LENGTH)
 
 
 def piece(dialogue: Dialogue, turn: str | Message) -> list[int]:
-    """The tokens of a piece of an answer, with no end of turn."""
+    """The tokens of a part of an answer, without an end of turn."""
     text = turn if isinstance(turn, str) else turn.text
     return dialogue.add_observation(Observation(text=text)).token_ids

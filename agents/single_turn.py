@@ -17,16 +17,16 @@ from .token_level import TokenLevel
 class SingleTurn(TokenLevel):
     """Samples one answer to the first observation. An environment that wants more turns truncates the episode."""
 
-    by_messages: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": False, "max_turns": 1}
+    chat_agent: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": False, "max_turns": 1}
 
     async def play(self, env: CheckedEnv, task: Task, transcript: Transcript, *, seed: int) -> Outcome:
         observation, _ = await env.reset(seed=seed, options={"task": task})
         dialogue = self.renderer.dialogue()
-        transcript.begin(dialogue.begin(replace(observation, tools=())))
+        transcript.begin(dialogue.start(replace(observation, tools=())))
         generation = await transcript.sample(sampling_of(observation, self.renderer))
         message = dialogue.add_policy_turn(generation.token_ids)
         action = Action(message.text, generation.token_ids, stop_reason=generation.stop_reason)
         observation, reward, terminated, _, info = await env.step(action)
         transcript.add_reward(reward, info)
         transcript.messages = [*dialogue.messages, *observed_messages(observation)]
-        return Outcome.completed() if terminated else Outcome.truncated(Limit.TURNS)
+        return Outcome.complete() if terminated else Outcome.truncate(Limit.TURNS)

@@ -1,4 +1,4 @@
-"""The base class of agents that decide token by token what the policy reads, and what other agents share with it."""
+"""The base class of agents that control the policy's exact tokens, and helpers that other agents share."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class TokenLevelConfig(AgentConfig):
     """Settings of every agent that samples on a transcript."""
 
     max_tokens: int | None = Field(None, ge=1)
-    """Tokens the policy may sample in a whole episode; then it ends, truncated (`tokens`). One turn's limit is
+    """Tokens the policy may sample per episode; then it ends, truncated (`tokens`). One turn's limit is
     `rollout.max_tokens`."""
 
 
 class TokenLevel(Agent):
     """Subclass it and write `play`: put tokens on the transcript, sample from it, and return how the episode ended.
 
-    What is sampled is recorded as it came, and the engine is only ever given what was recorded before.
+    Sampled tokens are recorded unmodified, and every prompt consists of recorded tokens.
     """
 
     Config: ClassVar[type[AgentConfig]] = TokenLevelConfig
@@ -35,23 +35,23 @@ class TokenLevel(Agent):
 
     @abstractmethod
     async def play(self, env: CheckedEnv, task: Task, transcript: Transcript, *, seed: int) -> Outcome:
-        """Play one episode. A budget that runs out (`OutOfBudget`) may pass through: it truncates the episode."""
+        """Run one episode. `OutOfBudget` may pass through: it truncates the episode."""
 
-    async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
-        assert engine is not None, "a sampling agent is given an engine"
-        engine.limit(self.config.max_tokens)
-        transcript = Transcript(engine)
+    async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:
+        assert sampler is not None, "an agent that uses the policy needs a sampler"
+        sampler.limit(self.config.max_tokens)
+        transcript = Transcript(sampler)
         try:
             outcome = await self.play(env, task, transcript, seed=seed)
         except OutOfBudget as limit:
-            outcome = Outcome.truncated(limit.reason)
+            outcome = Outcome.truncate(limit.reason)
         except TurnRefused:
-            outcome = Outcome.truncated(Limit.TEMPLATE)
+            outcome = Outcome.truncate(Limit.TEMPLATE)
         return transcript.episode(task, outcome)
 
 
 def extend(transcript: Transcript, extension: Extension) -> None:
-    """Put a rendered reply on the transcript: appended to the row, or as the prompt of a new one."""
+    """Add a rendered reply to the transcript: to the current row, or as the prompt of a new row."""
     if extension.fork:
         transcript.begin(extension.token_ids)
     else:
@@ -59,9 +59,9 @@ def extend(transcript: Transcript, extension: Extension) -> None:
 
 
 def actions_of(row: Row) -> Iterator[tuple[Segment, list[int]]]:
-    """The sampled turns of a row, each with the tokens it was sampled after."""
-    before: list[int] = []
+    """The sampled turns of a row, each with its prefix tokens."""
+    prefix: list[int] = []
     for segment in row.segments:
         if segment.role == "action":
-            yield segment, before[:]
-        before.extend(segment.token_ids)
+            yield segment, prefix[:]
+        prefix.extend(segment.token_ids)

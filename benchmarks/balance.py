@@ -82,7 +82,7 @@ def measured(unit_size: int, n_ranks: int, packed: bool) -> dict[str, float]:
         for index, length in enumerate(lengths.tolist()):
             zeros = np.zeros(length, np.float32)
             row = TrainSample(
-                zeros.astype(np.int64), zeros + 1, zeros, Objective.POLICY_GRADIENT, batch_unit=index // unit_size
+                zeros.astype(np.int64), zeros + 1, zeros, Objective.POLICY_GRADIENT, microbatch_key=index // unit_size
             )
             rows.append(row)
         began = time.perf_counter()

@@ -94,10 +94,10 @@ def run(side: str, folder: str) -> dict[str, Any]:
 
 
 def make_model(folder: Path) -> None:
-    from envgym.models.fresh import FreshModelConfig, make_fresh_model, text_of
+    from envgym.models.fresh import FreshModelConfig, make_fresh_model, sample_texts
     from envgym.registry import spec
 
-    corpus = asyncio.run(text_of(spec("math_verify"), 500))
+    corpus = asyncio.run(sample_texts(spec("math_verify"), 500))
     make_fresh_model(folder, FreshModelConfig(**SIZE, max_model_len=512), corpus, 0)
 
 

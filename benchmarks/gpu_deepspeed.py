@@ -98,7 +98,7 @@ def make_rows(n: int, length: int, seed: int) -> list[TrainSample]:
         weights = np.ones(size, np.float32)
         weights[0] = 0.0
         nothing = np.full(size, np.nan, np.float32)
-        rows.append(TrainSample(ids, weights, nothing, Objective.CROSS_ENTROPY, batch_unit=index))
+        rows.append(TrainSample(ids, weights, nothing, Objective.CROSS_ENTROPY, microbatch_key=index))
     return rows
 
 

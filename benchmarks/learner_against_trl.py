@@ -163,20 +163,20 @@ def measured(model: str, path: Path, steps: int) -> dict[str, Any]:
             )
             for completion in group["completions"]
         ]
-        for row, said in zip(rows, worker.forward([TrainSample.of(row) for row in rows]), strict=True):
+        for row, said in zip(rows, worker.forward([TrainSample.from_row(row) for row in rows]), strict=True):
             row.segments[1].logprobs = said[PROMPT:].tolist()  # as sampled
         episodes = [
-            Episode(f"{name}-{index}", Task(name), Outcome.completed(), [row], reward=reward, score=reward)
+            Episode(f"{name}-{index}", Task(name), Outcome.complete(), [row], reward=reward, score=reward)
             for index, (row, reward) in enumerate(zip(rows, group["rewards"], strict=True))
         ]
         groups.append(Group(name, Task(name), episodes))
     learn_rows = worker.learner.prepare(trajectories(groups))
-    denominators = worker.learner.denominators(learn_rows)
+    normalizers = worker.learner.loss_normalizers(learn_rows)
     seconds, norms, computed = [], [], 0
     for _ in range(steps):
         began = time.perf_counter()
         [batches] = micro_batches(learn_rows, TOKENS_PER_MICROBATCH, 1)
-        worker.accumulate(batches, denominators)
+        worker.accumulate(batches, normalizers)
         norms.append(worker.step(LEARNING_RATE)["grad_norm"])
         seconds.append(time.perf_counter() - began)
         computed = sum(cost(batch, packed=False) for batch in batches)

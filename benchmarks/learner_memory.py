@@ -89,7 +89,7 @@ def measured(side: str, tokens: int, hidden_size: int, vocabulary: int) -> dict[
     import torch
     from torch import nn
 
-    from envgym.workers.head import Rescaling, ScoringHead
+    from envgym.workers.head import LogprobHead, Rescaling
 
     torch.manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
@@ -107,7 +107,7 @@ def measured(side: str, tokens: int, hidden_size: int, vocabulary: int) -> dict[
         with torch.no_grad():
             (logs.exp() * logs).sum(1)
     else:
-        scoring = ScoringHead.of(head, Rescaling())
+        scoring = LogprobHead.convert(head, Rescaling())
         logprobs, _ = scoring(hidden, targets, torch.ones(tokens), True, False)
     loss = -logprobs.mean()
     loss.backward()

@@ -110,18 +110,18 @@ def measured(layers: int, vocabulary: int, repeats: int) -> dict[str, Any]:
             loss_weights=weights,
             old_logprobs=np.full(LENGTH, np.nan, np.float32),
             objective=Objective.CROSS_ENTROPY,
-            batch_unit=index,
-            episode=index,
+            microbatch_key=index,
+            episode_index=index,
         )
         for index in range(ROWS)
     ]
     [batches] = micro_batches(rows, TOKENS_PER_MICROBATCH, 1)
-    denominators = worker.learner.denominators(rows)
+    normalizers = worker.learner.loss_normalizers(rows)
     tensors = [torch.from_numpy(np.stack([row.token_ids for row in batch])) for batch in batches]
     n_targets = ROWS * (LENGTH - 1)
 
     def ours() -> float:
-        numerator, denominator = worker.accumulate(batches, denominators)["loss"]
+        numerator, denominator = worker.accumulate(batches, normalizers)["loss"]
         worker.step(LEARNING_RATE)
         return numerator / denominator
 

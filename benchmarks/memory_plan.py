@@ -79,14 +79,14 @@ def make_model(folder: Path, hidden: int, layers: int, inner: int, vocabulary: i
 
 
 def plan(folder: Path, stage: int, tokens: int) -> float:
-    from envgym.launch.memory import ModelSizes, of_rank
+    from envgym.launch.memory import ModelSizes, rank_memory
     from envgym.learner import LearnerConfig
     from envgym.workers.config import WorkersConfig
 
     sizes = ModelSizes.of(folder)
     assert sizes is not None
     settings = WorkersConfig(ranks=2, zero_stage=stage, tokens_per_microbatch=tokens)
-    return of_rank(sizes, settings, LearnerConfig(name="sft"), on_gpu=False).total
+    return rank_memory(sizes, settings, LearnerConfig(name="sft"), on_gpu=False).total
 
 
 def run(folder: str, stage: int, tokens: int) -> int:
@@ -130,11 +130,11 @@ def measure(folder: str, rank: int, port: str, stage: int, tokens: int) -> None:
     generator = np.random.default_rng(rank)
     rows = []
     for _ in range(tokens // ROW):
-        sample = TrainSample.of(Row([Segment("action", int_array(generator.integers(3, vocabulary, ROW).tolist()))]))
+        sample = TrainSample.from_row(Row([Segment("action", int_array(generator.integers(3, vocabulary, ROW).tolist()))]))
         rows.append(replace(sample, loss_weights=np.ones(ROW, np.float32)))
     assert worker.learner is not None
     for _ in range(3):
-        worker.accumulate([rows], worker.learner.denominators(rows))
+        worker.accumulate([rows], worker.learner.loss_normalizers(rows))
         worker.step(1e-4)
     print(_status("VmHWM") - before, flush=True)
     os._exit(0)  # the other rank may be gone

@@ -170,7 +170,7 @@ def measured(method: str, model: str, path: Path, steps: int) -> dict[str, Any]:
         for number, row in enumerate(json.loads(path.read_text())):
             episodes = [
                 Episode(
-                    f"{number}-{member}", Task(str(number)), Outcome.completed(),
+                    f"{number}-{member}", Task(str(number)), Outcome.complete(),
                     [Row([Segment("prompt", row["prompt"]), Segment("action", answer)], Objective.CROSS_ENTROPY,
                          turns=[Turn(1.0 - member, StopReason.STOP)])],
                     reward=1.0 - member,
@@ -185,12 +185,12 @@ def measured(method: str, model: str, path: Path, steps: int) -> dict[str, Any]:
         given = trajectories(groups())
         began = time.perf_counter()
         if reference is not None:
-            samples = worker.learner.to_score(given)
+            samples = worker.learner.samples_to_score(given)
             for sample, said in zip(samples, reference.forward(samples), strict=True):
                 sample.arrays["reference"] = said
         rows = worker.learner.prepare(given)
         [batches] = micro_batches(rows, TOKENS_PER_MICROBATCH, 1)
-        worker.accumulate(batches, worker.learner.denominators(rows))
+        worker.accumulate(batches, worker.learner.loss_normalizers(rows))
         norms.append(worker.step(LEARNING_RATE)["grad_norm"])
         seconds.append(time.perf_counter() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

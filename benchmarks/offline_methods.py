@@ -212,7 +212,7 @@ def by_task(folder: Path, before: str, after: str) -> dict[str, Any]:
     """The same of evaluations with other prompts, which `envgym compare` refuses: the tasks are known to be the same.
     The interval is the normal one."""
     scores = [
-        {one.task.id: one.score for one in read_episodes(folder / "evals" / name) if not one.group.startswith("greedy")}
+        {e.task.id: e.score for e in read_episodes(folder / "evals" / name) if not e.group_id.startswith("greedy")}
         for name in (before, after)
     ]
     differences = [scores[1][task] - score for task, score in scores[0].items()]

@@ -39,16 +39,16 @@ def train(steps: int) -> int:
     """The main job, in the current folder."""
     from envgym.cli import main as command
 
-    learned_logprobs, append_events, count = WorkerGroup.learned_logprobs, RunFolder.append_events, itertools.count(1)
+    accumulated_logprobs, append_events, count = WorkerGroup.accumulated_logprobs, RunFolder.append_events, itertools.count(1)
 
     async def some_logprobs(self: WorkerGroup) -> list[Any]:
-        return await learned_logprobs(self) if is_recorded(next(count)) else []
+        return await accumulated_logprobs(self) if is_recorded(next(count)) else []
 
     def some_events(self: RunFolder, step: int, events: Iterable[Mapping[str, Any]]) -> None:
         if is_recorded(step):
             append_events(self, step, events)
 
-    WorkerGroup.learned_logprobs, RunFolder.append_events = some_logprobs, some_events  # type: ignore[method-assign]
+    WorkerGroup.accumulated_logprobs, RunFolder.append_events = some_logprobs, some_events  # type: ignore[method-assign]
     return command([*WORDS, f"steps={steps}", "name=run"])
 
 

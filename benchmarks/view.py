@@ -88,7 +88,7 @@ def episodes(count: int) -> Iterator[Episode]:
         row = Row([Segment("prompt", ids[:40]), segment], turns=[Turn(draw.random(), StopReason.STOP)])
         group, member = divmod(number, 8)
         name, task = f"step-000001-0/{group:05d}", Task(f"task-{group}", "ask")
-        episode = Episode(f"{name}:{member:03d}:0", task, Outcome.completed(), [row], group=name)
+        episode = Episode(f"{name}:{member:03d}:0", task, Outcome.complete(), [row], group_id=name)
         episode.member, episode.reward, episode.score = member, row.turns[0].reward, row.turns[0].reward
         episode.messages = [Message.of("user", "ask"), Message.of("assistant", "word " * min(length, 400))]
         yield episode

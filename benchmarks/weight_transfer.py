@@ -82,7 +82,7 @@ async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> di
     try:
         target, _ = choose_engine("vllm")
         arguments = {"spec": EngineSpec(str(folder / "model"), dtype="float32")}
-        pool = await EnginePool.started(lambda _: EngineClient.start(runtime, target, arguments, {}), 1)
+        pool = await EnginePool.start(lambda _: EngineClient.start(runtime, target, arguments, {}), 1)
         spec = WorkerSpec("actor", str(folder / "model"), RoleSpec(trained=True), {"name": "sft"})
         actor = await WorkerGroup.start(runtime, spec)
         transfer = FileTransfer(actor, folder, BUCKET, checkpoint=True)

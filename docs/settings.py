@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from envgym.agent import AgentConfig
-from envgym.config.known_settings import Setting, settings_of
+from envgym.config.known_settings import Setting, other_names, settings_of
 from envgym.config.schema import Component, RunConfig, StageConfig
 from envgym.env import EnvConfig
 from envgym.learner import LearnerConfig
@@ -31,7 +31,8 @@ PAGE = Path(__file__).with_suffix(".md")
 HEAD = """# Settings
 
 Every setting by its key: a word of the command line (`learner.lr=1e-4`), a nested key of a YAML file, or a key in
-Python. `envgym config` prints what a run would have. Written by `python docs/settings.py` from the code.
+Python. `envgym config` prints what a run would have. Names in brackets are what other programs call a setting: envgym
+does not take them, but suggests the setting. Written by `python docs/settings.py` from the code.
 """
 
 
@@ -45,30 +46,35 @@ def page() -> str:
         section("Every learner", LearnerConfig, "learner."),
     ]
     parts += [
-        own("learner", f"`{name}`", load_component("learner", name).Config, LearnerConfig) for name in names("learners")
+        additions("learner", f"`{name}`", load_component("learner", name).Config, LearnerConfig)
+        for name in names("learners")
     ]
     parts += [section("Every environment", EnvConfig, "env.")]
     for name in names("envs"):
         cls = load_env_class(next(iter(entry_points(group="envgym.envs", name=name))).value)
         parts.append(
-            own("env", f"`{name}`", getattr(getattr(cls, "env_class", None), "Config", None) or cls.Config, EnvConfig)
+            additions(
+                "env", f"`{name}`", getattr(getattr(cls, "env_class", None), "Config", None) or cls.Config, EnvConfig
+            )
         )
     parts += [
-        own("env", "of a reward function", RewardConfig, EnvConfig),
-        own("env", "at a URL", RemoteConfig, EnvConfig),
+        additions("env", "of a reward function", RewardConfig, EnvConfig),
+        additions("env", "at a URL", RemoteConfig, EnvConfig),
     ]
-    parts += [own("agent", f"`{name}`", load_component("agent", name).Config, AgentConfig) for name in names("agents")]
+    parts += [
+        additions("agent", f"`{name}`", load_component("agent", name).Config, AgentConfig) for name in names("agents")
+    ]
     return "\n".join(part for part in parts if part)
 
 
 def names(group: str) -> list[str]:
     """The names of the parts that ship with envgym."""
-    found = entry_points(group=f"envgym.{group}")
-    return sorted(entry.name for entry in found if entry.value.startswith("envgym."))
+    entries = entry_points(group=f"envgym.{group}")
+    return sorted(entry.name for entry in entries if entry.value.startswith("envgym."))
 
 
-def own(kind: str, name: str, config: type[BaseModel], base: type[BaseModel]) -> str:
-    """What one part has beside what all of its kind have, or has otherwise."""
+def additions(kind: str, name: str, config: type[BaseModel], base: type[BaseModel]) -> str:
+    """The settings that one component has in addition to those of all its kind, or with other defaults."""
     common = {setting.key: described(setting) for setting in settings_of(base, f"{kind}.")}
     rows = [setting for setting in settings_of(config, f"{kind}.") if not setting.key.startswith("env.data.")]
     rows = [setting for setting in rows if common.get(setting.key) != described(setting)]
@@ -99,7 +105,13 @@ def described(setting: Setting) -> tuple[str, str, str, str]:
     if isinstance(default, BaseModel):
         default = getattr(default, "name", None) or default.model_dump(mode="json", exclude_defaults=True)
     shown = "required" if default is PydanticUndefined else f"`{written(default)}`"
-    return f"`{setting.key}`", f"`{type_of(field.annotation)}`", shown, meaning(setting)
+    names = ", ".join(f"`{name}`" for name in other_names().get(setting.key, []))
+    return (
+        f"`{setting.key}`",
+        f"`{type_of(field.annotation)}`",
+        shown,
+        meaning(setting) + (f" ({names})" if names else ""),
+    )
 
 
 def written(value: Any) -> str:
@@ -133,8 +145,8 @@ def meaning(setting: Setting) -> str:
     """The docstring under the setting, of the nearest class that has one."""
     name = setting.key.rpartition(".")[2]
     for cls in setting.owner.__mro__:
-        if issubclass(cls, BaseModel) and cls is not BaseModel and name in (found := docstrings(cls)):
-            return " ".join(found[name].split())
+        if issubclass(cls, BaseModel) and cls is not BaseModel and name in (texts := docstrings(cls)):
+            return " ".join(texts[name].split())
     return ""
 
 
@@ -143,12 +155,12 @@ def docstrings(cls: type) -> dict[str, str]:
     """Names and docstrings of the fields that a class defines."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for statement, after in zip(definition.body, definition.body[1:], strict=False):
-        documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    texts = {}
+    for statement, following in zip(definition.body, definition.body[1:], strict=False):
+        documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         if documented and isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            found[statement.target.id] = str(after.value.value)
-    return found
+            texts[statement.target.id] = str(following.value.value)
+    return texts
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import registry
     from .api import evaluate, train
-    from .env import Env, EnvConfig, EnvSpec, ListTasks, TaskSet
+    from .env import Env, EnvConfig, EnvSpec, TaskList, TaskSet
     from .registry import make, register, spec
     from .rewards import Reward, reward
     from .tools import McpServer, Tool, ToolEnv, ToolEnvConfig
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Action": "types", "Episode": "types", "Message": "types", "Observation": "types", "Task": "types",
-    "Env": "env", "EnvConfig": "env", "EnvSpec": "env", "ListTasks": "env", "TaskSet": "env",
+    "Env": "env", "EnvConfig": "env", "EnvSpec": "env", "TaskList": "env", "TaskSet": "env",
     "make": "registry", "register": "registry", "spec": "registry",
     "reward": "rewards", "Reward": "rewards",
     "McpServer": "tools", "Tool": "tools", "ToolEnv": "tools", "ToolEnvConfig": "tools",
@@ -27,8 +27,8 @@ _HOME = {
 }  # fmt: skip
 
 __all__ = [
-    "Action", "Env", "EnvConfig", "EnvSpec", "Episode", "ListTasks", "McpServer", "Message", "Observation", "Reward",
-    "Task", "TaskSet", "Tool", "ToolEnv", "ToolEnvConfig", "evaluate", "make", "register", "registry", "reward",
+    "Action", "Env", "EnvConfig", "EnvSpec", "Episode", "McpServer", "Message", "Observation", "Reward", "Task",
+    "TaskList", "TaskSet", "Tool", "ToolEnv", "ToolEnvConfig", "evaluate", "make", "register", "registry", "reward",
     "spec", "train",
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The agent's interface: it turns a policy into actions, tokens in and tokens out, and records what happened."""
+"""The agent's interface: an agent turns a policy into actions, tokens in and tokens out, and records the episode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .types import Episode, Limit, Message, Task, ToolSpec
 
 
 class OutOfBudget(Exception):
-    """The episode may sample no more; `reason` is the limit that was reached."""
+    """The episode has reached a sampling limit, `reason`."""
 
     def __init__(self, reason: Limit) -> None:
         super().__init__(reason)
@@ -23,7 +23,7 @@ class OutOfBudget(Exception):
 
 
 class Sampler(Protocol):
-    """An engine bound to one episode: it knows the episode's sampling defaults, seed and request ids."""
+    """An engine bound to one episode, with the episode's sampling defaults, seed and request ids."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -34,49 +34,48 @@ class Sampler(Protocol):
         """The engine's context length in tokens."""
 
     def limit(self, max_tokens: int | None) -> None:
-        """Let the episode sample no more than so many tokens in all; None: any number."""
+        """Limit the tokens that the episode may sample in all; None: no limit."""
 
     async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Generation:
-        """Sample one turn after `token_ids` [T], which must not change meanwhile: an int32 array is not copied. Each
-        call is the episode's next turn; `overrides` replace fields of the sampling parameters for this turn alone.
+        """Sample one turn after `token_ids` [T], which must not change during the call: an int32 array is not copied.
+        Each call is the episode's next turn; `overrides` replace fields of the sampling parameters for this turn only.
 
-        The turn is cut to what the context and the episode's limit leave. Raises `PromptTooLong` where nothing more
-        fits into the context, and `OutOfBudget` where the limit is used up."""
+        The turn is truncated at the context length and at the episode's limit. Raises `PromptTooLong` if the context is
+        full, and `OutOfBudget` if the limit is used up."""
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), overrides: Mapping[str, Any] | None = None
     ) -> ChatReply:
-        """The same for an engine that takes messages: what the assistant says after `messages`."""
+        """Generate the assistant's reply to `messages`: `generate` for engines that take messages."""
 
 
 class AgentConfig(Settings):
-    """Base class of an agent's settings. Unknown keys are refused."""
+    """Base class of an agent's settings. Unknown keys raise an error."""
 
 
 class Agent(ABC):
-    """Plays one episode at a time; one agent plays many at once, so it keeps no state between calls.
+    """Runs episodes. Each call of `run` runs one episode; calls are concurrent: keep no state on `self`.
 
-    `run` returns what happened with `outcome`, `rows`, `reward`, `score` and `messages` filled in; the runner
-    adds ids, groups and times. Exceptions of the environment or the engine may pass through: the runner
-    turns them into a failed episode.
+    `run` returns an episode with `outcome`, `rows`, `reward`, `score` and `messages`; the runner adds ids, groups and
+    times. Exceptions of the environment or the engine may pass through: the runner turns them into a failed episode.
     """
 
     Config: ClassVar[type[AgentConfig]] = AgentConfig
     uses_policy: ClassVar[bool] = True
-    """False for agents that replay recorded answers: no engine is started for them."""
-    speaks: ClassVar[Literal["tokens", "messages"]] = "tokens"
-    """The form of its requests to an engine: tokens (`generate`), or messages (`chat`), which every API takes."""
-    by_messages: ClassVar[Mapping[str, Any] | None] = None
-    """Name and settings of the agent that plays the same way by messages, its own settings kept beside these. Not
-    inherited: a subclass may play otherwise."""
+    """False for agents that replay recorded answers and need no engine."""
+    interface: ClassVar[Literal["tokens", "messages"]] = "tokens"
+    """The engine interface that the agent uses: tokens (`generate`), or messages (`chat`), which every API has."""
+    chat_agent: ClassVar[Mapping[str, Any] | None] = None
+    """The chat-based equivalent for API engines: its name and fixed settings, added to this agent's settings. Not
+    inherited by subclasses, whose episodes may differ."""
 
     def __init__(self, renderer: Renderer, config: AgentConfig) -> None:
         self.renderer = renderer
         self.config = config
 
     @abstractmethod
-    async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode: ...
+    async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode: ...
 
-    async def replay(self, env: CheckedEnv, task: Task, *, seed: int, member: int) -> Episode:
-        """Play recording `member` of a task: what agents that do not use the policy are asked for."""
+    async def replay(self, env: CheckedEnv, task: Task, *, seed: int, recording_index: int) -> Episode:
+        """Replay one recording of a task. The runner calls this, not `run`, if `uses_policy` is False."""
         return await self.run(env, task, None, seed=seed)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config.resolve import resolve
-from .config.words import nested
+from .config.words import nest_keys
 from .monitoring.display import Display
 from .monitoring.terminal import open_display
 
@@ -25,7 +25,7 @@ def train(
     """
     from .training.run import train as run
 
-    config = resolve(nested(settings.items()), recipe=recipe, file=file)
+    config = resolve(nest_keys(settings.items()), recipe=recipe, file=file)
     with Display() if quiet else open_display() as display:
         return run(config, display=display)
 
@@ -36,6 +36,6 @@ def evaluate(settings: Mapping[str, Any], *, suite: str | Suite | None = None, q
     from .evaluation.policy import new_evaluation, run_evaluation
     from .training.new_model import make_model
 
-    evaluation = new_evaluation(nested(settings.items()), suite=suite)
+    evaluation = new_evaluation(nest_keys(settings.items()), suite=suite)
     with Display() if quiet else open_display() as display:
         return run_evaluation(evaluation, display, make_model=make_model)

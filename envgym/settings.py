@@ -111,10 +111,10 @@ def known_keys(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
     return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
 
 
-def lay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` laid on `base`, key by key."""
     result = dict(base)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = lay(result[key], value) if both else value
+        result[key] = deep_merge(result[key], value) if both else value
     return result

@@ -1,4 +1,4 @@
-"""A learner in a file of your own: `envgym train --env math_verify --learner examples/reinforce.py:Reinforce`."""
+"""A custom learner in one file: `envgym train --env math_verify --learner examples/reinforce.py:Reinforce`."""
 
 from envgym.learner import Learner
 
@@ -10,18 +10,18 @@ class Reinforce(Learner):
         import numpy as np
 
         trajectories = [trajectory for group in groups for trajectory in group]
-        baseline = sum(each.episode.reward for each in trajectories) / len(trajectories)
-        for each in trajectories:
-            for sample in each.samples:
-                advantage = each.episode.reward - baseline
+        baseline = sum(trajectory.episode.reward for trajectory in trajectories) / len(trajectories)
+        for trajectory in trajectories:
+            advantage = trajectory.episode.reward - baseline
+            for sample in trajectory.samples:
                 sample.arrays["advantages"] = np.full(len(sample.token_ids), advantage, np.float32)
-        return [sample for each in trajectories for sample in each.samples]
+        return [sample for trajectory in trajectories for sample in trajectory.samples]
 
-    def loss(self, role, outputs, batch, denominators):
+    def loss(self, role, outputs, batch, normalizers):
         import torch
 
-        # Only sampled tokens count; whatever stands elsewhere must not, not even as 0 times it.
+        # Only sampled tokens count. `where` also removes NaN and infinity at all others, which a product would not.
         losses = -batch.loss_weights * batch.arrays["advantages"] * outputs.logprobs
         total = torch.where(batch.loss_weights > 0, losses, 0.0).sum()
         metrics = {"loss": (float(total.detach()), float(batch.loss_weights.sum()))}
-        return total / denominators[batch.objective], metrics
+        return total / normalizers[batch.objective], metrics

@@ -4,7 +4,7 @@ import envgym
 
 
 class Reverse(envgym.Env):
-    """Write a word backwards; each letter in its place earns a share of the reward."""
+    """Write a word backwards; the reward is the share of letters in the right position."""
 
     async def reset(self, *, seed=None, options=None):
         self.word = "".join(self.rng.choices("abc", k=3))
@@ -12,6 +12,6 @@ class Reverse(envgym.Env):
 
     async def step(self, action):
         answer = action.text.strip()
-        right = sum(said == letter for said, letter in zip(answer, reversed(self.word), strict=False))
-        score = right / max(len(answer), 3)  # what follows a right beginning costs some of it
+        matches = sum(guess == letter for guess, letter in zip(answer, reversed(self.word), strict=False))
+        score = matches / max(len(answer), 3)  # extra letters lower the score
         return None, score, True, False, {"score": score}

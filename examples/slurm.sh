@@ -1,9 +1,9 @@
 #!/bin/bash
-# Trains on several machines of a Slurm cluster: a Ray on all of them, and the run on it.
+# Trains on several nodes of a Slurm cluster: starts a Ray cluster on them, and the run on it.
 #
 #     sbatch --nodes 2 --gpus-per-node 8 examples/slurm.sh --env math_verify --model path/or/hub-id workers.ranks=8
 #
-# Everything after the script's name is given to `envgym train`. RUNS must be a folder that all machines have.
+# All arguments are passed to `envgym train`. RUNS must be a folder shared by all nodes.
 #SBATCH --job-name envgym
 #SBATCH --ntasks-per-node 1
 #SBATCH --exclusive
@@ -14,7 +14,7 @@ PORT=${PORT:-6379}
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export RAY_ADDRESS=$HEAD:$PORT
 
-# One task a machine: the first starts the cluster's head and the others join it; all end with the job.
+# One task per node: the first starts the head of the cluster, and the others join it; all end with the job.
 srun --overlap bash -c "
     if [ \"\$SLURM_NODEID\" = 0 ]; then
         ray start --head --port $PORT --block

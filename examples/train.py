@@ -1,7 +1,7 @@
-"""The main job from Python: what `envgym train --env math_verify` does, and the summary it leaves."""
+"""Training from Python, as `envgym train --env math_verify` does it, and the summary of the run."""
 
 import envgym
 
 summary = envgym.train({"env": "math_verify", "steps": 60, "seed": 0})
-before, after = summary["eval"]["before"], summary["eval"]["after"]
-print(f"held-out score {before['score']:.3f} -> {after['score']:.3f}, 95% interval {after['ci95']}")
+initial, final = summary["eval"]["before"], summary["eval"]["after"]
+print(f"held-out score {initial['score']:.3f} -> {final['score']:.3f}, 95% interval {final['ci95']}")

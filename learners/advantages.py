@@ -1,14 +1,14 @@
 """From rewards to advantages, in the order in which it happens.
 
-1. Shape: an episode's raw reward pays for length and truncation, and is clipped (`shaped_reward`).
-2. Compare: an episode, or a turn, is worth more or less than the others of its group (`standardised`, `centred`,
-   `left_one_out`; `turn_advantages`).
-3. Spread that over the episode's action tokens (`ActionTokens`, `rewards_to_go`, `spread`); or, with a critic or a KL
-   in the reward, sum up what each token earned (`generalised_advantages`, `discounted_returns`).
-4. Normalise over the tokens of the rollout or of a group (`normalised`).
+1. Shape: subtract penalties for length and truncation from an episode's raw reward, and clip it (`shaped_reward`).
+2. Compare: score each episode, or each turn, against its group (`standardize`, `center`, `leave_one_out`;
+   `turn_advantages`).
+3. Broadcast that to the episode's action tokens (`ActionTokens`, `rewards_to_go`, `broadcast_turn_values`); or, with a
+   critic or a KL in the reward, accumulate rewards per token (`gae_advantages`, `discounted_returns`).
+4. Normalize over the tokens of the rollout or of a group (`normalize_advantages`).
 
-Only action tokens are time steps. Feedback between two turns takes no time: with it as time steps, its length would
-decide the sign of an advantage. Numbers of time steps ([n], `Steps`) are float64.
+Only action tokens are time steps. Feedback between two turns takes no time: otherwise its length would decide the sign
+of an advantage. Arrays over the n action tokens of an episode ([n], `TokenArray`) are float64.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Steps = NDArray[np.float64]
+    TokenArray = NDArray[np.float64]
     Mask = NDArray[np.bool_]
 
 Compare = Callable[[Sequence[float], Sequence[float]], Sequence[float]]
-"""(values, rewards) -> one advantage for each member: its value against the group's rewards."""
+"""(values, rewards) -> one advantage per member: its value compared with the group's rewards."""
 
 HUGE = 2.0**1000
-"""Size of rewards above which they are first divided by it. A power of two loses no digit."""
+"""Rewards of a larger magnitude are first divided by this. Division by a power of two is exact."""
 EPS = 1e-8
-"""Added to the standard deviation of tokens before dividing by it."""
+"""Added to the standard deviation of the advantages before dividing by it."""
 
 # ---------------------------------------------------------------------------------------------------------
 # 1. The raw reward
 
 
 def shaped_reward(episode: Episode, config: ShapingConfig) -> float:
-    """The reward that the episode counts with. It must have one."""
-    assert episode.reward is not None, "an episode without a reward is compared with none"
+    """The episode's reward after penalties and clip. Episodes without a reward must be dropped before this."""
+    assert episode.reward is not None, "episodes without a reward are dropped before this"
     reward = episode.reward
     if config.overlong_length is not None and config.overlong_buffer is not None:
         n_tokens = sum(row.n_action_tokens for row in episode.rows)
@@ -57,15 +57,15 @@ def shaped_reward(episode: Episode, config: ShapingConfig) -> float:
 
 
 def overlong_penalty(n_tokens: int, length: int, buffer: int, factor: float) -> float:
-    """0 up to `length - buffer` tokens, from there linearly up to `factor` at `length`, and `factor` beyond it.
+    """0 up to `length - buffer` tokens, then linear up to `factor` at `length`, and `factor` beyond it.
 
-    Tokens are sampled ones alone. Source: Q. Yu et al., "DAPO" (2025), eq. 13.
+    `n_tokens` counts only sampled tokens. Source: Q. Yu et al., "DAPO" (2025), eq. 13.
     """
     return min(max(n_tokens - (length - buffer), 0), buffer) / buffer * factor
 
 
 def stopped_improperly(reward: float, coefficient: float) -> float:
-    """The reward of a truncated episode: `coefficient` times it where that is not negative, else `coefficient`.
+    """The reward of a truncated episode: `coefficient * reward` for a coefficient of at least 0, else `coefficient`.
 
     Source: the stop-properly penalty of ProRL v2 (J. Hu et al., 2025).
     """
@@ -73,29 +73,28 @@ def stopped_improperly(reward: float, coefficient: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# 2. Against the group. `values` are what members earned and `rewards` what the group did; the two are the same but for
-# a turn that fewer than two members reached.
+# 2. Against the group. `values` are the returns to compare, `rewards` the group's, which give the baseline. The two
+# differ only for turns that fewer than two members reached.
 
 
-def standardised(values: Sequence[float], rewards: Sequence[float], eps: float) -> list[float]:
-    """GRPO: (v - mean) / (std + eps) with the mean and standard deviation of the group's rewards, n >= 2; exactly 0
-    where all of these are equal.
+def standardize(values: Sequence[float], rewards: Sequence[float], eps: float) -> list[float]:
+    """GRPO: (v - mean) / (std + eps) with the mean and standard deviation of the group's rewards, n >= 2; exactly 0 if
+    all rewards are equal.
 
     Source: Z. Shao et al., "DeepSeekMath" (2024), section 4.1. The standard deviation is the unbiased one.
     """
     if len(set(rewards)) < 2:
         return [0.0] * len(values)
-    if max(map(abs, [*values, *rewards])) > HUGE:  # differences of these may be no floats, nor their squares' root
-        return standardised([value / HUGE for value in values], [reward / HUGE for reward in rewards], eps / HUGE)
+    if max(map(abs, [*values, *rewards])) > HUGE:  # differences and their norm could overflow
+        return standardize([value / HUGE for value in values], [reward / HUGE for reward in rewards], eps / HUGE)
     mean = mean_of(rewards)
-    # `hypot`, because squares of very large or very small rewards would overflow or vanish.
+    # `hypot`, because squares of very large or very small rewards would overflow or underflow.
     std = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards) - 1)
     return [(value - mean) / (std + eps) for value in values]
 
 
-def centred(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-    """Dr. GRPO and REINFORCE++-baseline: v - mean of the group's rewards; exactly 0 for values that are all the
-    rewards there are.
+def center(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
+    """Dr. GRPO and REINFORCE++-baseline: v - mean of the group's rewards; exactly 0 if all are equal.
 
     Source: Z. Liu et al., "Understanding R1-Zero-Like Training" (2025), section 3.2.
     """
@@ -103,7 +102,7 @@ def centred(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
     return [value - mean for value in values]
 
 
-def left_one_out(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
+def leave_one_out(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
     """RLOO: v_i - mean of the rewards other than the i-th, n >= 2.
 
     Source: A. Ahmadian et al., "Back to Basics" (2024), section 3.4.
@@ -112,32 +111,32 @@ def left_one_out(values: Sequence[float], rewards: Sequence[float]) -> list[floa
 
 
 def mean_of(rewards: Sequence[float]) -> float:
-    """The mean, exactly theirs where all are equal: one that is off by a bit would make an advantage of nothing."""
+    """The mean. If all rewards are equal it is exactly their value, so that rounding creates no advantage."""
     if len(set(rewards)) == 1:
         return rewards[0]
     try:
         return math.fsum(rewards) / len(rewards)
-    except OverflowError:  # of the sum, which the mean is not as large as
+    except OverflowError:  # the sum overflows although the mean does not: divide first
         return math.fsum(reward / len(rewards) for reward in rewards)
 
 
 def turn_advantages(to_go: Sequence[Sequence[float]], rewards: Sequence[float], compare: Compare) -> list[list[float]]:
     """An advantage for each turn of each member of a group.
 
-    `to_go[i][k]` is what member i earned from turn k on, `rewards[i]` in all. A turn is compared with the same turn
-    of the members that reached it; where fewer than two did, with the rewards of the whole episodes.
+    `to_go[i][k]` is the return of member i from turn k on, `rewards[i]` its whole reward. A turn is compared with the
+    same turn of the other members that reached it; if only one member reached it, with the rewards of whole episodes.
     """
     result: list[list[float]] = [[] for _ in to_go]
     for turn in range(max(map(len, to_go), default=0)):
-        reached = [member for member, own in enumerate(to_go) if len(own) > turn]
-        if len(reached) > 1:
-            values = [to_go[member][turn] for member in reached]
+        members = [member for member, returns in enumerate(to_go) if len(returns) > turn]
+        if len(members) > 1:
+            values = [to_go[member][turn] for member in members]
             advantages = compare(values, values)
         else:
             values = list(rewards)
-            values[reached[0]] = to_go[reached[0]][turn]
-            advantages = [compare(values, rewards)[reached[0]]]
-        for member, advantage in zip(reached, advantages, strict=True):
+            values[members[0]] = to_go[members[0]][turn]
+            advantages = [compare(values, rewards)[members[0]]]
+        for member, advantage in zip(members, advantages, strict=True):
             result[member].append(advantage)
     return result
 
@@ -148,14 +147,14 @@ def turn_advantages(to_go: Sequence[Sequence[float]], rewards: Sequence[float], 
 
 @dataclass(slots=True)
 class ActionTokens:
-    """An episode's time steps: the tokens that count (weight above 0), of all its rows in order.
+    """An episode's action tokens: the tokens of positive loss weight, over all its samples in order.
 
-    samples        the episode's rows, whose arrays are read and written
-    token_indices  for each row, the indices [n of the row] of its time steps
-    turn_ends      for each turn, how many steps there are up to and with its last; a turn may have none
+    samples        the episode's samples, whose arrays are read and written
+    token_indices  for each sample, the indices of its action tokens
+    turn_ends      for each turn, the number of action tokens up to its end; a turn may have no token
     rewards        for each turn, its reward
-    reward         the episode's: the sum of its turns'
-    truncated      whether a limit ended it, and not the environment's word
+    reward         the episode's reward: the sum over its turns
+    truncated      whether a limit ended the episode, and not the environment
     """
 
     samples: list[TrainSample]
@@ -166,19 +165,19 @@ class ActionTokens:
     truncated: bool
 
     @classmethod
-    def of(cls, trajectory: Trajectory, reward: float) -> ActionTokens:
-        """The action tokens of a trajectory. What `reward` is more or less than the rewards of the turns (penalties, a
-        clip) is the last turn's."""
+    def from_trajectory(cls, trajectory: Trajectory, reward: float) -> ActionTokens:
+        """The action tokens of a trajectory. The difference between the shaped `reward` and the sum of the turn rewards
+        goes to the last turn."""
         import numpy as np
 
         episode, samples = trajectory.episode, trajectory.samples
         token_indices = [np.flatnonzero(sample.loss_weights > 0) for sample in samples]
-        turn_ends, rewards, steps = [], [], 0
+        turn_ends, rewards, n_tokens = [], [], 0
         for row, indices in zip(episode.rows, token_indices, strict=True):
             for end, turn_reward in turns(row):
-                turn_ends.append(steps + int(np.searchsorted(indices, end)))
+                turn_ends.append(n_tokens + int(np.searchsorted(indices, end)))
                 rewards.append(turn_reward)
-            steps += len(indices)
+            n_tokens += len(indices)
         if rewards:
             rewards[-1] = reward - sum(rewards[:-1])
         truncated = episode.outcome.status is Status.TRUNCATED
@@ -187,28 +186,28 @@ class ActionTokens:
     def __len__(self) -> int:
         return sum(map(len, self.token_indices))
 
-    def step_rewards(self, *, by_turn: bool) -> Steps:
-        """[n] Rewards on the last token of their own turn, or all on the episode's last. The reward of a turn without
-        a step is on the step before it."""
+    def token_rewards(self, *, by_turn: bool) -> TokenArray:
+        """[n] Turn rewards on each turn's last token, or the episode's reward on its last token. The reward of a turn
+        without tokens goes to the token before it."""
         import numpy as np
 
         result = np.zeros(len(self))
         if len(self):
-            placed = zip(self.turn_ends, self.rewards, strict=True) if by_turn else [(len(self), self.reward)]
-            for end, reward in placed:
+            rewards = zip(self.turn_ends, self.rewards, strict=True) if by_turn else [(len(self), self.reward)]
+            for end, reward in rewards:
                 result[max(end - 1, 0)] += reward
         return result
 
-    def read(self, name: str, offset: int = 0) -> Steps:
-        """[n] The samples' array `name` (or `old_logprobs`), `offset` tokens after each time step."""
+    def read(self, name: str, offset: int = 0) -> TokenArray:
+        """[n] The samples' array `name` (or `old_logprobs`), `offset` tokens after each action token."""
         import numpy as np
 
         arrays = [s.old_logprobs if name == "old_logprobs" else s.arrays[name] for s in self.samples]
         parts = [array[indices + offset] for array, indices in zip(arrays, self.token_indices, strict=True)]
         return np.concatenate([np.zeros(0), *parts]).astype(np.float64)
 
-    def write(self, name: str, values: Steps) -> None:
-        """Make the samples' array `name` of one number [n] for each time step; it is 0 elsewhere."""
+    def write(self, name: str, values: TokenArray) -> None:
+        """Set the samples' array `name` to `values` [n] at the action tokens, and to 0 elsewhere."""
         import numpy as np
 
         start = 0
@@ -221,8 +220,7 @@ class ActionTokens:
 def turns(row: Row) -> list[tuple[int, float]]:
     """(token index of its end, its reward) for each turn of a row.
 
-    A turn is an action segment. Where a row holds other numbers of the two, nobody knows which belongs to which, and
-    it counts as one turn.
+    A turn is an action segment. A row whose numbers of turns and of action segments differ counts as one turn.
     """
     ends, length = [], 0
     for segment in row.segments:
@@ -236,18 +234,18 @@ def turns(row: Row) -> list[tuple[int, float]]:
 
 
 def rewards_to_go(rewards: Sequence[float], turn_ends: Sequence[int], gamma: float) -> list[float]:
-    """Rewards still to come at each turn's last token: G_k = r_k + gamma^(end_{k+1} - end_k) G_{k+1}."""
+    """Discounted return at each turn's last token: G_k = r_k + gamma^(end_{k+1} - end_k) G_{k+1}."""
     result: list[float] = []
-    after, end_after = 0.0, 0
+    to_go, next_end = 0.0, 0
     for reward, end in zip(reversed(rewards), reversed(turn_ends), strict=True):
-        after = reward + gamma ** max(0, end_after - end) * after
-        end_after = end
-        result.append(after)
+        to_go = reward + gamma ** max(0, next_end - end) * to_go
+        next_end = end
+        result.append(to_go)
     return result[::-1]
 
 
-def spread(values: Sequence[float], turn_ends: Sequence[int], gamma: float) -> Steps:
-    """[n] Give each turn's value to its tokens: gamma^j times it, j steps before the turn's last token."""
+def broadcast_turn_values(values: Sequence[float], turn_ends: Sequence[int], gamma: float) -> TokenArray:
+    """[n] Each turn's value at all its tokens, times gamma^j at the j-th token before the turn's last."""
     import numpy as np
 
     result, start = np.zeros(turn_ends[-1] if turn_ends else 0), 0
@@ -257,8 +255,8 @@ def spread(values: Sequence[float], turn_ends: Sequence[int], gamma: float) -> S
     return result
 
 
-def discounted_returns(rewards: Steps, gamma: float) -> Steps:
-    """[n] G_t = r_t + gamma G_{t+1}, and 0 after the last step."""
+def discounted_returns(rewards: TokenArray, gamma: float) -> TokenArray:
+    """[n] G_t = r_t + gamma G_{t+1}, and G = 0 after the last token."""
     import numpy as np
 
     total, result = 0.0, []
@@ -268,46 +266,45 @@ def discounted_returns(rewards: Steps, gamma: float) -> Steps:
     return np.array(result[::-1], np.float64)
 
 
-def generalised_advantages(
-    rewards: Steps, values: Steps, *, next_value: float, gamma: float, gae_lambda: float
-) -> Steps:
+def gae_advantages(
+    rewards: TokenArray, values: TokenArray, *, next_value: float, gamma: float, gae_lambda: float
+) -> TokenArray:
     """PPO: [n] A_t = d_t + gamma lambda A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t.
 
-    `values` [n] are of the states in which each token was chosen; `next_value` is of the state after the last one.
+    V_t is `values` [n], the value of the state in which token t was chosen; `next_value` that of the final state.
     Source: J. Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (2016),
     eq. 11 and 16.
     """
     import numpy as np
 
-    following = np.append(values[1:], next_value) if len(values) else values
-    return discounted_returns(rewards + gamma * following - values, gamma * gae_lambda)
+    next_values = np.append(values[1:], next_value) if len(values) else values
+    return discounted_returns(rewards + gamma * next_values - values, gamma * gae_lambda)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # 4. Mean 0 and standard deviation 1
 
 
-def normalised(
-    groups: Sequence[Sequence[Steps]], scope: Scope, no_signal: Sequence[Sequence[Mask]] = ()
-) -> list[list[Steps]]:
-    """(A - mean) / (std + 1e-8) over all action tokens of the rollout (`batch`) or of each group by itself; A - mean of
+def normalize_advantages(
+    groups: Sequence[Sequence[TokenArray]], scope: Scope, no_signal: Sequence[Sequence[Mask]] = ()
+) -> list[list[TokenArray]]:
+    """(A - mean) / (std + 1e-8) over all action tokens of the rollout (`batch`) or of each group (`group`); A - mean of
     the rollout (`batch_mean`).
 
-    `groups` holds for each group the advantages [n] of each episode. The standard deviation is that of the tokens
-    themselves (biased); equal advantages become exactly 0. So do tokens with `no_signal`, [n] bool for each episode:
-    they count in mean and deviation, but the mean, which long episodes pull their way, must not move what nothing is
-    known of. Source: J. Hu et al., "REINFORCE++" (2025).
+    `groups` holds for each group the advantages [n] of each episode. The standard deviation is the biased one; equal
+    advantages become exactly 0. Tokens masked by `no_signal`, [n] bool per episode, count in the statistics but get
+    advantage 0: subtracting the mean would otherwise give them one. Source: J. Hu et al., "REINFORCE++" (2025).
     """
     import numpy as np
 
     if scope == "none":
         return [list(group) for group in groups]
     if scope == "group":
-        advantages = [_standard_tokens(group) for group in groups]
+        advantages = [_standardize_tokens(group) for group in groups]
     else:
-        every = [episode for group in groups for episode in group]
-        together = iter(_standard_tokens(every, scaled=scope == "batch"))
-        advantages = [[next(together) for _ in group] for group in groups]
+        episodes = [episode for group in groups for episode in group]
+        standardized = iter(_standardize_tokens(episodes, scaled=scope == "batch"))
+        advantages = [[next(standardized) for _ in group] for group in groups]
     if not no_signal:
         return advantages
     return [
@@ -316,27 +313,27 @@ def normalised(
     ]
 
 
-def without_variance(group: Sequence[Steps], turn_ends: Sequence[Sequence[int]]) -> list[Mask]:
-    """[n] bool for each episode of a group: the tokens of turns for which no member has an advantage over the others.
+def no_signal_masks(group: Sequence[TokenArray], turn_ends: Sequence[Sequence[int]]) -> list[Mask]:
+    """[n] bool for each episode of a group: True at the tokens of turns in which all members' advantages are 0.
 
-    `turn_ends[i]` are those of member i, or of the episode as one turn.
+    `turn_ends[i]` are member i's, or its length alone where the episode counts as one turn.
     """
     import numpy as np
 
     masks = [np.zeros(len(episode), bool) for episode in group]
     for turn in range(max(map(len, turn_ends), default=0)):
-        reached = [
+        spans = [
             (member, slice(ends[turn - 1] if turn else 0, ends[turn]))
             for member, ends in enumerate(turn_ends)
             if turn < len(ends)
         ]
-        if not any(group[member][tokens].any() for member, tokens in reached):
-            for member, tokens in reached:
+        if not any(group[member][tokens].any() for member, tokens in spans):
+            for member, tokens in spans:
                 masks[member][tokens] = True
     return masks
 
 
-def _standard_tokens(episodes: Sequence[Steps], *, scaled: bool = True) -> list[Steps]:
+def _standardize_tokens(episodes: Sequence[TokenArray], *, scaled: bool = True) -> list[TokenArray]:
     import numpy as np
 
     tokens = np.concatenate([np.zeros(0), *episodes])

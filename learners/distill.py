@@ -1,4 +1,4 @@
-"""Distillation: a smaller model learns what a larger one would have said in its place, not only the answer.
+"""Distillation: a smaller model is trained on a larger model's distribution at each token, not only on the answer.
 
 Source: G. Hinton et al., "Distilling the Knowledge in a Neural Network" (2015); token by token as in Y. Kim and A.
 Rush, "Sequence-Level Knowledge Distillation" (2016), section 3.1.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import LearnerConfig, Metrics, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
 
 from .settings import DistillConfig
 from .sft import SFT
@@ -28,27 +28,27 @@ class Distill(SFT):
     @property
     def roles(self) -> Mapping[str, RoleSpec]:
         return {
-            "actor": RoleSpec(trained=True, scored=False, compared="teacher_ids"),
+            "actor": RoleSpec(trained=True, scored=False, extra_token_ids="teacher_ids"),
             "teacher": RoleSpec(top_k=self.config.top_k, needs_model=True),
         }
 
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
         samples = super().prepare(groups)
         for sample in samples:
-            likeliest = sample.arrays["teacher"]
-            sample.arrays["teacher"], sample.arrays["teacher_ids"] = likeliest[..., 0], likeliest[..., 1]
+            top_tokens = sample.arrays["teacher"]
+            sample.arrays["teacher"], sample.arrays["teacher_ids"] = top_tokens[..., 0], top_tokens[..., 1]
         return samples
 
     def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Metrics]:
+        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
+    ) -> tuple[torch.Tensor, MetricSums]:
         import torch
 
-        from .losses import cross_entropy, divergence
+        from .losses import cross_entropy, topk_forward_kl
 
         nll, metric = cross_entropy(outputs, batch)
         counts = batch.loss_weights > 0
-        student, teacher = outputs.others[counts], batch.arrays["teacher"][counts]
-        distance = (batch.loss_weights[counts] * divergence(student, teacher)).sum()
-        total = torch.lerp(nll, distance, self.config.kd_coef) / denominators[batch.objective]
+        student, teacher = outputs.extra_logprobs[counts], batch.arrays["teacher"][counts]
+        distance = (batch.loss_weights[counts] * topk_forward_kl(student, teacher)).sum()
+        total = torch.lerp(nll, distance, self.config.kd_coef) / normalizers[batch.objective]
         return total, {"loss": metric, "distill/kl": (float(distance.detach()), metric[1])}

@@ -1,4 +1,4 @@
-"""DPO: the policy learns what people preferred without a reward model between them; its settings make it IPO and cDPO.
+"""DPO: the policy is trained on preferences without a reward model; settings make it IPO or cDPO.
 
 Sources: R. Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward Model" (2023);
 M. G. Azar et al., "A General Theoretical Paradigm to Understand Learning from Human Preferences" (2023), for IPO; E.
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import LearnerConfig, Metrics, Outputs, RoleSpec, RowBatch, TrainSample
+from envgym.learner import LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample
 
-from .pairs import PairLearner, sums
+from .pairs import PairLearner, chosen_rejected_sums
 from .settings import DPOConfig
 
 if TYPE_CHECKING:
@@ -31,45 +31,46 @@ class DPO(PairLearner):
     def roles(self) -> Mapping[str, RoleSpec]:
         return {"actor": RoleSpec(trained=True, scored=False), "reference": RoleSpec()}
 
-    def denominators(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        chosen = [sample for sample in samples if "chosen" in sample.arrays and sample.arrays["chosen"][0]]
-        weight = sum(float(sample.loss_weights.sum()) for sample in chosen)
-        return super().denominators(samples) | {"nll": max(1e-8, weight)}
+    def loss_normalizers(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        answers = [sample for sample in samples if "chosen" in sample.arrays and sample.arrays["chosen"][0]]
+        weight = sum(float(sample.loss_weights.sum()) for sample in answers)
+        return super().loss_normalizers(samples) | {"nll": max(1e-8, weight)}
 
     def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Metrics]:
+        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
+    ) -> tuple[torch.Tensor, MetricSums]:
         from .losses import dpo_loss, nll_of_chosen, pair_sums
 
         policy = pair_sums(outputs.logprobs, batch)
         reference = pair_sums(batch.arrays["reference"], batch)
-        chosen, rejected = (self.config.beta * (own - base) for own, base in zip(policy, reference, strict=True))
-        losses = dpo_loss(chosen - rejected, self.config)
+        chosen_rewards, rejected_rewards = (self.config.beta * (p - r) for p, r in zip(policy, reference, strict=True))
+        losses = dpo_loss(chosen_rewards - rejected_rewards, self.config)
         n = float(len(losses))
-        total = losses.sum() / denominators[batch.objective]
+        total = losses.sum() / normalizers[batch.objective]
         metrics = {
             "loss": (float(losses.detach().sum()), n),
-            "preference/accuracy": (float((chosen > rejected).sum()), n),
-            "preference/margin": (float((chosen - rejected).detach().sum()), n),
-            "reward/chosen": (float(chosen.detach().sum()), n),
-            "reward/rejected": (float(rejected.detach().sum()), n),
+            "preference/accuracy": (float((chosen_rewards > rejected_rewards).sum()), n),
+            "preference/margin": (float((chosen_rewards - rejected_rewards).detach().sum()), n),
+            "reward/chosen": (float(chosen_rewards.detach().sum()), n),
+            "reward/rejected": (float(rejected_rewards.detach().sum()), n),
         }
         if self.config.nll_coef:
             nll, weight = nll_of_chosen(outputs.logprobs, batch)
-            total = total + self.config.nll_coef * nll / denominators["nll"]
+            total = total + self.config.nll_coef * nll / normalizers["nll"]
             metrics["nll"] = (float(nll.detach()), weight)
         return total, metrics
 
     def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
-        """`eval/loss`, `eval/accuracy`, the share of pairs whose chosen answer the policy has come to prefer, and
-        `eval/margin`, how much, in nats times `beta`."""
+        """`eval/loss`; `eval/accuracy`, the share of pairs with a positive margin; and `eval/margin`, the mean margin
+        (log-ratio of the chosen answer minus that of the rejected one) in nats times `beta`."""
         import torch
 
         from .losses import dpo_loss
 
-        policy, reference = sums(samples, outputs), sums(samples, [s.arrays["reference"] for s in samples])
-        chosen, rejected = (self.config.beta * (own - base) for own, base in zip(policy, reference, strict=True))
-        margins = torch.from_numpy(chosen - rejected)
+        policy = chosen_rejected_sums(samples, outputs)
+        reference = chosen_rejected_sums(samples, [sample.arrays["reference"] for sample in samples])
+        chosen_rewards, rejected_rewards = (self.config.beta * (p - r) for p, r in zip(policy, reference, strict=True))
+        margins = torch.from_numpy(chosen_rewards - rejected_rewards)
         return {
             "eval/loss": float(dpo_loss(margins, self.config).mean()),
             "eval/accuracy": float((margins > 0).double().mean()),

@@ -1,4 +1,4 @@
-"""Dr. GRPO: GRPO without what biases it: the division by the group's spread and by a response's own length.
+"""Dr. GRPO: GRPO without its biases, the division by the group's standard deviation and by each response's length.
 
 Source: Z. Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective" (2025), section 3.2. The loss is
 divided by a constant length, not by the responses'.
@@ -11,13 +11,13 @@ from typing import ClassVar
 
 from envgym.learner import LearnerConfig
 
-from .advantages import centred
+from .advantages import center
 from .policy_gradient import CriticFreeLearner
 from .settings import Aggregation, PolicyGradientConfig
 
 
 class DrGRPOConfig(PolicyGradientConfig):
-    """Settings of Dr. GRPO. `constant_length` is best the token budget of a response."""
+    """Settings of Dr. GRPO. Set `constant_length` to the token budget of a response."""
 
     aggregation: Aggregation = "constant"
 
@@ -30,4 +30,4 @@ class DrGRPO(CriticFreeLearner):
     min_group_size: ClassVar[int] = 2
 
     def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-        return centred(values, rewards)
+        return center(values, rewards)

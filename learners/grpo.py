@@ -12,7 +12,7 @@ from pydantic import Field
 
 from envgym.learner import LearnerConfig
 
-from .advantages import standardised
+from .advantages import standardize
 from .policy_gradient import CriticFreeLearner
 from .settings import Aggregation, PolicyGradientConfig
 
@@ -33,4 +33,4 @@ class GRPO(CriticFreeLearner):
     min_group_size: ClassVar[int] = 2
 
     def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-        return standardised(values, rewards, self.config.advantage_eps)
+        return standardize(values, rewards, self.config.advantage_eps)

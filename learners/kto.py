@@ -1,4 +1,4 @@
-"""KTO: answers that are each called good or bad, without pairs.
+"""KTO: answers that are each labelled good or bad, without pairs.
 
 Source: K. Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization" (2024), section 4.1.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import Learner, LearnerConfig, Metrics, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import Learner, LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
 from envgym.types import Objective
 
 from .settings import KTOConfig
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class KTO(Learner):
     """Kahneman-Tversky optimisation. An episode is good if its reward is above one half.
 
-    Its point of reference is how far the policy has moved from the reference model on answers to other prompts: each
-    prompt with the answer of the episode before it, in the order of the step, the first with the last. It is measured
-    before the step's updates and is the same whatever micro-batches and ranks there are.
+    The KL baseline z is the mean log-ratio to the reference model over mismatched samples: each prompt with the answer
+    of the previous episode of the training step, the first prompt with the last answer. It is computed before the
+    step's updates, so that it does not depend on micro-batches and ranks.
     """
 
     Config: ClassVar[type[LearnerConfig]] = KTOConfig
@@ -37,12 +37,12 @@ class KTO(Learner):
     def roles(self) -> Mapping[str, RoleSpec]:
         return {"actor": RoleSpec(trained=True, scored=True), "reference": RoleSpec()}
 
-    def to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        """The episodes' samples and, for the point of reference, a mismatched one of each episode as its `extra`."""
+    def samples_to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+        """The episodes' samples and, for the KL baseline, a mismatched sample per episode as its `extra`."""
         members = [trajectory for group in groups for trajectory in group]
-        for trajectory, before in zip(members, [members[-1], *members[:-1]], strict=True):
-            trajectory.extra = [mismatched(trajectory.samples[0], before.samples[0])]
-        return super().to_score(groups)
+        for trajectory, previous in zip(members, [members[-1], *members[:-1]], strict=True):
+            trajectory.extra = [mismatched_sample(prompt_from=trajectory.samples[0], answer_from=previous.samples[0])]
+        return super().samples_to_score(groups)
 
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
         import numpy as np
@@ -62,33 +62,33 @@ class KTO(Learner):
                 samples.append(sample)
         return samples
 
-    def denominators(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        episodes = {sample.episode for sample in samples if sample.objective == Objective.LABEL}
-        return super().denominators(samples) | {Objective.LABEL: max(1.0, float(len(episodes)))}
+    def loss_normalizers(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        episodes = {sample.episode_index for sample in samples if sample.objective == Objective.LABEL}
+        return super().loss_normalizers(samples) | {Objective.LABEL: max(1.0, float(len(episodes)))}
 
     def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Metrics]:
+        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
+    ) -> tuple[torch.Tensor, MetricSums]:
         from .losses import kto_loss, unit_constants, unit_sums
 
-        moved = unit_sums(outputs.logprobs, batch) - unit_sums(batch.arrays["reference"], batch)
-        good, baseline = unit_constants("good", batch), unit_constants("baseline", batch)
-        losses = kto_loss(moved, baseline, good > 0, self.config)
-        right = (moved.detach() > baseline) == (good > 0)
-        rewards, n, n_good = self.config.beta * moved.detach(), float(len(losses)), float(good.sum())
+        log_ratios = unit_sums(outputs.logprobs, batch) - unit_sums(batch.arrays["reference"], batch)
+        labels, baseline = unit_constants("good", batch), unit_constants("baseline", batch)
+        losses = kto_loss(log_ratios, baseline, labels > 0, self.config)
+        right = (log_ratios.detach() > baseline) == (labels > 0)
+        rewards, n, n_good = self.config.beta * log_ratios.detach(), float(len(losses)), float(labels.sum())
         metrics = {
             "loss": (float(losses.detach().sum()), n),
             "preference/accuracy": (float(right.sum()), n),
-            "reward/good": (float((rewards * good).sum()), n_good),
-            "reward/bad": (float((rewards * (1 - good)).sum()), n - n_good),
+            "reward/good": (float((rewards * labels).sum()), n_good),
+            "reward/bad": (float((rewards * (1 - labels)).sum()), n - n_good),
             "policy/kl": (float(baseline.sum()), n),
         }
-        return losses.sum() / denominators[batch.objective], metrics
+        return losses.sum() / normalizers[batch.objective], metrics
 
     def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
-        """`eval/accuracy`: the share of answers whose likelihood has moved the right way from the reference, by more or
-        by less than the point of reference; `eval/loss`; and, where there are both, `eval/margin`: by how much more the
-        good ones have moved than the bad ones, in nats times `beta`."""
+        """`eval/loss`; `eval/accuracy`, the share of answers whose log-ratio is above the KL baseline if good and below
+        it if bad; and, given answers of both kinds, `eval/margin`, the mean log-ratio of good answers minus that of bad
+        ones, in nats times `beta`."""
         import numpy as np
         import torch
 
@@ -98,36 +98,36 @@ class KTO(Learner):
         constants = {}
         for sample, output in zip(samples, outputs, strict=True):
             log_ratio = weighted_sum(sample, output - sample.arrays["reference"])
-            by_episode[sample.episode] = by_episode.get(sample.episode, 0.0) + log_ratio
-            constants[sample.episode] = sample.arrays["good"][0], sample.arrays["baseline"][0]
+            by_episode[sample.episode_index] = by_episode.get(sample.episode_index, 0.0) + log_ratio
+            constants[sample.episode_index] = sample.arrays["good"][0], sample.arrays["baseline"][0]
         log_ratios = torch.tensor(list(by_episode.values()), dtype=torch.float64)
-        good, baseline = torch.tensor(np.array(list(constants.values()), np.float64)).T
-        losses = kto_loss(log_ratios, baseline, good > 0, self.config)
-        right = (log_ratios > baseline) == (good > 0)
+        labels, baseline = torch.tensor(np.array(list(constants.values()), np.float64)).T
+        losses = kto_loss(log_ratios, baseline, labels > 0, self.config)
+        right = (log_ratios > baseline) == (labels > 0)
         metrics = {"eval/loss": float(losses.mean()), "eval/accuracy": float(right.double().mean())}
-        if good.any() and not good.all():
-            margin = log_ratios[good > 0].mean() - log_ratios[good == 0].mean()
+        if labels.any() and not labels.all():
+            margin = log_ratios[labels > 0].mean() - log_ratios[labels == 0].mean()
             metrics["eval/margin"] = self.config.beta * float(margin)
         return metrics
 
 
 def weighted_sum(sample: TrainSample, values: FloatArray) -> float:
-    """The weighted sum of `values`, [T], over the tokens that count."""
+    """The weighted sum of `values` [T] over the tokens of positive weight."""
     import numpy as np
 
     counts = sample.loss_weights > 0
     return float(sample.loss_weights[counts].astype(np.float64) @ values[counts])
 
 
-def mismatched(asks: TrainSample, answers: TrainSample) -> TrainSample:
-    """A prompt, and the last answer of another episode behind it, as a sample to score."""
+def mismatched_sample(prompt_from: TrainSample, answer_from: TrainSample) -> TrainSample:
+    """A sample to score: the prompt of one episode followed by the last answer of another."""
     import numpy as np
 
-    prompt, answer = (last_run(sample.loss_weights > 0) for sample in (asks, answers))
-    token_ids = np.concatenate([asks.token_ids[:prompt], answers.token_ids[answer:]])
-    weights = np.concatenate([np.zeros(prompt, np.float32), answers.loss_weights[answer:]])
+    prompt_end, answer_start = (last_run(sample.loss_weights > 0) for sample in (prompt_from, answer_from))
+    token_ids = np.concatenate([prompt_from.token_ids[:prompt_end], answer_from.token_ids[answer_start:]])
+    weights = np.concatenate([np.zeros(prompt_end, np.float32), answer_from.loss_weights[answer_start:]])
     return replace(
-        asks,
+        prompt_from,
         token_ids=token_ids,
         loss_weights=weights,
         old_logprobs=np.full(len(token_ids), np.nan, np.float32),
@@ -136,9 +136,9 @@ def mismatched(asks: TrainSample, answers: TrainSample) -> TrainSample:
     )
 
 
-def last_run(counts: NDArray[np.bool_]) -> int:
-    """Index at which the last run of tokens that count begins."""
+def last_run(mask: NDArray[np.bool_]) -> int:
+    """Start index of the last run of True in `mask`."""
     import numpy as np
 
-    starts = np.flatnonzero(counts & ~np.concatenate([[False], counts[:-1]]))
+    starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
     return int(starts[-1])

@@ -11,49 +11,49 @@ from collections.abc import Mapping
 
 import torch
 
-from envgym.learner import Metrics, Outputs, RowBatch
+from envgym.learner import MetricSums, Outputs, RowBatch
 
 from .settings import CorrectionConfig, DPOConfig, KLEstimator, KTOConfig, PolicyGradientConfig
 
 EPS = 1e-6
-"""Probability below which what is left beside given tokens is taken for their rounding."""
-Loss = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Losses, and where the lower and where the upper bound held the ratio (bool)."""
+"""Remaining probability below which it is taken for rounding error, and 0."""
+ClippedLoss = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""(losses, clipped_low, clipped_high), [B, T] each, the last two bool."""
 
 # ---------------------------------------------------------------------------------------------------------
 # The policy
 
 
-def actor_loss(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) -> tuple[torch.Tensor, Metrics]:
-    """The weighted sum over the batch's tokens of the policy's loss, with correction, entropy bonus and KL where
-    `config` asks for these; and what to log."""
+def actor_loss(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) -> tuple[torch.Tensor, MetricSums]:
+    """The weighted sum over the batch's tokens of the policy's loss, with correction, entropy bonus and KL if
+    `config` sets them; and metrics to log."""
     old = old_logprobs(outputs, batch, config)
-    kept, factors, metrics = _corrected(old, batch, config.correction)
+    mask, weights, metrics = _masked_weights(old, batch, config.correction)
 
-    def only(values: torch.Tensor) -> torch.Tensor:
+    def masked(values: torch.Tensor) -> torch.Tensor:
         # `where`, not a product with the mask: a NaN or infinity at a masked or dropped token must reach neither
         # the loss nor, through a derivative there, the gradient.
-        return torch.where(kept, values, 0.0)
+        return torch.where(mask, values, 0.0)
 
-    logprobs, old = only(outputs.logprobs), only(old)
+    logprobs, old = masked(outputs.logprobs), masked(old)
     log_ratio = logprobs - old
     if config.policy_loss == "gspo":
-        log_ratio = sequence_log_ratio(log_ratio, logprobs, only(batch.loss_weights), batch.episodes)
-    losses, low, high = policy_loss(log_ratio, logprobs, only(batch.arrays["advantages"]), config)
-    losses = factors * losses
-    entropy = only(outputs.entropy)
+        log_ratio = sequence_log_ratio(log_ratio, logprobs, masked(batch.loss_weights), batch.episodes)
+    losses, low, high = policy_loss(log_ratio, logprobs, masked(batch.arrays["advantages"]), config)
+    losses = weights * losses
+    entropy = masked(outputs.entropy)
     means = {"policy/entropy": entropy, "policy/clip_fraction_low": low, "policy/clip_fraction_high": high}
     if config.entropy_coef > 0:
         losses = losses - config.entropy_coef * entropy
     if config.kl.coef > 0:
-        kl = kl_estimate(logprobs, only(batch.arrays["reference"]), config.kl.estimator)
+        kl = kl_estimate(logprobs, masked(batch.arrays["reference"]), config.kl.estimator)
         means["policy/kl"] = kl
         if config.kl.place == "loss":
             adaptive = "kl_coef" in batch.arrays
-            losses = losses + (only(batch.arrays["kl_coef"]) if adaptive else config.kl.coef) * kl
+            losses = losses + (masked(batch.arrays["kl_coef"]) if adaptive else config.kl.coef) * kl
     total = (batch.loss_weights * losses).sum()
     summed, weight = torch.stack([total.detach(), batch.loss_weights.sum()]).tolist()
-    return total, metrics | token_metrics(means, log_ratio, kept) | {"loss": (summed, weight)}
+    return total, metrics | token_metrics(means, log_ratio, mask) | {"loss": (summed, weight)}
 
 
 def old_logprobs(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) -> torch.Tensor:
@@ -66,8 +66,8 @@ def old_logprobs(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig
 
 def policy_loss(
     log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, config: PolicyGradientConfig
-) -> Loss:
-    """The loss that `config.policy_loss` names. GSPO's is PPO's with another `log_ratio`."""
+) -> ClippedLoss:
+    """The loss named `config.policy_loss`. GSPO's is PPO's with the sequence's `log_ratio`."""
     if config.policy_loss == "cispo":
         return cispo_loss(log_ratio, logprobs, advantages, config.clip_low, config.clip_high)
     if config.policy_loss == "reinforce":
@@ -81,7 +81,7 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> Loss:
+) -> ClippedLoss:
     """PPO's clipped surrogate, negated: -min(r A, clip(r, 1 - low, 1 + high) A), and with a dual clip c for negative
     advantages -max(that, c A).
 
@@ -100,8 +100,8 @@ def clipped_policy_loss(
 
 def cispo_loss(
     log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
-) -> Loss:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi: no token loses its gradient, only its weight is bounded.
+) -> ClippedLoss:
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps its gradient, and only its weight is bounded.
 
     Source: MiniMax, "MiniMax-M1" (2025).
     """
@@ -110,20 +110,20 @@ def cispo_loss(
     return losses, ratio < 1 - clip_low, ratio > 1 + clip_high
 
 
-def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> Loss:
-    """-A log pi, whatever sampled it. Source: R. Williams, "Simple Statistical Gradient-Following Algorithms for
+def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> ClippedLoss:
+    """-A log pi, without an old policy. Source: R. Williams, "Simple Statistical Gradient-Following Algorithms for
     Connectionist Reinforcement Learning" (1992)."""
-    never = torch.zeros_like(advantages, dtype=torch.bool)
-    return -advantages * logprobs, never, never
+    unclipped = torch.zeros_like(advantages, dtype=torch.bool)
+    return -advantages * logprobs, unclipped, unclipped
 
 
 def sequence_log_ratio(
     log_ratio: torch.Tensor, logprobs: torch.Tensor, weights: torch.Tensor, episodes: torch.Tensor
 ) -> torch.Tensor:
-    """GSPO's log-ratio: the mean of the tokens' over the whole episode, at each of its tokens.
+    """GSPO's log-ratio: the mean of the token log-ratios over the whole episode, at each of its tokens.
 
-    Its gradient at a token is that of the token's own log-probability, so that advantages may differ from token to
-    token; where they do not, the gradient is the sequence ratio's. Source: C. Zheng et al., "Group Sequence Policy
+    Its gradient at a token is that of the token's log-probability, so that advantages may differ between tokens; if
+    they are equal, the gradient is that of the sequence ratio. Source: C. Zheng et al., "Group Sequence Policy
     Optimization" (2025), the variant GSPO-token.
     """
     means = episode_means(log_ratio.detach(), weights, episodes)
@@ -131,13 +131,13 @@ def sequence_log_ratio(
 
 
 def episode_means(values: torch.Tensor, weights: torch.Tensor, episodes: torch.Tensor) -> torch.Tensor:
-    """[B] the weighted mean of `values` [B, T] over all rows of each row's episode; 0 where nothing has weight.
+    """[B] the weighted mean of `values` [B, T] over all samples of each sample's episode; 0 without weight.
 
-    All rows of an episode must be in the batch. What is infinite or NaN in one episode stays there.
+    All samples of an episode must be in the batch. Infinities and NaN do not leave their episode.
     """
-    same = episodes[:, None] == episodes[None, :]
+    same_episode = episodes[:, None] == episodes[None, :]
     totals, counted = (values * weights).sum(1), weights.sum(1)
-    total, count = (torch.where(same, sums[None, :], 0.0).sum(1) for sums in (totals, counted))
+    total, count = (torch.where(same_episode, sums[None, :], 0.0).sum(1) for sums in (totals, counted))
     return torch.where(count > 0, total / torch.where(count > 0, count, 1.0), 0.0)
 
 
@@ -145,17 +145,17 @@ def episode_means(values: torch.Tensor, weights: torch.Tensor, episodes: torch.T
 # The sampler's gap, and the distance to a reference
 
 
-def correction(
+def importance_weights(
     old: torch.Tensor,
     sampled: torch.Tensor,
     weights: torch.Tensor,
     episodes: torch.Tensor,
     config: CorrectionConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, T] what each token's policy loss is multiplied by (no gradient), and [B, T] bool which tokens are kept.
+    """[B, T] the factor of each token's policy loss (no gradient), and [B, T] bool the mask of tokens to train on.
 
     old, sampled [B, T] nats: the trainer's log-probabilities at the start of the update, and the sampler's; weights
-    [B, T], above 0 where a token counts; episodes [B]. The factor is 0 where a token is not kept.
+    [B, T], above 0 for tokens in the loss; episodes [B]. The factor is 0 at masked tokens.
 
     Sources: `tis` F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
     `icepop` X. Zhao et al., "Small Leak Can Sink a Great Ship" (2025); the geometric mean that decides on sequences
@@ -164,36 +164,36 @@ def correction(
     counts = weights > 0
     log_weights = torch.where(counts, (old - sampled).detach(), 0.0)
     factors = log_weights.clamp(-20.0, 20.0).exp()
-    kept = counts
+    mask = counts
     if config.kind == "icepop":
-        kept = counts & (factors >= config.low) & (factors <= config.high)
+        mask = counts & (factors >= config.low) & (factors <= config.high)
     else:
         factors = factors.clamp(max=config.high)
     if config.kind == "seq_mask_tis":
         means = episode_means(log_weights, torch.where(counts, weights, 0.0), episodes).exp()
-        kept = counts & ((means >= config.low) & (means <= config.high))[:, None]
-    return torch.where(kept, factors, 0.0), kept
+        mask = counts & ((means >= config.low) & (means <= config.high))[:, None]
+    return torch.where(mask, factors, 0.0), mask
 
 
-def _corrected(
+def _masked_weights(
     old: torch.Tensor, batch: RowBatch, config: CorrectionConfig
-) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-    """The tokens that are learned from, the factors of their policy loss, and metrics of both."""
+) -> tuple[torch.Tensor, torch.Tensor, MetricSums]:
+    """The mask of tokens to train on, the factors of their policy loss, and metrics of both."""
     counts = batch.loss_weights > 0
     if config.kind == "none":
         return counts, torch.ones_like(batch.loss_weights), {}
-    factors, kept = correction(old, batch.old_logprobs, batch.loss_weights, batch.episodes, config)
-    n_counted, n_kept, total = torch.stack([counts.sum(), kept.sum(), factors.sum()]).tolist()
+    factors, mask = importance_weights(old, batch.old_logprobs, batch.loss_weights, batch.episodes, config)
+    n_counted, n_kept, total = torch.stack([counts.sum(), mask.sum(), factors.sum()]).tolist()
     dropped = (n_counted - n_kept, n_counted)
-    return kept, factors, {"correction/weight": (total, n_kept), "correction/dropped_share": dropped}
+    return mask, factors, {"correction/weight": (total, n_kept), "correction/dropped_share": dropped}
 
 
 def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
     """Per-token estimate, in nats, same shape as the inputs.
 
     With l = log pi - log pi_ref: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, where -l is bounded at 20 so that
-    one token cannot overflow the loss. The bound holds its gradient, 1 - exp(-l), as it does the value: without one of
-    its own beyond it, the exponential would leave the 1, which pushes away from the reference.
+    one token cannot overflow the loss. Past the bound the exponential keeps its gradient: a plain clamp would zero it
+    and leave the gradient 1 of l, which pushes away from the reference.
     """
     log_ratio = logprobs - reference
     if estimator == "k1":
@@ -201,7 +201,7 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: KLEs
     if estimator == "k2":
         return log_ratio.square() / 2
     bounded = (-log_ratio.detach()).clamp(max=20.0).exp()
-    exponential = bounded + bounded * (log_ratio.detach() - log_ratio)  # `bounded`, with itself as derivative by -l
+    exponential = bounded + bounded * (log_ratio.detach() - log_ratio)  # value and slope: `bounded`
     return exponential - 1 + log_ratio
 
 
@@ -209,8 +209,8 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: KLEs
 # The critic
 
 
-def critic_loss(outputs: Outputs, batch: RowBatch, clip: float | None) -> tuple[torch.Tensor, Metrics]:
-    """The weighted sum over the batch's tokens of the clipped value loss, and what to log."""
+def critic_loss(outputs: Outputs, batch: RowBatch, clip: float | None) -> tuple[torch.Tensor, MetricSums]:
+    """The weighted sum over the batch's tokens of the clipped value loss, and metrics to log."""
     counts = batch.loss_weights > 0
     values, old, returns = (
         torch.where(counts, tensor, 0.0)
@@ -231,7 +231,7 @@ def critic_loss(outputs: Outputs, batch: RowBatch, clip: float | None) -> tuple[
 def value_loss(
     values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """0.5 max((V_c - R)^2, (V - R)^2) per token, V_c = V_old + clip(V - V_old, -clip, clip), and where the bound held.
+    """0.5 max((V_c - R)^2, (V - R)^2) per token, V_c = V_old + clip(V - V_old, -clip, clip), and bool: clipped.
 
     All tensors the same shape. Source: the value loss of PPO's reference implementation (OpenAI baselines, `ppo2`).
     """
@@ -243,47 +243,44 @@ def value_loss(
 
 
 def state_values(outputs: torch.Tensor) -> torch.Tensor:
-    """[B, T] the value of the state in which each token was chosen: the head's output at the token before it.
-
-    A scalar head at t has read token t, which must not be part of the state that t was chosen in.
-    """
+    """[B, T] V(s_t): the head's output at t - 1, since its output at t has already seen token t; 0 at t = 0."""
     return torch.cat([torch.zeros_like(outputs[:, :1]), outputs[:, :-1]], 1)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Text that is taught as it stands
+# Plain text
 
 
 def cross_entropy(outputs: Outputs, batch: RowBatch) -> tuple[torch.Tensor, tuple[float, float]]:
-    """The weighted sum over the batch's tokens of -log pi, and the same with the weights' sum as a metric."""
+    """The weighted sum over the batch's tokens of -log pi; and as a metric that sum and the sum of the weights."""
     nll = torch.where(batch.loss_weights > 0, -batch.loss_weights * outputs.logprobs, 0.0).sum()
     return nll, (float(nll.detach()), float(batch.loss_weights.sum()))
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Metrics
+# MetricSums
 
 
-def token_metrics(means: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, kept: torch.Tensor) -> Metrics:
-    """Means over the tokens that are learned from, and what the ratio to the old policy is like there.
+def token_metrics(means: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, mask: torch.Tensor) -> MetricSums:
+    """Means over the tokens in `mask`, and statistics of the ratio r to the old policy.
 
-    Every tensor is [B, T], and finite where `kept` (bool) is set. `policy/approx_kl` is the estimate
+    Every tensor is [B, T], and finite where `mask` (bool) is set. `policy/approx_kl` is the estimate
     r - 1 - log r of KL(old || new), from samples of the old policy (J. Schulman, 2020). `policy/effective_share` is
-    sum r / sum r^2, Kish's effective sample size as a share where the mean of r is 1, as it should be.
+    sum r / sum r^2: Kish's effective sample size as a share of the tokens, if the mean of r is 1.
     """
     log_ratio = log_ratio.detach().clamp(-20.0, 20.0)
     ratio = log_ratio.exp()
     means = {**means, "policy/approx_kl": ratio - 1 - log_ratio}
     infinity = torch.full_like(ratio, float("inf"))
-    # One transfer for all of them: each number by itself would wait for the accelerator.
-    count, largest, smallest, weight, squared, *sums = torch.stack(
+    # One transfer for all numbers: each `.item()` would wait for the accelerator.
+    count, max_ratio, min_ratio, weight, squared, *sums = torch.stack(
         [
-            kept.sum().float(),
-            torch.where(kept, ratio, -infinity).max(),
-            torch.where(kept, ratio, infinity).min(),
-            torch.where(kept, ratio, 0.0).sum(),
-            torch.where(kept, ratio.square(), 0.0).sum(),
-            *(torch.where(kept, values.detach().float(), 0.0).sum() for values in means.values()),
+            mask.sum().float(),
+            torch.where(mask, ratio, -infinity).max(),
+            torch.where(mask, ratio, infinity).min(),
+            torch.where(mask, ratio, 0.0).sum(),
+            torch.where(mask, ratio.square(), 0.0).sum(),
+            *(torch.where(mask, values.detach().float(), 0.0).sum() for values in means.values()),
         ]
     ).tolist()
     if not count:
@@ -292,35 +289,35 @@ def token_metrics(means: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, ke
     clipped = metrics["policy/clip_fraction_low"][0] + metrics["policy/clip_fraction_high"][0]
     return metrics | {
         "policy/clip_fraction": (clipped, count),
-        "policy/ratio/max": (largest, 1.0),
-        "policy/ratio/min": (smallest, 1.0),
+        "policy/ratio/max": (max_ratio, 1.0),
+        "policy/ratio/min": (min_ratio, 1.0),
         "policy/effective_share": (weight, squared),
     }
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Preferences and labels. Numbers are [units] of a batch: one a pair, or one an episode
+# Preferences and labels. A unit of a batch is a pair, or an episode; arrays [units] hold one number per unit
 
 
 def unit_sums(values: torch.Tensor, batch: RowBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """[units] the sum of `values` over the tokens that count of each unit's rows, or of those `rows` [B] bool of it."""
-    of_rows = torch.where(batch.loss_weights > 0, values, 0.0).sum(1)
+    """[units] the sum of `values` [B, T] over each unit's tokens of positive weight, in all or `rows` [B] of it."""
+    row_sums = torch.where(batch.loss_weights > 0, values, 0.0).sum(1)
     if rows is not None:
-        of_rows = torch.where(rows, of_rows, 0.0)
+        row_sums = torch.where(rows, row_sums, 0.0)
     units, index = batch.units.unique(return_inverse=True)
-    return of_rows.new_zeros(len(units)).index_add(0, index, of_rows)
+    return row_sums.new_zeros(len(units)).index_add(0, index, row_sums)
 
 
 def unit_constants(name: str, batch: RowBatch) -> torch.Tensor:
-    """[units] a number that is the same at every token of a unit, which `batch.arrays` holds under `name`."""
+    """[units] the value of `batch.arrays[name]`, which is constant over the tokens of a unit."""
     units, index = batch.units.unique(return_inverse=True)
     return batch.arrays[name].new_zeros(len(units)).index_copy(0, index, batch.arrays[name][:, 0])
 
 
 def pair_sums(values: torch.Tensor, batch: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """[pairs] each: the sums of `values` over the tokens that count of the chosen and of the rejected."""
-    chosen = batch.arrays["chosen"][:, 0] > 0
-    return unit_sums(values, batch, chosen), unit_sums(values, batch, ~chosen)
+    """[pairs] each: the sums of `values` over the chosen and over the rejected answers' tokens of positive weight."""
+    is_chosen = batch.arrays["chosen"][:, 0] > 0
+    return unit_sums(values, batch, is_chosen), unit_sums(values, batch, ~is_chosen)
 
 
 def ranking_loss(difference: torch.Tensor, margin: torch.Tensor) -> torch.Tensor:
@@ -333,15 +330,16 @@ def ranking_loss(difference: torch.Tensor, margin: torch.Tensor) -> torch.Tensor
 
 
 def dpo_loss(margin: torch.Tensor, config: DPOConfig) -> torch.Tensor:
-    """The loss of pairs by their `margin`: beta times (log pi - log pi_ref of the chosen, less that of the rejected).
+    """The loss of pairs from their `margin` m: beta times the log-ratio log pi - log pi_ref of the chosen answer minus
+    that of the rejected one.
 
     `sigmoid`: -(1 - e) log sigmoid(m) - e log sigmoid(-m), with label smoothing e (R. Rafailov et al., 2023, eq. 7;
     cDPO: E. Mitchell, 2023). `ipo`: (m / beta - 1 / (2 beta))^2 (M. G. Azar et al., 2023, eq. 17).
     """
     if config.loss == "ipo":
         return (margin / config.beta - 1 / (2 * config.beta)).square()
-    likely, unlikely = (torch.nn.functional.logsigmoid(sign * margin) for sign in (1, -1))
-    return -(1 - config.label_smoothing) * likely - config.label_smoothing * unlikely
+    correct, flipped = (torch.nn.functional.logsigmoid(sign * margin) for sign in (1, -1))
+    return -(1 - config.label_smoothing) * correct - config.label_smoothing * flipped
 
 
 def nll_of_chosen(logprobs: torch.Tensor, batch: RowBatch) -> tuple[torch.Tensor, float]:
@@ -350,15 +348,15 @@ def nll_of_chosen(logprobs: torch.Tensor, batch: RowBatch) -> tuple[torch.Tensor
     return torch.where(weights > 0, -weights * logprobs, 0.0).sum(), float(weights.sum())
 
 
-def kto_loss(moved: torch.Tensor, baseline: torch.Tensor, good: torch.Tensor, config: KTOConfig) -> torch.Tensor:
-    """w_d (1 - sigmoid(beta (moved - z))) of good answers and w_u (1 - sigmoid(beta (z - moved))) of bad ones.
+def kto_loss(log_ratio: torch.Tensor, baseline: torch.Tensor, is_good: torch.Tensor, config: KTOConfig) -> torch.Tensor:
+    """w_d (1 - sigmoid(beta (l - z))) of good answers and w_u (1 - sigmoid(beta (z - l))) of bad ones.
 
-    `moved` is log pi - log pi_ref of an answer, z the `baseline`, `good` bool; all one shape. Source: K. Ethayarajh et
-    al. (2024), eq. 8.
+    l is the `log_ratio` log pi - log pi_ref of an answer, z the `baseline`, `is_good` bool; all one shape. Source: K.
+    Ethayarajh et al. (2024), eq. 8.
     """
-    margin = config.beta * (moved - baseline)
+    margin = config.beta * (log_ratio - baseline)
     desirable, undesirable = config.desirable * (-margin).sigmoid(), config.undesirable * margin.sigmoid()
-    return torch.where(good, desirable, undesirable)
+    return torch.where(is_good, desirable, undesirable)
 
 
 def step_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -366,20 +364,18 @@ def step_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
 
-def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+def topk_forward_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """[tokens] the KL of the student's distribution q from the teacher's p, in nats: sum p (log p - log q).
 
-    student, teacher [tokens, k]: log-probabilities of the teacher's k likeliest tokens. All others count as one more
-    token; where there are none it has no probability, and the KL is exact.
+    student, teacher [tokens, k]: log-probabilities of the teacher's k most likely tokens. All other tokens count as
+    one more token, of probability 0 if k is the whole vocabulary: then the KL is exact.
     """
-    of_teacher, of_student = remainder(teacher), remainder(student)
-    others = torch.where(
-        of_teacher > 0, of_teacher * (of_teacher.clamp(min=EPS) / of_student.clamp(min=EPS)).log(), 0.0
-    )
-    return (teacher.exp() * (teacher - student)).sum(-1) + others
+    p_rest, q_rest = remainder(teacher), remainder(student)
+    rest_kl = torch.where(p_rest > 0, p_rest * (p_rest.clamp(min=EPS) / q_rest.clamp(min=EPS)).log(), 0.0)
+    return (teacher.exp() * (teacher - student)).sum(-1) + rest_kl
 
 
 def remainder(logprobs: torch.Tensor) -> torch.Tensor:
-    """The probability of all tokens but those of the last dimension: what is less than rounding makes of it is 0."""
-    left = 1 - logprobs.exp().sum(-1)
-    return torch.where(left > EPS, left, 0.0)
+    """The probability mass outside the tokens of the last dimension, 1 - sum exp(logprobs); 0 if below `EPS`."""
+    mass = 1 - logprobs.exp().sum(-1)
+    return torch.where(mass > EPS, mass, 0.0)

@@ -1,7 +1,7 @@
-"""Pairs of answers to one task, the chosen and the rejected, which DPO and reward models learn from.
+"""Pairs of a chosen and a rejected answer to one task, which DPO and reward models are trained on.
 
-A recorded preference is a group of two, of rewards 1 and 0; of a sampled group the best and the worst make a pair. So
-one learner serves both.
+A recorded preference is a group of two with rewards 1 and 0; in a sampled group the best and the worst answer form a
+pair. So one learner serves both.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ if TYPE_CHECKING:
 
     from envgym.learner import FloatArray
 
-    Numbers = NDArray[np.float64]
+    PairArray = NDArray[np.float64]
 
 Pair = tuple[Trajectory, Trajectory]
 """The chosen trajectory and the rejected one."""
 
 
 class PairLearner(Learner):
-    """Base of the learners from pairs, whose loss is a mean over the pairs of the optimizer step.
+    """Base of learners on pairs. Their loss is a mean over the pairs of the optimizer step.
 
-    A pair is a batch unit. `arrays["chosen"]` is 1 at every token of its chosen samples and 0 at those of the rejected.
+    A pair is a unit of the micro-batch. `arrays["chosen"]` is 1 at every token of its chosen samples, 0 at those of the
+    rejected ones.
     """
 
     min_group_size: ClassVar[int] = 2
 
-    def to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        samples = super().to_score(groups)
+    def samples_to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+        samples = super().samples_to_score(groups)
         for sample in samples:
-            sample.unsample()
+            sample.drop_sampling_info()
         return samples
 
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
@@ -43,10 +44,10 @@ class PairLearner(Learner):
 
         samples = []
         for unit, pair in enumerate(best_and_worst(groups)):
-            for trajectory, chosen in zip(pair, (1.0, 0.0), strict=True):
+            for trajectory, label in zip(pair, (1.0, 0.0), strict=True):
                 for sample in self.samples_of(trajectory):
-                    sample.objective, sample.batch_unit = Objective.PREFERENCE, unit
-                    sample.arrays["chosen"] = np.full(len(sample), chosen, np.float32)
+                    sample.objective, sample.microbatch_key = Objective.PREFERENCE, unit
+                    sample.arrays["chosen"] = np.full(len(sample), label, np.float32)
                     samples.append(sample)
         return samples
 
@@ -54,32 +55,33 @@ class PairLearner(Learner):
         """The samples of one side of a pair."""
         return trajectory.samples
 
-    def denominators(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        units = {sample.batch_unit for sample in samples if sample.objective == Objective.PREFERENCE}
-        return super().denominators(samples) | {Objective.PREFERENCE: max(1.0, float(len(units)))}
+    def loss_normalizers(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        units = {sample.microbatch_key for sample in samples if sample.objective == Objective.PREFERENCE}
+        return super().loss_normalizers(samples) | {Objective.PREFERENCE: max(1.0, float(len(units)))}
 
     def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        return {"preference/pairs": self.denominators(samples)[Objective.PREFERENCE]}
+        return {"preference/pairs": self.loss_normalizers(samples)[Objective.PREFERENCE]}
 
 
 def best_and_worst(groups: Sequence[Sequence[Trajectory]]) -> list[Pair]:
-    """The best and the worst of each group by reward, the first of equals; none of a group whose rewards are equal."""
-    found = []
+    """The best and the worst of each group by reward, the first among equals; no pair if all rewards are equal."""
+    pairs = []
     for group in groups:
-        rewards = {index: one.episode.reward for index, one in enumerate(group) if one.episode.reward is not None}
+        rewards = {i: member.episode.reward for i, member in enumerate(group) if member.episode.reward is not None}
         if len(set(rewards.values())) > 1:
             best, worst = (pick(rewards, key=lambda index: rewards[index]) for pick in (max, min))
-            found.append((group[best], group[worst]))
-    return found
+            pairs.append((group[best], group[worst]))
+    return pairs
 
 
-def sums(samples: Sequence[TrainSample], values: Sequence[FloatArray]) -> tuple[Numbers, Numbers]:
-    """[n pairs] each: sums of `values`, [T] a sample, over the tokens that count of the chosen and of the rejected."""
+def chosen_rejected_sums(samples: Sequence[TrainSample], values: Sequence[FloatArray]) -> tuple[PairArray, PairArray]:
+    """[n pairs] each: sums of `values` ([T] per sample) over the chosen and over the rejected answers' tokens of
+    positive weight."""
     import numpy as np
 
-    by_unit: dict[int, list[float]] = {}
-    for sample, of_tokens in zip(samples, values, strict=True):
-        of_pair = by_unit.setdefault(sample.batch_unit, [0.0, 0.0])
-        of_pair[int(sample.arrays["chosen"][0])] += float(of_tokens[sample.loss_weights > 0].sum(dtype=np.float64))
-    rejected, chosen = np.array(list(by_unit.values())).reshape(-1, 2).T
-    return chosen, rejected
+    by_pair: dict[int, list[float]] = {}
+    for sample, array in zip(samples, values, strict=True):
+        totals = by_pair.setdefault(sample.microbatch_key, [0.0, 0.0])
+        totals[int(sample.arrays["chosen"][0])] += float(array[sample.loss_weights > 0].sum(dtype=np.float64))
+    rejected_sums, chosen_sums = np.array(list(by_pair.values())).reshape(-1, 2).T
+    return chosen_sums, rejected_sums

@@ -1,4 +1,4 @@
-"""The base of policy-gradient learners: the order of steps from rewards to advantages, and the policy's loss.
+"""The base of policy-gradient learners: the way from rewards to advantages, and the policy's loss.
 
 A learner defines the advantages of a group; each formula is in `advantages.py` or `losses.py`.
 """
@@ -10,38 +10,38 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from envgym.learner import Learner, LearnerConfig, Metrics, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import Learner, LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
 from envgym.types import Objective, Status
 
 from .advantages import (
     ActionTokens,
+    broadcast_turn_values,
     discounted_returns,
-    normalised,
+    no_signal_masks,
+    normalize_advantages,
     rewards_to_go,
     shaped_reward,
-    spread,
     turn_advantages,
-    without_variance,
 )
 from .settings import PolicyGradientConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from .advantages import Mask, Steps
+    from .advantages import Mask, TokenArray
 
 
 class PolicyGradient(Learner):
-    """Base of the learners that weigh sampled tokens by an advantage. A subclass defines the advantages."""
+    """Base of the learners that weight sampled tokens by an advantage. A subclass defines the advantages."""
 
     Config: ClassVar[type[LearnerConfig]] = PolicyGradientConfig
     config: PolicyGradientConfig
-    needs_samples = True
+    needs_policy_samples = True
 
     def __init__(self, config: LearnerConfig) -> None:
         super().__init__(config)
         self.kl_coef = self.config.kl.coef
-        """The coefficient in use; it moves where `kl.target` is set."""
+        """The current KL coefficient; it is adapted if `kl.target` is set."""
 
     @property
     def roles(self) -> Mapping[str, RoleSpec]:
@@ -51,46 +51,47 @@ class PolicyGradient(Learner):
     # -- from rewards to advantages -----------------------------------------------------------------------
 
     @abstractmethod
-    def step_advantages(self, group: Sequence[ActionTokens]) -> list[Steps]:
-        """[n] advantages of each episode of a group, one for each of its action tokens."""
+    def token_advantages(self, group: Sequence[ActionTokens]) -> list[TokenArray]:
+        """[n] advantages of each episode of a group, one per action token."""
 
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
         rewarded = [[trajectory for trajectory in group if trajectory.episode.reward is not None] for group in groups]
-        # Of smaller groups members failed: there is nothing left to compare with.
-        whole = [group for group in rewarded if len(group) >= self.min_group_size]
-        members = [[self._action_tokens(trajectory) for trajectory in group] for group in whole]
-        raw = [self.step_advantages(group) for group in members]
-        advantages = normalised(raw, self.config.advantage_norm, self._without_signal(members, raw))
+        # Members of smaller groups failed, so that the rest has no baseline.
+        complete_groups = [group for group in rewarded if len(group) >= self.min_group_size]
+        members = [[self._action_tokens(trajectory) for trajectory in group] for group in complete_groups]
+        raw_advantages = [self.token_advantages(group) for group in members]
+        no_signal = self._no_signal(members, raw_advantages)
+        advantages = normalize_advantages(raw_advantages, self.config.advantage_norm, no_signal)
         episodes = [tokens for group in members for tokens in group]
         for tokens, values in zip(episodes, chain.from_iterable(advantages), strict=True):
             tokens.write("advantages", values)
-            self._finish(tokens.samples)
+            self._apply_aggregation(tokens.samples)
         return [sample for tokens in episodes for sample in tokens.samples]
 
-    def _without_signal(
-        self, groups: Sequence[Sequence[ActionTokens]], advantages: Sequence[Sequence[Steps]]
+    def _no_signal(
+        self, groups: Sequence[Sequence[ActionTokens]], advantages: Sequence[Sequence[TokenArray]]
     ) -> list[list[Mask]]:
-        """[n] bool for each episode of each group: the tokens of turns that nobody did better than the others. Empty
-        without a baseline by which equal rewards would say nothing."""
+        """[n] bool for each episode of each group: the tokens of turns with equal rewards. Empty for learners that are
+        not group-relative: there equal rewards do carry a signal."""
         if self.min_group_size < 2:
             return []
         by_turn = self.config.credit == "turn"
         turn_ends = [[tokens.turn_ends if by_turn else [len(tokens)] for tokens in group] for group in groups]
-        return [without_variance(*of_group) for of_group in zip(advantages, turn_ends, strict=True)]
+        return [no_signal_masks(group, ends) for group, ends in zip(advantages, turn_ends, strict=True)]
 
     def _action_tokens(self, trajectory: Trajectory) -> ActionTokens:
         if self.config.shaping.overlong_filter and trajectory.episode.outcome.status is Status.TRUNCATED:
             for sample in trajectory.samples:
                 sample.loss_weights[:] = 0.0
-        return ActionTokens.of(trajectory, shaped_reward(trajectory.episode, self.config.shaping))
+        return ActionTokens.from_trajectory(trajectory, shaped_reward(trajectory.episode, self.config.shaping))
 
     @property
     def kl_in_reward(self) -> bool:
-        """The KL is part of the reward."""
+        """True if the KL penalty is part of the reward."""
         return self.config.kl.place != "loss" and self.config.kl.coef != 0
 
-    def kl_rewards(self, tokens: ActionTokens) -> Steps:
-        """[n] Minus each action token's share of the KL penalty: 0 where that is no part of the reward."""
+    def kl_rewards(self, tokens: ActionTokens) -> TokenArray:
+        """[n] The negative KL penalty of each action token; 0 if the KL is not part of the reward."""
         import numpy as np
 
         if not self.kl_in_reward:
@@ -102,25 +103,25 @@ class PolicyGradient(Learner):
         old = torch.from_numpy(tokens.read("actor" if self.config.scores_actor else "old_logprobs"))
         reference = torch.from_numpy(tokens.read("reference"))
         rewards = -self.kl_coef * kl_estimate(old, reference, self.config.kl.estimator)
-        if self.config.correction.drops:  # what is not a number there is dropped, and must not reach other tokens
+        if self.config.correction.drops:  # tokens with NaN are dropped later; the NaN must not reach others
             rewards = torch.where(old.isfinite(), rewards, 0.0)
-        steps: Steps = rewards.numpy()
-        return steps
+        result: TokenArray = rewards.numpy()
+        return result
 
-    def _finish(self, samples: Sequence[TrainSample]) -> None:
-        """Make an episode's samples what the loss reads."""
+    def _apply_aggregation(self, samples: Sequence[TrainSample]) -> None:
+        """Rescale an episode's loss weights for `sequence` aggregation; store an adaptive KL coefficient per token."""
         import numpy as np
 
         total = sum(float(sample.loss_weights.sum()) for sample in samples)
         for sample in samples:
             if self.config.kl.target is not None and self.config.kl.place == "loss":
                 sample.arrays["kl_coef"] = np.full(len(sample), self.kl_coef, np.float32)
-            if self.config.aggregation == "sequence" and total > 0:  # one episode counts once, whatever its rows
+            if self.config.aggregation == "sequence" and total > 0:  # an episode counts once
                 sample.loss_weights = sample.loss_weights / np.float32(total)
 
-    def denominators(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        totals = super().denominators(samples)
-        episodes = {sample.episode for sample in samples if sample.objective == Objective.POLICY_GRADIENT}
+    def loss_normalizers(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        totals = super().loss_normalizers(samples)
+        episodes = {sample.episode_index for sample in samples if sample.objective == Objective.POLICY_GRADIENT}
         if self.config.aggregation != "token" and episodes:
             length = self.config.constant_length if self.config.aggregation == "constant" else 1
             totals[Objective.POLICY_GRADIENT] = float(len(episodes) * length)
@@ -129,25 +130,25 @@ class PolicyGradient(Learner):
     # -- the loss -----------------------------------------------------------------------------------------
 
     def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Metrics]:
+        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
+    ) -> tuple[torch.Tensor, MetricSums]:
         if batch.objective == Objective.CROSS_ENTROPY:
-            return self.pretraining_loss(outputs, batch, denominators)
-        return self.actor_loss(outputs, batch, denominators)
+            return self.pretraining_loss(outputs, batch, normalizers)
+        return self.actor_loss(outputs, batch, normalizers)
 
     def actor_loss(
-        self, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Metrics]:
-        """The policy's loss of policy-gradient rows."""
+        self, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
+    ) -> tuple[torch.Tensor, MetricSums]:
+        """The policy-gradient loss of the policy."""
         from .losses import actor_loss
 
         total, metrics = actor_loss(outputs, batch, self.config)
-        return total / denominators[batch.objective], metrics
+        return total / normalizers[batch.objective], metrics
 
     def pretraining_loss(
-        self, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Metrics]:
-        """`pretrain_coef` times the cross-entropy of text that is taught as it stands, a mean over its tokens.
+        self, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
+    ) -> tuple[torch.Tensor, MetricSums]:
+        """`pretrain_coef` times the cross-entropy of pre-training text, a mean over its tokens.
 
         Source: the PPO-ptx objective of L. Ouyang et al., "Training language models to follow instructions with human
         feedback" (2022), eq. 2.
@@ -155,66 +156,67 @@ class PolicyGradient(Learner):
         from .losses import cross_entropy
 
         total, metric = cross_entropy(outputs, batch)
-        return self.config.pretrain_coef * total / denominators[batch.objective], {"pretrain/loss": metric}
+        return self.config.pretrain_coef * total / normalizers[batch.objective], {"pretrain/loss": metric}
 
     # -- metrics and adaptation ---------------------------------------------------------------------------
 
     def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         samples = [sample for sample in samples if sample.objective == Objective.POLICY_GRADIENT]
-        metrics = advantage_metrics(samples) | {"learner/episodes": float(len({s.episode for s in samples}))}
+        metrics = advantage_metrics(samples) | {"learner/episodes": float(len({s.episode_index for s in samples}))}
         return metrics | ({"policy/kl_coef": self.kl_coef} if self.config.kl.coef > 0 else {})
 
-    def observe(self, record: Mapping[str, Any]) -> None:
+    def on_step_end(self, record: Mapping[str, Any]) -> None:
         kl = self.config.kl
         if kl.target is not None and "policy/kl" in record:
             episodes = round(record["learner/episodes"])
-            self.kl_coef = adapted(
+            self.kl_coef = adapt_kl_coef(
                 self.kl_coef, record["policy/kl"], target=kl.target, horizon=kl.horizon, episodes=episodes
             )
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"kl_coef": self.kl_coef}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.kl_coef = float(state["kl_coef"])
 
 
 class CriticFreeLearner(PolicyGradient):
-    """Base of REINFORCE++, RLOO, GRPO and the like: an advantage is what was really earned, against what others of the
-    group earned. A subclass is one function: `advantages`."""
+    """Base of REINFORCE++, RLOO, GRPO and the like: an advantage compares an episode's return with its group's returns.
+    A subclass is one function: `advantages`."""
 
     @abstractmethod
     def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> Sequence[float]:
-        """One advantage for each of several members of a group: what member i earned, `values[i]`, against `rewards`,
-        what the members earned.
+        """One advantage per member of a group: the return `values[i]` of member i, compared with the group's `rewards`.
 
-        The two are the same, but for a turn that fewer than two members reached: there `values[i]` is what was earned
-        from that turn on, and `rewards` are those of the whole episodes.
+        The two are equal except for a turn that only one member reached: there `values[i]` is that member's return from
+        this turn on, and `rewards` are those of whole episodes.
         """
 
-    def step_advantages(self, group: Sequence[ActionTokens]) -> list[Steps]:
+    def token_advantages(self, group: Sequence[ActionTokens]) -> list[TokenArray]:
         gamma = self.config.gamma
         rewards = [member.reward for member in group]
         if self.config.credit == "turn":
             to_go = [rewards_to_go(member.rewards, member.turn_ends, gamma) for member in group]
-            by_turn = turn_advantages(to_go, rewards, self._checked_advantages)
-            earned = [spread(own, member.turn_ends, gamma) for own, member in zip(by_turn, group, strict=True)]
+            values = turn_advantages(to_go, rewards, self._checked_advantages)
+            turn_ends = [member.turn_ends for member in group]
         else:
-            of_episodes = self._checked_advantages(rewards, rewards)
-            earned = [spread([own], [len(member)], gamma) for own, member in zip(of_episodes, group, strict=True)]
+            values = [[advantage] for advantage in self._checked_advantages(rewards, rewards)]
+            turn_ends = [[len(member)] for member in group]
+        advantages = [broadcast_turn_values(v, ends, gamma) for v, ends in zip(values, turn_ends, strict=True)]
         if not self.kl_in_reward:
-            return earned
-        return [own + discounted_returns(self.kl_rewards(m), gamma) for own, m in zip(earned, group, strict=True)]
+            return advantages
+        kl_returns = [discounted_returns(self.kl_rewards(member), gamma) for member in group]
+        return [advantage + kl_return for advantage, kl_return in zip(advantages, kl_returns, strict=True)]
 
     def _checked_advantages(self, values: Sequence[float], rewards: Sequence[float]) -> Sequence[float]:
-        found = self.advantages(values, rewards)
-        if found is None or len(found) != len(values):
-            returned = f"{found!r:.60} for {len(values)} members of a group: one number for each"
+        advantages = self.advantages(values, rewards)
+        if advantages is None or len(advantages) != len(values):
+            returned = f"{advantages!r:.60} for {len(values)} members of a group: one number for each"
             raise self.wrong_return(self.advantages, returned)
-        return found
+        return advantages
 
 
-def adapted(coef: float, kl: float, *, target: float, horizon: int, episodes: int) -> float:
+def adapt_kl_coef(coef: float, kl: float, *, target: float, horizon: int, episodes: int) -> float:
     """The coefficient after `episodes` more episodes whose mean KL was `kl`: a proportional controller in log space.
 
     Source: D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019), section 2.2:
@@ -225,22 +227,22 @@ def adapted(coef: float, kl: float, *, target: float, horizon: int, episodes: in
 
 
 def advantage_metrics(samples: Sequence[TrainSample]) -> dict[str, float]:
-    """`advantage/mean`, `std` and `max_abs` over the tokens that count, and `advantage/group_spread`: the standard
-    deviation (biased) of the episodes' mean advantages within their group, averaged over groups."""
+    """`advantage/mean`, `std` and `max_abs` over tokens of positive weight, and `advantage/group_spread`: the biased
+    standard deviation of the episodes' mean advantages within a group, averaged over groups."""
     import numpy as np
 
     by_group: dict[int, dict[int, list[np.ndarray]]] = {}
     for sample in samples:
         tokens = sample.arrays["advantages"][sample.loss_weights > 0]
         if len(tokens):
-            by_group.setdefault(sample.group, {}).setdefault(sample.episode, []).append(tokens)
+            by_group.setdefault(sample.group_index, {}).setdefault(sample.episode_index, []).append(tokens)
     if not by_group:
         return {}
-    episodes = {group: [np.concatenate(parts) for parts in own.values()] for group, own in by_group.items()}
-    tokens = np.concatenate([tokens for own in episodes.values() for tokens in own]).astype(np.float64)
+    groups = [[np.concatenate(parts) for parts in episodes.values()] for episodes in by_group.values()]
+    tokens = np.concatenate([tokens for group in groups for tokens in group]).astype(np.float64)
     return {
         "advantage/mean": float(tokens.mean()),
         "advantage/std": float(tokens.std()),
         "advantage/max_abs": float(np.abs(tokens).max()),
-        "advantage/group_spread": float(np.mean([np.std([own.mean() for own in of]) for of in episodes.values()])),
+        "advantage/group_spread": float(np.mean([np.std([tokens.mean() for tokens in group]) for group in groups])),
     }

@@ -1,4 +1,4 @@
-"""PPO: a critic estimates what each state is worth, and an advantage is how much better than that things went.
+"""PPO: a critic estimates the value of each state; an advantage is the return relative to that estimate.
 
 Source: J. Schulman et al., "Proximal Policy Optimization Algorithms" (2017), with generalised advantage estimation.
 """
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from envgym.learner import LearnerConfig, Metrics, Outputs, RoleSpec, RowBatch, TrainSample
+from envgym.learner import LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample
 from envgym.types import Objective
 
-from .advantages import ActionTokens, generalised_advantages
+from .advantages import ActionTokens, gae_advantages
 from .policy_gradient import PolicyGradient
 from .settings import Credit, PolicyGradientConfig, RewardKL, Scope
 
 if TYPE_CHECKING:
     import torch
 
-    from .advantages import Steps
+    from .advantages import TokenArray
 
 
 class PPOConfig(PolicyGradientConfig):
@@ -30,13 +30,13 @@ class PPOConfig(PolicyGradientConfig):
     advantage_norm: Scope = "batch"
     kl: RewardKL = RewardKL()
     gae_lambda: float = Field(1.0, ge=0, le=1)
-    """From 0, which trusts the critic for all but the next token, to 1, which trusts what was really earned."""
+    """Lambda of generalised advantage estimation: 0 uses the critic after one token, 1 the actual returns."""
     value_clip: float | None = Field(0.5, gt=0)
-    """Distance from the old value beyond which the critic's loss rewards no further move; unset: none."""
+    """Distance from the old value beyond which the critic's loss is clipped; unset: no clip."""
     critic_warmup_steps: int = Field(0, ge=0)
-    """Loop steps at the start in which the critic alone is trained."""
+    """Training steps at the start in which only the critic is trained."""
     bootstrap_truncated: bool = False
-    """Count a truncated episode as if it went on to earn the critic's value of its last state, instead of nothing."""
+    """Add the critic's value of the last state to the return of a truncated episode."""
 
 
 class PPO(PolicyGradient):
@@ -50,20 +50,21 @@ class PPO(PolicyGradient):
         roles = dict(super().roles)
         actor = roles["actor"]
         roles["actor"] = RoleSpec(
-            trained=True, scored=actor.scored, entropy=actor.entropy, idle_steps=self.config.critic_warmup_steps
+            trained=True, scored=actor.scored, entropy=actor.entropy, frozen_steps=self.config.critic_warmup_steps
         )
         return {**roles, "critic": RoleSpec(trained=True, scored=True, head="scalar")}
 
-    def step_advantages(self, group: Sequence[ActionTokens]) -> list[Steps]:
-        return [self._of_episode(tokens) for tokens in group]
+    def token_advantages(self, group: Sequence[ActionTokens]) -> list[TokenArray]:
+        return [self._episode_advantages(tokens) for tokens in group]
 
-    def _of_episode(self, tokens: ActionTokens) -> Steps:
-        values = tokens.read("critic", -1)  # the head at t has read token t; the state it was chosen in ends before it
+    def _episode_advantages(self, tokens: ActionTokens) -> TokenArray:
+        # V(s_t) is the head's output at t - 1: its output at t has already seen token t.
+        values = tokens.read("critic", -1)
         next_value = 0.0
         if self.config.bootstrap_truncated and tokens.truncated and len(tokens):
             next_value = float(tokens.samples[-1].arrays["critic"][-1])
-        rewards = tokens.step_rewards(by_turn=self.config.credit == "turn") + self.kl_rewards(tokens)
-        advantages = generalised_advantages(
+        rewards = tokens.token_rewards(by_turn=self.config.credit == "turn") + self.kl_rewards(tokens)
+        advantages = gae_advantages(
             rewards, values, next_value=next_value, gamma=self.config.gamma, gae_lambda=self.config.gae_lambda
         )
         for sample in tokens.samples:
@@ -73,22 +74,22 @@ class PPO(PolicyGradient):
         return advantages
 
     def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Metrics]:
+        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
+    ) -> tuple[torch.Tensor, MetricSums]:
         if role == "actor":
-            return super().loss(role, outputs, batch, denominators)
-        return self.critic_loss(outputs, batch, denominators)
+            return super().loss(role, outputs, batch, normalizers)
+        return self.critic_loss(outputs, batch, normalizers)
 
     def critic_loss(
-        self, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Metrics]:
-        """The clipped value loss, aggregated as the policy's is. Rows of other objectives teach the critic nothing."""
+        self, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
+    ) -> tuple[torch.Tensor, MetricSums]:
+        """The clipped value loss, aggregated as the policy's loss is; 0 for samples of other objectives."""
         if batch.objective != Objective.POLICY_GRADIENT:
             return outputs.values.new_zeros(()), {}
         from .losses import critic_loss
 
         total, metrics = critic_loss(outputs, batch, self.config.value_clip)
-        return total / denominators[batch.objective], metrics
+        return total / normalizers[batch.objective], metrics
 
     def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         metrics = super().metrics(samples)
@@ -97,10 +98,12 @@ class PPO(PolicyGradient):
 
 
 def explained_variance(samples: Sequence[TrainSample]) -> float | None:
-    """1 - Var(R - V) / Var(R) over the tokens that count, with returns R and the critic's values V before the update:
-    1 for a perfect critic, 0 for a constant one. None where the returns' standard deviation is less than a thousandth
-    of the returns: a critic's error of their size alone would be -10^6. None too where it is what float32 leaves of
-    adding values and taking them away again."""
+    """1 - Var(R - V) / Var(R) over the tokens of positive weight, with returns R and the critic's values V before the
+    update: 1 for a perfect critic, 0 for a constant one.
+
+    None if the standard deviation of R is below a thousandth of max |R|, where an error of the size of R alone would
+    give -10^6, or below a millionth of max |V|, the rounding error of float32 values.
+    """
     import numpy as np
 
     returns, values = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from envgym.learner import Learner, Metrics, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import Learner, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
 from envgym.types import Objective
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class ProcessRewardModel(Learner):
-    """Trains the policy's model, with a scalar head, to tell right steps from wrong ones. A turn is a step, its reward
-    in [0, 1] the label, which may be soft; the head is read at the step's last token. Steps without a reward teach
-    nothing."""
+    """Trains the policy's model, with a scalar head, to tell right steps of a solution from wrong ones. A turn is a
+    step, and its reward in [0, 1] the label, which may be soft; the head is read at the step's last token. Steps
+    without a reward have no loss."""
 
     @property
     def roles(self) -> Mapping[str, RoleSpec]:
@@ -33,12 +33,12 @@ class ProcessRewardModel(Learner):
         for trajectory in (trajectory for group in groups for trajectory in group):
             for row, sample in zip(trajectory.episode.rows, trajectory.samples, strict=True):
                 ends = np.cumsum([len(segment) for segment in row.segments])
-                of_turns = [
+                last_tokens = [
                     end - 1 for end, segment in zip(ends, row.segments, strict=True) if segment.role == "action"
                 ]
                 labels = np.full(len(sample), np.nan, np.float32)
-                for end, turn in zip(of_turns, row.turns, strict=True):
-                    labels[end] = np.nan if turn.reward is None else turn.reward
+                for index, turn in zip(last_tokens, row.turns, strict=True):
+                    labels[index] = np.nan if turn.reward is None else turn.reward
                 sample.objective = Objective.LABEL
                 sample.loss_weights = np.isfinite(labels).astype(np.float32)
                 sample.arrays["labels"] = labels
@@ -47,8 +47,8 @@ class ProcessRewardModel(Learner):
         return samples
 
     def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Metrics]:
+        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
+    ) -> tuple[torch.Tensor, MetricSums]:
         from .losses import step_loss
 
         counts = batch.loss_weights > 0
@@ -56,18 +56,18 @@ class ProcessRewardModel(Learner):
         losses = step_loss(values, labels)
         n = float(len(losses))
         right = ((values > 0) == (labels > 0.5)).sum()
-        total: torch.Tensor = losses.sum() / denominators[batch.objective]
+        total: torch.Tensor = losses.sum() / normalizers[batch.objective]
         return total, {"loss": (float(losses.detach().sum()), n), "step/accuracy": (float(right), n)}
 
     def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
-        """`eval/loss` and `eval/accuracy` of steps, a probability above one half taken for right."""
+        """`eval/loss` and `eval/accuracy` over steps; a probability above one half predicts a right step."""
         import numpy as np
         import torch
 
         from .losses import step_loss
 
-        counts = [sample.loss_weights > 0 for sample in samples]
-        values = np.concatenate([output[mask] for output, mask in zip(outputs, counts, strict=True)])
-        labels = np.concatenate([sample.arrays["labels"][mask] for sample, mask in zip(samples, counts, strict=True)])
+        masks = [sample.loss_weights > 0 for sample in samples]
+        values = np.concatenate([output[mask] for output, mask in zip(outputs, masks, strict=True)])
+        labels = np.concatenate([sample.arrays["labels"][mask] for sample, mask in zip(samples, masks, strict=True)])
         losses = step_loss(torch.from_numpy(values).double(), torch.from_numpy(labels).double())
         return {"eval/loss": float(losses.mean()), "eval/accuracy": float(((values > 0) == (labels > 0.5)).mean())}

@@ -1,7 +1,7 @@
 """REINFORCE++: PPO's loss without a critic, on advantages that are normalised over the whole rollout batch.
 
-Of two kinds: returns as they are, or with the group's mean reward as the baseline. Source: J. Hu et al., "REINFORCE++:
-Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization" (2025).
+Two variants: plain returns, or rewards minus the group's mean reward. Source: J. Hu et al., "REINFORCE++: Stabilizing
+Critic-Free Policy Optimization with Global Advantage Normalization" (2025).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from envgym.learner import LearnerConfig
 
-from .advantages import centred
+from .advantages import center
 from .policy_gradient import CriticFreeLearner
 from .settings import Credit, PolicyGradientConfig, RewardKL, Scope, SquaredKL
 
@@ -42,11 +42,11 @@ class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
 
 
 class ReinforcePlusPlusBaseline(CriticFreeLearner):
-    """REINFORCE++ with the group's mean reward taken off first; the spread is the whole batch's, not the group's."""
+    """REINFORCE++ on rewards minus their group's mean; the standard deviation is the batch's, not the group's."""
 
     Config: ClassVar[type[LearnerConfig]] = ReinforcePlusPlusBaselineConfig
     config: ReinforcePlusPlusBaselineConfig
     min_group_size: ClassVar[int] = 2
 
     def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-        return centred(values, rewards)
+        return center(values, rewards)

@@ -1,4 +1,4 @@
-"""A reward model: one number for an answer, higher for the one that people chose.
+"""A reward model: one number per answer, higher for the answer that people chose.
 
 Source: L. Ouyang et al., "Training language models to follow instructions with human feedback" (2022), eq. 1; the
 margin H. Touvron et al., "Llama 2" (2023), eq. 2.
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from envgym.learner import LearnerConfig, Metrics, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
 
-from .pairs import PairLearner, sums
+from .pairs import PairLearner, chosen_rejected_sums
 from .settings import RewardModelConfig
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 class RewardModel(PairLearner):
     """Trains the policy's model, with a scalar head, as a reward model. The reward is read at an answer's last token,
-    the one that ends its turn."""
+    which ends its turn."""
 
     Config: ClassVar[type[LearnerConfig]] = RewardModelConfig
     config: RewardModelConfig
@@ -48,57 +48,59 @@ class RewardModel(PairLearner):
         return [replace(last, loss_weights=weights, arrays=arrays)]
 
     def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Metrics]:
+        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
+    ) -> tuple[torch.Tensor, MetricSums]:
         from .losses import pair_sums, ranking_loss
 
-        chosen, rejected = pair_sums(outputs.values, batch)
+        chosen_rewards, rejected_rewards = pair_sums(outputs.values, batch)
         margin, _ = pair_sums(batch.arrays["margin"], batch)
-        losses = ranking_loss(chosen - rejected, margin)
+        losses = ranking_loss(chosen_rewards - rejected_rewards, margin)
         n = float(len(losses))
         rewards = outputs.values.detach()[batch.loss_weights > 0]
         metrics = {
             "loss": (float(losses.detach().sum()), n),
-            "preference/accuracy": (float((chosen > rejected).sum()), n),
-            "preference/margin": (float((chosen - rejected).detach().sum()), n),
+            "preference/accuracy": (float((chosen_rewards > rejected_rewards).sum()), n),
+            "preference/margin": (float((chosen_rewards - rejected_rewards).detach().sum()), n),
             "preference/reward_mean": (float(rewards.sum()), 2 * n),
             "preference/reward_mean_square": (float(rewards.square().sum()), 2 * n),
         }
-        return losses.sum() / denominators[batch.objective], metrics
+        return losses.sum() / normalizers[batch.objective], metrics
 
     def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
-        """`eval/loss`, `eval/accuracy` (share of pairs ranked right), `eval/margin` (the mean difference of their
-        rewards) and the rewards' mean and standard deviation."""
+        """`eval/loss`, `eval/accuracy` (share of pairs ranked correctly), `eval/margin` (their mean reward difference)
+        and the rewards' mean and standard deviation."""
         import numpy as np
         import torch
 
         from .losses import ranking_loss
 
-        chosen, rejected = sums(samples, outputs)
-        margin, _ = sums(samples, [sample.arrays["margin"] for sample in samples])
-        rewards = np.concatenate([chosen, rejected])
+        chosen_rewards, rejected_rewards = chosen_rejected_sums(samples, outputs)
+        margin, _ = chosen_rejected_sums(samples, [sample.arrays["margin"] for sample in samples])
+        rewards = np.concatenate([chosen_rewards, rejected_rewards])
         self._statistics, self._is_held_out = {"mean": float(rewards.mean()), "std": float(rewards.std())}, True
         return {
-            "eval/loss": float(ranking_loss(torch.from_numpy(chosen - rejected), torch.from_numpy(margin)).mean()),
-            "eval/accuracy": float((chosen > rejected).mean()),
-            "eval/margin": float((chosen - rejected).mean()),
+            "eval/loss": float(
+                ranking_loss(torch.from_numpy(chosen_rewards - rejected_rewards), torch.from_numpy(margin)).mean()
+            ),
+            "eval/accuracy": float((chosen_rewards > rejected_rewards).mean()),
+            "eval/margin": float((chosen_rewards - rejected_rewards).mean()),
             "eval/reward_mean": float(rewards.mean()),
             "eval/reward_std": float(rewards.std()),
         }
 
-    def observe(self, record: Mapping[str, Any]) -> None:
+    def on_step_end(self, record: Mapping[str, Any]) -> None:
         if not self._is_held_out:
             mean = record["preference/reward_mean"]
             variance = max(0.0, record["preference/reward_mean_square"] - mean * mean)
             self._statistics = {"mean": mean, "std": variance**0.5}
 
-    def description(self) -> Mapping[str, Any]:
-        """`mean` and `std` of the rewards of held-out answers or, without an evaluation, of the last step's: what
-        normalised rewards are brought to 0 and 1 by."""
+    def model_config_extras(self) -> Mapping[str, Any]:
+        """`mean` and `std` of the rewards of held-out answers or, without an evaluation, of the last training step, for
+        normalising rewards."""
         return self._statistics
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"statistics": self._statistics, "held_out": self._is_held_out}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._statistics, self._is_held_out = dict(state["statistics"]), bool(state["held_out"])

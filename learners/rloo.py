@@ -1,4 +1,4 @@
-"""RLOO: an episode's baseline is the mean reward of the others of its group.
+"""RLOO: an episode's baseline is the mean reward of the other episodes of its group.
 
 Source: A. Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
 LLMs" (2024), section 3.4.
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from envgym.learner import LearnerConfig
 
-from .advantages import left_one_out
+from .advantages import leave_one_out
 from .policy_gradient import CriticFreeLearner
 from .settings import PolicyGradientConfig, RewardKL
 
@@ -30,4 +30,4 @@ class RLOO(CriticFreeLearner):
     min_group_size: ClassVar[int] = 2
 
     def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-        return left_one_out(values, rewards)
+        return leave_one_out(values, rewards)

@@ -27,16 +27,16 @@ class ShapingConfig(Settings):
     clip: tuple[Bound, Bound] | None = None
     """Bounds of the raw reward, before members of a group are compared; `[0, .inf]` has a lower one alone."""
     overlong_length: int | None = Field(None, ge=1)
-    """Sampled tokens of an episode at which the penalty for length is whole (DAPO's soft overlong punishment)."""
+    """Sampled tokens of an episode from which the length penalty is full (DAPO's soft overlong punishment)."""
     overlong_buffer: int | None = Field(None, ge=1, validate_default=True)
-    """Tokens before that, over which the penalty rises linearly from 0."""
+    """Tokens before `overlong_length` over which the penalty rises linearly from 0."""
     overlong_factor: float = Field(1.0, ge=0)
-    """The whole penalty."""
+    """The full penalty."""
     stop_properly: float | None = Field(None, le=1)
-    """Share of its reward that a truncated episode keeps (ProRL): from 0 to 1; below 0 that number instead of the
-    reward. Unset: all of it."""
+    """Factor from 0 to 1 on the reward of a truncated episode (ProRL); a negative number replaces the reward. Unset:
+    unchanged."""
     overlong_filter: bool = False
-    """Do not train on truncated episodes; the others are still compared with them."""
+    """Do not train on truncated episodes; they still count in their group's baseline."""
 
     @field_validator("clip")
     @classmethod
@@ -57,17 +57,18 @@ class ShapingConfig(Settings):
 
 
 class KLConfig(Settings):
-    """Penalty for moving away from the reference model."""
+    """Penalty on the KL divergence from the reference model."""
 
     coef: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference model. 0 builds no reference model."""
+    """Weight of the KL to the reference model. 0: no KL and no reference model."""
     estimator: KLEstimator = "k3"
     """Estimate of the KL from the sampled tokens: `k1` log-ratio, `k2` half its square, `k3` never negative and of
     low variance. In the loss `k1` has no gradient on average; `k2` has the KL's own."""
     place: KLPlace = "loss"
-    """`reward`: every action token pays `coef` times its KL at the start of the update; `loss`: a term of the loss."""
+    """`reward`: subtract `coef` times the KL at the start of the update from each action token's reward; `loss`: add it
+    to the loss."""
     target: float | None = Field(None, gt=0)
-    """The KL, in nats a token, that the coefficient is adapted to keep; unset: it stays as it is."""
+    """Target KL, in nats per token, for adapting the coefficient; unset: a constant coefficient."""
     horizon: int = Field(10000, ge=1)
     """Episodes over which the coefficient adapts."""
 
@@ -99,13 +100,13 @@ class CorrectionConfig(Settings):
     """`tis`: w, at most `high`; `icepop`: w, and tokens with w outside [low, high] are dropped; `seq_mask_tis`: as
     `tis`, and episodes whose geometric mean of w is outside are dropped."""
     low: float = Field(0.5, ge=0)
-    """Smallest w."""
+    """Minimum w."""
     high: float = Field(5.0, gt=0, validate_default=True)
-    """Largest w."""
+    """Maximum w."""
 
     @property
     def drops(self) -> bool:
-        """It may leave tokens out."""
+        """True if it may drop tokens."""
         return self.kind in ("icepop", "seq_mask_tis")
 
     @field_validator("high")
@@ -122,27 +123,27 @@ class PolicyGradientConfig(LearnerConfig):
     # From rewards to advantages.
     shaping: ShapingConfig = ShapingConfig()
     credit: Credit = "episode"
-    """`episode`: the reward counts for all of an episode's tokens; `turn`: a turn's reward counts for the tokens up
-    to it."""
+    """`episode`: the reward counts for all tokens of the episode; `turn`: a turn's reward counts for the tokens up to
+    it."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount from one action token to the next. Feedback takes no time."""
+    """Discount from one action token to the next. Feedback tokens are not discounted."""
     advantage_norm: Scope = "none"
-    """Advantages are brought to mean 0 and standard deviation 1 over the tokens of the whole rollout (`batch`) or of
-    each group by itself, to mean 0 alone over those of the rollout (`batch_mean`), or stay as they are."""
+    """Normalise advantages to mean 0 and standard deviation 1 over the tokens of the rollout (`batch`) or of each group
+    (`group`); only to mean 0 over the rollout (`batch_mean`); or not at all."""
     kl: KLConfig = KLConfig()
 
     # The loss.
     policy_loss: PolicyLoss = "ppo"
     """`ppo`: clipped ratio of each token; `gspo`: of each episode; `cispo`: bounded weight on log pi; `reinforce`:
-    log pi alone."""
+    log pi without a ratio."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """The ratio to the old policy is bounded at 1 - clip_low from below."""
     clip_high: float = Field(0.2, gt=0)
     """The ratio is bounded at 1 + clip_high from above."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bounds the loss of a negative advantage, however large the ratio, at this times the advantage."""
+    """Bound on the loss of a negative advantage, whatever the ratio: this times the advantage."""
     aggregation: Aggregation = "token"
-    """`token`: mean over all tokens of the step; `sequence`: mean over episodes of each one's token mean;
+    """`token`: mean over all tokens of the optimizer step; `sequence`: mean over episodes of their token means;
     `constant`: sum over tokens divided by episodes times `constant_length`."""
     constant_length: int = Field(1024, ge=1)
     """The length that `constant` aggregation divides by."""
@@ -151,9 +152,9 @@ class PolicyGradientConfig(LearnerConfig):
     """The old policy of the ratio: `rollout` the sampler's, `recompute` the trainer's at the start of the
     update. `auto`: the sampler's where a rollout is one optimizer step, unless something needs the trainer's."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the policy's entropy, which the loss then raises."""
+    """Weight of the entropy bonus in the loss."""
     pretrain_coef: float = Field(1.0, ge=0)
-    """Weight of the cross-entropy of pre-training rows, where the run mixes some in."""
+    """Weight of the cross-entropy of pre-training rows, if the run mixes some in."""
 
     @field_validator("dual_clip")
     @classmethod
@@ -175,14 +176,15 @@ class PolicyGradientConfig(LearnerConfig):
 
     @property
     def recomputes(self) -> bool:
-        """The old log-probabilities are the trainer's own."""
+        """True if the old log-probabilities are the trainer's."""
         if self.old_logprobs == "auto":
             return self.epochs * self.minibatches > 1 or _needs_recompute(vars(self)) is not None
         return self.old_logprobs == "recompute"
 
     @property
     def scores_actor(self) -> bool:
-        """That takes a pass of its own: a single optimizer step begins with the weights it compares with."""
+        """True if old log-probabilities need a separate forward pass: with several optimizer steps per rollout. A
+        single step's own pass has the old weights."""
         return self.recomputes and self.epochs * self.minibatches > 1
 
 
@@ -197,11 +199,11 @@ class DPOConfig(LearnerConfig):
     """Settings of DPO."""
 
     beta: float = Field(0.1, gt=0)
-    """Strength of the pull to the reference model: the smaller, the further the policy may move."""
+    """Strength of the pull to the reference model: with a smaller beta the policy may diverge further."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """`sigmoid`: DPO's logistic loss; `ipo`: a squared one, which does not push sure preferences ever further apart."""
+    """`sigmoid`: DPO's logistic loss; `ipo`: a squared one, which does not push separated pairs apart."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of the pairs that are taken to be labelled the wrong way round (cDPO)."""
+    """Assumed share of pairs with swapped labels (cDPO)."""
     nll_coef: float = Field(0.0, ge=0)
     """Weight of the cross-entropy of the chosen answers, a mean over their tokens."""
 
@@ -217,9 +219,9 @@ class KTOConfig(LearnerConfig):
     """Settings of KTO."""
 
     beta: float = Field(0.1, gt=0)
-    """Strength of the pull to the reference model, and how soon an answer is good or bad enough."""
+    """Strength of the pull to the reference model; a larger beta saturates the loss sooner."""
     desirable: float = Field(1.0, ge=0)
-    """Weight of good answers. With the other: such that good and bad count about the same in all."""
+    """Weight of good answers. Choose both so that good and bad answers have about equal total weight."""
     undesirable: float = Field(1.0, ge=0)
     """Weight of bad answers."""
 
@@ -228,20 +230,20 @@ class RewardModelConfig(LearnerConfig):
     """Settings of a reward model."""
 
     margin: bool = False
-    """The chosen answer's reward is to be higher by the pair's `margin`, a field of the data."""
+    """Require the chosen answer's reward to be higher by the pair's `margin`, a field of the data."""
 
 
 class SFTConfig(LearnerConfig):
     """Settings of supervised fine-tuning."""
 
     select: Literal["all", "best"] = "all"
-    """Episodes of each task that are taught: all of them, or the one of the highest reward (rejection sampling)."""
+    """Episodes of each task to train on: all, or the one of the highest reward (rejection sampling)."""
 
 
 class DistillConfig(SFTConfig):
     """Settings of distillation."""
 
     kd_coef: float = Field(0.4, ge=0, le=1)
-    """Weight of the divergence from the teacher; the rest is the cross-entropy of the answers."""
+    """Weight of the KL from the teacher; the cross-entropy of the answers has the remaining weight."""
     top_k: int = Field(64, ge=1)
-    """The teacher's likeliest tokens that are compared one by one; all others together count as one more."""
+    """Number of the teacher's most likely tokens in the KL; all other tokens count as one more."""

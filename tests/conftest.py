@@ -251,7 +251,7 @@ def _check_episode(episode, answers):
                 assert segment.logprobs is None
                 assert set(segment.loss_weights) <= {0.0}
             before += segment.token_ids
-        learned = TrainSample.of(row)
+        learned = TrainSample.from_row(row)
         assert learned.token_ids.tolist() == row.token_ids.tolist()
         assert learned.loss_weights.tolist() == [w for segment in row.segments for w in segment.loss_weights]
     assert turn == len([key for key in answers if key.startswith(f"{episode.id}.")])

@@ -274,7 +274,7 @@ def test_a_world_that_breaks_stops_the_run_with_everything_kept(tmp_path, tiny_m
     )
     [line] = done.stderr.splitlines()
     assert done.returncode == 2
-    assert "8 of 8 episodes failed; the commonest failure is environment: ConnectionError: the world is gone" in line
+    assert "8 of 8 episodes failed; the most common failure is environment: ConnectionError: the world is gone" in line
     assert "go on with: envgym train --resume runs/fragile" in line
     run = Run(tmp_path / "runs" / "fragile", "")
     assert (run.summary["status"], run.summary["steps"]) == ("failed", 0)

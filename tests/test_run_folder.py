@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from envgym.config.resolve import resolve
-from envgym.config.words import nested
+from envgym.config.words import nest_keys
 from envgym.disk import write_atomically
 from envgym.errors import CheckpointDamaged, DataError, EnvgymError, RunError, WorkerDied
 from envgym.run_folder import RunFolder, stage_folders, state_to_json
@@ -393,7 +393,7 @@ def test_a_run_is_resumed_with_more_steps_and_otherwise_its_own_settings(tmp_pat
 
 def test_a_run_may_go_on_elsewhere_and_stays_there(tmp_path):
     config = begun(tmp_path / "run", 5)
-    changes = nested({"workers.ranks": 2, "engine.count": 3, "roles.actor.workers.zero_stage": 3}.items())
+    changes = nest_keys({"workers.ranks": 2, "engine.count": 3, "roles.actor.workers.zero_stage": 3}.items())
     moved = resume_config("run", str(tmp_path), 8, {**changes, "runtime": "ray", "colocate": "all"})
     assert moved.stages[0].workers_of("actor").zero_stage == 3
     with claimed_folder(moved, resume=True):

@@ -20,32 +20,32 @@ from envgym.engine import Generation
 from envgym.types import Message, StopReason, ToolSpec, as_messages
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-"""The token fields of a message or an output item: all three are there, or none."""
+"""The token fields of a message or an output item: all three are present, or none."""
 REFUSED: dict[str, tuple[Any, ...]] = {
     "stop": (None, [], ""),
     "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none", "required"),  # of the last it is counted where the policy calls none
+    "tool_choice": (None, "auto", "none", "required"),  # turns without a call are counted for `required`
     "n": (None, 1),
     "logit_bias": (None, {}),
 }
-"""Settings that would change what the policy says, and the values of each that do not."""
+"""Settings that would change the policy's answers, and the accepted values of each, which do not."""
 EXHAUSTED = {
     "context": "the model's context length is used up",
     "tokens": "the episode's max_tokens are used up",
-    "template": "the chat template takes no further turn after what the policy said, whatever the context length",
+    "template": "the chat template accepts no further turn after the policy's last one, whatever the context length",
 }
-"""Reasons why nothing more can be sampled. Programs look for the words `context length` and `max_tokens` in them."""
+"""Reasons why no more tokens can be sampled. Programs search them for `context length` and `max_tokens`."""
 
 
 def refusal(status: int, message: str, code: str = "invalid_request") -> web.HTTPException:
-    """The response to a request that is refused, to be raised, in the form of the API's errors."""
+    """The exception that rejects a request, in the form of the API's errors."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     response = web.HTTPUnauthorized if status == 401 else web.HTTPBadRequest
     return response(text=json.dumps({"error": error}), content_type="application/json")
 
 
 def check_settings(body: Any, harmless: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `refusal` for a body that is no object, and for a setting with another value than the harmless ones."""
+    """Raise `refusal` if the body is no object, or if a setting has a value that is not among the harmless ones."""
     if not isinstance(body, Mapping):
         raise refusal(400, "the body is a JSON object")
     for name, values in harmless.items():
@@ -55,7 +55,7 @@ def check_settings(body: Any, harmless: Mapping[str, tuple[Any, ...]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequest:
-    """A request for the policy's next turn. Temperature and top-p are the run's, whatever it says of them."""
+    """A request for the policy's next turn. Temperature and top-p are the run's, whatever the request sets."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
@@ -63,8 +63,10 @@ class PolicyRequest:
     body: Mapping[str, Any]
 
     @classmethod
-    def of(cls, body: Any, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], limit: Any, name: str) -> Self:
-        """`limit` is the most tokens of an answer, of the setting `name`. Raises a `refusal`."""
+    def from_body(
+        cls, body: Any, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], limit: Any, name: str
+    ) -> Self:
+        """Check `limit`, the maximum tokens of the answer, which setting `name` holds. Raises a `refusal`."""
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
             raise refusal(400, f"{name} is a whole number of at least 1, not {limit!r:.40}")
         return cls(messages, () if body.get("tool_choice") == "none" else tools, limit, body)
@@ -75,7 +77,7 @@ class CompletionRequest(PolicyRequest):
 
     @classmethod
     def parse(cls, body: Any) -> CompletionRequest:
-        """Raises a `refusal` for what is malformed or cannot be done."""
+        """Parse a body. Raises a `refusal` if it is malformed or asks for something unsupported."""
         check_settings(body, REFUSED)
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise refusal(400, "messages is a list of at least one message")
@@ -88,23 +90,23 @@ class CompletionRequest(PolicyRequest):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise refusal(400, f"malformed messages or tools: {type(error).__name__}: {error}") from None
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
-        return cls.of(body, messages, tools, limit, "max_tokens")
+        return cls.from_body(body, messages, tools, limit, "max_tokens")
 
     def answer(
         self, message: Message, generation: Generation, context: list[int]
     ) -> dict[str, Any] | Iterator[dict[str, Any]]:
-        """The completion, or its chunks where a stream is asked for."""
+        """The completion, or its chunks if a stream is requested."""
         completion = Completion(self.body, message, generation, context)
-        return completion.chunks() if self.body.get("stream") else completion.whole()
+        return completion.chunks() if self.body.get("stream") else completion.body()
 
     def out_of_budget(self, reason: str) -> NoReturn:
-        """Raise the `refusal` of a request after which no token may be sampled any more."""
+        """Raise the `refusal` of a request for which no token can be sampled."""
         raise refusal(400, EXHAUSTED[reason], "context_length_exceeded")
 
 
 def _with_reasoning(message: Any) -> Any:
-    """A message with the policy's reasoning where it stood: programs may take what is between the tags out of the text,
-    and send it back beside it, as NeMo-Gym's vllm_model does."""
+    """A message with the policy's reasoning back in its text: programs may move it from between the tags into a field,
+    as NeMo-Gym's vllm_model does."""
     if not isinstance(message, Mapping) or message.get("role") != "assistant":
         return message
     reasoning, content = message.get("reasoning_content") or message.get("reasoning"), message.get("content") or ""
@@ -119,7 +121,7 @@ def _tool(tool: Mapping[str, Any]) -> ToolSpec:
 
 
 class Completion:
-    """An answer to a request's `body`: the message, what was sampled and after which tokens."""
+    """An answer to a request's `body`: the message, the sampled tokens and the prompt tokens."""
 
     def __init__(self, body: Mapping[str, Any], message: Message, generation: Generation, context: list[int]) -> None:
         self._body, self._message, self._generation, self._context = body, message, generation, context
@@ -135,7 +137,7 @@ class Completion:
             "model": str(body.get("model", "policy")),
         }
 
-    def whole(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self._message.text, "refusal": None}
         if self._calls:
             message |= {"content": self._message.text or None, "tool_calls": self._calls}
@@ -147,7 +149,7 @@ class Completion:
         return answer | ({"prompt_token_ids": self._context} if self._body.get("return_token_ids") else {})
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """The same as a stream. The policy's turn is sampled whole, so its text is one chunk."""
+        """The completion as a stream. The policy's turn is sampled in one call, so its text is one chunk."""
         opening = {"prompt_token_ids": self._context} if self._body.get("return_token_ids") else {}
         yield self._chunk({"role": "assistant", "content": ""}) | opening
         if self._message.text:
@@ -159,12 +161,12 @@ class Completion:
         if isinstance(options, Mapping) and options.get("include_usage"):
             yield self._chunk({}) | {"choices": [], "usage": self._usage}
 
-    def _chunk(self, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "finish_reason": None, **more}
+    def _chunk(self, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "finish_reason": None, **fields}
         return {**self._envelope, "object": "chat.completion.chunk", "choices": [choice]}
 
     def _tokens(self) -> dict[str, Any]:
-        """Log-probabilities and token ids, where they are asked for."""
+        """Log-probabilities and token ids, if requested."""
         tokens: dict[str, Any] = {}
         if self._body.get("logprobs"):
             pairs = zip(self._generation.token_ids, self._generation.logprobs, strict=True)

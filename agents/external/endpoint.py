@@ -1,4 +1,4 @@
-"""The endpoint that external programs speak to: OpenAI chat completions and responses, one session an episode."""
+"""The endpoint that external programs call: OpenAI chat completions and responses, one session per episode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 from envgym.agent import OutOfBudget
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
 from envgym.net.listening import listen
-from envgym.net.server import MAX_BODY, running
+from envgym.net.server import MAX_BODY, serve_requests
 
 from .chat_api import CompletionRequest, PolicyRequest, refusal
 from .conversation import Answer, Conversation
@@ -27,7 +27,7 @@ from .responses_api import ResponsesRequest
 
 Api = type[CompletionRequest | ResponsesRequest]
 TICKET = "envgym_session"
-"""Name of the entry in a request's `metadata` by which a program without a URL of its own identifies its session."""
+"""Key in a request's `metadata` that identifies the session of a program without its own URL."""
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class PolicySession:
 
 
 class PolicyAddress(NamedTuple):
-    """The way to a program's session: a URL and a key of its own, or where all programs share the endpoint's URL, the
-    `ticket` that stands as `TICKET` in its requests' metadata."""
+    """The address of a program's session: its own URL and key or, if all programs share the endpoint's URL, the
+    `ticket` under `TICKET` in its requests' metadata."""
 
     base_url: str
     key: str
@@ -49,7 +49,7 @@ class PolicyAddress(NamedTuple):
 
 
 class Endpoint:
-    """A server that runs while there are sessions. Each has a base URL, a key and a ticket of its own.
+    """A server that runs while there are sessions. Each session has its own base URL, key and ticket.
 
     It listens on loopback at a free port by default. Both APIs are routes over the same conversation.
     """
@@ -59,16 +59,16 @@ class Endpoint:
         self._port = port
         self._sessions: dict[str, PolicySession] = {}
         self._lock = asyncio.Lock()
-        self._running = AsyncExitStack()
+        self._server = AsyncExitStack()
         self._address = ""
-        """The URL while it listens."""
+        """The URL while the server listens, else empty."""
 
     @asynccontextmanager
     async def session(self, conversation: Conversation) -> AsyncIterator[PolicyAddress]:
-        """A program's access to the policy while the context lasts.
+        """A program's access to the policy within the context.
 
-        Raises `InvalidOutcome` where the endpoint cannot listen at its address. Where a request could not be answered,
-        the conversation's error is raised at the end: it is the cause, whatever the program made of it.
+        Raises `InvalidOutcome` if the endpoint cannot listen at its address. If the conversation has an error at the
+        end, that is raised: it is the cause, whatever the program did next.
         """
         name, key = secrets.token_urlsafe(12), secrets.token_urlsafe(24)
         async with self._lock:
@@ -84,7 +84,7 @@ class Endpoint:
                 raise conversation.error from None
             raise
         finally:
-            for sampling in self._sessions.pop(name).sampling:  # a program that does not wait for it, or was too slow
+            for sampling in self._sessions.pop(name).sampling:  # the program did not wait for it, or was too slow
                 sampling.cancel()
             await asyncio.shield(self._leave())
 
@@ -92,21 +92,21 @@ class Endpoint:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._remember_refusal])
         app.router.add_get("/{session}/v1/models", self._models)
         for prefix in ("/{session}", ""):
-            app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._complete, CompletionRequest))
-            app.router.add_post(f"{prefix}/v1/responses", partial(self._complete, ResponsesRequest))
+            app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._respond, CompletionRequest))
+            app.router.add_post(f"{prefix}/v1/responses", partial(self._respond, ResponsesRequest))
         try:
-            listener = self._running.enter_context(listen(self._host, self._port, refusal=None))
+            listener = self._server.enter_context(listen(self._host, self._port, refusal=None))
         except ConfigError as error:
-            where, reason = f"{self._host}:{self._port}", str(error).partition(f":{self._port}: ")[2]
-            raise InvalidOutcome("agent", f"the policy cannot be served at {where}: {reason}") from None
-        await self._running.enter_async_context(running(app, listener, drain=1.0))
+            address, reason = f"{self._host}:{self._port}", str(error).partition(f":{self._port}: ")[2]
+            raise InvalidOutcome("agent", f"the policy cannot be served at {address}: {reason}") from None
+        await self._server.enter_async_context(serve_requests(app, listener, drain=1.0))
         self._address = f"http://{self._host}:{listener.getsockname()[1]}"
 
     async def _leave(self) -> None:
         async with self._lock:
             if not self._sessions:
                 self._address = ""
-                await self._running.aclose()
+                await self._server.aclose()
 
     # -- routes -------------------------------------------------------------------------------------------
 
@@ -114,10 +114,10 @@ class Endpoint:
     async def _remember_refusal(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except web.HTTPException as refused:
+        except web.HTTPException as error:
             name = request.match_info.get("session", request.path.split("/")[1])
             if (session := self._sessions.get(name)) is not None:
-                text = refused.text or ""
+                text = error.text or ""
                 with contextlib.suppress(ValueError):
                     text = json.loads(text)["error"]["message"]
                 session.conversation.refusal = f"{text} (/v1/{request.path.rpartition('/v1/')[2]:.60})"
@@ -129,17 +129,17 @@ class Endpoint:
             {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "envgym"}]}
         )
 
-    async def _complete(self, api: Api, request: web.Request) -> web.StreamResponse:
+    async def _respond(self, api: Api, request: web.Request) -> web.StreamResponse:
         session, body = await self._authenticated(request)
-        asked = api.parse(body)
+        parsed = api.parse(body)
         try:
-            message, generation, context = await _sample(session, asked)
-            if asked.body.get("tool_choice") == "required":
+            message, generation, context = await _sample(session, parsed)
+            if parsed.body.get("tool_choice") == "required":
                 missing = session.conversation.missing_calls or 0
                 session.conversation.missing_calls = missing + (not message.tool_calls)
-            answer = asked.answer(message, generation, context)
+            answer = parsed.answer(message, generation, context)
         except OutOfBudget as limit:
-            answer = asked.out_of_budget(limit.reason)
+            answer = parsed.out_of_budget(limit.reason)
         except EnvgymError as error:
             raise refusal(400, str(error)) from None
         if isinstance(answer, dict):
@@ -162,7 +162,7 @@ class Endpoint:
             raise refusal(401, f"whose request is it? Its metadata has no {TICKET!r}", "invalid_api_key")
         name, _, key = ticket.partition(".")
         session = self._session(name, key)
-        request.match_info["session"] = name  # as where the URL says it
+        request.match_info["session"] = name  # as if the URL named it
         return session, body
 
     def _of_url(self, request: web.Request) -> PolicySession:
@@ -170,16 +170,16 @@ class Endpoint:
         return self._session(request.match_info["session"], key)
 
     def _session(self, name: str, key: str) -> PolicySession:
-        """A session by its name. Raises a `refusal` for an unknown one or another's key."""
+        """A session by its name. Raises a `refusal` for an unknown name or a wrong key."""
         session = self._sessions.get(name)
         if session is None or not hmac.compare_digest(key.encode(), session.key.encode()):
             raise refusal(401, "this session has ended, or the key is not its own", "invalid_api_key")
         return session
 
 
-async def _sample(session: PolicySession, asked: PolicyRequest) -> Answer:
-    """The policy's answer. It is given up when the session ends: an episode that is over does not grow."""
-    sampling = asyncio.ensure_future(session.conversation.complete(asked.messages, asked.tools, asked.max_tokens))
+async def _sample(session: PolicySession, parsed: PolicyRequest) -> Answer:
+    """The policy's answer. The request is cancelled when its session ends, since the episode is then complete."""
+    sampling = asyncio.ensure_future(session.conversation.answer(parsed.messages, parsed.tools, parsed.max_tokens))
     session.sampling.add(sampling)
     try:
         return await sampling

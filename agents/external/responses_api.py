@@ -1,7 +1,7 @@
-"""The OpenAI Responses API on the wire: input items, tools and requests read, items and whole `Response` objects made.
+"""The OpenAI Responses API on the wire: parsing of input items, tools and requests; items and `Response` objects.
 
 Source: the public API reference of responses. The token fields on an output item are an extension that trainers and
-agent servers of other frameworks know: the last item of each model call has them.
+agent servers of other frameworks use: the last item of each model call has them.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from .chat_api import TOKEN_FIELDS, PolicyRequest, check_settings, refusal
 Item = dict[str, Any]
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-"""Roles of the API's messages, and ours. To a chat template a developer is the system."""
+"""Roles of the API's messages, and the chat template's role for each: a developer is the system."""
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Kinds of content part that are text, and the key it stands under."""
+"""Types of content part that are text, and the key of the text."""
 REFUSED: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "background": (None, False),
     "previous_response_id": (None,),
     "conversation": (None,),
     "prompt": (None,),
-    "tool_choice": (None, "auto", "none", "required"),  # of the last it is counted where the policy calls none
+    "tool_choice": (None, "auto", "none", "required"),  # turns without a call are counted for `required`
 }
-"""Settings that would change what the policy says or how it is asked, and the values of each that do not."""
+"""Settings that would change the policy's prompts or answers, and the accepted values of each, which do not."""
 ECHOED = (
     "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls", "reasoning",
     "service_tier", "text", "tool_choice", "truncation", "user",
 )  # fmt: skip
-"""Fields of a request that its `Response` repeats. Sampling parameters are not among them: the run's hold."""
+"""Fields of a request that its `Response` repeats. Sampling parameters are not among them: the run's apply."""
 
 
 class MalformedItem(ValueError):
-    """An item or a tool that is not as the API has it, or that is no text; the message says which."""
+    """An item or a tool that does not match the API, or that is not text; the message names it."""
 
 
-# -- read -------------------------------------------------------------------------------------------------
+# -- parsing ----------------------------------------------------------------------------------------------
 
 
 def messages_of(input: Any, instructions: Any = None) -> tuple[Message, ...]:
     """The messages of a request's `input` (text, or a list of items) and `instructions`.
 
-    Calls join the assistant's message right before them, as one turn. Reasoning is left out: the policy does not read
+    Calls join the directly preceding assistant message, as one turn. Reasoning is dropped: the policy does not read
     it again. Raises `MalformedItem`.
     """
     if not (instructions is None or isinstance(instructions, str)):
@@ -62,42 +62,42 @@ def messages_of(input: Any, instructions: Any = None) -> tuple[Message, ...]:
         raise MalformedItem(f"input is text or a list of items, not {_kind(input)}")
     names: dict[str, str] = {}
     for index, item in enumerate(input):
-        where = f"input item {index}"
+        label = f"input item {index}"
         if not isinstance(item, Mapping):
-            raise MalformedItem(f"{where} is an object, not {_kind(item)}")
+            raise MalformedItem(f"{label} is an object, not {_kind(item)}")
         match item.get("type", "message"):
             case "message":
                 role = item.get("role")
                 if not isinstance(role, str) or role not in ROLES:
-                    raise MalformedItem(f"{where}: a message's role is one of {', '.join(ROLES)}, not {role!r:.40}")
-                messages.append(Message(ROLES[role], _content(item.get("content"), where)))
+                    raise MalformedItem(f"{label}: a message's role is one of {', '.join(ROLES)}, not {role!r:.40}")
+                messages.append(Message(ROLES[role], _content(item.get("content"), label)))
             case "function_call":
-                call = call_of(item, where)
+                call = call_of(item, label)
                 names[call.id] = call.name
                 if messages and messages[-1].role == "assistant":
                     messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, call))
                 else:
                     messages.append(Message("assistant", (), (call,)))
             case "function_call_output":
-                id = _text(item, "call_id", where)
-                result = _content(item.get("output"), where)
+                id = _text(item, "call_id", label)
+                result = _content(item.get("output"), label)
                 messages.append(Message("tool", result, tool_call_id=id, name=names.get(id, "")))
             case "reasoning":
                 pass
-            case other:
-                raise MalformedItem(f"{where} is of the type {other!r:.40}, which is not text, a call or its result")
+            case kind:
+                raise MalformedItem(f"{label} is of the type {kind!r:.40}, which is not text, a call or its result")
     return tuple(messages)
 
 
-def call_of(item: Mapping[str, Any], where: str = "a function_call") -> ToolCall:
+def call_of(item: Mapping[str, Any], label: str = "a function_call") -> ToolCall:
     """The tool call of a `function_call` item. Raises `MalformedItem`, also for arguments that are no object."""
     try:
         arguments = json.loads(item.get("arguments") or "{}")
     except (TypeError, ValueError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise MalformedItem(f"{where}: arguments are a JSON object as text, not {item.get('arguments')!r:.60}")
-    return ToolCall(_text(item, "call_id", where), _text(item, "name", where), arguments)
+        raise MalformedItem(f"{label}: arguments are a JSON object as text, not {item.get('arguments')!r:.60}")
+    return ToolCall(_text(item, "call_id", label), _text(item, "name", label), arguments)
 
 
 def tools_of(tools: Any) -> tuple[ToolSpec, ...]:
@@ -109,37 +109,37 @@ def tools_of(tools: Any) -> tuple[ToolSpec, ...]:
     return tuple(_tool(tool, f"tool {index}") for index, tool in enumerate(tools))
 
 
-def _tool(tool: Any, where: str) -> ToolSpec:
+def _tool(tool: Any, label: str) -> ToolSpec:
     kind = tool.get("type") if isinstance(tool, Mapping) else tool
     if not isinstance(tool, Mapping) or kind != "function":
-        raise MalformedItem(f"{where} is {kind!r:.40}, and only function tools can be offered")
+        raise MalformedItem(f"{label} is {kind!r:.40}, and only function tools can be offered")
     parameters = tool.get("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping):
-        raise MalformedItem(f"{where}: parameters are a JSON schema, not {_kind(parameters)}")
-    return ToolSpec(_text(tool, "name", where), str(tool.get("description") or ""), parameters)
+        raise MalformedItem(f"{label}: parameters are a JSON schema, not {_kind(parameters)}")
+    return ToolSpec(_text(tool, "name", label), str(tool.get("description") or ""), parameters)
 
 
-def _content(content: Any, where: str) -> tuple[TextPart, ...]:
+def _content(content: Any, label: str) -> tuple[TextPart, ...]:
     """The text of a message or a result: text itself, or a list of parts."""
     if isinstance(content, str):
         return (TextPart(content),)
     if not isinstance(content, Sequence):
-        raise MalformedItem(f"{where}: content is text or a list of parts, not {_kind(content)}")
+        raise MalformedItem(f"{label}: content is text or a list of parts, not {_kind(content)}")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
         if not isinstance(kind, str) or kind not in TEXT_PARTS:
-            raise MalformedItem(f"{where}: content of the type {kind!r:.40} is no text, and only text is read")
-        texts.append(TextPart(_text(part, TEXT_PARTS[kind], where)))
+            raise MalformedItem(f"{label}: content of the type {kind!r:.40} is no text, and only text is read")
+        texts.append(TextPart(_text(part, TEXT_PARTS[kind], label)))
     return tuple(texts)
 
 
-def _text(item: Mapping[str, Any], key: str, where: str) -> str:
+def _text(item: Mapping[str, Any], key: str, label: str) -> str:
     value = item.get(key)
     if not isinstance(value, str):
-        raise MalformedItem(f"{where}: {key!r} is text, not {_kind(value)}")
+        raise MalformedItem(f"{label}: {key!r} is text, not {_kind(value)}")
     return value
 
 
@@ -147,7 +147,7 @@ def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-# -- made -------------------------------------------------------------------------------------------------
+# -- building ---------------------------------------------------------------------------------------------
 
 
 def input_items(messages: Sequence[Message]) -> list[Item]:
@@ -164,9 +164,9 @@ def input_items(messages: Sequence[Message]) -> list[Item]:
 
 
 def output_items(message: Message) -> list[Item]:
-    """The items of an assistant's turn: a message where it has text or no calls, then its calls.
+    """The items of an assistant's turn: a message if it has text or no calls, then its calls.
 
-    A call that cannot be read has no form in the API: it is left out, and its words belong to the text.
+    A malformed call has no form in the API: it is omitted, and its words belong to the text.
     """
     items: list[Item] = []
     calls = [call for call in message.tool_calls if not call.error]
@@ -195,14 +195,14 @@ def with_tokens(
     generation_token_ids: Sequence[int],
     log_probs: Sequence[float],
 ) -> list[Item]:
-    """The items of one model call with its tokens on the last: what it was sampled after [P], what was sampled [T],
-    and its log-probabilities [T] in nats."""
+    """The items of one model call with its tokens on the last item: prompt [P], sampled tokens [T], and their
+    log-probabilities [T] in nats."""
     values = ([int(t) for t in prompt_token_ids], [int(t) for t in generation_token_ids], [float(p) for p in log_probs])
     return [*items[:-1], {**items[-1], **dict(zip(TOKEN_FIELDS, values, strict=True))}]
 
 
 def tool_items(tools: Sequence[ToolSpec]) -> list[Item]:
-    """The tools as a request and a `Response` have them; `tools_of` reads them back."""
+    """The tools in the form of a request and a `Response`; `tools_of` reads them back."""
     return [{"type": "function", **tool.as_dict()["function"], "strict": False} for tool in tools]
 
 
@@ -217,18 +217,18 @@ def usage(input_tokens: int, output_tokens: int) -> Item:
     }
 
 
-def response(output: Sequence[Item], *, cut: bool = False, **more: Any) -> Item:
+def response(output: Sequence[Item], *, truncated: bool = False, **fields: Any) -> Item:
     """A whole `Response` of the items in `output`, with every field the API requires.
 
-    `cut`: a token limit ended it, so it is `incomplete`. `more` are fields with other values than the usual ones.
+    `truncated`: a token limit ended it, so it is `incomplete`. `fields` override the default fields.
     """
     return {
         "id": _id("resp"),
         "object": "response",
         "created_at": int(time.time()),
-        "status": "incomplete" if cut else "completed",
+        "status": "incomplete" if truncated else "completed",
         "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
         "instructions": None,
         "metadata": {},
         "model": "policy",
@@ -237,7 +237,7 @@ def response(output: Sequence[Item], *, cut: bool = False, **more: Any) -> Item:
         "tool_choice": "auto",
         "tools": [],
         "usage": None,
-        **more,
+        **fields,
     }
 
 
@@ -253,7 +253,7 @@ class ResponsesRequest(PolicyRequest):
 
     @classmethod
     def parse(cls, body: Any) -> ResponsesRequest:
-        """Raises a `refusal` for what is malformed or cannot be done."""
+        """Parse a body. Raises a `refusal` if it is malformed or asks for something unsupported."""
         check_settings(body, REFUSED)
         text = body.get("text")
         form = text.get("format") if isinstance(text, Mapping) else text
@@ -266,22 +266,24 @@ class ResponsesRequest(PolicyRequest):
             raise refusal(400, str(error)) from None
         if not messages:
             raise refusal(400, "input is text or a list of at least one item")
-        return cls.of(body, messages, tools, body.get("max_output_tokens"), "max_output_tokens")
+        return cls.from_body(body, messages, tools, body.get("max_output_tokens"), "max_output_tokens")
 
     def answer(self, message: Message, generation: Generation, context: list[int]) -> Item:
         """The `Response` with the message, and the exact tokens on its last item."""
         items = with_tokens(output_items(message), context, generation.token_ids, generation.logprobs)
-        cut = generation.stop_reason is StopReason.LENGTH
-        return self._response(items, cut, usage(len(context), len(generation.token_ids)))
+        truncated = generation.stop_reason is StopReason.LENGTH
+        return self._response(items, truncated, usage(len(context), len(generation.token_ids)))
 
     def out_of_budget(self, reason: str) -> Item:
-        """The `Response` where no token may be sampled any more, for whichever reason: empty and incomplete. It ends a
-        program's loop as an answer cut short does; an error would end it badly."""
+        """The empty, incomplete `Response` once no token can be sampled, whatever the reason. It ends a program's loop
+        like a truncated answer; an error might crash it."""
         return self._response(output_items(Message.of("assistant", "")), True, usage(0, 0))
 
-    def _response(self, items: list[Item], cut: bool, used: Item) -> Item:
-        if cut:
+    def _response(self, items: list[Item], truncated: bool, usage: Item) -> Item:
+        if truncated:
             items = [{**item, "status": "incomplete"} for item in items]
         echoed = {name: self.body[name] for name in ECHOED if self.body.get(name) is not None}
         model = str(self.body.get("model") or "policy")
-        return response(items, cut=cut, model=model, tools=self.body.get("tools") or [], usage=used, **echoed)
+        return response(
+            items, truncated=truncated, model=model, tools=self.body.get("tools") or [], usage=usage, **echoed
+        )

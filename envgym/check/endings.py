@@ -1,4 +1,4 @@
-"""Checks of what comes after the end: of an episode, of an instance, of the environment."""
+"""Checks after the end of an episode, of an instance and of the environment."""
 
 from __future__ import annotations
 
@@ -21,75 +21,76 @@ from envgym.rollout.scripted import ScriptedEpisode, in_order
 from envgym.services import start_services
 from envgym.types import Action, Observation
 
-from .play import CLOSE_SECONDS, Played, difference
-from .report import Finding, Verdict, failed, listed, not_applicable, ok
+from .play import CLOSE_SECONDS, CheckedEpisode, difference
+from .report import CheckVerdict, Finding, failure, join_first, not_applicable, ok
 from .scripts import monkey
 from .subject import Subject
 
 CHECKS = ("after the end", "close")
 CYCLES = 3
-"""Times the environment is set up, played and torn down: what is left each time is a leak."""
+"""Rounds of set-up, episodes and teardown: a resource that every round leaves behind is a leak."""
 PATIENCE_SECONDS = 3.0
-"""Seconds that what has been closed may take to be gone."""
+"""Seconds in which closed resources must disappear."""
 
 
 async def check(subject: Subject) -> list[Finding]:
-    return [await _after_the_end(subject), await _close(subject)]
+    return [await _check_reset_after_end(subject), await _check_close(subject)]
 
 
-class PlayedAgain(Played):
-    """An episode on an instance that has played it before, and was then asked for a step after the end."""
+class RepeatedEpisode(CheckedEpisode):
+    """A second run of an episode on the same instance, after a step past the end of the first run."""
 
     has_ended_before = False
     step_is_answered = False
 
     async def reset(self, env: CheckedEnv) -> Observation:
-        before = ScriptedEpisode(self.task, self.seed, self._script)
-        await before.play(env)
-        self.has_ended_before = before.has_ended
+        first_run = ScriptedEpisode(self.task, self.seed, self._script)
+        await first_run.play(env)
+        self.has_ended_before = first_run.has_ended
         with contextlib.suppress(Exception):
             await env.step(Action("more"))
             self.step_is_answered = True
         return await super().reset(env)
 
 
-async def _after_the_end(subject: Subject) -> Finding:
+async def _check_reset_after_end(subject: Subject) -> Finding:
     for number, task in enumerate(await subject.tasks(2)):
         for script in subject.scripts(task).values():
-            fresh = await subject.play(task, number, script)
-            again = PlayedAgain(subject.spec, task, number, in_order([turn.action for turn in fresh.turns]))
-            if fresh.has_ended:
-                await again.play_out()
-            if not again.has_ended_before:  # the same turns do not end it again
+            original = await subject.play(task, number, script)
+            repeated = RepeatedEpisode(subject.spec, task, number, in_order([turn.action for turn in original.turns]))
+            if original.has_ended:
+                await repeated.play_out()
+            if not repeated.has_ended_before:  # the same turns did not end the first run
                 continue
-            if again.step_is_answered:
-                advice = "raise ResetNeeded from a step that comes after the last"
-                return failed("a step after the end is answered as if nothing had happened", advice)
-            return _reset_again(subject, fresh, again)
+            if repeated.step_is_answered:
+                advice = "raise ResetNeeded from a step after the end"
+                return failure("a step after the end returns a result instead of raising an error", advice)
+            return _reset_again(subject, original, repeated)
     return not_applicable("no episode came to an end")
 
 
-def _reset_again(subject: Subject, fresh: Played, again: Played) -> Finding:
-    if again.failed and not fresh.failed:
-        return failed(
-            f"an instance cannot be reset again: {again.problem()}", "reset must begin anew whatever came before"
+def _reset_again(subject: Subject, original: CheckedEpisode, repeated: CheckedEpisode) -> Finding:
+    if repeated.failed and not original.failed:
+        return failure(
+            f"an instance cannot be reset again: {repeated.problem()}",
+            "reset must start a new episode in every state of the instance",
         )
-    repeatable = all(subject.verdicts.get(check) is Verdict.OK for check in ("seed", "generators"))
-    if repeatable and (found := difference(fresh.record(), again.record())):
+    repeatable = all(subject.verdicts.get(check) is CheckVerdict.OK for check in ("seed", "generators"))
+    if repeatable and (problem := difference(original.record(), repeated.record())):
         advice = "let reset set everything that an episode changes"
-        return failed(f"an instance that is reset plays another episode than a new one: {found}", advice)
-    return ok("a step is refused; the instance can be reset, and then plays as a new one does")
+        return failure(f"an instance that is reset gives another episode than a new one: {problem}", advice)
+    return ok("a step after the end raises an error; the instance can be reset, and then behaves as a new one")
 
 
-async def _close(subject: Subject) -> Finding:
-    """After an episode, twice, in the middle of one, and before any."""
+async def _check_close(subject: Subject) -> Finding:
+    """Close in the middle of an episode, twice, and before any reset."""
     [task] = await subject.tasks(1)
-    for when, resets, closes in (
+    for label, resets, closes in (
         ("after a reset", True, 1),
         ("a second time", True, 2),
         ("before any reset", False, 1),
     ):
-        env = subject.spec.of(task).make()
+        env = subject.spec.spec_for(task).make()
         try:
             if resets:
                 await call_in_time(env.reset(seed=0, options={"task": task}), CLOSE_SECONDS, "reset")
@@ -99,80 +100,80 @@ async def _close(subject: Subject) -> Finding:
             problem = f"raises {error!r:.100}"
             if isinstance(error, CallTimeout):
                 problem = f"takes longer than {CLOSE_SECONDS:g} s"
-            advice = "close is called in every path, also after a reset that failed: let it release what there is"
-            return failed(f"close {when} {problem}", advice)
-    return ok("harmless in the middle of an episode, twice, and before a reset")
+            advice = "close is always called, also after a failed reset: let it release whatever was acquired"
+            return failure(f"close {label} {problem}", advice)
+    return ok("no error in the middle of an episode, twice, and before a reset")
 
 
-# -- what is left behind ----------------------------------------------------------------------------------
+# -- resources left behind ----------------------------------------------------------------------------------
 
 LEFT_BEHIND = ("left behind",)
 
 
 async def check_left_behind(subject: Subject) -> list[Finding]:
-    """Threads, processes and open files after the environment was torn down. The process must have closed its own."""
+    """Threads, processes and open files after teardown; the calling process must have closed its own environment."""
     if sys.platform != "linux":
-        return [not_applicable("it is read from /proc, which is Linux's")]
-    await _cycle(subject)  # what is made once and kept, with the first use of a library, is no leak
-    before = _resources()
+        return [not_applicable("it needs Linux's /proc")]
+    await _cycle(subject)  # resources that a library creates once, on its first use, are no leak
+    baseline = _resources()
     cycles = 1 if subject.needs_services else CYCLES
     for _ in range(cycles):
         await _cycle(subject)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    left = _left(before, cycles)
-    while left and time.monotonic() < deadline:
+    leftovers = _leftovers(baseline, cycles)
+    while leftovers and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
-        left = _left(before, cycles)
-    if left:
-        advice = "release in close what reset and step acquire, and in teardown what setup does"
-        return [failed(f"after {cycles} rounds of set-up, episodes and teardown there are {left}", advice)]
+        leftovers = _leftovers(baseline, cycles)
+    if leftovers:
+        advice = "release in close what reset and step acquire, and in teardown what setup acquires"
+        return [failure(f"after {cycles} rounds of set-up, episodes and teardown there are {leftovers}", advice)]
     return [ok("no threads, processes or open files")]
 
 
 async def _cycle(subject: Subject) -> None:
-    fresh = spec(subject.name, **subject.settings)
-    async with start_services(fresh, now=False):
-        again = Subject(fresh, subject.name, subject.settings)
-        for task in await again.tasks(2):
-            await again.play(task, 0, monkey(0))
+    env_spec = spec(subject.name, **subject.settings)
+    async with start_services(env_spec, eager=False):
+        subject_copy = Subject(env_spec, subject.name, subject.settings)
+        for task in await subject_copy.tasks(2):
+            await subject_copy.play(task, 0, monkey(0))
 
 
 def _resources() -> dict[str, dict[Any, str]]:
     gc.collect()
     loop = asyncio.get_running_loop()
-    kept = getattr(getattr(loop, "_default_executor", None), "_threads", ())  # those of asyncio.to_thread
-    threads = {t.ident: t.name for t in threading.enumerate() if t not in kept}
+    pool_threads = getattr(getattr(loop, "_default_executor", None), "_threads", ())  # of asyncio.to_thread
+    threads = {t.ident: t.name for t in threading.enumerate() if t not in pool_threads}
     return {"threads": threads, "processes": _processes(), "open files": _open_files()}
 
 
-def _left(before: dict[str, dict[Any, str]], cycles: int) -> str:
-    """The resources of which there are more than before, by one for each cycle at least; processes, by one at all."""
-    found = []
-    for kind, now in _resources().items():
-        new = [what for key, what in now.items() if key not in before[kind]]
+def _leftovers(baseline: dict[str, dict[Any, str]], cycles: int) -> str:
+    """The resources that grew by at least one per cycle, as text; of processes a single one counts."""
+    leftovers = []
+    for kind, resources in _resources().items():
+        new = [label for key, label in resources.items() if key not in baseline[kind]]
         if len(new) >= cycles:
-            found.append(f"{len(new)} {kind} more ({listed(dict.fromkeys(new))})")
-        elif kind == "processes" and now:
-            found.append(f"{len(now)} {kind} ({listed(now.values())})")
-    return " and ".join(found)
+            leftovers.append(f"{len(new)} {kind} more ({join_first(dict.fromkeys(new))})")
+        elif kind == "processes" and resources:
+            leftovers.append(f"{len(resources)} {kind} ({join_first(resources.values())})")
+    return " and ".join(leftovers)
 
 
 def _processes() -> dict[int, str]:
-    """Children and theirs, by what they run; but for those that have ended, and multiprocessing's own helpers."""
-    found = {}
+    """Commands of all running descendants, except multiprocessing's helpers."""
+    commands = {}
     for pid in descendants({os.getpid()}) - {os.getpid()}:
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            own_helper = "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
-            if (fields := stat(pid)) and fields[0] != "Z" and not own_helper:
-                found[pid] = command[:60]
-    return found
+            is_helper = "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
+            if (fields := stat(pid)) and fields[0] != "Z" and not is_helper:
+                commands[pid] = command[:60]
+    return commands
 
 
 def _open_files() -> dict[Any, str]:
-    found = {}
+    targets = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the directory listing's own descriptor
             target = os.readlink(entry)
-            found[entry.name, target] = target
-    return found
+            targets[entry.name, target] = target
+    return targets

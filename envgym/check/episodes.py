@@ -1,5 +1,4 @@
-"""Checks of single episodes: can they be played, do they end, are the returned types Gymnasium's, are tool calls
-answered."""
+"""Checks of single episodes: errors, limits of turns, return types (Gymnasium's) and answers to tool calls."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from collections.abc import Mapping
 from envgym.rollout.scripted import in_order
 from envgym.types import ToolCall, ToolSpec
 
-from .play import Played, text_of
-from .report import Finding, failed, listed, not_applicable, ok, warning
-from .scripts import MAX_TURNS, calling, empty, injection, random_tokens
+from .play import CheckedEpisode, text_of
+from .report import Finding, failure, join_first, not_applicable, ok, warning
+from .scripts import MAX_TURNS, call_action, injection, random_tokens, silence
 from .subject import Subject
 
 CHECKS = ("episodes", "types", "tools")
@@ -21,95 +20,95 @@ SECONDS = 5.0
 
 
 async def check(subject: Subject) -> list[Finding]:
-    """Play all scripts there are. The other checks of episodes make sense only where one of them went well."""
-    await _play(subject)
-    return [can_be_played(subject), types(subject.episodes), await tools(subject)]
+    """Run all scripts. The other checks of episodes need at least one episode without an error."""
+    await _run_scripts(subject)
+    return [episodes_finding(subject), types_finding(subject.episodes), await tools_finding(subject)]
 
 
-async def _play(subject: Subject) -> None:
+async def _run_scripts(subject: Subject) -> None:
     async for number, task in subject.numbered_tasks(TASKS, SECONDS, fewest=2):
-        noise = {"empty": empty, "tokens": random_tokens(number), "injection": injection}
+        noise = {"empty": silence, "tokens": random_tokens(number), "injection": injection}
         for name, script in (subject.scripts(task) | noise).items():
             subject.episodes.append(await subject.play(task, number, script, name))
             if subject.episodes[-1].hangs:
                 return
 
 
-def can_go_on(subject: Subject) -> bool:
-    """True if more episodes would show anything: none hung, and some took a turn."""
-    played = subject.episodes
-    return not any(episode.hangs for episode in played) and any(episode.turns for episode in played)
+def can_continue(subject: Subject) -> bool:
+    """True if no episode hung and at least one had a turn, so that further checks make sense."""
+    episodes = subject.episodes
+    return not any(episode.hangs for episode in episodes) and any(episode.turns for episode in episodes)
 
 
-def can_be_played(subject: Subject) -> Finding:
-    """No exceptions, no hanging calls, and an end."""
-    played = subject.episodes
-    if not played:
-        return not_applicable("there are no tasks to play")
-    if (last := played[-1]).close_hangs:
-        found = f"close took longer than {last.close_limit:g} s"
-        return failed(found, "a call must return within env.call_timeout, close within seconds")
-    if broken := [episode for episode in played if episode.failed and not episode.wrong_types]:
+def episodes_finding(subject: Subject) -> Finding:
+    """The finding on exceptions, hanging calls and endless episodes."""
+    episodes = subject.episodes
+    if not episodes:
+        return not_applicable("there are no tasks")
+    if (last := episodes[-1]).close_hangs:
+        message = f"close took longer than {last.close_limit:g} s"
+        return failure(message, "a call must return within env.call_timeout, close within seconds")
+    if broken := [episode for episode in episodes if episode.failed and not episode.wrong_types]:
         first = broken[0]
-        after = f" in turn {len(first.turns) + 1}" if first.last_call == "step" else ""
-        found = f"{len(broken)} of {len(played)} failed, the first ({first.script}){after}: {first.problem()}"
+        position = f" in turn {len(first.turns) + 1}" if first.last_call == "step" else ""
+        message = f"{len(broken)} of {len(episodes)} failed, the first ({first.script}){position}: {first.problem()}"
         if all(episode.no_service for episode in broken) and subject.needs_services:
-            return not_applicable(found)
+            return not_applicable(message)
         if first.hangs:
-            return failed(found, "a call must return within env.call_timeout; give what it waits for a deadline")
+            return failure(message, "a call must return within env.call_timeout; set a timeout for what it waits on")
         if first.last_call == "reset":
-            return failed(found, "every task must be posed: reset may not raise, whatever the task and the seed")
-        return failed(found, "whatever the policy says is a turn to be answered: no text may raise")
-    turns = sum(len(episode.turns) for episode in played)
-    endless = [episode for episode in played if not episode.has_ended and len(episode.turns) == MAX_TURNS]
-    found = f"{len(played)} played, {turns} turns"
-    if len(endless) == len([episode for episode in played if episode.script != "demonstration"]):
-        advice = "set a limit of turns and return truncated=True past it: a policy may never do the right thing"
-        return warning(f"{found}; none ended within {MAX_TURNS} turns", advice)
-    return ok(found)
+            return failure(message, "reset may not raise, for any task and seed")
+        return failure(message, "step may not raise for any text of the policy")
+    turns = sum(len(episode.turns) for episode in episodes)
+    endless = [episode for episode in episodes if not episode.has_ended and len(episode.turns) == MAX_TURNS]
+    message = f"{len(episodes)} episodes, {turns} turns"
+    if len(endless) == len([episode for episode in episodes if episode.script != "demonstration"]):
+        advice = "set a limit of turns and return truncated=True at it: a policy may never solve the task"
+        return warning(f"{message}; none ended within {MAX_TURNS} turns", advice)
+    return ok(message)
 
 
-def types(played: list[Played]) -> Finding:
-    """Observation, five-tuple, reward, score and metrics."""
-    if wrong := [episode for episode in played if episode.wrong_types]:
-        return failed(wrong[0].problem(), "see docs/environments.md for what reset and step return")
-    if odd := [episode.odd_flag for episode in played if episode.odd_flag]:
-        return failed(odd[0], "terminated and truncated are True or False")
-    if any(episode.first is not None and not text_of(episode.first).strip() for episode in played):
-        return failed("the first observation says nothing", "reset returns what the policy reads first")
-    infos = [turn.info for episode in played for turn in episode.turns]
+def types_finding(episodes: list[CheckedEpisode]) -> Finding:
+    """The finding on the types of observations, five-tuples, rewards, scores and metrics."""
+    if mistyped := [episode for episode in episodes if episode.wrong_types]:
+        return failure(mistyped[0].problem(), "see docs/environments.md for what reset and step return")
+    if odd_flags := [episode.odd_flag for episode in episodes if episode.odd_flag]:
+        return failure(odd_flags[0], "terminated and truncated must be True or False")
+    if any(episode.first is not None and not text_of(episode.first).strip() for episode in episodes):
+        return failure("the first observation is empty", "reset must return the policy's first input")
+    infos = [turn.info for episode in episodes for turn in episode.turns]
     if invalid := [info for info in infos if "invalid_metrics" in (info.get("metrics") or {})]:
-        found = f"metrics that are no finite numbers in {len(invalid)} of {len(infos)} steps"
-        return failed(found, 'info["metrics"] maps names to finite numbers')
+        message = f"metrics that are not finite numbers in {len(invalid)} of {len(infos)} steps"
+        return failure(message, 'info["metrics"] maps names to finite numbers')
     if not infos:
-        return not_applicable("no step came back")
-    return ok(f"{len(infos)} steps returned five-tuples with numbers where numbers belong")
+        return not_applicable("no step returned")
+    return ok(f"{len(infos)} steps returned five-tuples of the right types")
 
 
-async def tools(subject: Subject) -> Finding:
-    """Schemas are schemas, and a call that is wrong is answered, not raised."""
+async def tools_finding(subject: Subject) -> Finding:
+    """The finding on tools: schemas must be valid, and wrong calls must be answered without an exception."""
     specs = {tool.name: tool for episode in subject.episodes if episode.first for tool in episode.first.tools}
     if not specs:
-        return not_applicable("no tools are offered")
-    if wrong := [f"{tool.name}: {reason}" for tool in specs.values() if (reason := _wrong_tool(tool))]:
-        return failed(listed(wrong), "give the arguments as a JSON schema of type object")
+        return not_applicable("there are no tools")
+    if mistakes := [f"{tool.name}: {reason}" for tool in specs.values() if (reason := _wrong_tool(tool))]:
+        return failure(join_first(mistakes), "give the arguments as a JSON schema of type object")
     [task] = await subject.tasks(1)
     calls = [
         ToolCall("one", "no_such_tool", {"x": 1}),
-        ToolCall("two", "", {}, error="the call is no JSON"),
+        ToolCall("two", "", {}, error="the call is not JSON"),
         *(ToolCall(f"lacks {tool}", tool, {"no such argument": None}) for tool in specs),
     ]
     for call in calls:
-        played = await subject.play(task, 0, in_order([calling([call])]))
-        if played.failed and not played.no_service:
-            what = call.error or f"a call of {call.name} with {dict(call.arguments)}"
-            advice = "answer it with a message of the role tool that says what is wrong, as ToolBox does"
-            return failed(f"{what}: {played.problem()}", advice)
-        turn = played.turns[0] if played.turns else None
-        if turn and not played.has_ended and call.id not in {m.tool_call_id for m in turn.observation.messages}:
+        episode = await subject.play(task, 0, in_order([call_action([call])]))
+        if episode.failed and not episode.no_service:
+            label = call.error or f"a call of {call.name} with {dict(call.arguments)}"
+            advice = "answer it with a message of the role tool that describes the mistake, as ToolBox does"
+            return failure(f"{label}: {episode.problem()}", advice)
+        turn = episode.turns[0] if episode.turns else None
+        if turn and not episode.has_ended and call.id not in {m.tool_call_id for m in turn.observation.messages}:
             advice = "answer every call with a message of the role tool that has its tool_call_id, as ToolBox does"
-            return failed(f"a call of {call.name or 'nothing'} got no answer", advice)
-    return ok(f"{listed(specs, 5)}; wrong calls are answered")
+            return failure(f"a call of {call.name or 'nothing'} got no answer", advice)
+    return ok(f"{join_first(specs, 5)}; wrong calls are answered")
 
 
 # -- schemas ----------------------------------------------------------------------------------------------
@@ -119,7 +118,7 @@ TYPES = {"object", "array", "string", "integer", "number", "boolean", "null"}
 
 def _wrong_tool(tool: ToolSpec) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", tool.name):
-        return "a name is made of letters, digits, _ and -"
+        return "its name may only have letters, digits, _ and -"
     try:
         json.dumps(tool.as_dict())
     except (TypeError, ValueError) as error:
@@ -130,11 +129,11 @@ def _wrong_tool(tool: ToolSpec) -> str:
 
 
 def _wrong_schema(schema: object) -> str:
-    """The first mistake in a JSON schema, as far as tools' schemas go; empty where there is none."""
+    """The first mistake in a tool's JSON schema; empty if there is none."""
     if isinstance(schema, bool):
         return ""
     if not isinstance(schema, Mapping):
-        return f"{schema!r:.40} is no schema"
+        return f"{schema!r:.40} is not a schema"
     kinds = schema.get("type", [])
     if not ({kinds} if isinstance(kinds, str) else set(kinds)) <= TYPES:
         return f"there is no type {kinds!r}"
@@ -147,7 +146,7 @@ def _wrong_schema(schema: object) -> str:
     if properties and (unknown := [name for name in required if name not in properties]):
         return f"{unknown[0]!r} is required and not described"
     if not isinstance(schema.get("enum", []), list | tuple):
-        return "enum is a list"
+        return "enum must be a list"
     parts = [*properties.values(), *schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]
     parts += [schema[key] for key in ("items", "additionalProperties") if key in schema]
     parts += schema.get("$defs", {}).values()

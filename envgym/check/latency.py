@@ -1,4 +1,4 @@
-"""Checks of time: the duration of calls, and of holding up the event loop that all episodes share."""
+"""Checks of time: the duration of calls, and the time for which they block the event loop of all episodes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
 
-from .report import Finding, failed, not_applicable, ok, warning
+from .report import Finding, failure, not_applicable, ok, warning
 from .subject import Clock, Subject
 
 CHECKS = ("latency", "event loop")
 SLOW_SECONDS = 1.0
-"""A median call above this is worth a word: a step of training waits for its slowest episode."""
+"""A longer median call is a warning: a training step waits for its slowest episode."""
 HOLD_SECONDS = 0.05
-"""No call may keep the event loop to itself for longer: every other episode, and the engine's answers, wait."""
+"""A call that blocks the event loop for longer fails: all other episodes and the engine's answers wait for it."""
 REPEATS = 3
-"""Times a call is repeated: what a busy machine delays once, it does not delay each time."""
+"""Repeats of each call; the shortest counts, so that a busy machine causes no failure."""
 BEAT_SECONDS = 0.005
 SECONDS = 4.0
 
@@ -27,7 +27,7 @@ async def check(subject: Subject) -> list[Finding]:
     clock = Clock(SECONDS)
     resets: list[float] = []
     steps: list[float] = []
-    held: dict[str, float] = {}
+    hold_seconds: dict[str, float] = {}
     async with _Heart() as heart:
         for number, task in enumerate(await subject.tasks(3)):
             for script in subject.scripts(task).values():
@@ -36,40 +36,40 @@ async def check(subject: Subject) -> list[Finding]:
                 runs = []
                 for _ in range(REPEATS):
                     runs.append(heart.begin_episode())
-                    played = await subject.play(task, number, script, around=heart.call)
-                    resets += played.seconds[:1]
-                    steps += played.seconds[1:]
-                    if played.failed and not steps:
-                        return [not_applicable(played.problem()), not_applicable(played.problem())]
+                    episode = await subject.play(task, number, script, call_context=heart.call)
+                    resets += episode.seconds[:1]
+                    steps += episode.seconds[1:]
+                    if episode.failed and not steps:
+                        return [not_applicable(episode.problem()), not_applicable(episode.problem())]
                 for index, same_call in enumerate(zip(*runs, strict=False)):
                     call = "step" if index else "reset"
-                    held[call] = max(held.get(call, 0.0), min(same_call))
-    return [_latency(resets, steps), _event_loop(subject, held)]
+                    hold_seconds[call] = max(hold_seconds.get(call, 0.0), min(same_call))
+    return [_latency(resets, steps), _event_loop(subject, hold_seconds)]
 
 
 def _latency(resets: list[float], steps: list[float]) -> Finding:
-    found = ", ".join(
+    message = ", ".join(
         f"{call} {_duration(statistics.median(seconds))} (at most {_duration(max(seconds))})"
         for call, seconds in (("reset", resets), ("step", steps))
         if seconds
     )
     if max(statistics.median(seconds) for seconds in (resets, steps) if seconds) > SLOW_SECONDS:
-        return warning(found, "what is the same for every episode belongs into EnvSpec.setup")
-    return ok(found)
+        return warning(message, "move work that is the same for every episode to EnvSpec.setup")
+    return ok(message)
 
 
-def _event_loop(subject: Subject, held: dict[str, float]) -> Finding:
+def _event_loop(subject: Subject, hold_seconds: dict[str, float]) -> Finding:
     if subject.is_remote:
-        return not_applicable("it plays on its server")
-    worst = max(held, key=lambda call: held[call])
-    if held[worst] > HOLD_SECONDS:
-        found = f"{worst} holds up all other episodes for {_duration(held[worst])}, each time"
+        return not_applicable("it runs on its server")
+    worst = max(hold_seconds, key=lambda call: hold_seconds[call])
+    if hold_seconds[worst] > HOLD_SECONDS:
+        message = f"{worst} holds up all other episodes for {_duration(hold_seconds[worst])}, each time"
         advice = (
-            f"write {worst} as plain def, or set blocking = True: it then gets a thread of its own; "
-            "what holds Python's lock even there belongs into a process"
+            f"write {worst} as plain def, or set blocking = True: it then runs on its own thread; "
+            "code that also holds Python's global lock needs a process"
         )
-        return failed(found, advice)
-    return ok(f"never held for longer than {_duration(held[worst])}")
+        return failure(message, advice)
+    return ok(f"never held for longer than {_duration(hold_seconds[worst])}")
 
 
 def _duration(seconds: float) -> str:
@@ -77,7 +77,7 @@ def _duration(seconds: float) -> str:
 
 
 class _Heart:
-    """Beats on the event loop while it is open; the longest pause is how long somebody kept the loop."""
+    """A periodic task on the event loop; the longest pause between two beats is the time the loop was blocked."""
 
     async def __aenter__(self) -> Self:
         self._last, self._longest = time.monotonic(), 0.0
@@ -89,7 +89,7 @@ class _Heart:
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
-        """Add the longest time without a beat in here to the pauses of the episode."""
+        """Append the longest pause within the block to the episode's pauses."""
         await asyncio.sleep(0)
         self._note()
         self._longest = 0.0
@@ -98,7 +98,7 @@ class _Heart:
         self._pauses.append(max(0.0, self._longest - BEAT_SECONDS))
 
     def begin_episode(self) -> list[float]:
-        """The list that is to hold the longest pause of each call, in seconds."""
+        """A new list, filled by `call` with the longest pause of each call, in seconds."""
         self._pauses: list[float] = []
         return self._pauses
 
@@ -108,5 +108,5 @@ class _Heart:
             self._note()
 
     def _note(self) -> None:
-        now = time.monotonic()
-        self._last, self._longest = now, max(self._longest, now - self._last)
+        last, self._last = self._last, time.monotonic()
+        self._longest = max(self._longest, self._last - last)

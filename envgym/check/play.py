@@ -1,4 +1,4 @@
-"""Episodes that a check plays from scripts, with a record of each, so that two can be compared."""
+"""Scripted episodes of the checks, with a record of each for comparison."""
 
 from __future__ import annotations
 
@@ -18,41 +18,47 @@ from envgym.rollout.scripted import PlayedTurn, Script, ScriptedEpisode
 from envgym.types import Action, Episode, Observation, Task, observed_messages
 
 T = TypeVar("T")
-Around = Callable[[], AbstractAsyncContextManager[Any]]
-"""Entered for each call of an environment."""
+CallContext = Callable[[], AbstractAsyncContextManager[Any]]
+"""A context entered for each call of an environment."""
 
 CALL_SECONDS = 10.0
-"""Seconds a reset or a step may take here; see `call_limit`."""
+"""Time limit of a reset or a step in checks (`call_limit`)."""
 CLOSE_SECONDS = 5.0
 EPISODE_SECONDS = 300.0
-"""Seconds an episode may take, and a judgement of several."""
+"""Time limit of an episode, and of judging a group."""
 
 
-class Played(ScriptedEpisode):
-    """One episode, or what there was of it when something went wrong. Other episodes may be played beside it."""
+class CheckedEpisode(ScriptedEpisode):
+    """One episode, up to its first error if it has one. Several may run concurrently."""
 
     result: Episode
     """The runner's record, with its outcome."""
 
     def __init__(
-        self, spec: EnvSpec, task: Task, seed: int, script: Script, name: str = "", around: Around = nullcontext
+        self,
+        spec: EnvSpec,
+        task: Task,
+        seed: int,
+        script: Script,
+        name: str = "",
+        call_context: CallContext = nullcontext,
     ) -> None:
         super().__init__(task, seed, script)
         self.spec = spec
         self.script = name
         self.last_call = "reset"
-        """The method that was called last."""
+        """The last called method."""
         self.seconds: list[float] = []
-        """Those of the reset and of each turn."""
+        """The duration of the reset and of each turn."""
         self.odd_flag = ""
         self.close_hangs = False
-        """Its close took longer than `close_limit`."""
+        """True if close took longer than `close_limit`."""
         self._limit = call_limit(spec)
         self.close_limit = min(CLOSE_SECONDS, self._limit)
-        self._around = around
+        self._call_context = call_context
 
     async def play_out(self) -> None:
-        """Play it on a new instance."""
+        """Run it on a new instance."""
         self.result = await play_episode(self.spec, self.task, self.play, EPISODE_SECONDS)
         self.result.id = f"check/{self.task.key}:{self.script}"
 
@@ -61,7 +67,7 @@ class Played(ScriptedEpisode):
         return await self._call("reset", super().reset(env))
 
     async def step(self, env: CheckedEnv, action: Action) -> PlayedTurn:
-        await asyncio.sleep(0)  # methods that never wait would else be played one episode after the other
+        await asyncio.sleep(0)  # without this, episodes of methods that never await would run one after the other
         turn = await self._call("step", super().step(env, action))
         self.odd_flag = env.odd_flag
         return turn
@@ -69,7 +75,7 @@ class Played(ScriptedEpisode):
     async def _call(self, method: str, work: Coroutine[Any, Any, T]) -> T:
         """Await a call within the limit."""
         self.last_call = method
-        async with self._around():
+        async with self._call_context():
             start = time.monotonic()
             try:
                 return await call_in_time(work, self._limit, method)
@@ -82,18 +88,18 @@ class Played(ScriptedEpisode):
 
     @property
     def hangs(self) -> bool:
-        """True if a call took longer than it may."""
-        goes_on = self.result.outcome.reason == "does_not_end"
-        return goes_on or self.close_hangs or isinstance(self.error, CallTimeout)
+        """True if a call exceeded its time limit."""
+        never_ends = self.result.outcome.reason == "does_not_end"
+        return never_ends or self.close_hangs or isinstance(self.error, CallTimeout)
 
     @property
     def wrong_types(self) -> bool:
-        """True if it stopped because something was returned that is not Gymnasium's."""
+        """True if it stopped because a return value had not Gymnasium's types."""
         return isinstance(self.error, InvalidStep | ResetNeeded)
 
     @property
     def no_service(self) -> bool:
-        """True if it stopped because the environment could not judge the policy."""
+        """True if it stopped because the environment could not score the policy (`InvalidOutcome`)."""
         return isinstance(self.error, InvalidOutcome)
 
     def problem(self) -> str:
@@ -101,13 +107,13 @@ class Played(ScriptedEpisode):
         reason, text = self.result.outcome.reason, " ".join(self.result.outcome.message.split())
         if reason == "does_not_end":
             grace = cancellation.GRACE_SECONDS
-            return f"{self.last_call} goes on {grace:g} s after it was cancelled, which was after {self._limit:g} s"
+            return f"{self.last_call} still runs {grace:g} s after it was cancelled, at {self._limit:g} s"
         if reason != "environment" or self.no_service:
             return text
         return f"{self.last_call} raised {text}"
 
     def record(self) -> list[dict[str, Any]]:
-        """All that the environment returned: an entry for the reset and one for each turn."""
+        """All return values of the environment: an entry for the reset and one per turn."""
         entries: list[dict[str, Any]] = [] if self.first is None else [{"observation": self.first}]
         for turn in self.turns:
             entries.append(
@@ -122,10 +128,10 @@ class Played(ScriptedEpisode):
         return entries if self.error is None else [*entries, {"error": type(self.error).__name__}]
 
     def _watch_close(self, env: CheckedEnv) -> None:
-        """Limit the close, and note whether it takes longer: to the runner that makes no difference."""
+        """Give close a time limit, and record a timeout, which the runner ignores."""
         close = env.close
 
-        async def watched() -> None:
+        async def close_in_time() -> None:
             self.close_hangs, deadline = True, Deadline(self.close_limit)
             try:
                 async with deadline:
@@ -133,17 +139,17 @@ class Played(ScriptedEpisode):
             finally:
                 self.close_hangs = deadline.expired()
 
-        env.close = watched  # type: ignore[method-assign]
+        env.close = close_in_time  # type: ignore[method-assign]
 
 
 def text_of(observation: Observation) -> str:
-    """Everything the policy reads of an observation, tools included."""
+    """The text of an observation that the policy reads, tools included."""
     tools = [f"{tool.name} {tool.description} {tool.parameters}" for tool in observation.tools]
     return "\n".join([*tools, *(message.text for message in observed_messages(observation))])
 
 
 def call_limit(spec: EnvSpec) -> float:
-    """Seconds a reset or a step may take here. One that waits for a model may take as long as in a run."""
+    """Time limit of a reset or a step; with services (a model) it is the same as in a run."""
     limit = spec.config.call_timeout
     return limit if any(part.services for part in (spec, *spec.parts())) else min(CALL_SECONDS, limit)
 
@@ -151,31 +157,33 @@ def call_limit(spec: EnvSpec) -> float:
 # -- comparison -------------------------------------------------------------------------------------------
 
 
-def difference(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
-    """The first difference between two records by `Played.record`, as a sentence; empty where there is none."""
-    for number, (left, right) in enumerate(zip(one, other, strict=False)):
-        where = f"turn {number}" if number else "the first observation"
-        for key in dict.fromkeys([*left, *right]):
-            if key not in left or key not in right:
-                return f"{where}: an error in one of them ({left.get('error') or right.get('error')})"
-            if not _same(left[key], right[key]):
-                what = where if key == "observation" and not number else f"{key} of {where}"
-                return f"{what}: {_side_by_side(_text(left[key]), _text(right[key]))}"
-    return f"{len(one) - 1} turns or {len(other) - 1}" if len(one) != len(other) else ""
+def difference(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -> str:
+    """The first difference between two records (`CheckedEpisode.record`) as a sentence, or ""."""
+    for number, (a, b) in enumerate(zip(first, second, strict=False)):
+        place = f"turn {number}" if number else "the first observation"
+        for key in dict.fromkeys([*a, *b]):
+            if key not in a or key not in b:
+                return f"{place}: an error in one of them ({a.get('error') or b.get('error')})"
+            if not _is_equal(a[key], b[key]):
+                label = place if key == "observation" and not number else f"{key} of {place}"
+                return f"{label}: {_side_by_side(_text(a[key]), _text(b[key]))}"
+    return f"{len(first) - 1} turns or {len(second) - 1}" if len(first) != len(second) else ""
 
 
-def _side_by_side(one: str, other: str) -> str:
-    """Two texts from a little before where they part."""
-    start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _side_by_side(first: str, second: str) -> str:
+    """Both texts from shortly before their first difference."""
+    start = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
     start = max(0, start - 20)
-    return f"{one[start : start + 60]!r} or {other[start : start + 60]!r}"
+    return f"{first[start : start + 60]!r} or {second[start : start + 60]!r}"
 
 
 def _text(value: Any) -> str:
     return text_of(value) if isinstance(value, Observation) else str(value)
 
 
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, float) and isinstance(right, float):  # batches of a reward model round differently
-        return math.isclose(left, right, rel_tol=1e-6, abs_tol=1e-9)
-    return bool(left == right)
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):  # batches of a reward model round differently
+        return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
+    return bool(a == b)

@@ -1,4 +1,4 @@
-"""The result of a check: one finding for each question, and all of them together."""
+"""The result of `envs check`: a finding per check, and the report of all findings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Verdict(StrEnum):
-    """The answer to one question. The value is what a reader of the report sees."""
+class CheckVerdict(StrEnum):
+    """The result of one check, as it is printed."""
 
     OK = "ok"
     FAILED = "FAILED"
@@ -18,38 +18,38 @@ class Verdict(StrEnum):
 
 @dataclass(slots=True)
 class Finding:
-    """The answer to one question: what was `found`, and, where something is wrong, what to do (`advice`). `check` is
-    the question's name, set by whoever runs the checks."""
+    """The verdict of one check with a `message` and, if something is wrong, `advice`. `check` is the check's name, set
+    by the caller of the checks."""
 
-    verdict: Verdict
-    found: str
+    verdict: CheckVerdict
+    message: str
     advice: str = ""
     check: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.verdict:<14}  {self.check:<16}  {self.found}"
+        text = f"{self.verdict:<14}  {self.check:<16}  {self.message}"
         return f"{text}\n{'':34}-> {self.advice}" if self.advice else text
 
 
-def ok(found: str) -> Finding:
-    return Finding(Verdict.OK, found)
+def ok(message: str) -> Finding:
+    return Finding(CheckVerdict.OK, message)
 
 
-def failed(found: str, advice: str) -> Finding:
-    return Finding(Verdict.FAILED, found, advice)
+def failure(message: str, advice: str) -> Finding:
+    return Finding(CheckVerdict.FAILED, message, advice)
 
 
-def warning(found: str, advice: str) -> Finding:
-    return Finding(Verdict.WARNING, found, advice)
+def warning(message: str, advice: str) -> Finding:
+    return Finding(CheckVerdict.WARNING, message, advice)
 
 
-def not_applicable(why: str) -> Finding:
-    return Finding(Verdict.NOT_APPLICABLE, why)
+def not_applicable(reason: str) -> Finding:
+    return Finding(CheckVerdict.NOT_APPLICABLE, reason)
 
 
 @dataclass(slots=True)
 class Report:
-    """All findings on one environment, in the order they were made, and the seconds it took."""
+    """All findings on one environment, in the order of the checks, and the duration."""
 
     env: str
     findings: list[Finding] = field(default_factory=list)
@@ -57,30 +57,32 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True if nothing failed. Warnings are for people to judge."""
-        return not self.failed()
+        """True if no check failed; warnings do not count."""
+        return not self.failed_checks()
 
-    def failed(self) -> set[str]:
+    def failed_checks(self) -> set[str]:
         """The names of the checks that failed."""
-        return {check for check, verdict in self.verdicts().items() if verdict is Verdict.FAILED}
+        return {check for check, verdict in self.verdicts().items() if verdict is CheckVerdict.FAILED}
 
-    def verdicts(self) -> dict[str, Verdict]:
-        """The answers so far, by check."""
+    def verdicts(self) -> dict[str, CheckVerdict]:
+        """The verdicts so far, by check."""
         return {finding.check: finding.verdict for finding in self.findings}
 
-    def verdict(self, check: str) -> Verdict | None:
-        """The answer to one question; None where it was not asked."""
+    def verdict(self, check: str) -> CheckVerdict | None:
+        """The verdict of one check; None if it has not run."""
         return self.verdicts().get(check)
 
     def summary(self) -> str:
-        """One line: the number of each verdict, and the time it took."""
-        given = list(self.verdicts().values())
-        counts = ", ".join(f"{given.count(verdict)} {verdict.lower()}" for verdict in Verdict if verdict in given)
-        return f"{len(given)} checks: {counts} ({self.seconds:.0f} s)"
+        """One line: the number of each verdict, and the duration."""
+        verdicts = list(self.verdicts().values())
+        counts = ", ".join(
+            f"{verdicts.count(verdict)} {verdict.lower()}" for verdict in CheckVerdict if verdict in verdicts
+        )
+        return f"{len(verdicts)} checks: {counts} ({self.seconds:.0f} s)"
 
 
-def listed(items: Iterable[object], most: int = 3) -> str:
-    """A few of `items` for a sentence, and how many more there are."""
-    shown = [str(item) for item in items]
-    more = len(shown) - most
-    return ", ".join(shown[:most]) + (f" and {more} more" if more > 0 else "")
+def join_first(items: Iterable[object], limit: int = 3) -> str:
+    """The first items for a sentence, and the number of the others."""
+    texts = [str(item) for item in items]
+    n_hidden = len(texts) - limit
+    return ", ".join(texts[:limit]) + (f" and {n_hidden} more" if n_hidden > 0 else "")

@@ -1,4 +1,4 @@
-"""The checks of an environment, one group after the other, in processes that may hang or crash."""
+"""The checks of an environment, group by group, in processes that may hang or crash."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from envgym.services import start_services
 
 from . import endings, episodes, latency, leak, repeatability, scores, tasks
 from .play import call_limit
-from .report import Finding, Report, Verdict, failed, not_applicable
+from .report import CheckVerdict, Finding, Report, failure, not_applicable
 from .subject import Subject
 
 GROUP_SECONDS = 300.0
-"""Seconds a group of checks may take. Each keeps itself to far less, but for an environment that is slow throughout."""
+"""Time limit of a group of checks. Each takes far less, unless the environment is slow."""
 HOLD_SECONDS = 3.0
-"""Seconds that the event loop may be held beyond what a call may take before the process ends itself."""
+"""The process ends itself if the event loop is blocked for this many seconds beyond a call's time limit."""
 
 OTHER_PROCESS = ("process",)
 GROUPS: dict[tuple[str, ...], Callable[[Subject], Awaitable[list[Finding]]] | None] = {
@@ -42,7 +42,7 @@ GROUPS: dict[tuple[str, ...], Callable[[Subject], Awaitable[list[Finding]]] | No
     endings.CHECKS: endings.check,
     endings.LEFT_BEHIND: endings.check_left_behind,
 }
-"""The groups in their order: the names of the checks, and the function that gives a finding for each."""
+"""The groups in their order: names of the checks -> function that returns a finding for each."""
 
 OnFinding = Callable[[Finding], None]
 
@@ -54,11 +54,11 @@ async def check_environment(
     *,
     setup_seconds: float = 300.0,
 ) -> Report:
-    """Examine the environment that `name` stands for, with `settings`. `on_finding` is called with each finding as it
-    is made; `setup_seconds` is the time that setting it up may take, its services included.
+    """Check the environment `name` with `settings`. `on_finding` is called with each finding immediately;
+    `setup_seconds` is the time limit of its set-up, services included.
 
-    Call it from the main thread, with a name that a fresh process understands too: an id of an installed package, a
-    file, an import path or a URL. Raises `EnvgymError` where the environment cannot be set up.
+    Call it from the main thread, with a name that a new process can resolve too: an id of an installed package, a file,
+    an import path or a URL. Raises `EnvgymError` if the environment cannot be set up.
     """
     report, start = Report(absolute_target(name) if names_file(name) else name), time.monotonic()
     logs = tempfile.mkdtemp(prefix="envgym-check-")
@@ -74,7 +74,7 @@ async def check_environment(
                 break  # all other checks need episodes
     except EnvgymError as error:
         if logs in str(error):
-            logs = ""  # it names one of them, so they are kept
+            logs = ""  # the error names one of them: keep them
         raise
     finally:
         await examination.close()
@@ -85,8 +85,7 @@ async def check_environment(
 
 
 class CheckHost:
-    """The process in which an environment is examined, and set up for as long as that takes. One that hangs or crashes
-    takes this process along, and nothing else."""
+    """The worker process that sets an environment up and checks it, so that a hang or crash ends this process only."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], setup_seconds: float) -> None:
         self._subject = Subject(spec(name, **settings), name, dict(settings))
@@ -96,9 +95,9 @@ class CheckHost:
         self._beating: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Set the environment up. Raises `EnvgymError` for what the user can mend."""
+        """Set the environment up. Raises `EnvgymError` for a mistake of the user."""
         limit = self._setup_seconds
-        faulthandler.dump_traceback_later(limit + HOLD_SECONDS, exit=True)  # set-up may hold the loop, within limits
+        faulthandler.dump_traceback_later(limit + HOLD_SECONDS, exit=True)  # set-up may block the loop until then
         try:
             async with asyncio.timeout(limit):
                 await self._open.enter_async_context(start_services(self._subject.spec))
@@ -106,8 +105,8 @@ class CheckHost:
             raise EnvgymError(f"{self._subject.spec.id}: its set-up takes longer than {limit:g} s") from None
         self._beating = asyncio.create_task(self._beat())
 
-    async def check(self, checks: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> list[Finding]:
-        """Run a group of checks, given the answers so far."""
+    async def check(self, checks: tuple[str, ...], verdicts: Mapping[str, CheckVerdict]) -> list[Finding]:
+        """Run a group of checks, given the verdicts so far."""
         self._subject.verdicts = verdicts
         if checks == endings.LEFT_BEHIND:
             await self._open.aclose()
@@ -115,12 +114,12 @@ class CheckHost:
         assert run is not None
         return await run(self._subject)
 
-    async def can_go_on(self) -> bool:
-        return episodes.can_go_on(self._subject)
+    async def can_continue(self) -> bool:
+        return episodes.can_continue(self._subject)
 
-    async def recorded(self, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
+    async def collect_records(self, verdicts: Mapping[str, CheckVerdict]) -> dict[str, Any]:
         self._subject.verdicts = verdicts
-        return await repeatability.recorded(self._subject)
+        return await repeatability.collect_records(self._subject)
 
     async def close(self) -> None:
         if self._beating is not None:
@@ -129,8 +128,8 @@ class CheckHost:
         await self._open.aclose()
 
     async def _beat(self) -> None:
-        """Have the process print its stack and end once the event loop is held for good. This watch needs neither the
-        loop nor Python's lock."""
+        """Print the stack and end the process once the event loop is blocked permanently: `faulthandler`'s timer needs
+        neither the loop nor Python's lock, and this task postpones it."""
         limit = call_limit(self._subject.spec) + HOLD_SECONDS
         while True:
             faulthandler.dump_traceback_later(limit, exit=True)
@@ -138,7 +137,7 @@ class CheckHost:
 
 
 class _Examination:
-    """The processes that examine an environment, and what becomes of later checks when an earlier one failed."""
+    """The processes that check an environment. A crashed one is replaced, and checks without a basis are skipped."""
 
     def __init__(self, report: Report, runtime: LocalRuntime, arguments: Mapping[str, Any], temporary: str) -> None:
         self._report = report
@@ -146,35 +145,38 @@ class _Examination:
         self._arguments = arguments
         self._temporary = temporary
         self.can_play = False
-        """True once the checks of single episodes found some that the others can look at."""
+        """True once the checks of single episodes found episodes on which the other checks can rely."""
         self._worker: LocalWorker | None = None
         self._workers: list[LocalWorker] = []
 
     async def findings(self, checks: tuple[str, ...]) -> list[Finding]:
         """The findings of a group of checks, with their names."""
-        why = self._not_worth_it(checks)
-        found = [not_applicable(why) for _ in checks] if why else await self._run(checks)
-        for finding, check in zip(found, checks, strict=True):
+        reason = self._not_worth_it(checks)
+        findings = [not_applicable(reason) for _ in checks] if reason else await self._run(checks)
+        for finding, check in zip(findings, checks, strict=True):
             finding.check = check
-        if checks == episodes.CHECKS and not self.can_play:  # the first says why the others have nothing to look at
-            return [found[0], *(finding for finding in found[1:] if finding.verdict is not Verdict.NOT_APPLICABLE)]
-        return found
+        if checks == episodes.CHECKS and not self.can_play:  # the first has the reason
+            return [
+                findings[0],
+                *(finding for finding in findings[1:] if finding.verdict is not CheckVerdict.NOT_APPLICABLE),
+            ]
+        return findings
 
     async def close(self) -> None:
-        """End the processes, with all that the environment left in them."""
+        """Kill the processes, with everything that the environment left in them."""
         for worker in self._workers:
             await worker.kill()
         await self._runtime.close()
 
-    def _not_worth_it(self, checks: tuple[str, ...]) -> str:
-        """The reason why these checks would say nothing of their own; empty where they would."""
+    def _skip_reason(self, checks: tuple[str, ...]) -> str:
+        """The reason to skip these checks because an earlier one failed; empty if there is none."""
         verdict = self._report.verdict
         if checks in (tasks.CHECKS, episodes.CHECKS):
             return ""
         if checks in (OTHER_PROCESS, repeatability.ISOLATION):
-            if verdict("seed") is Verdict.FAILED:
+            if verdict("seed") is CheckVerdict.FAILED:
                 return "episodes differ anyway (seed)"
-            if verdict("generators") is Verdict.FAILED:
+            if verdict("generators") is CheckVerdict.FAILED:
                 return "episodes share the process's generator (generators)"
         return ""
 
@@ -182,20 +184,20 @@ class _Examination:
         try:
             if checks == OTHER_PROCESS:
                 return [await self._compare_processes()]
-            found: list[Finding] = await self._call("check", checks, self._report.verdicts())
+            findings: list[Finding] = await self._call("check", checks, self._report.verdicts())
             if checks == episodes.CHECKS:
-                is_judged = found[0].verdict is not Verdict.NOT_APPLICABLE
-                self.can_play = is_judged and await self._call("can_go_on")
-            return found
+                is_judged = findings[0].verdict is not CheckVerdict.NOT_APPLICABLE
+                self.can_play = is_judged and await self._call("can_continue")
+            return findings
         except WorkerDied:
-            finding = failed(*self._how_it_died())
+            finding = failure(*self._how_it_died())
         except TimeoutError:
-            advice = "give what it waits for a deadline, or call the check with settings that make it quicker"
-            finding = failed(f"this takes longer than {GROUP_SECONDS:g} s", advice)
+            advice = "set a timeout for what it waits on, or choose faster settings for the check"
+            finding = failure(f"this takes longer than {GROUP_SECONDS:g} s", advice)
         except WorkerError as error:
-            found_error = re.sub(r" \(log: .*\)$|^check: ", "", str(error))
-            finding = failed(f"the environment raised {found_error}", "envgym envs try shows more")
-        if self._worker is not None:  # the next group begins with a new process
+            error_text = re.sub(r" \(log: .*\)$|^check: ", "", str(error))
+            finding = failure(f"the environment raised {error_text}", "envgym envs try shows more")
+        if self._worker is not None:  # the next group starts a new process
             await self._worker.kill()
             self._worker = None
         return [finding, *(not_applicable(f"see {checks[0]}") for _ in checks[1:])]
@@ -207,41 +209,41 @@ class _Examination:
             return await self._worker.call(method, *args)
 
     async def _start(self, hash_seed: str) -> LocalWorker:
-        """A process that is ready. Hashes differ from one seed to the next, as they do from one process to the next.
-        Its temporary files lie in ours: it is killed, and cannot tidy up."""
+        """Start a process and set the environment up in it. `hash_seed` makes hashes differ between processes. Its
+        temporary files are in this process's folder, because it is killed and cannot delete them."""
         environ = {"PYTHONHASHSEED": hash_seed, "TMPDIR": self._temporary}
         worker = await self._runtime.start("envgym.check.run:CheckHost", self._arguments, name="check", environ=environ)
         self._workers.append(worker)
         try:
-            await worker.call("open")  # it keeps its own time
+            await worker.call("open")  # open has its own time limit
         except WorkerDied:
             self._worker = worker
-            found, _ = self._how_it_died()
-            raise EnvgymError(f"{self._report.env} cannot be set up: {found}") from None
+            problem, _ = self._how_it_died()
+            raise EnvgymError(f"{self._report.env} cannot be set up: {problem}") from None
         return worker
 
     async def _compare_processes(self) -> Finding:
         verdicts = self._report.verdicts()
-        one, other = await asyncio.gather(self._call("recorded", verdicts), self._start("2"))
+        first, second = await asyncio.gather(self._call("collect_records", verdicts), self._start("2"))
         try:
             async with asyncio.timeout(GROUP_SECONDS):
-                return repeatability.compared(one, await other.call("recorded", verdicts))
+                return repeatability.compare_records(first, await second.call("collect_records", verdicts))
         finally:
-            await other.kill()
+            await second.kill()
 
-    def _how_it_died(self) -> tuple[str, str]:
-        """The last act of a process that ended by itself, from its log, and what to do about it."""
+    def _describe_death(self) -> tuple[str, str]:
+        """(The reason why the process ended, from its log; advice)."""
         text = "" if self._worker is None else self._worker.log.read_text(encoding="utf-8", errors="replace")[-20_000:]
         if "Timeout (" in text:
-            where = _frame(text.rpartition("Timeout (")[2])
-            return f"the event loop was held for good{where}", "no call may block for ever: give it a deadline"
-        reason = next((line for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+            location = _user_frame(text.rpartition("Timeout (")[2])
+            return f"the event loop was blocked permanently{location}", "no call may block forever: set a timeout"
+        reason = next((line for line in reversed(text.splitlines()) if line.strip()), "its log is empty")
         return f"the process ended: {reason.strip()[:200]}", "an environment must not end the process it runs in"
 
 
-def _frame(stack: str) -> str:
-    """The innermost function of the user's in a stack written by `faulthandler`, as part of a sentence."""
+def _user_frame(stack: str) -> str:
+    """The innermost function of the user in a stack of `faulthandler`, as part of a sentence."""
     stack = stack.rpartition("(most recent call first)")[2]  # the main thread's comes last
     frames = re.findall(r'File "(.+)", line (\d+) in (\w+)', stack)
-    theirs = [frame for frame in frames if is_users(frame[0])] or frames
-    return f" in {theirs[0][2]} ({theirs[0][0]}, line {theirs[0][1]})" if theirs else ""
+    user_frames = [frame for frame in frames if is_users(frame[0])] or frames
+    return f" in {user_frames[0][2]} ({user_frames[0][0]}, line {user_frames[0][1]})" if user_frames else ""

@@ -1,4 +1,4 @@
-"""Checks of rewards: the scores of answers that should earn nothing, against those of demonstrations."""
+"""Checks of rewards: the scores of worthless completions, compared with those of demonstrations."""
 
 from __future__ import annotations
 
@@ -11,220 +11,227 @@ from envgym.rollout.runner import compare
 from envgym.rollout.scripted import Script
 from envgym.types import Episode, Group, Limit, Task
 
-from .play import EPISODE_SECONDS, Played
-from .report import Finding, Verdict, failed, not_applicable, ok, warning
-from .scripts import demonstrated, empty, injection, monkey, parrot, random_text, random_tokens, with_noise
+from .play import EPISODE_SECONDS, CheckedEpisode
+from .report import CheckVerdict, Finding, failure, not_applicable, ok, warning
+from .scripts import demonstration_script, injection, monkey, parrot, random_text, random_tokens, silence, with_noise
 from .subject import Subject
 
 TASKS = 24
-FEWEST = 4
+MIN_TASKS = 4
 SECONDS = 5.0
 FULL = 0.95
-"""A mean score that is as good as solving the tasks."""
+"""A mean score that counts as solving the tasks."""
 MUCH = 0.5
-"""A mean score that leaves little to be learned, or that shows a demonstration to be poor."""
+"""A mean score that is suspiciously high for a worthless completion."""
 NEAR_ONE = 0.9
 MARGIN = 0.25
-"""The surplus that talk to the grader must earn over noise of the same length to count as having persuaded it."""
+"""Talk to the grader has persuaded it if its score exceeds that of noise of the same length by this margin."""
 TRIVIAL = ("an empty answer", "random words", "random tokens", "the prompt repeated")
 INJECTION = "talk to the grader"
 GUESSES = 4
-"""Ways of guessing that are tried beside the demonstrations for an answer that earns."""
+"""Number of random guesses that are tried, with the demonstrations, to find a rewarded completion."""
 MISTAKES = ("environment", "invalid_environment")
-"""Kinds of failure that are the environment's own."""
+"""Kinds of failure that are the environment's mistakes."""
 CHECKS = ("reward range", "trivial answers", "injection", "rambling", "demonstrations")
 
 
 @dataclass(slots=True)
-class Earned:
-    """The episodes of each way of playing, by its name; those of demonstrations by the number of the task."""
+class ScoredEpisodes:
+    """The episodes of each probe (a script) by its name, and of demonstrations by the task's number."""
 
     probes: dict[str, list[Episode]] = field(default_factory=lambda: {name: [] for name in (*TRIVIAL, INJECTION)})
     demonstrations: dict[int, list[Episode]] = field(default_factory=dict)
     failure: str = ""
-    """The reason why an episode was left out."""
+    """The reason of the last failed episode, which is excluded."""
     mistake: str = ""
-    """The mistake in `score_group`, if it has one."""
+    """The error in `score_group`, if any."""
 
     @property
-    def all(self) -> list[Episode]:
+    def episodes(self) -> list[Episode]:
         groups = (*self.probes.values(), *self.demonstrations.values())
         return [episode for group in groups for episode in group]
 
     @property
-    def by_score(self) -> bool:
-        """True if episodes are measured by scores: of some episodes only, a score would be an average over whichever
-        lie in [0, 1]."""
-        return all(episode.score is not None for episode in self.all)
+    def has_scores(self) -> bool:
+        """True if every episode has a score. Otherwise rewards are compared; a mean of some scores is biased."""
+        return all(episode.score is not None for episode in self.episodes)
 
-    def worths(self, episodes: Sequence[Episode]) -> list[float]:
-        """The score, or else the reward, of each of the episodes that has one."""
-        found = [episode.score if self.by_score else episode.reward for episode in episodes]
-        return [worth for worth in found if worth is not None]
+    def values(self, episodes: Sequence[Episode]) -> list[float]:
+        """The scores of the episodes or, unless `has_scores`, their rewards; episodes without one are skipped."""
+        values = [episode.score if self.has_scores else episode.reward for episode in episodes]
+        return [value for value in values if value is not None]
 
     def means(self) -> dict[str, float]:
-        """The mean of each probe that has one."""
-        worths = {name: self.worths(episodes) for name, episodes in self.probes.items()}
-        return {name: statistics.fmean(found) for name, found in worths.items() if found}
+        """The mean score, or reward, of each probe that has one."""
+        return {name: statistics.fmean(values) for name in self.probes if (values := self.values(self.probes[name]))}
 
 
 async def check(subject: Subject) -> list[Finding]:
-    earned = await _play(subject)
-    if earned.mistake:
-        advice = "whatever the policies say, a group is judged: score_group may not raise"
-        return [failed(earned.mistake, advice), *(not_applicable(f"see {CHECKS[0]}") for _ in CHECKS[1:])]
-    if not [episode for episode in earned.all if episode.reward is not None or episode.score is not None]:
-        return [_unrewarded(subject, earned), *(not_applicable("no rewards are given") for _ in CHECKS[1:])]
-    noise = earned.means()
+    scored = await _collect(subject)
+    if scored.mistake:
+        advice = "score_group may not raise for any completions"
+        return [failure(scored.mistake, advice), *(not_applicable(f"see {CHECKS[0]}") for _ in CHECKS[1:])]
+    if not [episode for episode in scored.episodes if episode.reward is not None or episode.score is not None]:
+        return [_no_rewards_finding(subject, scored), *(not_applicable("no rewards are given") for _ in CHECKS[1:])]
+    noise = scored.means()
     talk = noise.pop(INJECTION, None)
-    trivial = _trivial(noise, earned.by_score)
+    trivial = _trivial(noise, scored.has_scores)
     return [
-        _reward_range(subject, earned),
+        _reward_range(subject, scored),
         trivial,
-        _injection(talk, noise, earned.by_score),
+        _injection(talk, noise, scored.has_scores),
         await _rambling(subject),
-        _demonstrations(subject, earned, noise, trivial.verdict is Verdict.FAILED),
+        _demonstrations(subject, scored, noise, trivial.verdict is CheckVerdict.FAILED),
     ]
 
 
-async def _play(subject: Subject) -> Earned:
-    earned = Earned()
-    async for number, task in subject.numbered_tasks(TASKS, SECONDS, FEWEST):
-        trivial = (empty, random_text(number), random_tokens(number), parrot)
-        ways: dict[str, Script] = {**dict(zip(TRIVIAL, trivial, strict=True)), INJECTION: injection}
+async def _collect(subject: Subject) -> ScoredEpisodes:
+    scored = ScoredEpisodes()
+    async for number, task in subject.numbered_tasks(TASKS, SECONDS, MIN_TASKS):
+        trivial = (silence, random_text(number), random_tokens(number), parrot)
+        scripts: dict[str, Script] = {**dict(zip(TRIVIAL, trivial, strict=True)), INJECTION: injection}
         for variant, turns in enumerate(subject.demonstrations(task)):
-            ways[f"demonstration {variant}"] = demonstrated(turns)
-        for way, played in (await _play_together(subject, task, number, ways)).items():
-            if not played.failed:
-                group = earned.probes[way] if way in earned.probes else earned.demonstrations.setdefault(number, [])
-                group.append(played.result)
+            scripts[f"demonstration {variant}"] = demonstration_script(turns)
+        for name, episode in (await _run_group(subject, task, number, scripts)).items():
+            if not episode.failed:
+                group = scored.probes[name] if name in scored.probes else scored.demonstrations.setdefault(number, [])
+                group.append(episode.result)
                 continue
-            earned.failure = played.problem()
-            if played.last_call == "score_group" and played.result.outcome.reason in MISTAKES:
-                earned.mistake = earned.failure
-    return earned
+            scored.failure = episode.problem()
+            if episode.last_call == "score_group" and episode.result.outcome.reason in MISTAKES:
+                scored.mistake = scored.failure
+    return scored
 
 
-async def _play_together(subject: Subject, task: Task, seed: int, scripts: Mapping[str, Script]) -> dict[str, Played]:
-    """The episodes that scripts play, by the names of those, judged together where the environment does so."""
-    played = await asyncio.gather(*(subject.play(task, seed, script, name) for name, script in scripts.items()))
-    finished = [episode for episode in played if not episode.failed]
+async def _run_group(
+    subject: Subject, task: Task, seed: int, scripts: Mapping[str, Script]
+) -> dict[str, CheckedEpisode]:
+    """The episodes of `scripts` by their names, judged as a group if the environment does so."""
+    episodes = await asyncio.gather(*(subject.play(task, seed, script, name) for name, script in scripts.items()))
+    finished = [episode for episode in episodes if not episode.failed]
     for episode in finished:
         episode.last_call = "score_group"
     group = Group("check", task, [episode.result for episode in finished])
     await compare(subject.spec, group, EPISODE_SECONDS)
-    return dict(zip(scripts, played, strict=True))
+    return dict(zip(scripts, episodes, strict=True))
 
 
 async def _rambling(subject: Subject) -> Finding:
-    """A warning where noise after an answer that earns costs nothing, though it does before it: the grader then reads
-    the beginning alone, and a policy learns to ramble until it is cut."""
+    """A warning if noise after a rewarded completion does not lower its reward, but noise before it does: then the
+    grader only reads the beginning, and a policy learns to ramble until it is truncated."""
     rows: list[tuple[float, float, float, float]] = []
-    async for number, task in subject.numbered_tasks(TASKS, SECONDS, FEWEST):
+    async for number, task in subject.numbered_tasks(TASKS, SECONDS, MIN_TASKS):
         noise = random_text(number)
-        scripts = {f"demonstration {n}": demonstrated(turns) for n, turns in enumerate(subject.demonstrations(task))}
+        scripts = {
+            f"demonstration {n}": demonstration_script(turns) for n, turns in enumerate(subject.demonstrations(task))
+        }
         scripts |= {f"guess {n}": monkey(n) for n in range(GUESSES)}
-        played = await _play_together(subject, task, number, {"noise": noise} | scripts)
-        worths = _worths(played)
-        best = max(worths, key=lambda way: worths[way], default="noise")
-        if "noise" not in worths or worths[best] <= worths["noise"]:
+        episodes = await _run_group(subject, task, number, {"noise": noise} | scripts)
+        values = _values(episodes)
+        best_name = max(values, key=lambda name: values[name], default="noise")
+        if "noise" not in values or values[best_name] <= values["noise"]:
             continue
-        actions = [turn.action for turn in played[best].turns]
-        places = {name: with_noise(actions, noise, before=name == "before") for name in ("after", "before")}
-        noisy = _worths(await _play_together(subject, task, number, places))
-        if len(noisy) == len(places):
-            rows.append((worths["noise"], worths[best], noisy["after"], noisy["before"]))
+        actions = [turn.action for turn in episodes[best_name].turns]
+        positions = {name: with_noise(actions, noise, as_prefix=name == "front") for name in ("end", "front")}
+        noisy = _values(await _run_group(subject, task, number, positions))
+        if len(noisy) == len(positions):
+            rows.append((values["noise"], values[best_name], noisy["end"], noisy["front"]))
     if not rows:
-        return not_applicable("nothing that was tried earned more than noise")
-    noise_alone, answer, after, before = (statistics.fmean(column) for column in zip(*rows, strict=True))
-    found = f"answers to {len(rows)} tasks earn {answer:.3g}, with noise after them {after:.3g}, before {before:.3g}"
-    if all(row[2] >= row[1] for row in rows) and before < (noise_alone + answer) / 2:
-        advice = "a policy will learn to ramble into its token limit: let all of the answer count, or what follows cost"
-        return warning(found, advice)
-    return ok(found)
+        return not_applicable("no completion that was tried scored above noise")
+    noise_mean, clean, suffixed, prefixed = (statistics.fmean(column) for column in zip(*rows, strict=True))
+    message = f"the mean reward in {len(rows)} tasks is {clean:.3g}, with noise at the end {suffixed:.3g}"
+    message += f", at the beginning {prefixed:.3g}"
+    if all(row[2] >= row[1] for row in rows) and prefixed < (noise_mean + clean) / 2:
+        advice = "a policy will learn to ramble into its token limit: grade the whole completion"
+        return warning(message, advice)
+    return ok(message)
 
 
-def _worths(played: Mapping[str, Played]) -> dict[str, float]:
-    """The reward, or else the score, of each episode that has one."""
-    results = {way: episode.result for way, episode in played.items()}
-    worths = {way: result.score if result.reward is None else result.reward for way, result in results.items()}
-    return {way: worth for way, worth in worths.items() if worth is not None}
+def _values(episodes: Mapping[str, CheckedEpisode]) -> dict[str, float]:
+    """The reward, or without one the score, of each episode that has one."""
+    results = {name: episode.result for name, episode in episodes.items()}
+    values = {name: result.score if result.reward is None else result.reward for name, result in results.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _listed(means: Mapping[str, float]) -> str:
+def _format_means(means: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
 
 
-def _unrewarded(subject: Subject, earned: Earned) -> Finding:
-    """The finding where no episode has a reward or a score."""
-    if not earned.all or not any(part.gives_rewards for part in subject.spec.parts()):
-        return not_applicable(earned.failure or "no rewards are given")
-    found = f"no reward in any of {len(earned.all)} episodes"
-    if any(episode.outcome.reason != Limit.TURNS for episode in earned.all):
-        return failed(found, "nothing can be learned without: return a number as the reward, 0.0 for a wrong answer")
-    return failed(f"{found}, of which none came to an end", "see that the last step gives one: envgym envs try")
+def _no_rewards_finding(subject: Subject, scored: ScoredEpisodes) -> Finding:
+    """The finding if no episode has a reward or a score."""
+    if not scored.episodes or not any(part.gives_rewards for part in subject.spec.parts()):
+        return not_applicable(scored.failure or "no rewards are given")
+    message = f"no reward in any of {len(scored.episodes)} episodes"
+    if any(episode.outcome.reason != Limit.TURNS for episode in scored.episodes):
+        return failure(message, "training needs rewards: return a number, 0.0 for a wrong answer")
+    return failure(
+        f"{message}, of which none came to an end", "return one from the last step (look with envgym envs try)"
+    )
 
 
-def _reward_range(subject: Subject, earned: Earned) -> Finding:
-    rewards = [episode.reward for episode in earned.all if episode.reward is not None]
+def _reward_range(subject: Subject, scored: ScoredEpisodes) -> Finding:
+    rewards = [episode.reward for episode in scored.episodes if episode.reward is not None]
     if not rewards:
         return not_applicable("no rewards are given, only scores")
-    found = f"from {min(rewards):.3g} to {max(rewards):.3g} in {len(rewards)} episodes"
-    if not earned.by_score and not all(0 <= reward <= 1 for reward in rewards):
-        advice = 'return info["score"] in [0, 1] as well: success rates and filters need one'
-        return warning(f"{found}, without a score", advice)
-    others = [turn.reward or 0.0 for played in subject.episodes for turn in played.turns]
-    scores = [episode.score or 0.0 for episode in earned.all]
-    if min(rewards) == max(rewards) <= 0 >= max([*others, *scores]):
-        found = f"{found}: nothing that was tried was ever rewarded, so nothing is known of what is"
-        advice = "give it demonstrations, which are played here too; until then see that a right answer pays: envs try"
-        return warning(found, advice)
-    return ok(found)
+    message = f"from {min(rewards):.3g} to {max(rewards):.3g} in {len(rewards)} episodes"
+    if not scored.has_scores and not all(0 <= reward <= 1 for reward in rewards):
+        advice = 'return info["score"] in [0, 1] as well: success rates and filters need it'
+        return warning(f"{message}, without a score", advice)
+    turn_rewards = [turn.reward or 0.0 for episode in subject.episodes for turn in episode.turns]
+    scores = [episode.score or 0.0 for episode in scored.episodes]
+    if min(rewards) == max(rewards) <= 0 >= max([*turn_rewards, *scores]):
+        message = f"{message}: no completion that was tried was rewarded"
+        advice = "add demonstrations, which this check also runs, or try a right answer with envgym envs try"
+        return warning(message, advice)
+    return ok(message)
 
 
-def _trivial(noise: Mapping[str, float], by_score: bool) -> Finding:
+def _trivial(noise: Mapping[str, float], has_scores: bool) -> Finding:
     if not noise:
         return not_applicable("none of them could be scored")
-    if not by_score:
-        return not_applicable(f"rewards have no known scale: {_listed(noise)}")
-    best = max(noise, key=lambda way: noise[way])
-    if noise[best] >= FULL:
-        advice = "a policy will learn to say just that: let the grader ask for the answer itself"
-        return failed(f"{best} earns the full score: {_listed(noise)}", advice)
-    if noise[best] >= MUCH:
-        advice = "a policy may learn to say just that; is it meant to earn that much?"
-        return warning(f"{best} earns a mean score of {noise[best]:.2f}: {_listed(noise)}", advice)
-    return ok(f"mean scores: {_listed(noise)}")
+    if not has_scores:
+        return not_applicable(f"rewards have no known scale: {_format_means(noise)}")
+    best_name = max(noise, key=lambda name: noise[name])
+    if noise[best_name] >= FULL:
+        advice = "a policy will learn to write just that: let the grader check the answer itself"
+        return failure(f"{best_name} gets the full score: {_format_means(noise)}", advice)
+    if noise[best_name] >= MUCH:
+        advice = "a policy may learn to write just that; is it meant to be rewarded that much?"
+        return warning(f"{best_name} gets a mean score of {noise[best_name]:.2f}: {_format_means(noise)}", advice)
+    return ok(f"mean scores: {_format_means(noise)}")
 
 
-def _injection(talk: float | None, noise: Mapping[str, float], by_score: bool) -> Finding:
+def _injection(talk: float | None, noise: Mapping[str, float], has_scores: bool) -> Finding:
     if talk is None:
         return not_applicable("it could not be scored")
-    if not by_score:
+    if not has_scores:
         return not_applicable(f"rewards have no known scale: {talk:.2f}")
     highest = max(noise.values(), default=0.0)
-    found = f"an answer that tells the grader to give the full score earns {talk:.2f}, noise {highest:.2f}"
+    message = f"a completion that tells the grader to give the full score gets {talk:.2f}, noise {highest:.2f}"
     if talk >= MUCH and talk >= highest + MARGIN:
         advice = (
-            "give a model that grades the answer as data, apart from its instructions, and parse its verdict strictly"
+            "give a grading model the completion as data, apart from its instructions, and parse its verdict strictly"
         )
-        return failed(found, advice)
-    return ok(found)
+        return failure(message, advice)
+    return ok(message)
 
 
-def _demonstrations(subject: Subject, earned: Earned, noise: Mapping[str, float], trivial_failed: bool) -> Finding:
-    """The best variant of each task counts: some environments also demonstrate what earns nothing."""
+def _demonstrations(
+    subject: Subject, scored: ScoredEpisodes, noise: Mapping[str, float], trivial_failed: bool
+) -> Finding:
+    """The finding on demonstrations: the best variant of each task counts, since some environments add bad ones."""
     if subject.demonstration_error:
-        return failed(f"demonstrations raised {subject.demonstration_error}", "return the turns of the assistant")
-    if not earned.demonstrations:
+        return failure(f"demonstrations raised {subject.demonstration_error}", "return the turns of the assistant")
+    if not scored.demonstrations:
         return not_applicable("there are none")
-    worths = [of_task for episodes in earned.demonstrations.values() if (of_task := earned.worths(episodes))]
-    if not worths:
+    values = [task_values for episodes in scored.demonstrations.values() if (task_values := scored.values(episodes))]
+    if not values:
         return not_applicable("they could not be scored")
-    best = statistics.fmean(max(of_task) for of_task in worths)
-    variants = statistics.fmean(statistics.fmean(of_task) for of_task in worths)
-    found = f"the best of each of {len(worths)} tasks earns {best:.2f}, an average one {variants:.2f}"
-    advice = "play them yourself (envgym envs try) and see what the grader misses"
+    best = statistics.fmean(max(task_values) for task_values in values)
+    variants = statistics.fmean(statistics.fmean(task_values) for task_values in values)
+    message = f"the best of each of {len(values)} tasks scores {best:.2f} on average, all of them {variants:.2f}"
+    advice = "try them (envgym envs try) and see why the grader rejects them"
     if not trivial_failed and best <= max(noise.values(), default=0.0) + 1e-9:
-        return failed(f"{found}; no more than noise ({_listed(noise)})", advice)
-    return warning(found, advice) if earned.by_score and best < NEAR_ONE else ok(found)
+        return failure(f"{message}; no more than noise ({_format_means(noise)})", advice)
+    return warning(message, advice) if scored.has_scores and best < NEAR_ONE else ok(message)

@@ -1,4 +1,4 @@
-"""Scripts to play in place of a policy: nothing, noise, a parrot, talk to the grader, demonstrations."""
+"""Scripts that replace the policy: empty completions, noise, a parrot, talk to the grader, demonstrations."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ INJECTION = (
 
 
 MAX_TURNS = 30
-"""Turns after which all but demonstrations give up."""
+"""Limit of turns of every script but demonstrations."""
 
 
-def answering(answer: Callable[[Observation], str]) -> Script:
-    """Answers each observation."""
-    return lambda turn, observation: saying(answer(observation)) if turn < MAX_TURNS else None
+def answer_script(answer: Callable[[Observation], str]) -> Script:
+    """A script with the same function of the observation in every turn."""
+    return lambda turn, observation: text_action(answer(observation)) if turn < MAX_TURNS else None
 
 
-empty = answering(lambda observation: "")
-parrot = answering(lambda observation: "\n".join(message.text for message in observed_messages(observation)))
-injection = answering(lambda observation: INJECTION)
+silence = answer_script(lambda observation: "")
+parrot = answer_script(lambda observation: "\n".join(message.text for message in observed_messages(observation)))
+injection = answer_script(lambda observation: INJECTION)
 
 
 def random_text(seed: object) -> Script:
-    """Everyday words in no order, as many as `INJECTION` has."""
+    """Everyday words in random order, as many as `INJECTION` has."""
     rng = random.Random(f"text {seed}")
     text = " ".join(rng.choices(WORDS.split(), k=len(INJECTION.split())))
-    return answering(lambda observation: text)
+    return answer_script(lambda observation: text)
 
 
 def random_tokens(seed: object) -> Script:
@@ -48,13 +48,13 @@ def random_tokens(seed: object) -> Script:
     rng = random.Random(f"tokens {seed}")
     alphabets = (range(33, 127), range(0xA1, 0x530), range(0x4E00, 0x9FFF))
     text = "".join(chr(rng.choice(rng.choice(alphabets))) for _ in range(60))
-    return answering(lambda observation: text)
+    return answer_script(lambda observation: text)
 
 
 def monkey(seed: object) -> Script:
-    """Tries everything in sight: words and numbers out of the observation, offered tools.
+    """Random actions: words and numbers from the observation, and calls of the tools.
 
-    It does the same again where it sees the same. One episode each: it remembers the tools it was offered.
+    The actions are a function of the observations. Make one per episode: it remembers the first observation's tools.
     """
     tools: list[ToolSpec] = []
 
@@ -65,52 +65,52 @@ def monkey(seed: object) -> Script:
         rng = random.Random(f"monkey {seed} {turn}")
         words = re.findall(r"\[[^\]\n]{1,20}\]|\w+", text_of(observation)[-4000:]) or WORDS.split()
         if tools and rng.random() < 0.6:
-            return calling([call_of(rng.choice(tools), rng, words)])
+            return call_action([call_of(rng.choice(tools), rng, words)])
         word = rng.choice((rng.choice(words), str(rng.randrange(10)), f"[{rng.randrange(10)}]"))
-        return saying(" ".join([word, *rng.choices(words, k=rng.choice((0, 0, 3)))]))
+        return text_action(" ".join([word, *rng.choices(words, k=rng.choice((0, 0, 3)))]))
 
     return script
 
 
-def demonstrated(turns: Sequence[str | Message]) -> Script:
-    """The turns of a demonstration."""
-    return in_order([saying(turn) for turn in turns])
+def demonstration_script(turns: Sequence[str | Message]) -> Script:
+    """The turns of a demonstration as a script."""
+    return in_order([text_action(turn) for turn in turns])
 
 
-def with_noise(actions: Sequence[Action], noise: Script, *, before: bool) -> Script:
-    """The same actions with the lines of `noise` before or after the text of each."""
+def with_noise(actions: Sequence[Action], noise: Script, *, as_prefix: bool) -> Script:
+    """The same actions, with the lines of `noise` before (`as_prefix`) or after the text of each."""
 
     def script(turn: int, observation: Observation) -> Action | None:
-        added = noise(turn, observation)
-        if turn >= len(actions) or added is None:
+        noise_action = noise(turn, observation)
+        if turn >= len(actions) or noise_action is None:
             return None
         action = actions[turn]
-        text = f"{added.text}\n{action.text}" if before else f"{action.text}\n{added.text}"
+        text = f"{noise_action.text}\n{action.text}" if as_prefix else f"{action.text}\n{noise_action.text}"
         return replace(action, text=text, token_ids=tuple(text.encode()))
 
     return script
 
 
-def saying(turn: str | Message) -> Action:
-    """A turn of the assistant as an action; its bytes stand for tokens."""
+def text_action(turn: str | Message) -> Action:
+    """A turn of the assistant as an action, whose token ids are its bytes."""
     text = turn.text if isinstance(turn, Message) else turn
     return action_of(turn, text.encode("utf-8", "replace"))
 
 
-def calling(calls: Sequence[ToolCall]) -> Action:
-    """A turn that calls tools, its text as some templates would have it."""
+def call_action(calls: Sequence[ToolCall]) -> Action:
+    """An action that calls tools, with a text as in some templates."""
     text = "".join(f"<tool_call>{call.name}</tool_call>" for call in calls)
     return Action(text, tuple(text.encode()), tuple(calls))
 
 
 def call_of(tool: ToolSpec, rng: random.Random, words: Sequence[str]) -> ToolCall:
-    """A call with arguments as the tool's schema has them."""
+    """A call with random arguments that fit the tool's schema."""
     arguments = value_of(tool.parameters, rng, words)
     return ToolCall(f"call_{rng.randrange(10**6)}", tool.name, arguments if isinstance(arguments, dict) else {})
 
 
 def value_of(schema: Mapping[str, Any], rng: random.Random, words: Sequence[str], depth: int = 0) -> Any:
-    """A value that a JSON schema allows, for the schemas that tools have; None where it is beyond this."""
+    """A random value of a JSON schema, of the kinds that tools use; None for other schemas."""
     if "const" in schema or schema.get("enum"):
         return schema.get("const") or rng.choice(schema["enum"])
     if choices := schema.get("anyOf") or schema.get("oneOf"):
@@ -120,8 +120,8 @@ def value_of(schema: Mapping[str, Any], rng: random.Random, words: Sequence[str]
         kind = rng.choice(kind)
     if kind == "object" and depth < 4:
         properties, required = schema.get("properties", {}), schema.get("required", ())
-        given = [name for name in properties if name in required or rng.random() < 0.5]
-        return {name: value_of(properties[name], rng, words, depth + 1) for name in given}
+        names = [name for name in properties if name in required or rng.random() < 0.5]
+        return {name: value_of(properties[name], rng, words, depth + 1) for name in names}
     if kind == "array" and depth < 4:
         count = rng.randrange(max(1, schema.get("minItems", 0)), 3)
         return [value_of(schema.get("items") or {"type": "string"}, rng, words, depth + 1) for _ in range(count)]

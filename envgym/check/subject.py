@@ -1,4 +1,4 @@
-"""The environment under examination, with the tasks and scripts that the checks play."""
+"""The environment under test, with the tasks and scripts of the checks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from envgym.hashing import task_hash
 from envgym.rollout.scripted import Script
 from envgym.types import Message, Task
 
-from .play import Around, Played
-from .report import Verdict
-from .scripts import demonstrated, monkey
+from .play import CallContext, CheckedEpisode
+from .report import CheckVerdict
+from .scripts import demonstration_script, monkey
 
 TASK_SECONDS = 4.0
-"""Seconds for reading tasks, where they are many and slow to make; `FEWEST_TASKS` are read all the same."""
-FEWEST_TASKS = 24
+"""Time limit for reading tasks, if they are slow to make; at least `MIN_TASKS` are read."""
+MIN_TASKS = 24
 DEMONSTRATION_SEEDS = 8
-"""Seeds among which the variants of a task's demonstration are looked for."""
+"""Number of seeds that are tried for variants of a task's demonstration."""
 
 
 class Clock:
-    """The seconds that one check may spend on more of the same. The fewest that it needs are done all the same."""
+    """The time that one check may spend on repetitions beyond its minimum."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -40,55 +40,55 @@ class Clock:
 
 @dataclass(slots=True)
 class Subject:
-    """The environment under examination, set up, in the process that examines it."""
+    """The environment under test, set up in the process of the checks."""
 
     spec: EnvSpec
     name: str
     settings: dict[str, object]
     is_remote: bool = False
-    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
-    """The answers so far, by check."""
-    episodes: list[Played] = field(default_factory=list)
-    """Every episode that was played so far to see what it is like."""
+    verdicts: Mapping[str, CheckVerdict] = field(default_factory=dict)
+    """The verdicts so far, by check."""
+    episodes: list[CheckedEpisode] = field(default_factory=list)
+    """The episodes of `episodes.check`."""
     working_directory: str = field(default_factory=os.getcwd)
     demonstration_error: str = ""
     _demonstrations: dict[str, list[list[str | Message]]] = field(default_factory=dict)
 
     @property
     def needs_services(self) -> list[str]:
-        """The names of the services it declares."""
+        """The names of the services that it declares."""
         return sorted({name for part in (self.spec, *self.spec.parts()) for name in part.services})
 
     @property
     def split(self) -> str:
-        """The split that is played: `train`, unless all there is is held out."""
+        """The split of the checks: `train`, or `test` if there are no training tasks."""
         return "train" if self.spec.tasks("train").size != 0 else "test"
 
     def holds(self, *checks: str) -> bool:
-        """True if these checks were answered, and not by a failure."""
-        return all(self.verdicts.get(check) in (Verdict.OK, Verdict.WARNING) for check in checks)
+        """True if these checks ran and did not fail."""
+        return all(self.verdicts.get(check) in (CheckVerdict.OK, CheckVerdict.WARNING) for check in checks)
 
     async def tasks(self, count: int, split: str | None = None) -> list[Task]:
-        """Up to `count` different tasks: the first, and others from all over the split. The same at every call, but
-        for their number where they are slow."""
+        """Up to `count` different tasks: the first one and random others of the split. The same ones at every call, but
+        fewer if they are slow."""
         split = split or self.split
         tasks = self.spec.tasks(split)
         rng = random.Random(f"tasks {split}")
-        indices: Sequence[int] = range(tasks.reach)
+        indices: Sequence[int] = range(tasks.index_bound)
         if len(indices) > count:
             indices = [0, *rng.sample(indices[1:], count - 1)]
-        found = []
+        selection = []
         clock = Clock(TASK_SECONDS)
         for index in indices:
-            found.append(await tasks.get(index))
-            await asyncio.sleep(0)  # a set that never waits would keep the loop to itself
-            if clock.is_up and len(found) >= FEWEST_TASKS:
+            selection.append(await tasks.get(index))
+            await asyncio.sleep(0)  # a task set that never awaits would block the event loop
+            if clock.is_up and len(selection) >= MIN_TASKS:
                 break
-        return found
+        return selection
 
     async def numbered_tasks(self, count: int, seconds: float, fewest: int) -> AsyncIterator[tuple[int, Task]]:
-        """Up to `count` tasks and their numbers, which are also seeds: the `fewest` whatever the time, then as many as
-        are asked for within `seconds`."""
+        """Up to `count` tasks with their numbers, which are also seeds: at least `fewest`, and the others as long as
+        `seconds` have not passed."""
         clock = Clock(seconds)
         for number, task in enumerate(await self.tasks(count)):
             if clock.is_up and number >= fewest:
@@ -96,15 +96,15 @@ class Subject:
             yield number, task
 
     def demonstrations(self, task: Task) -> list[list[str | Message]]:
-        """The variants there are; none where the environment has none."""
-        key = task_hash(task)  # ids may not be unique: that is one of the questions
+        """All variants of a task's demonstration; empty if the environment has none."""
+        key = task_hash(task)  # ids may not be unique, which another check reports
         if key not in self._demonstrations:
             variants: dict[str, list[str | Message]] = {}
             try:
                 for seed in range(DEMONSTRATION_SEEDS):
-                    turns = list(self.spec.of(task).demonstrations(task, seed))
+                    turns = list(self.spec.spec_for(task).demonstrations(task, seed))
                     variants[repr(turns)] = turns
-            except ConfigError:  # it has none
+            except ConfigError:  # the environment has none
                 variants = {}
             except Exception as error:
                 self.demonstration_error = self.demonstration_error or f"{type(error).__name__}: {error}"
@@ -112,14 +112,16 @@ class Subject:
         return self._demonstrations[key]
 
     def scripts(self, task: Task) -> dict[str, Script]:
-        """The scripts that show how the environment behaves: a few monkeys, and a demonstration where there is one."""
-        named: dict[str, Script] = {f"monkey {number}": monkey(number) for number in range(2)}
+        """The scripts that exercise the environment: two monkeys, and the demonstration if there is one."""
+        scripts: dict[str, Script] = {f"monkey {number}": monkey(number) for number in range(2)}
         if variants := self.demonstrations(task):
-            named["demonstration"] = demonstrated(variants[0])
-        return named
+            scripts["demonstration"] = demonstration_script(variants[0])
+        return scripts
 
-    async def play(self, task: Task, seed: int, script: Script, name: str = "", around: Around = nullcontext) -> Played:
-        """Play one episode. `around` is entered for each call."""
-        played = Played(self.spec, task, seed, script, name, around)
-        await played.play_out()
-        return played
+    async def play(
+        self, task: Task, seed: int, script: Script, name: str = "", call_context: CallContext = nullcontext
+    ) -> CheckedEpisode:
+        """Run one episode. `call_context` is entered for each call."""
+        episode = CheckedEpisode(self.spec, task, seed, script, name, call_context)
+        await episode.play_out()
+        return episode

@@ -1,4 +1,4 @@
-"""Checks of the description and the tasks: can the environment be written down and rebuilt, are its tasks data."""
+"""Checks of settings and tasks: the environment must survive a round trip through JSON, and tasks must be data."""
 
 from __future__ import annotations
 
@@ -13,99 +13,101 @@ from envgym.hashing import task_hash
 from envgym.registry import spec_from_json
 from envgym.types import Task
 
-from .report import Finding, Verdict, failed, listed, not_applicable, ok, warning
+from .report import CheckVerdict, Finding, failure, join_first, not_applicable, ok, warning
 from .subject import Subject
 
 CHECKS = ("settings", "tasks", "splits", "fingerprints")
 SAMPLE = 500
-"""Tasks looked at in each split."""
+"""Number of tasks to check per split."""
 
 
 async def check(subject: Subject) -> list[Finding]:
     train, test = await subject.tasks(SAMPLE, "train"), await subject.tasks(SAMPLE, "test")
     described = settings(subject)
-    hashed = not_applicable("they are of the settings (settings)")
-    if described.verdict is not Verdict.FAILED:
+    hashed = not_applicable("the settings cannot be written (settings)")
+    if described.verdict is not CheckVerdict.FAILED:
         hashed = fingerprints(subject)
     return [described, await tasks(subject, train, test), splits(train, test), hashed]
 
 
 def settings(subject: Subject) -> Finding:
-    """The description rebuilds an equal environment."""
+    """The finding on settings: their JSON must rebuild an equal environment."""
     try:
         text = subject.spec.to_json()
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
         advice = "use types for the fields of Config that pydantic can write as JSON (numbers, text, lists, models)"
-        return failed(f"they cannot be written as JSON: {reason}", advice)
+        return failure(f"they cannot be written as JSON: {reason}", advice)
     try:
         rebuilt = spec_from_json(text)
-        again = rebuilt.to_json()
+        rebuilt_text = rebuilt.to_json()
     except Exception as error:
-        return failed(f"{text} cannot be read back: {error}", "Config must accept what it writes as JSON")
+        return failure(f"{text} cannot be read back: {error}", "Config must accept what it writes as JSON")
     if rebuilt != subject.spec:
-        return failed(f"{text} reads back as {again}", "validators of Config must leave alone what they returned")
+        return failure(
+            f"{text} reads back as {rebuilt_text}", "validators of Config must not change values that they returned"
+        )
     return ok(f"rebuilt from {text:.100}")
 
 
 async def tasks(subject: Subject, train: Sequence[Task], test: Sequence[Task]) -> Finding:
-    """Sizes, ids, and that a task is always the same one."""
-    wrong: list[str] = []
+    """The finding on sizes and ids of tasks, and on tasks that change."""
+    mistakes: list[str] = []
     sizes = []
     for split, sample in (("train", train), ("test", test)):
-        own = subject.spec.tasks(split)
-        sizes.append(f"{split}: {'no end' if own.size is None else own.size}")
-        if own.size is not None and not subject.is_remote and not await _ends(own, own.size):
-            wrong.append(f"get({own.size}) of {split} raises no IndexError, though the size is {own.size}")
+        task_set = subject.spec.tasks(split)
+        sizes.append(f"{split}: {'no end' if task_set.size is None else task_set.size}")
+        if task_set.size is not None and not subject.is_remote and not await _has_end(task_set, task_set.size):
+            mistakes.append(f"get({task_set.size}) of {split} raises no IndexError, though the size is {task_set.size}")
         if repeated := [key for key, count in Counter(task.key for task in sample).items() if count > 1]:
-            wrong.append(f"ids of {split} that several tasks have: {listed(repeated)}")
-        wrong += [f"task {task.key} {reason}" for task in sample[:50] if (reason := _not_data(task))]
-    again = await subject.tasks(SAMPLE, "train")
-    if changed := [t.key for t, other in zip(train, again, strict=False) if task_hash(t) != task_hash(other)]:
-        wrong.append(f"tasks that are others when asked for again: {listed(changed)}")
-    if wrong:
-        return failed("; ".join(wrong[:3]), "tasks are data: one id each, always the same, and of JSON's types")
-    found = f"{', '.join(sizes)}; {len(train) + len(test)} looked at, their ids are unique"
+            mistakes.append(f"ids of {split} that several tasks have: {join_first(repeated)}")
+        mistakes += [f"task {task.key} {reason}" for task in sample[:50] if (reason := _data_problem(task))]
+    reread = await subject.tasks(SAMPLE, "train")
+    if unstable := [t.key for t, second in zip(train, reread, strict=False) if task_hash(t) != task_hash(second)]:
+        mistakes.append(f"tasks that differ when read again: {join_first(unstable)}")
+    if mistakes:
+        return failure("; ".join(mistakes[:3]), "tasks must be data: with unique ids, constant, and of JSON's types")
+    message = f"{', '.join(sizes)}; {len(train) + len(test)} checked, their ids are unique"
     if not train and not test:
-        return failed(found, "there must be something to play: a task for each problem")
-    return ok(found) if train else warning(found, "there is nothing to train on")
+        return failure(message, "return at least one task from tasks()")
+    return ok(message) if train else warning(message, "there are no training tasks")
 
 
 def splits(train: Sequence[Task], test: Sequence[Task]) -> Finding:
-    """No held-out task is trained on."""
+    """The finding on splits: no held-out task may be a training task."""
     if not train or not test:
         return not_applicable(f"there are no {'held-out' if train else 'training'} tasks")
     prompts = {(task.env, _prompt(task)) for task in train}
-    by_prompt = {env for env, count in Counter(env for env, _ in prompts).items() if count > 1}
-    known = {_content(task, by_prompt) for task in train}
-    shared = [task.key for task in test if _content(task, by_prompt) in known]
-    if len(known) == 1 and len(shared) == len(test):
-        found = f"all {len(train) + len(test)} tasks are the same but for their ids and seeds"
-        return warning(found, "as it should be where reset draws the problem by the seed, or a server draws it")
-    if shared:
-        return failed(
-            f"{len(shared)} of {len(test)} held-out tasks are also among {len(train)} that are trained on: "
-            f"{listed(shared)}",
-            "hold out by the problem, not by its number: the same prompt must not be on both sides",
+    prompt_envs = {env for env, count in Counter(env for env, _ in prompts).items() if count > 1}
+    train_contents = {_content(task, prompt_envs) for task in train}
+    overlap = [task.key for task in test if _content(task, prompt_envs) in train_contents]
+    if len(train_contents) == 1 and len(overlap) == len(test):
+        message = f"all {len(train) + len(test)} tasks are the same except for their ids and seeds"
+        return warning(message, "fine if reset draws the problem from the seed, or a server draws it")
+    if overlap:
+        return failure(
+            f"{len(overlap)} of {len(test)} held-out tasks are also among {len(train)} training tasks: "
+            f"{join_first(overlap)}",
+            "split by the problem, not by its number: a prompt must not be in both splits",
         )
-    return ok(f"none of {len(test)} held-out tasks is among {len(train)} that are trained on")
+    return ok(f"none of {len(test)} held-out tasks is among {len(train)} training tasks")
 
 
 def fingerprints(subject: Subject) -> Finding:
-    """Hashes by which scores can be compared over time."""
+    """The finding on fingerprints, which tell whether two scores are comparable."""
     try:
-        first, again = subject.spec.fingerprint(), subject.spec.fingerprint()
+        first, second = subject.spec.fingerprint(), subject.spec.fingerprint()
     except Exception as error:
-        return failed(f"fingerprint() raised {type(error).__name__}: {error}", "leave fingerprint as it is")
-    if first != again:
-        return failed(f"{first}, then {again}", "a fingerprint depends on nothing but code and settings")
+        return failure(f"fingerprint() raised {type(error).__name__}: {error}", "do not override fingerprint")
+    if first != second:
+        return failure(f"{first}, then {second}", "a fingerprint may only depend on code and settings")
     if missing := [key for key in ("code", "spec") if not first.get(key)]:
-        advice = "define it in a file: what is typed in cannot be told from another version of it"
+        advice = "define the class in a file: code from a prompt has no fingerprint"
         return warning(f"none of its {' and '.join(missing)}", advice)
     return ok(", ".join(f"{key} {value}" for key, value in first.items()))
 
 
-async def _ends(tasks: TaskSet, size: int) -> bool:
+async def _has_end(tasks: TaskSet, size: int) -> bool:
     try:
         await tasks.get(size)
     except (IndexError, EnvgymError):
@@ -113,8 +115,8 @@ async def _ends(tasks: TaskSet, size: int) -> bool:
     return False
 
 
-def _not_data(task: Task) -> str:
-    """The reason why a task cannot travel; empty where it can."""
+def _data_problem(task: Task) -> str:
+    """The reason why a task cannot be sent to another process; empty if it can."""
     try:
         pickle.dumps(task)
         json.dumps([task.answer, dict(task.fields)])
@@ -127,11 +129,10 @@ def _prompt(task: Task) -> str:
     return task.prompt if isinstance(task.prompt, str) else json.dumps([message.as_dict() for message in task.prompt])
 
 
-def _content(task: Task, by_prompt: Collection[str]) -> str:
-    """The problem, whatever it is called: the prompt, or, in environments where that is always the same, all that
-    makes a problem."""
-    if task.env in by_prompt:
+def _content(task: Task, prompt_envs: Collection[str]) -> str:
+    """A task's problem without its id: the prompt or, in environments with a constant prompt, all other fields."""
+    if task.env in prompt_envs:
         return f"{task.env} {_prompt(task)}"
-    made_from = [task.answer, dict(task.fields), task.seed]
-    parts = [task.env, _prompt(task), *(made_from if made_from != [None, {}, None] else [task.id])]
+    content = [task.answer, dict(task.fields), task.seed]
+    parts = [task.env, _prompt(task), *(content if content != [None, {}, None] else [task.id])]
     return json.dumps(parts, sort_keys=True, default=str)

@@ -1,8 +1,8 @@
-"""The command line: `envgym COMMAND …`. Each command has a file here, or comes with a package, by an entry point of the
-group `envgym.commands`: a module with `SUMMARY` and `main(arguments, invocation)`. This file finds it and runs it.
+"""The command line: `envgym COMMAND …`. Each command is a file here, or an entry point of the group `envgym.commands`
+in another package: a module with `SUMMARY` and `main(arguments, invocation)`. This file finds and runs it.
 
-Exit status: 0 done, 2 a mistake that the user can mend, 130 Ctrl-C, 1 an error of ours (and, of `envs check`, a check
-that failed).
+Exit status: 0 success, 2 a mistake that the user can fix, 130 Ctrl-C, 1 an error in envgym, or a failed check of `envs
+check`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ COMMANDS = {
     "eval": "measure a model on a suite of environments, or on one",
     "compare": "compare two evaluations task by task",
     "rollout": "write a model's episodes in an environment to a file",
-    "score": "judge saved episodes again, by another environment or reward model",
-    "envs": "list, show, check, try or begin environments",
+    "score": "re-score saved episodes with another environment or reward model",
+    "envs": "list, show, check, try, create and name environments",
     "serve": "serve an environment over HTTP",
     "serve-reward-model": "serve a reward model over HTTP",
     "config": "print what would run, without starting anything",
-    "plan": "print where a run's processes would go, and their memory",
+    "plan": "print the placement of a run's processes, and their memory",
     "model": "make a model from a recipe, or from an adapter and its base",
-    "stop": "stop a run of another terminal",
-    "show": "print episodes of a run as people read them",
+    "stop": "stop a run in another terminal",
+    "show": "print readable transcripts of episodes",
 }
 
 HELP = """usage: envgym COMMAND …
@@ -43,7 +43,7 @@ commands:
 {commands}
 
 options:
-  --help     this text; envgym COMMAND --help says more
+  --help     this text; envgym COMMAND --help for details
   --version  the version
 
 example:
@@ -52,14 +52,14 @@ example:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. Whatever goes wrong is one line on standard error.
+    """Run one command and return its exit status. Every error is one line on standard error.
 
-    Without `argv` the process is the command's own, and ends with all that environments have left in it."""
+    Without `argv` the command owns the process, and ends it with everything that environments left running."""
     if argv is None:
         from envgym.processes.shutdown import Shutdown
 
         shutdown = Shutdown()
-        return shutdown.begin(_run(sys.argv[1:]))
+        return shutdown.start(_run(sys.argv[1:]))
     return _run(list(argv))
 
 
@@ -73,14 +73,14 @@ def _run(arguments: list[str]) -> int:
     try:
         with notes_in_one_line():
             status = _dispatch(arguments, invocation)
-        sys.stdout.flush()  # here, where a closed pipe is caught, and not when the interpreter ends
+        sys.stdout.flush()  # here, where a closed pipe is caught, not at interpreter exit
         return status
     except (KeyboardInterrupt, Exception) as error:
         return report(error, invocation)
 
 
 def _dispatch(arguments: list[str], invocation: Invocation) -> int:
-    command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    command, options = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if command in ("--help", "-h", "help"):
         width = max(map(len, summaries := summaries_of_commands())) + 2
         print(HELP.format(commands="\n".join(f"  {name:<{width}}{text}" for name, text in summaries.items())), end="")
@@ -90,28 +90,28 @@ def _dispatch(arguments: list[str], invocation: Invocation) -> int:
 
         print(f"envgym {version('envgym')}")
         return 0
-    status: int = load_command(command).main(rest, invocation)
+    status: int = load_command(command).main(options, invocation)
     return status
 
 
 def load_command(name: str) -> Any:
-    """The module of a command. Raises `ConfigError` where there is none of that name."""
+    """The module of a command. Raises `ConfigError` for an unknown name."""
     if name in COMMANDS:
         return importlib.import_module(f".{name.replace('-', '_')}", __name__)
-    brought = offered("envgym.commands")
-    if name in brought:
-        return import_target(brought[name])
+    plugins = offered("envgym.commands")
+    if name in plugins:
+        return import_target(plugins[name])
     noun = "option" if name.startswith("-") else "command"
-    known = ["--help", "--version"] if noun == "option" else [*COMMANDS, *brought]
-    raise ConfigError(f"there is no {noun} {name!r}.{did_you_mean(name, known)} See: envgym --help")
+    names = ["--help", "--version"] if noun == "option" else [*COMMANDS, *plugins]
+    raise ConfigError(f"there is no {noun} {name!r}.{did_you_mean(name, names)} See: envgym --help")
 
 
 def summaries_of_commands() -> dict[str, str]:
-    """Each command with a line on what it does."""
+    """Each command with its one-line summary."""
     summaries: dict[str, str] = dict(COMMANDS)
     for name in offered("envgym.commands"):
         try:
             summaries[name] = load_command(name).SUMMARY
-        except EnvgymError as error:  # a package that cannot be used must not hide the other commands
+        except EnvgymError as error:  # a broken package must not hide the other commands
             summaries[name] = f"(cannot be used: {error})"
     return summaries

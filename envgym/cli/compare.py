@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from envgym.evaluation.compare import Comparison
 
 SHOWN_FLIPS = 5
-"""Tasks of an environment that are named on each side."""
+"""Number of flipped tasks to name per environment and direction."""
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "compare",
         "A B [--fail-below X] [--json]",
-        "Compare two evaluations task by task: what B scores more than A, how sure that is, and which tasks flipped.",
+        "Compare two evaluations task by task: the score difference B - A, its confidence, and the tasks that flipped.",
         "envgym compare evals/before evals/after --fail-below -0.01",
     )
-    parser.add_argument("a", metavar="A", help="evaluation to compare with: its name or folder")
-    parser.add_argument("b", metavar="B", help="evaluation that is compared: its name or folder")
-    parser.add_argument("--fail-below", type=float, metavar="X", help="exit with 1 where the difference is below X")
+    parser.add_argument("a", metavar="A", help="baseline evaluation: its name or folder")
+    parser.add_argument("b", metavar="B", help="candidate evaluation: its name or folder")
+    parser.add_argument("--fail-below", type=float, metavar="X", help="exit with 1 if the difference is below X")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options, evals_dir = parser.parse_with_folder(arguments, "evals_dir")
 
@@ -68,7 +68,7 @@ def _cells(paired: dict[str, Any]) -> list[str]:
 
 
 def _detectable(paired: dict[str, Any]) -> str:
-    """Scores differ by 1 at most: a sample that could only show more than that shows nothing."""
+    """The detectable difference; ">1" if it is above 1, the maximum difference of two scores."""
     if paired["detectable"] is None:
         return ""
     return f"{paired['detectable']:.3f}" if paired["detectable"] <= 1 else ">1"
@@ -86,14 +86,13 @@ def _p(value: float) -> str:
 
 
 def _flipped(flips: Sequence[Any]) -> list[str]:
-    """The tasks that flipped, for the better and for the worse."""
+    """A line on the tasks that flipped to done, and one on those that flipped back."""
     lines = []
-    for word, chosen in (
-        ("now done", [f for f in flips if f.b > f.a]),
-        ("no longer done", [f for f in flips if f.b < f.a]),
+    for word, tasks in (
+        ("now done", [f.task for f in flips if f.b > f.a]),
+        ("no longer done", [f.task for f in flips if f.b < f.a]),
     ):
-        if chosen:
-            named = ", ".join(flip.task for flip in chosen[:SHOWN_FLIPS])
-            more = f" and {len(chosen) - SHOWN_FLIPS} more" if len(chosen) > SHOWN_FLIPS else ""
-            lines.append(f"{len(chosen)} {word}: {named}{more}")
+        if tasks:
+            ellipsis = f" and {len(tasks) - SHOWN_FLIPS} more" if len(tasks) > SHOWN_FLIPS else ""
+            lines.append(f"{len(tasks)} {word}: {', '.join(tasks[:SHOWN_FLIPS])}{ellipsis}")
     return lines

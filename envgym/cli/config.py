@@ -1,4 +1,4 @@
-"""`envgym config`: what would run, as YAML that `--config` takes back."""
+"""`envgym config`: the settings of a run, as YAML for `--config`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "config",
         "[recipes | options of train and key=value words]",
-        "Print the settings that envgym train would run with, every key of them, or the recipes there are.",
+        "Print all settings that envgym train would run with, or the list of recipes.",
         "envgym config --env math_verify steps=50 > run.yaml\n  envgym config recipes",
     )
     if list(arguments) == ["recipes"]:
@@ -27,11 +27,11 @@ def _list_recipes() -> int:
     from envgym.config.recipes import FOLDER, load_recipe, recipe_names
     from envgym.monitoring.report import aligned
 
-    def about(name: str) -> str:
+    def summary(name: str) -> str:
         line = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-        lacks = needs(parts_of_recipe(load_recipe(name)))
-        return line.removeprefix("#").strip() + (f" ({lacks})" if lacks else "")
+        missing = needs(parts_of_recipe(load_recipe(name)))
+        return line.removeprefix("#").strip() + (f" ({missing})" if missing else "")
 
     # A recipe's first comment line describes it; a YAML parser drops it.
-    print(aligned([(name, about(name)) for name in recipe_names()]))
+    print(aligned([(name, summary(name)) for name in recipe_names()]))
     return 0

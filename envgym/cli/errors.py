@@ -1,4 +1,4 @@
-"""The end of a command when something goes wrong: one line on standard error, and an exit status."""
+"""Error reports of commands: one line on standard error, and an exit status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from envgym.loading import users_line
 
 @dataclass
 class Invocation:
-    """The part of a command's state that matters if it fails. Commands fill it in as they learn it."""
+    """The part of a command's state that an error report needs. Commands fill it in as they learn it."""
 
     command: Sequence[str] = ()
     """The command's name, if there is one."""
@@ -34,7 +34,7 @@ class Invocation:
 
 
 class LogLine(logging.Formatter):
-    """Lines of a log in which nothing commands a terminal: environments, servers and models have a say in them."""
+    """Log lines without terminal escapes: they may quote environments, servers and models."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -42,16 +42,16 @@ class LogLine(logging.Formatter):
 
 @contextlib.contextmanager
 def notes_in_one_line() -> Iterator[None]:
-    """Show warnings about settings that are left out as one line of ours, not in Python's format."""
+    """Print each warning about dropped settings as one line, not in Python's format."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", DroppedSettings)
-        otherwise = warnings.showwarning
+        show_other = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
             if issubclass(category, DroppedSettings):
                 _print(f"note: {message}")
             else:
-                otherwise(message, category, *where, **more)
+                show_other(message, category, *args, **kwargs)
 
         warnings.showwarning = show
         yield
@@ -59,34 +59,34 @@ def notes_in_one_line() -> Iterator[None]:
 
 def report(error: BaseException, invocation: Invocation) -> int:
     """Print the line for `error` and return the exit status."""
-    if isinstance(error, BrokenPipeError) and _reader_is_gone():  # `envgym … | head` has read enough
+    if isinstance(error, BrokenPipeError) and _reader_is_gone():  # such as `envgym … | head`
         _discard_output()
         return 128 + signal.SIGPIPE
     if isinstance(error, ModuleNotFoundError):
         error = _missing_extra(error, f"envgym {' '.join(invocation.command)}") or error
     if isinstance(error, OSError) and (reason := cannot_write(error)) is not None:
-        if error.filename is None:  # it may be standard output that is a file there
+        if error.filename is None:  # standard output may be a file on the full disk
             _discard_output()
         error = RunError(reason)
     if invocation.debug:
         traceback.print_exception(error)
     line = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    if isinstance(error, KeyboardInterrupt):  # a run says in it which checkpoint it kept and how to go on
+    if isinstance(error, KeyboardInterrupt):  # a run's message names its checkpoint and how to resume
         _print(": ".join(filter(None, ("interrupted", line))))
         return 128 + signal.SIGINT
     if isinstance(error, EnvgymError):
         _print(f"error: {line}")
         return 2
-    where = "above" if invocation.debug else f"in {_write_traceback(error, invocation.folder)}"
-    if own := users_line(error):
-        _print(f"error: {own}: {type(error).__name__}: {line} (the traceback is {where})")
+    place = "above" if invocation.debug else f"in {_write_traceback(error, invocation.folder)}"
+    if line_of_user := users_line(error):
+        _print(f"error: {line_of_user}: {type(error).__name__}: {line} (the traceback is {place})")
         return 2
-    _print(f"error: unexpected {type(error).__name__}: {line} (a mistake in envgym; the traceback is {where})")
+    _print(f"error: unexpected {type(error).__name__}: {line} (a mistake in envgym; the traceback is {place})")
     return 1
 
 
 def _missing_extra(error: ModuleNotFoundError, command: str) -> EnvgymError | None:
-    """The error for a package that an extra of ours installs, by envgym's own metadata; None for any other."""
+    """The error for a package that an extra of envgym installs, by envgym's metadata; None for any other."""
     module = (error.name or "").partition(".")[0]
     try:
         declared = importlib.metadata.requires("envgym") or []
@@ -100,13 +100,13 @@ def _missing_extra(error: ModuleNotFoundError, command: str) -> EnvgymError | No
 
 
 def _discard_output() -> None:
-    """Let go of standard output, or the interpreter complains when it flushes at its end."""
+    """Redirect standard output to /dev/null, since the interpreter's final flush would fail."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _reader_is_gone() -> bool:
-    """True if standard output is a pipe that nobody reads: a BrokenPipeError may be about another pipe."""
+    """True if standard output is a pipe without a reader: a BrokenPipeError may come from another pipe."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -116,7 +116,7 @@ def _reader_is_gone() -> bool:
 
 
 def _print(line: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it; the exit status still tells
+    with contextlib.suppress(OSError):  # without a reader the exit status still tells
         print(f"envgym: {printable(line)}", file=sys.stderr, flush=True)
 
 
@@ -127,7 +127,7 @@ def _write_traceback(error: BaseException, folder: Path | None) -> Path:
     text = "".join(traceback.format_exception(error))
     if folder is not None and folder.is_dir():
         path = folder / "error.log"
-        with contextlib.suppress(OSError):  # the disk may be what went wrong: then the temporary folder
+        with contextlib.suppress(OSError):  # on a full disk, say, use the temporary folder
             path.write_text(text, encoding="utf-8")
             return path
     with tempfile.NamedTemporaryFile("w", prefix="envgym-", suffix=".log", delete=False, encoding="utf-8") as file:

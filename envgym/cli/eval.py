@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from envgym.errors import ConfigError
 
 from .errors import Invocation
-from .parser import ENV, Parser, default_of, given_settings
+from .parser import ENV, MODEL, Parser, cli_settings, default_of
 
 if TYPE_CHECKING:
     from envgym.evaluation.folder import EvalFolder
@@ -19,18 +19,16 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "eval",
         "(--suite S | --env E | --config FILE) --model M [key=value …]",
-        "Measure a model on a suite of environments, or on one: mean scores with 95% intervals, and what failed.",
+        "Measure a model on a suite of environments, or on one: mean scores with 95% intervals, and failures.",
         "envgym eval --suite smoke --model runs/first",
     )
-    parser.add_argument("--suite", metavar="S", help="suite: a name or a YAML file, with :SIZE where it has sizes")
+    parser.add_argument("--suite", metavar="S", help="suite: a name or a YAML file, with :SIZE if it has sizes")
     parser.add_argument("--env", **ENV)
-    parser.add_argument(
-        "--model", metavar="M", help="Hugging Face folder or hub id, a run, its checkpoint, or a recipe that makes one"
-    )
+    parser.add_argument("--model", **MODEL)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, such as a run's config.yaml")
     parser.add_argument("--name", metavar="NAME", help="name of the evaluation's folder")
-    parser.add_argument("--resume", metavar="NAME", help="go on with an evaluation that was interrupted")
-    parser.add_argument("--retry-failed", action="store_true", help="with --resume: play what failed once more")
+    parser.add_argument("--resume", metavar="NAME", help="resume an interrupted evaluation")
+    parser.add_argument("--retry-failed", action="store_true", help="with --resume: rerun failed episodes")
     options, words = parser.parse_with_words(arguments)
 
     from envgym.evaluation.policy import run_evaluation
@@ -39,7 +37,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.monitoring.terminal import open_display
     from envgym.training.new_model import make_model
 
-    evaluation = _resumed(options, words) if options.resume else _new(options, words)
+    evaluation = _resumed_folder(options, words) if options.resume else _new_folder(options, words)
     invocation.debug |= evaluation.config.debug
     invocation.folder = evaluation.path
     with open_display() as display:
@@ -50,26 +48,26 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     return 0
 
 
-def _new(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
+def _new_folder(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
     if options.retry_failed:
         raise ConfigError("--retry-failed goes with --resume NAME")
     if options.model is None:
-        raise ConfigError("envgym eval needs --model, what is to be measured. See: envgym eval --help")
+        raise ConfigError("envgym eval needs --model, the model to measure. See: envgym eval --help")
     if options.suite and options.env:
         raise ConfigError("a suite names its environments: give either --suite or --env")
     from envgym.evaluation.policy import new_evaluation
 
-    return new_evaluation(given_settings(options, words), suite=options.suite, file=options.config)
+    return new_evaluation(cli_settings(options, words), suite=options.suite, file=options.config)
 
 
-def _resumed(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
-    from envgym.config.words import parse_words
+def _resumed_folder(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
+    from envgym.config.words import parse_overrides
     from envgym.evaluation.folder import find_folder
 
     if any((options.suite, options.env, options.model, options.config, options.name)):
-        raise ConfigError("an evaluation that goes on has its settings: --resume NAME stands alone")
-    settings = parse_words(words)
+        raise ConfigError("a resumed evaluation uses its saved settings: --resume NAME takes no other option")
+    settings = parse_overrides(words)
     evals_dir = settings.pop("evals_dir", default_of("evals_dir"))
     if settings:
-        raise ConfigError(f"an evaluation that goes on has its settings: {next(iter(settings))!r} cannot change")
+        raise ConfigError(f"a resumed evaluation uses its saved settings: {next(iter(settings))!r} cannot change")
     return find_folder(options.resume, evals_dir)

@@ -1,4 +1,4 @@
-"""`envgym model`: make a model from a recipe that makes one, or from an adapter and its base; export one."""
+"""`envgym model`: make a model from a recipe, merge an adapter into its base, or export a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "model",
         "NAME | merge ADAPTER OUT [--base B] | export MODEL OUT [options]",
-        "Make a model from a recipe and print its folder. It is kept: the next one to ask finds it made. Or merge an "
+        "Make a model from a recipe and print its folder. The result is cached and reused. Or merge an "
         "adapter into its base, or export a model: see envgym model merge --help and envgym model export --help.",
         "envgym model starter",
     )
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     if not makes_model(options.name):
         makers = [name for name in recipe_names() if makes_model(name)]
-        near = did_you_mean(options.name, [*makers, MERGE, EXPORT]) or f" There is {', '.join(makers)}."
-        raise NameNotFound(f"no recipe {options.name!r} that makes a model.{near}")
+        hint = did_you_mean(options.name, [*makers, MERGE, EXPORT]) or f" There is {', '.join(makers)}."
+        raise NameNotFound(f"no recipe {options.name!r} that makes a model.{hint}")
 
     from envgym.monitoring.terminal import open_display
     from envgym.processes.event_loop import run
@@ -52,12 +52,12 @@ def _merge(arguments: Sequence[str]) -> int:
         "model merge",
         "ADAPTER OUT [--base B]",
         "Write the model folder OUT: the base of a LoRA adapter with the adapter added to its weights. ADAPTER is a "
-        "folder in peft's form, such as a run's adapter/; policies, reward models and critics are told apart by it.",
+        "folder in peft's form, such as a run's adapter/; it also tells policies, reward models and critics apart.",
         "envgym model merge runs/first/adapter merged",
     )
     parser.add_argument("adapter", metavar="ADAPTER", help="folder with adapter_config.json")
     parser.add_argument("out", metavar="OUT", help="folder to make")
-    parser.add_argument("--base", metavar="B", help="folder or hub id of the base, if not what the adapter names")
+    parser.add_argument("--base", metavar="B", help="folder or hub id of the base, if not the one in the adapter")
     options = parser.parse_without_words(arguments, "an adapter is merged as it is")
 
     from envgym.workers.merge import merge_adapter
@@ -70,7 +70,7 @@ def _export(arguments: Sequence[str]) -> int:
     parser = Parser(
         "model export",
         "MODEL OUT [--dtype T] [--converter COMMAND]",
-        "Write MODEL (a model folder or a run) with its weights in 16 bit: as the folder OUT or, where OUT ends with "
+        "Write MODEL (a model folder or a run) with its weights in 16 bit: as the folder OUT or, if OUT ends with "
         ".gguf, by a converter such as llama.cpp's, which is called as COMMAND FOLDER --outfile OUT --outtype TYPE.",
         'envgym model export runs/first first.gguf --converter "python convert_hf_to_gguf.py"',
     )

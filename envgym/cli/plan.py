@@ -1,4 +1,4 @@
-"""`envgym plan`: where every process of a run would go, and the memory it needs, without starting anything."""
+"""`envgym plan`: the placement of a run's processes and their memory, without starting anything."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "plan",
         "[--env E] [--model M] [options] [key=value …]",
-        "Print which process of a run goes on which machine and GPUs, and the memory that each needs, by the model's "
-        "sizes. Nothing is started. Without --gpus it is planned for the machines there are: this one, or those of "
-        "the Ray cluster in RAY_ADDRESS.",
+        "Print the node, GPUs and memory of every process of a run, from the model's sizes. Nothing is started. "
+        "Without --gpus the plan is for the detected hardware: this machine, or the Ray cluster in RAY_ADDRESS.",
         "envgym plan --env math_verify --model path/to/model workers.ranks=4 workers.zero_stage=3 --gpus 8",
     )
     add_run_options(parser)
-    parser.add_argument("--gpus", type=int, metavar="N", help="plan for machines with so many GPUs each")
-    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of each (default 80)")
-    parser.add_argument("--machines", type=int, default=1, metavar="N", help="number of such machines (default 1)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="plan for nodes with N GPUs each")
+    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of each GPU (default 80)")
+    parser.add_argument("--machines", type=int, default=1, metavar="N", help="number of such nodes (default 1)")
     options, words = parser.parse_with_words(arguments)
     for name in ("gpus", "machines"):
         if (value := getattr(options, name)) is not None and value < 1:
@@ -39,19 +38,19 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.launch.placement import Node
 
     if options.gpus is None:
-        nodes = _there(config)
+        nodes = _detected_nodes(config)
     else:
         bytes_each = int(options.gpu_memory * GIB)
         nodes = [Node(f"machine {number}", options.gpus, bytes_each) for number in range(options.machines)]
     problems = [problem for number in range(len(config.stages)) for problem in _print_stage(config, number, nodes)]
     if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ConfigError(problems[0] + more)
+        suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(problems[0] + suffix)
     return 0
 
 
-def _there(config: RunConfig) -> list[Node]:
-    """The machines there are."""
+def _detected_nodes(config: RunConfig) -> list[Node]:
+    """This machine, or the nodes of the Ray cluster."""
     from envgym.launch.placement import nodes_of
     from envgym.workers.ray import RayRuntime
 
@@ -67,8 +66,8 @@ def _there(config: RunConfig) -> list[Node]:
 
 
 def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[str]:
-    """Print a stage's plan; returns what does not fit."""
-    from envgym.launch.memory import GIB, Needs
+    """Print a stage's plan; return the problems of parts that do not fit."""
+    from envgym.launch.memory import GIB, MemoryNeeds
     from envgym.launch.placement import plan_of
     from envgym.monitoring.report import aligned
     from envgym.services.start import local_models
@@ -76,20 +75,20 @@ def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[
     stage = config.stages[number]
     models = local_models(stage.make_spec())
     plan = plan_of(stage, list(models), nodes)
-    needs = Needs(stage, plan, models, dict(zip(config.stage_names, config.stages, strict=True)))
+    needs = MemoryNeeds(stage, plan, models, dict(zip(config.stage_names, config.stages, strict=True)))
     if len(config.stages) > 1:
         print(f"{'' if number == 0 else chr(10)}stage {number + 1}, {config.stage_names[number]}")
     rows = [("part", "processes", "where", "GPUs", "GiB each", "of which")]
     for part in plan.parts:
         slots = [plan.slots[worker] for worker in part.workers]
-        where = ", ".join(dict.fromkeys(nodes[slot.node].name for slot in slots))
+        names = ", ".join(dict.fromkeys(nodes[slot.node].name for slot in slots))
         gpus = " ".join(",".join(map(str, slot.gpus)) for slot in slots) if plan.uses_gpus else "-"
         memory = needs.of(part.name)
-        each, kinds = "?", "the model's sizes are not known before it is here"
+        size, kinds = "?", "the model's sizes are unknown until it is downloaded"
         if memory is not None:
-            each = f"{memory.total / GIB:.2f}"
-            kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in memory.parts.items())
-        rows.append((part.name, str(len(slots)), where, gpus or "-", each, kinds))
+            size = f"{memory.total / GIB:.2f}"
+            kinds = ", ".join(f"{kind} {n_bytes / GIB:.2f}" for kind, n_bytes in memory.parts.items())
+        rows.append((part.name, str(len(slots)), names, gpus or "-", size, kinds))
     print(aligned(rows))
     print()
     totals = needs.totals()

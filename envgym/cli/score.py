@@ -1,4 +1,4 @@
-"""`envgym score`: judge saved episodes again by another environment or reward model, without sampling."""
+"""`envgym score`: re-score saved episodes with another environment or reward model, without sampling."""
 
 from __future__ import annotations
 
@@ -17,33 +17,31 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    # What the files are called is no key=value word, so that it is taken off before those are looked at.
+    # FILE is no key=value word, so it is removed before the words are parsed.
     parser = Parser(
         "score",
         "FILE (--env E | --config FILE) --out FILE [key=value …]",
-        "Judge the episodes in FILE (.jsonl, .parquet, a folder of them, an evaluation) again, by an environment;\n"
-        "or the answers of recorded data, whose fields are named by data.prompt=… and data.answer=….\n"
-        "It is reset on each saved task and given the recorded turns; nothing is sampled.\n"
-        "What was stopped or killed goes on where it was when the same command is given again.",
+        "Re-score the episodes in FILE (.jsonl, .parquet, a folder of them, an evaluation) with an environment;\n"
+        "or score the answers of recorded data, with its fields named by data.prompt=… and data.answer=….\n"
+        "The environment is reset on each saved task and gets the recorded turns; nothing is sampled.\n"
+        "To resume a command that was stopped or killed, repeat it.",
         "envgym score best.jsonl --env my_reward.py --out scored.parquet",
     )
     parser.add_argument("--env", **ENV)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
-    parser.add_argument("--out", metavar="FILE", help="where the judged episodes go: a .jsonl or .parquet file")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace that file, and what was kept of other settings"
-    )
-    source, rest = _take_source(arguments)
-    options, words = parser.parse_with_words(rest)
+    parser.add_argument("--out", metavar="FILE", help="file for the scored episodes, .jsonl or .parquet")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE, also one of other settings")
+    source, arguments = _take_source(arguments)
+    options, words = parser.parse_with_words(arguments)
     if source is None:
         raise ConfigError("which episodes? Give a file or a folder of them. See: envgym score --help")
     if options.out is None:
-        raise ConfigError("envgym score needs --out, where the judged episodes go. See: envgym score --help")
+        raise ConfigError("envgym score needs --out, a file for the scored episodes. See: envgym score --help")
     if options.env is None and options.config is None:
-        raise ConfigError("envgym score needs --env, what is to judge. See: envgym score --help")
+        raise ConfigError("envgym score needs --env, the environment that scores. See: envgym score --help")
     keys = {word.partition("=")[0] for word in words}
     if "data.path" not in keys and any(key.startswith("data.") for key in keys):
-        words.append(f"data.path={source}")  # names of the file's fields: it is recorded data
+        words.append(f"data.path={source}")  # settings of its fields: FILE is recorded data
     config = resolve_options(options, words, invocation)
 
     from envgym.evaluation.rescore import rescore
@@ -57,39 +55,45 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _take_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The file that is named, wherever it stands, and the other arguments."""
-    rest = list(arguments)
-    for place, word in enumerate(rest):
-        after_option = place > 0 and rest[place - 1] in ("--env", "--config", "--out")
-        if not after_option and not word.startswith("-") and "=" not in word:
-            return word, rest[:place] + rest[place + 1 :]
-    return None, rest
+    """FILE, wherever it stands among the arguments, and the other arguments."""
+    words = list(arguments)
+    for index, word in enumerate(words):
+        is_value = index > 0 and words[index - 1] in ("--env", "--config", "--out")
+        if not is_value and not word.startswith("-") and "=" not in word:
+            return word, words[:index] + words[index + 1 :]
+    return None, words
 
 
-def _lines(result: Mapping[str, Any], out: str) -> list[tuple[str, str]]:
+def _lines(result: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
     from envgym.monitoring.report import counts, duration
 
-    skipped = f"; {sum(result['skipped'].values())} that had failed are as they were" if result["skipped"] else ""
+    skipped = f"; {sum(result['skipped'].values())} failed earlier and are unchanged" if result["skipped"] else ""
     lines = [("env", result["env"]), ("judged", f"{result['judged']} of {result['episodes']} episodes{skipped}")]
-    shown = [what for what in ("score", "reward") if result[what].before or result[what].after]
-    for what in shown:
-        lines.append((what, f"{_change(result[what])}   95% intervals{_both(result[what], result['judged'])}"))
-        if what == shown[0]:
-            lines += [(f"  {name}", _change(part[what])) for name, part in result["parts"].items()]
+    numbers = [number for number in ("score", "reward") if result[number].earlier or result[number].new]
+    for number in numbers:
+        change = result[number]
+        lines.append((number, f"{_change(change)}   95% intervals{_coverage(change, result['judged'])}"))
+        if number == numbers[0]:
+            lines += [(f"  {name}", _change(part[number])) for name, part in result["parts"].items()]
     lines.append(("changed", f"{result['changed']} episodes"))
     if result["short"]:
         lines.append(("truncated", f"{result['short']} for which the environment wants more turns than were recorded"))
     if result["unused"]:
         lines.append(("ended early", f"{result['unused']} before their last recorded turn"))
-    return [*lines, ("failed", counts(result["failures"]) or "0"), ("time", duration(result["seconds"])), ("file", out)]
+    return [
+        *lines,
+        ("failed", counts(result["failures"]) or "0"),
+        ("time", duration(result["seconds"])),
+        ("file", file),
+    ]
 
 
 def _change(change: Change) -> str:
-    return f"{_mean(change.before)}  ->  {_mean(change.after)}"
+    return f"{_mean(change.earlier)}  ->  {_mean(change.new)}"
 
 
-def _both(change: Change, judged: int) -> str:
-    return f", of the {change.episodes} episodes that have both" if 0 < change.episodes < judged else ""
+def _coverage(change: Change, n_scored: int) -> str:
+    return f", of the {change.episodes} episodes that have both" if 0 < change.episodes < n_scored else ""
 
 
 def _mean(mean: Mean | None) -> str:

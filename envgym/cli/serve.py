@@ -30,31 +30,29 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "serve",
         "E [E …] [--host H] [--port P] [--token-file F] [--max-sessions N] [--register URL] [key=value …]",
-        "Serve environments over HTTP until Ctrl-C. Their addresses then stand wherever an environment does.",
+        "Serve environments over HTTP until Ctrl-C. Their URLs can be used wherever an environment id is accepted.",
         "envgym serve math_verify --port 8000\n  envgym train --env http://127.0.0.1:8000/math_verify",
     )
     parser.add_argument(
         "envs", metavar="E", nargs="+", help="environment: id, file.py[:Name] or import path; NAME=E names it"
     )
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", metavar="P", type=int, default=8000, help="port; 0 takes a free one (8000)")
+    parser.add_argument("--port", metavar="P", type=int, default=8000, help="port; 0 for a free one (8000)")
     parser.add_argument(
         "--token-file", metavar="F", type=Path, help="clients: lines NAME TOKEN [max_sessions=N], or one token"
     )
-    parser.add_argument("--max-sessions", metavar="N", type=int, default=10_000, help="sessions at once (10000)")
-    parser.add_argument(
-        "--lease-seconds", metavar="S", type=float, help="a session without a request for so long is closed (60)"
-    )
-    parser.add_argument("--drain-seconds", metavar="S", type=float, help="sessions may go on so long at the end (20)")
+    parser.add_argument("--max-sessions", metavar="N", type=int, default=10_000, help="concurrent sessions (10000)")
+    parser.add_argument("--lease-seconds", metavar="S", type=float, help="idle timeout of a session, in seconds (60)")
+    parser.add_argument("--drain-seconds", metavar="S", type=float, help="grace period of sessions at shutdown (20)")
     parser.add_argument("--tls-cert", metavar="F", type=Path, help="certificate, with its chain, as PEM")
     parser.add_argument("--tls-key", metavar="F", type=Path, help="its key, as PEM")
     parser.add_argument("--register", metavar="URL", help="announce this server to the trainer that listens at URL")
-    parser.add_argument("--weight", metavar="W", type=float, help="with --register: its share of sessions (1)")
-    parser.add_argument("--advertise", metavar="URL", help="with --register: this server's URL, as it is dialled")
+    parser.add_argument("--weight", metavar="W", type=float, help="with --register: load-balancing weight (1)")
+    parser.add_argument("--advertise", metavar="URL", help="with --register: this server's URL for the trainer")
     parser.add_argument("--register-token-file", metavar="F", type=Path, help="with --register: token for the trainer")
     parser.add_argument("--ca-file", metavar="F", type=Path, help="with --register: certificates to trust, as PEM")
-    spoken = ", ".join(offered("envgym.dialects"))
-    parser.add_argument("--dialect", metavar="D", help=f"speak another protocol ({spoken}); D --help has its options")
+    names = ", ".join(offered("envgym.dialects"))
+    parser.add_argument("--dialect", metavar="D", help=f"use another protocol ({names}); D --help lists its options")
     if (dialect := chosen_dialect(arguments)) is not None:
         dialect.add_options(parser)
     options, words = parser.parse_with_words(arguments)
@@ -101,7 +99,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def chosen_dialect(arguments: Sequence[str]) -> Any:
-    """The module of the dialect that `--dialect` names, or None: its options are added before all are parsed."""
+    """The module of the `--dialect`, or None. It is needed before parsing, since it adds options."""
     parser = Parser("serve", "", "", "")
     parser.add_argument("--dialect")
     name = parser.parse_known_args([word for word in arguments if word not in ("-h", "--help")])[0].dialect
@@ -116,19 +114,19 @@ def announcement(options: Namespace) -> Announcement | None:
 
     if options.register is None:
         names = ("weight", "advertise", "register_token_file", "ca_file")
-        if wrong := [name for name in names if getattr(options, name) is not None]:
-            raise ConfigError(f"--{wrong[0].replace('_', '-')} goes with --register URL")
+        if misplaced := [name for name in names if getattr(options, name) is not None]:
+            raise ConfigError(f"--{misplaced[0].replace('_', '-')} goes with --register URL")
         return None
     weight = 1.0 if options.weight is None else options.weight
     return Announcement(options.register, options.register_token_file, options.ca_file, options.advertise, weight)
 
 
 def split_words(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """The environments, each as (name or nothing, E), and the settings."""
+    """The environments, each as (name or "", E), and the settings."""
     environments, settings = [], []
     for word in words:
-        if named := _NAMED.fullmatch(word):
-            environments.append((named.group(1), named.group(2)))
+        if match := _NAMED.fullmatch(word):
+            environments.append((match.group(1), match.group(2)))
         elif "=" in word and word.partition(":")[0] not in offered("envgym.schemes"):
             settings.append(word)
         else:
@@ -137,34 +135,32 @@ def split_words(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]
 
 
 def make_specs(environments: Sequence[tuple[str, str]], settings: Sequence[str]) -> dict[str, EnvSpec]:
-    """The environments by their names. Where there are several, a setting begins with the name of its own:
-    `NAME.env.KEY=VALUE`."""
+    """The environments by name. With several environments a setting begins with a name: `NAME.env.KEY=VALUE`."""
     from envgym.remote.server import check_name, name_of
 
     if not environments:
         raise ConfigError("name an environment to serve. See: envgym serve --help")
     if len(environments) == 1:
         [(name, target)] = environments
-        own = [setting.removeprefix(f"{name}.") if name else setting for setting in settings]
-        spec = make_spec(target, own)
+        words = [setting.removeprefix(f"{name}.") if name else setting for setting in settings]
+        spec = make_spec(target, words)
         return {name or name_of(spec): spec}
     specs: dict[str, EnvSpec] = {}
-    left = list(settings)
-    for given, target in environments:
-        # Without settings first, where the name is the environment's own to say.
-        name = given or name_of(make_spec(target, ()))
+    unused = list(settings)
+    for option, target in environments:
+        name = option or name_of(make_spec(target, ()))
         check_name(name)
-        own = [setting for setting in left if setting.startswith(f"{name}.")]
-        left = [setting for setting in left if setting not in own]
+        words = [setting for setting in unused if setting.startswith(f"{name}.")]
+        unused = [setting for setting in unused if setting not in words]
         if name in specs:
             raise ConfigError(f"two environments are called {name!r}: name one of them, NAME={target}")
-        specs[name] = make_spec(target, [setting.removeprefix(f"{name}.") for setting in own])
-    if left:
-        raise ConfigError(f"{left[0]!r} is whose setting? Of several environments it is written NAME.env.KEY=VALUE")
+        specs[name] = make_spec(target, [setting.removeprefix(f"{name}.") for setting in words])
+    if unused:
+        raise ConfigError(f"{unused[0]!r} names no environment: with several environments write NAME.env.KEY=VALUE")
     return specs
 
 
-def at_least(least: N, option: str, value: N) -> N:
-    if not least <= value < math.inf:
-        raise ConfigError(f"{option} is at least {least:g}, not {value:g}")
+def at_least(minimum: N, option: str, value: N) -> N:
+    if not minimum <= value < math.inf:
+        raise ConfigError(f"{option} is at least {minimum:g}, not {value:g}")
     return value

@@ -15,26 +15,26 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "serve-reward-model",
         "--model M [--host H] [--port P] [--token-file F | --no-token] [key=value …]",
-        "Serve a reward model over HTTP until Ctrl-C: POST /get_reward. Clients need the token, which is made anew and "
-        "kept in a file for this user alone unless one is given. Settings: batch_size, max_length, too_long, render, "
+        "Serve a reward model over HTTP until Ctrl-C: POST /get_reward. Clients need the token, by default a new one "
+        "in a file that only this user can read. Settings: batch_size, max_length, too_long, render, "
         "dtype, offload, normalise, timeout.",
         "envgym serve-reward-model --model path/to/reward_model too_long=cut",
     )
     parser.add_argument("--model", metavar="M", required=True, help="folder or hub id, or a run that trained one")
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", metavar="P", type=int, default=5000, help="port; 0 takes a free one (5000)")
-    parser.add_argument("--token-file", metavar="F", help="file that holds the token clients must send")
-    parser.add_argument("--no-token", action="store_true", help="serve whoever can reach it; on loopback only")
+    parser.add_argument("--port", metavar="P", type=int, default=5000, help="port; 0 for a free one (5000)")
+    parser.add_argument("--token-file", metavar="F", help="file with the token that clients must send")
+    parser.add_argument("--no-token", action="store_true", help="serve every client; on loopback only")
     options, words = parser.parse_with_words(arguments)
     if options.no_token and options.token_file is not None:
         raise ConfigError("--no-token and --token-file contradict each other")
 
-    from envgym.config.words import parse_words
+    from envgym.config.words import parse_overrides
     from envgym.services import RewardModel
     from envgym.services.reward_server import serve_model
     from envgym.settings import validated
 
-    settings = parse_words(words)
+    settings = parse_overrides(words)
     settings.pop("debug", None)
     declared = validated(RewardModel, {**settings, "model": options.model})
 

@@ -1,4 +1,4 @@
-"""`envgym show`: episodes as people read them, of a run's step, an evaluation, or a file."""
+"""`envgym show`: readable transcripts of episodes of a run's step, an evaluation, or a file."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from envgym.types import Episode, Message
 
 COUNT = 4
-"""Episodes that are shown unless told otherwise."""
+"""Default number of episodes."""
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "show",
         "RUN [--step N] [--task KEY] [--count N]",
-        "Print episodes as people read them. RUN is a run (its name or folder), an evaluation, or a file of episodes.\n"
-        "Of a run those of its last step are shown, if no other is named.",
+        "Print readable transcripts of episodes. RUN is a run (its name or folder), an evaluation, or a file of\n"
+        "episodes. The default step of a run is its last.",
         "envgym show first --step 3",
     )
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run, an evaluation, or a file of episodes")
-    parser.add_argument("--step", metavar="N", help="the step of the run (default: the last)")
-    parser.add_argument("--task", metavar="KEY", help="every episode of this task")
-    parser.add_argument("--count", metavar="N", help=f"episodes (default: {COUNT}, or all of --task)")
+    parser.add_argument("--step", metavar="N", help="step of the run (default: the last)")
+    parser.add_argument("--task", metavar="KEY", help="all episodes of this task")
+    parser.add_argument("--count", metavar="N", help=f"number of episodes (default: {COUNT}, or all of --task)")
     options = parser.parse_without_words(arguments, "envgym show has no settings")
     if options.run is None:
         parser.error("envgym show is followed by a run")
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     from rich.console import Console
 
-    path, where = _find(options.run, step)
-    episodes, note = _choose(path, where, options.task, count)
+    path, label = _find(options.run, step)
+    episodes, note = _choose(path, label, options.task, count)
     console = Console()
     for episode in episodes:
         _show(console, episode)
@@ -50,18 +50,18 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     return 0
 
 
-def _number(option: str, given: str) -> int:
-    if not given.isascii() or not given.isdigit():
-        raise ConfigError(f"{option} is followed by a number, not {given!r}")
-    return int(given)
+def _number(option: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"{option} is followed by a number, not {text!r}")
+    return int(text)
 
 
-# -- which ------------------------------------------------------------------------------------------------
+# -- selection --------------------------------------------------------------------------------------------
 
 
-def _find(given: str, step: int | None) -> tuple[Path, str]:
-    """The file or folder that the episodes are in, and what it is, for people."""
-    path = find_path(given)
+def _find(name: str, step: int | None) -> tuple[Path, str]:
+    """The file or folder of the episodes, and a label for it."""
+    path = find_path(name)
     numbered = [stage for stage in path.glob("[0-9]*-*/") if stage.name.partition("-")[0].isdecimal()]
     stages = [path, *sorted(numbered, key=lambda stage: int(stage.name.partition("-")[0]), reverse=True)]
     files = next((steps for stage in stages if (steps := _steps(stage))), {})
@@ -73,7 +73,7 @@ def _find(given: str, step: int | None) -> tuple[Path, str]:
     if step is not None:
         raise ConfigError(f"{path} has no steps with episodes: leave out --step")
     if (path / "checkpoints").is_dir():
-        raise ConfigError(f"{path} holds no episodes: it has taken no step, or learned from recorded data only")
+        raise ConfigError(f"{path} holds no episodes: it has taken no step, or trained on recorded data only")
     return path, str(path)
 
 
@@ -85,51 +85,52 @@ def _steps(stage: Path) -> dict[int, Path]:
 
 
 def _span(steps: Sequence[int]) -> str:
-    whole = steps[-1] - steps[0] == len(steps) - 1
+    is_gapless = steps[-1] - steps[0] == len(steps) - 1
     if len(steps) == 1:
         return f"step {steps[0]}"
-    return f"steps {steps[0]} to {steps[-1]}" if whole else f"steps {', '.join(map(str, steps))}"
+    return f"steps {steps[0]} to {steps[-1]}" if is_gapless else f"steps {', '.join(map(str, steps))}"
 
 
-def _choose(path: Path, where: str, task: str | None, count: int | None) -> tuple[list[Episode], str]:
+def _choose(path: Path, label: str, task: str | None, count: int | None) -> tuple[list[Episode], str]:
     """The episodes to show, and a line about the others."""
     from envgym.episodes.files import read_episodes
 
-    every = read_episodes(path)
-    keys = list(dict.fromkeys(episode.task.key for episode in every))
+    episodes = read_episodes(path)
+    keys = list(dict.fromkeys(episode.task.key for episode in episodes))
     if task is not None:
-        episodes = [episode for episode in every if task in (episode.task.key, episode.task.id)]
+        episodes = [episode for episode in episodes if task in (episode.task.key, episode.task.id)]
         if not episodes:
-            raise DataError(f"{where} has no episode of task {task!r}.{did_you_mean(task, keys)} {_some(keys)}")
-        return episodes[:count], f"{len(episodes[:count])} of {len(episodes)} episodes of task {task} in {where}"
-    shown = every[: COUNT if count is None else count]
-    return shown, f"{len(shown)} of {len(every)} episodes of {where}; others with --task KEY, --count N. {_some(keys)}"
+            raise DataError(f"{label} has no episode of task {task!r}.{did_you_mean(task, keys)} {_task_list(keys)}")
+        return episodes[:count], f"{len(episodes[:count])} of {len(episodes)} episodes of task {task} in {label}"
+    first = episodes[: COUNT if count is None else count]
+    note = f"{len(first)} of {len(episodes)} episodes of {label}; others with --task KEY, --count N. {_task_list(keys)}"
+    return first, note
 
 
-def _some(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
-    return f"Its tasks: {', '.join(map(printable, keys[:8]))}{more}"
+def _task_list(keys: Sequence[str]) -> str:
+    ellipsis = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    return f"Its tasks: {', '.join(map(printable, keys[:8]))}{ellipsis}"
 
 
-# -- how --------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------
 
 
 def _show(console: Console, episode: Episode) -> None:
-    def out(text: str, style: str | None = None) -> None:
+    def write(text: str, style: str | None = None) -> None:
         console.out(printable(text), style=style, highlight=False)
 
-    out(f"--- task {episode.task.key}, episode {episode.id}", "dim")
+    write(f"--- task {episode.task.key}, episode {episode.id}", "dim")
     for message in episode.messages:
-        out(f"{_who(message)}:", "bold cyan")
+        write(f"{_speaker(message)}:", "bold cyan")
         if message.text:
-            out(message.text)
+            write(message.text)
         for call in message.tool_calls:
             arguments = json.dumps(dict(call.arguments), ensure_ascii=False, default=str)
-            out(f"a call that cannot be read: {call.error}" if call.error else f"calls {call.name}({arguments})")
-    out(f"{_end(episode)}\n", "bold")
+            write(f"a call that cannot be read: {call.error}" if call.error else f"calls {call.name}({arguments})")
+    write(f"{_end(episode)}\n", "bold")
 
 
-def _who(message: Message) -> str:
+def _speaker(message: Message) -> str:
     return f"{message.role} {message.name}".strip()
 
 
@@ -141,9 +142,9 @@ def _end(episode: Episode) -> str:
     answers += [f"wanted {str(episode.task.answer)!r}"] if episode.task.answer is not None else []
     parts += [", ".join(answers)] if answers else []
     outcome = episode.outcome
-    how = f"{outcome.status.value} ({outcome.reason})" if outcome.reason else outcome.status.value
-    how += f": {outcome.message}" if outcome.message else ""
+    ending = f"{outcome.status.value} ({outcome.reason})" if outcome.reason else outcome.status.value
+    ending += f": {outcome.message}" if outcome.message else ""
     turns = sum(len(row.turns) for row in episode.rows)
     tokens = sum(row.n_action_tokens for row in episode.rows)
     sampled = f", {tokens} tokens in {turns} turn{'' if turns == 1 else 's'}" if episode.rows else ""
-    return "; ".join([*parts, f"{how}{sampled}"])
+    return "; ".join([*parts, f"{ending}{sampled}"])

@@ -1,4 +1,4 @@
-"""`envgym stop`: ask a run of another terminal or machine to stop, as Ctrl-C there would."""
+"""`envgym stop`: stop a run in another terminal or on another machine, as Ctrl-C there would."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "stop",
         "RUN [runs_dir=FOLDER]",
-        "Stop a run after the work of its step, as Ctrl-C in its terminal would, and wait until it has. It keeps a "
-        "checkpoint, from which envgym train --resume RUN goes on.",
+        "Stop a run after the work of its step, as Ctrl-C in its terminal would, and wait until it has stopped. It "
+        "saves a checkpoint for envgym train --resume RUN.",
         "envgym stop first",
     )
     parser.add_argument("run", metavar="RUN", help="name of the run, or its folder")
@@ -28,16 +28,16 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.disk import holder
     from envgym.run_folder import STOP
 
-    named = Path(options.run)
-    folder = named if (named / "config.yaml").is_file() else Path(runs_dir) / options.run
+    path = Path(options.run)
+    folder = path if (path / "config.yaml").is_file() else Path(runs_dir) / options.run
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"there is no run {options.run!r} in {runs_dir}/ (see: envgym runs)")
-    where = holder(folder)
-    if where is None:
+    process = holder(folder)
+    if process is None:
         raise ConfigError(f"run {folder} is not running")
     (folder / STOP).touch()
-    print(f"asked {folder}, {where}, to stop", flush=True)
+    print(f"asked {folder}, {process}, to stop", flush=True)
     while holder(folder) is not None:
         time.sleep(LOOK_SECONDS)
-    print(f"it has stopped; go on with: envgym train --resume {folder}")
+    print(f"it has stopped; resume it with: envgym train --resume {folder}")
     return 0

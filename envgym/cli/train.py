@@ -1,4 +1,4 @@
-"""`envgym train`: run a recipe on an environment, or go on with a run that stopped."""
+"""`envgym train`: run a recipe on an environment, or resume a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import Invocation
-from .parser import Parser, add_run_options, default_of, given_settings, resolve_options
+from .parser import Parser, add_run_options, cli_settings, default_of, resolve_options
 
 if TYPE_CHECKING:
     from envgym.config.schema import RunConfig
@@ -22,12 +22,10 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "envgym train --env math_verify steps=50 learner.lr=1e-4\n  envgym train --resume runs/first",
     )
     add_run_options(parser)
-    parser.add_argument(
-        "--resume", metavar="RUN", help="go on with this run, with the settings it has, further with steps=N"
-    )
+    parser.add_argument("--resume", metavar="RUN", help="resume this run with its saved settings; steps=N extends it")
     options, words = parser.parse_with_words(arguments)
     resumes = options.resume is not None
-    config = (_resumed if resumes else resolve_options)(options, words, invocation)
+    config = (_resumed_config if resumes else resolve_options)(options, words, invocation)
 
     from envgym.monitoring.terminal import open_display
     from envgym.training.run import train
@@ -41,13 +39,13 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     return 0
 
 
-def _resumed(options: argparse.Namespace, words: Sequence[str], invocation: Invocation) -> RunConfig:
-    """The saved settings, with those that may change."""
+def _resumed_config(options: argparse.Namespace, words: Sequence[str], invocation: Invocation) -> RunConfig:
+    """The saved settings, with the changes that are allowed."""
     from envgym.training.resume import check_changes, resume_config
 
-    given = [f"--{name}" for name, value in vars(options).items() if value is not None and name != "resume"]
-    check_changes([*given, *dict.fromkeys(word.partition("=")[0] for word in words)])
-    changes = given_settings(options, words)
+    names = [f"--{name}" for name, value in vars(options).items() if value is not None and name != "resume"]
+    check_changes([*names, *dict.fromkeys(word.partition("=")[0] for word in words)])
+    changes = cli_settings(options, words)
     debug, steps = changes.pop("debug", False), changes.pop("steps", None)
     runs_dir = str(changes.pop("runs_dir", default_of("runs_dir")))
     config = resume_config(options.resume, runs_dir, steps, changes)

@@ -25,7 +25,7 @@ def complete_stage(stage: StageConfig) -> None:
     agent_class, agent_config = stage.agent_config()
     learner_class, learner_config = stage.learner_config()
     _check_roles(stage, learner_class(learner_config).roles, learner_config, samples=agent_class.uses_policy)
-    if stage.do == "train" and learner_class.needs_samples and not agent_class.uses_policy:
+    if stage.do == "train" and learner_class.needs_policy_samples and not agent_class.uses_policy:
         raise ConfigError(
             f"learner {stage.learner.name} learns from what the policy samples, and agent {stage.agent.name} replays "
             "recorded data: choose a learner for these, or another agent"

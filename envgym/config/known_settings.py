@@ -21,7 +21,7 @@ from envgym.tasks import DataConfig
 from envgym.yaml_files import read_yaml
 
 from .schema import RunConfig, StageConfig
-from .words import AUTO, COMPONENTS, name_alone
+from .words import AUTO, COMPONENTS, component_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def other_names() -> dict[str, list[str]]:
     return read_yaml(Path(__file__).with_name("other_names.yaml"))
 
 
-def meant(key: str, known: Sequence[str]) -> list[str]:
+def similar_keys(key: str, known: Sequence[str]) -> list[str]:
     """Those of the `known` keys that an unknown one was probably meant to be: other programs' names for them, then
     those that end alike."""
     last = key.rpartition(".")[2].replace("-", "_").lower()
@@ -76,7 +76,7 @@ def with_suggestion(error: UnknownKey, stage: Mapping[str, Any]) -> UnknownKey:
     if error.key == "data":  # which every environment that takes data knows
         return UnknownKey(error.message, error.key, " It takes no data.", error.known)
     known = known_keys(stage)
-    names = meant(error.key, known)
+    names = similar_keys(error.key, known)
     if not names and not error.near:
         near = get_close_matches(error.key.rpartition(".")[2], [key.rpartition(".")[2] for key in known], 1, 0.7)
         names = [key for key in known if key.rpartition(".")[2] in near][:3]
@@ -87,7 +87,7 @@ def with_suggestion(error: UnknownKey, stage: Mapping[str, Any]) -> UnknownKey:
 def known_keys(stage: Mapping[str, Any]) -> list[str]:
     """The keys of every setting of a run with this stage, as users write them. Those of things that have names of
     their own are left out."""
-    names = {kind: name_alone(stage.get(kind) or {}).get("name") for kind in COMPONENTS}
+    names = {kind: component_mapping(stage.get(kind) or {}).get("name") for kind in COMPONENTS}
     data: dict[str, Any] = {"data": stage["data"]} if stage.get("data") else {}
     try:  # not of one that is elsewhere, which would have to be asked
         spec = None if "://" in str(names["env"]) else StageConfig(env=names["env"], learner="", **data).make_spec()

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from envgym.settings import lay
+from envgym.settings import deep_merge
 
 from .known_settings import config_class
-from .words import name_alone
+from .words import component_mapping
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Replaced:
         if kind == "learner":
             self._roles = dict.fromkeys(roles, old["name"]) | self._roles
         self._left_out += [(kind, old["name"], key) for key in settings if key not in common]
-        return lay({key: value for key, value in settings.items() if key in common}, new)
+        return deep_merge({key: value for key, value in settings.items() if key in common}, new)
 
     def give_roles(self, roles: Collection[str], *, of_model: bool) -> None:
         """Take in roles of a new layer, which are the learner's own; those `of_model` are for learners that have
@@ -64,10 +64,10 @@ class Replaced:
         """A line for each component that left settings behind which nothing in the `stage` has set since."""
         lost: dict[tuple[str, str], list[str]] = {}
         for kind, old, key in self._left_out:
-            if key not in name_alone(stage.get(kind, {})):
+            if key not in component_mapping(stage.get(kind, {})):
                 lost.setdefault(("learner" if kind == "roles" else kind, old), []).append(f"{kind}.{key}")
         return [
-            f"{kind} {name_alone(stage[kind])['name']} does not have these settings of {old}, which are left "
+            f"{kind} {component_mapping(stage[kind])['name']} does not have these settings of {old}, which are left "
             f"out: {', '.join(dict.fromkeys(keys))}"
             for (kind, old), keys in lost.items()
         ]

@@ -20,11 +20,11 @@ from envgym.yaml_files import read_yaml
 
 from .checks import complete_stage
 from .known_settings import with_suggestion
-from .missing import parts_of_recipe, refusal
+from .missing import parts_of_recipe, missing_part_error
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model
 from .replaced import Replaced
 from .schema import STAGE, RunConfig, StageConfig
-from .words import AUTO, COMPONENTS, changes_name, merge, merge_stage, name_alone
+from .words import AUTO, COMPONENTS, changes_name, merge, merge_stage, component_mapping
 
 RUN_KEYS = set(RunConfig.model_fields) - {"stages"}
 
@@ -64,7 +64,7 @@ def resolve(
     except NameNotFound as error:
         parts = set() if is_saved else set(parts_of_recipe(load_recipe(recipe)))
         used = parts_of_recipe({"stages": [stage.settings for stage in stages]})
-        raise refusal(f"recipe {recipe}", parts.intersection(used), error) from None
+        raise missing_part_error(f"recipe {recipe}", parts.intersection(used), error) from None
     for line in dict.fromkeys(line for stage in stages for line in stage.replaced.lines(stage.settings)):
         warnings.warn(DroppedSettings(line), stacklevel=2)
     return config
@@ -138,7 +138,7 @@ class LayeredStage:
 
     @property
     def name(self) -> str:
-        learner = name_alone(self.settings.get("learner", {})).get("name", "")
+        learner = component_mapping(self.settings.get("learner", {})).get("name", "")
         return stage_name(self.settings.get("name"), str(learner))
 
     def lay(self, over: Mapping[str, Any], *, of_model: bool = False) -> None:
@@ -148,7 +148,7 @@ class LayeredStage:
             over = {key: value for key, value in over.items() if key != "steps"}
         merged = merge_stage(self.settings, over)
         for kind in COMPONENTS:
-            old, new = name_alone(self.settings.get(kind, {})), name_alone(over.get(kind, {}))
+            old, new = component_mapping(self.settings.get(kind, {})), component_mapping(over.get(kind, {}))
             if changes_name(old, new):
                 merged[kind] = self.replaced.replace(kind, old, new, self.settings.get("roles", {}))
         if isinstance(roles := over.get("roles", {}), Mapping):

@@ -27,7 +27,7 @@ from envgym.workers.config import WorkersConfig
 from envgym.workers.lora import LoraConfig
 
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE
-from .words import AUTO, merge, name_alone
+from .words import AUTO, merge, component_mapping
 
 
 class Component(BaseModel):
@@ -44,7 +44,7 @@ class Component(BaseModel):
 
 STAGE = "stage:"
 """Beginning of a value that stands for an earlier stage's result."""
-ComponentField = Annotated[Component, BeforeValidator(name_alone)]
+ComponentField = Annotated[Component, BeforeValidator(component_mapping)]
 
 
 def _as_list(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from envgym.errors import ConfigError
-from envgym.settings import lay
+from envgym.settings import deep_merge
 from envgym.yaml_files import DuplicateKey, load_yaml
 
 AUTO = "auto"
@@ -20,7 +20,7 @@ NUMBER = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE)
 """Text to YAML, but a number to people."""
 
 
-def parse_words(words: Sequence[str]) -> dict[str, Any]:
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """`key=value` words, dotted for nested keys, as a nested mapping; later words win. Values are read as YAML."""
     pairs = []
     for word in words:
@@ -38,10 +38,10 @@ def parse_words(words: Sequence[str]) -> dict[str, Any]:
         if isinstance(value, str) and NUMBER.fullmatch(value):
             value = float(value)
         pairs.append((key, value))
-    return nested(pairs)
+    return nest_keys(pairs)
 
 
-def nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def nest_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Settings with dotted keys as a nested mapping; later ones win."""
     result: dict[str, Any] = {}
     for key, value in pairs:
@@ -56,11 +56,11 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     components = {}
     for key in COMPONENTS:
         if key in over:
-            value, old = name_alone(over[key]), name_alone(base.get(key) or {})
+            value, old = component_mapping(over[key]), component_mapping(base.get(key) or {})
             if not isinstance(value, Mapping):
                 raise ConfigError(f"key {key!r} is a name, or a name and settings, not {value!r:.60}")
-            components[key] = value if changes_name(old, value) else lay(old, value)
-    return {**lay(base, over), **components}
+            components[key] = value if changes_name(old, value) else deep_merge(old, value)
+    return {**deep_merge(base, over), **components}
 
 
 def merge_stage(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def merge_stage(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, A
     return merge(base, {**over, **{key: None for key in LENGTHS if given and key not in given}})
 
 
-def name_alone(value: Any) -> Any:
+def component_mapping(value: Any) -> Any:
     """A component given by its name alone, as a mapping."""
     return {"name": value} if isinstance(value, str) else value
 

@@ -10,14 +10,13 @@ TARGETS = {
     "vllm": "envgym.engines.vllm:VLLMEngine",
     "transformers": "envgym.engines.transformers:TransformersEngine",
 }
-"""The class that a runtime starts for each kind of engine. Each is made of an `EngineSpec`."""
+"""Kind of engine -> the class that a runtime starts, which takes an `EngineSpec`."""
 
 
 def choose_engine(kind: str) -> tuple[str, str]:
-    """The target of an engine of `kind` (`auto`, `vllm`, `transformers`) and a note to tell the user, often empty.
+    """The target of an engine of `kind` (`auto`, `vllm`, `transformers`) and a note for the user, often empty.
 
-    `auto` takes vLLM where it is installed. Nothing is imported. Raises `MissingDependency` where `vllm` is asked
-    for by name and absent.
+    `auto` takes vLLM if it is installed. Nothing is imported. Raises `MissingDependency` for kind `vllm` without vLLM.
     """
     if kind == "transformers" or (kind == "auto" and find_spec("vllm") is None):
         note = "" if kind == "transformers" else "vLLM is not installed: sampling with transformers, which is slower"

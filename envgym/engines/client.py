@@ -12,30 +12,26 @@ from envgym.errors import WorkerDied, WorkerError
 from envgym.processes.runtime import CALL_SECONDS, Runtime, WorkerHandle
 
 LOOK_SECONDS = 30.0
-"""Seconds between two looks whether the engine moves, while requests wait for it."""
+"""Seconds between two checks of the engine's step counter, while requests wait for it."""
 PATIENCE = 19
-"""Looks in a row that may find that it has not taken a single step: then it hangs, or was left paused. However long an
-answer or a queue is, there are steps all the while. (Looks and not seconds, for a run that was stopped for the night
-and goes on.)"""
+"""Consecutive checks without a single step after which the engine hangs, or was left paused. Steps are taken however
+long a completion or a queue is. (Checks and not seconds, for a run that was suspended overnight and continues.)"""
 PATIENCE_BESIDE_OTHERS = 3
-"""Looks where another engine has moved since: then this one hangs, and it is not the machine that is slow."""
+"""Such checks where another engine has taken steps meanwhile: then this one hangs, and the machine is not slow."""
 
 
 class EngineClient:
-    """Implements `Engine` by calling one that runs in a worker.
-
-    An engine that stands still is as good as dead: calls raise `WorkerDied`.
-    """
+    """Implements `Engine` by calling an engine in a worker. Calls raise `WorkerDied` once that engine hangs."""
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.moved_at = -math.inf
-        """The loop's time of the last answer, or the last look that found a step."""
+        """The loop's time of the last answer, or of the last check that saw a step."""
         self.others_moved_at: Callable[[], float] = lambda: -math.inf
-        """The same of the engines beside it."""
+        """The latest such time of the pool's other engines."""
         self._handle = handle
         self._waiting: set[asyncio.Timeout] = set()
         self._watching: asyncio.Task[None] | None = None
-        self._still_since = 0.0
+        self._idle_since = 0.0
 
     @classmethod
     async def start(
@@ -60,8 +56,8 @@ class EngineClient:
         scores: list[float] = await self._wait_for("score", token_ids)
         return scores
 
-    async def tell(self, method: str, *args: Any) -> Any:
-        """Make a call of `HostedEngine`."""
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of `HostedEngine`."""
         return await self._control(method, *args)
 
     async def close(self) -> None:
@@ -71,21 +67,21 @@ class EngineClient:
 
     async def _control(self, method: str, *args: Any) -> Any:
         time = asyncio.get_running_loop().time
-        began, beside = time(), 0
-        asking = asyncio.create_task(self._handle.call(method, *args))
+        start, looks = time(), 0
+        calling = asyncio.create_task(self._handle.call(method, *args))
         try:
-            while not (await asyncio.wait({asking}, timeout=min(LOOK_SECONDS, began + CALL_SECONDS - time())))[0]:
-                beside += self.others_moved_at() > began
-                if beside > PATIENCE_BESIDE_OTHERS or time() >= began + CALL_SECONDS:
-                    raise WorkerDied(f"the engine hangs: {method} did not end within {time() - began:.0f} s")
-            answer = asking.result()
+            while not (await asyncio.wait({calling}, timeout=min(LOOK_SECONDS, start + CALL_SECONDS - time())))[0]:
+                looks += self.others_moved_at() > start
+                if looks > PATIENCE_BESIDE_OTHERS or time() >= start + CALL_SECONDS:
+                    raise WorkerDied(f"the engine hangs: {method} did not end within {time() - start:.0f} s")
+            answer = calling.result()
         finally:
-            asking.cancel()
+            calling.cancel()
         self.moved_at = time()
         return answer
 
     async def _wait_for(self, method: str, *args: Any) -> Any:
-        """Make a call that may take as long as it needs while the engine moves."""
+        """Make a call that has no deadline as long as the engine takes steps."""
         try:
             async with asyncio.timeout(None) as limit:
                 self._waiting.add(limit)
@@ -106,28 +102,28 @@ class EngineClient:
 
     @property
     def _patience(self) -> int:
-        return PATIENCE_BESIDE_OTHERS if self.others_moved_at() > self._still_since else PATIENCE
+        return PATIENCE_BESIDE_OTHERS if self.others_moved_at() > self._idle_since else PATIENCE
 
     async def _watch(self) -> None:
-        """End the calls that wait once the engine stands still."""
+        """End the waiting calls once the engine takes no more steps."""
         time = asyncio.get_running_loop().time
-        steps, still, looking = None, 0, 0.0
-        self._still_since = time()
-        while self._waiting and still < self._patience:
-            await asyncio.sleep(LOOK_SECONDS - looking)
-            now, began = steps, time()
+        steps, idle, look_seconds = None, 0, 0.0
+        self._idle_since = time()
+        while self._waiting and idle < self._patience:
+            await asyncio.sleep(LOOK_SECONDS - look_seconds)
+            current, start = steps, time()
             try:
                 async with asyncio.timeout(LOOK_SECONDS):
-                    now = await self._handle.call("steps")
+                    current = await self._handle.call("steps")
             except TimeoutError:
-                pass  # it does not even answer
+                pass  # no answer counts as no step
             except WorkerError:
-                return  # it is gone, and every call hears of it
-            looking = min(time() - began, LOOK_SECONDS)
-            if now == steps:
-                still += 1
+                return  # the engine is gone: every call fails by itself
+            look_seconds = min(time() - start, LOOK_SECONDS)
+            if current == steps:
+                idle += 1
                 continue
-            self.moved_at = self.moved_at if steps is None else began
-            steps, still, self._still_since = now, 0, time()
+            self.moved_at = self.moved_at if steps is None else start
+            steps, idle, self._idle_since = current, 0, time()
         for limit in self._waiting:
             limit.reschedule(time())

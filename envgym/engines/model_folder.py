@@ -10,7 +10,7 @@ from envgym.errors import ConfigError
 
 
 def check_model_folder(model: str) -> None:
-    """Raise `ConfigError` where `model` is a path that holds no causal language model. Hub ids pass."""
+    """Raise `ConfigError` for a path without a causal language model. Hub ids are not checked."""
     folder = Path(model).expanduser()
     if not folder.exists():
         if model.startswith((".", "/", "~")) or model.count("/") != 1:
@@ -28,15 +28,15 @@ def check_model_folder(model: str) -> None:
 
 
 def end_tokens(config: Any, model: str) -> tuple[int, ...]:
-    """The ids that end a turn: those of the model's config and of its generation config, sorted."""
+    """The ids that end a turn, sorted: the end-of-sequence tokens of the model's config and generation config."""
     from transformers import GenerationConfig
 
-    found: set[int] = set()
+    token_ids: set[int] = set()
     try:
         generation = GenerationConfig.from_pretrained(model)
     except OSError:  # many models have none
         generation = None
     for source in (config, generation):
         value = getattr(source, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
-    return tuple(sorted(found))
+        token_ids.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(token_ids))

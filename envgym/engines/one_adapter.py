@@ -1,7 +1,7 @@
-"""vLLM's LoRA on a CPU, for the case that every token of a batch has the same adapter, which here is always so.
+"""vLLM's LoRA on a CPU for batches in which every token has the same adapter, as envgym's always do.
 
-vLLM's own code gathers a copy of the adapter's matrices for every token: a small model was sampled at 0.36 of its speed
-without an adapter. With two matrix products for the whole batch it is 0.8.
+vLLM's own code gathers a copy of the adapter's matrices for every token: a small model sampled at 0.36 of its speed
+without an adapter. Two matrix products for the whole batch reach 0.8.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class OneAdapter(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is untyped her
         output_slices: tuple[int, ...],
         **kwargs: Any,
     ) -> None:
-        """y [tokens, out] += scale * x A^T B^T, slice by slice of the output: of layers that vLLM has fused (query,
-        key and value) each has an A [adapters, 1, rank, in] and a B [adapters, 1, out, rank] of its own."""
+        """y [tokens, out] += scale * x A^T B^T, slice by slice of the output: of the layers that vLLM has fused
+        (query, key and value) each has its own A [adapters, 1, rank, in] and B [adapters, 1, out, rank]."""
         if self.no_lora:
             return
         if self.batch_size != 1:  # runs of tokens with one adapter

@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible API as the policy: messages in, a message out. No tokens, and so nothing to train on."""
+"""Any OpenAI-compatible API as the policy: messages in, a message out. Without tokens there is nothing to train on."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 from envgym.engine import ChatEngine, ChatReply, ChatRequest, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
-from envgym.net.client import Refused, Unreachable
-from envgym.render.spelling import after_prompt
-from envgym.render.tool_calls import written_call
+from envgym.net.client import RequestRejected, Unreachable
+from envgym.render.spelling import mark_after_prompt
+from envgym.render.tool_calls import parse_api_call
 from envgym.services.chat import ChatCompletions, first_choice, usage_of
 from envgym.services.declarations import Chat
 from envgym.types import Message, StopReason, TextPart, ToolCall
 
 CUT = ("length", "max_tokens", "model_length")
-"""Finish reasons of an answer that its token limit ended."""
+"""Finish reasons of a completion that its token limit ended."""
 BROKEN = ("error", "abort", "insufficient_system_resource")
-"""Finish reasons of an answer that the server itself gave up."""
+"""Finish reasons of a completion that the server itself aborted."""
 TOO_LONG = re.compile(
     r"context[ _-](length|window|size)|max_model_len|prompt is too long|input token count .* exceeds the maximum",
     re.IGNORECASE,
 )
-"""Servers' words for a conversation that does not fit. Their codes differ: OpenAI's is `context_length_exceeded`."""
+"""Servers' messages for a conversation that does not fit. Their codes differ: OpenAI's is `context_length_exceeded`."""
 QUESTION = Message.of("user", "Reply with the word OK.")
 
 
 class OpenAIEngine(ChatEngine):
-    """Asks `POST BASE_URL/chat/completions`, from one event loop.
+    """Posts to `BASE_URL/chat/completions`, from one event loop.
 
-    A request that the network or the server fails is tried again, `api.tries` times in all. `counters` counts requests,
-    retries, failures, prompt_tokens, completion_tokens. Raises `ConfigError` where the key's variable is not set.
+    A request that fails by the network or the server is retried, up to `api.tries` tries in all. `counters` counts
+    requests, retries, failures, prompt_tokens, completion_tokens. Raises `ConfigError` if the key's variable is unset.
     """
 
     def __init__(self, api: Chat) -> None:
@@ -42,18 +42,18 @@ class OpenAIEngine(ChatEngine):
         self._api = ChatCompletions(api, self.counters)
 
     async def check(self, sampling: SamplingParams) -> str:
-        """Ask one short question as all others will be asked, once. Returns why it was not answered where that may
-        pass (the server is busy, say), else nothing.
+        """Send one short request with the run's settings. Returns the reason of a transient failure (a busy server,
+        say), else "".
 
-        Raises `ConfigError` where no question would be answered: nobody is there, or the key, the model or a setting is
-        refused. A completion is asked for because it alone needs all of these to be right, and every server has it;
+        Raises `ConfigError` where every request would fail: the server cannot be reached, or rejects the key, the model
+        or a setting. A completion is requested, because it needs all of these to be right and every server has it;
         `GET /models` is often open to everyone, or absent.
         """
         try:
             await self._ask(ChatRequest("check", (QUESTION,), (), sampling), tries=1)
         except Unreachable as error:
             raise ConfigError(f"{error}: is engine.base_url right, and the server running?") from None
-        except Refused as error:
+        except RequestRejected as error:
             raise ConfigError(f"{error}{self._advice(error.status)}") from None
         except PromptTooLong as error:
             raise ConfigError(f"{error}: lower rollout.max_tokens") from None
@@ -64,15 +64,15 @@ class OpenAIEngine(ChatEngine):
     async def chat(self, request: ChatRequest) -> ChatReply:
         """The assistant's next message.
 
-        Raises `PromptTooLong` where the conversation does not fit the model's context; `InvalidOutcome` of kind
-        `content_filter` where the provider withheld the answer, and of kind `engine` where there is no answer.
+        Raises `PromptTooLong` if the conversation does not fit the model's context; `InvalidOutcome` of kind
+        `content_filter` if the provider withheld the completion, and of kind `engine` if there is none.
         """
         try:
             return await self._ask(request)
         except InvalidOutcome as error:
             if error.kind == "content_filter":
                 raise
-            # `service` is what the environments' own models fail with.
+            # The kind `service` is for the environments' own models.
             raise InvalidOutcome("engine", str(error), retryable=error.retryable) from None
 
     async def close(self) -> None:
@@ -80,27 +80,27 @@ class OpenAIEngine(ChatEngine):
 
     async def _ask(self, request: ChatRequest, *, tries: int | None = None) -> ChatReply:
         try:
-            answer = await self._api.ask(self._body(request), wrong=_wrong, tries=tries)
-        except Refused as error:
+            answer = await self._api.ask(self._body(request), defect=_defect, tries=tries)
+        except RequestRejected as error:
             if error.code == "context_length_exceeded" or (
                 error.status in (400, 413, 422) and TOO_LONG.search(str(error))
             ):
                 raise PromptTooLong(str(error)) from None
             raise
         choice = first_choice(answer)
-        assert choice is not None, "_wrong has looked"
+        assert choice is not None, "_defect has checked it"
         reason = choice.get("finish_reason")
         if reason == "content_filter":
             self.counters["failures"] += 1
-            raise InvalidOutcome("content_filter", f"{self._api.name}: the provider's filter withheld the answer")
-        answered = choice["message"]
-        message = Message("assistant", (TextPart(_text(answered)),), _calls(answered.get("tool_calls"), request))
+            raise InvalidOutcome("content_filter", f"{self._api.name}: the provider's filter withheld the completion")
+        reply = choice["message"]
+        message = Message("assistant", (TextPart(_text(reply)),), _calls(reply.get("tool_calls"), request))
         return ChatReply(message, StopReason.LENGTH if reason in CUT else StopReason.STOP, **usage_of(answer))
 
     def _body(self, request: ChatRequest) -> dict[str, Any]:
         sampling = request.sampling
         return self._api.body(
-            after_prompt(request.messages),
+            mark_after_prompt(request.messages),
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,  # also at 1: servers have defaults of their own
@@ -110,20 +110,18 @@ class OpenAIEngine(ChatEngine):
         )
 
     def _advice(self, status: int) -> str:
-        if status in (401, 403):  # that it is the key, the message says
+        if status in (401, 403):  # the message already names the key
             return f" in ${self._key_variable}" if self._key_variable else " (engine.api_key_env names its variable)"
         if status in (404, 405):
             return (
                 "; engine.base_url is the address before /chat/completions (http://127.0.0.1:8000/v1), and --model the "
-                "name that the server knows"
+                "name under which the server has the model"
             )
-        return (
-            "; a field that the server does not take is renamed or left out with engine.extra (engine.extra.top_p=null)"
-        )
+        return "; rename or omit a field that the server does not take with engine.extra (engine.extra.top_p=null)"
 
 
-def _wrong(answer: Any) -> str:
-    """Reason for which an answer is unusable, in words that follow the server's name."""
+def _defect(answer: Any) -> str:
+    """The reason why an answer is unusable, as a predicate of the server's name; "" for a usable one."""
     choice = first_choice(answer)
     if choice is None:
         error = answer.get("error") if isinstance(answer, dict) else None
@@ -134,22 +132,22 @@ def _wrong(answer: Any) -> str:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """The answer, or the model's own refusal; what it thought (`reasoning_content`) is neither."""
+    """The completion's text, or the model's own refusal, without its thoughts (`reasoning_content`)."""
     content = message.get("content") or message.get("refusal") or ""
     if isinstance(content, list):
         content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
-    return str(content).encode("utf-8", "replace").decode()  # half of a surrogate pair could not be written anywhere
+    return str(content).encode("utf-8", "replace").decode()  # half of a surrogate pair cannot be encoded
 
 
-def _calls(written: Any, request: ChatRequest) -> tuple[ToolCall, ...]:
-    """The tool calls of an answer to a request that offered tools, each with an id of its own."""
+def _calls(items: Any, request: ChatRequest) -> tuple[ToolCall, ...]:
+    """The tool calls of an answer to a request that offered tools, each with a unique id."""
     calls: list[ToolCall] = []
-    for number, item in enumerate(written if request.tools and isinstance(written, list) else ()):
+    for number, item in enumerate(items if request.tools and isinstance(items, list) else ()):
         function = item.get("function") if isinstance(item, dict) else None
         function = function if isinstance(function, dict) else {}
-        call = written_call(function.get("name"), function.get("arguments"), request.tools)
+        call = parse_api_call(function.get("name"), function.get("arguments"), request.tools)
         call_id = item.get("id") if isinstance(item, dict) else None
-        if not isinstance(call_id, str) or not call_id or call_id in {other.id for other in calls}:
+        if not isinstance(call_id, str) or not call_id or call_id in {earlier.id for earlier in calls}:
             call_id = f"{re.sub('[^a-zA-Z0-9]', '', request.id)}{number:05d}"[-9:]
         calls.append(replace(call, id=call_id))
     return tuple(calls)

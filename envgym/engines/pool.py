@@ -1,4 +1,4 @@
-"""Several engines as one: requests are spread over those that live, and one that dies is replaced."""
+"""Several engines as one: requests are distributed over the live engines, and a dead one is replaced."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from envgym.processes.deadline import pause_timeouts
 from .client import EngineClient
 
 MOST_FAILURES = 16
-"""Requests in a row that may fail before an engine counts as dead: it is idle when it answers only errors, and would be
-given every request."""
+"""Consecutive failed requests after which an engine counts as dead: one that answers only errors is always idle, and
+would get every request."""
 MOST_DEATHS = 8
-"""Deaths, for each engine of the pool, after which another start is not worth it."""
+"""Deaths per engine of the pool after which no other engine is started."""
 UNEVEN = 1.5
-"""Share of the mean load above which an engine is left out, though it has the group's prompt already."""
+"""Multiple of the mean load above which an engine is skipped though it has cached the group's prompt."""
 WEIGHTS = ("begin_weights", "load_bucket", "end_weights")
 REMEMBERED = 2**16
-"""Conversations and groups whose engine is known."""
+"""Conversations and groups whose engine is remembered."""
 
 
 @dataclass(eq=False, slots=True)
-class Member:
-    """An engine that lives: how many requests it works on, and how many in a row have failed."""
+class PoolMember:
+    """A live engine, its requests in flight, and its consecutive failures."""
 
     number: int
     client: EngineClient
@@ -38,13 +38,13 @@ class Member:
 
 
 class EnginePool:
-    """Implements `Engine` by `count` engines that `start` starts, by their number.
+    """Implements `Engine` by `count` engines; `start` starts the engine of a number.
 
-    A conversation stays with its engine, and a group's first turns go to the same one unless it has too much to do.
-    With `in_turn` requests go round, so that a deterministic run's always meet the same others. What an engine that
-    dies was working on fails (`InvalidOutcome`, kind `engine`) and may be tried again. Another one is started in its
-    place, and sampled from once `join` has given it the weights of the others; while there is none, requests wait.
-    Calls raise `WorkerDied` once no more are started.
+    A conversation stays with its engine, and the first turns of a group go to the same engine unless it is overloaded.
+    `round_robin` distributes requests in turn, so that every batch of a deterministic run is the same. The requests in
+    flight on an engine that dies fail (`InvalidOutcome`, kind `engine`) and may be retried. A replacement is started,
+    and gets requests once `join` has given it the weights of the others; while no engine is live, requests wait. Calls
+    raise `WorkerDied` once no more replacements are started.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class EnginePool:
         start: Callable[[int], Awaitable[EngineClient]],
         clients: Sequence[EngineClient],
         *,
-        in_turn: bool = False,
+        round_robin: bool = False,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.members: list[Member] = []
+        self.members: list[PoolMember] = []
         self.join: Callable[[EngineClient], Awaitable[None]] | None = None
         self.deaths = 0
         self._start = start
         self._count = len(clients)
-        self._in_turn = in_turn
+        self._round_robin = round_robin
         self._note = note
-        self._asked = 0
-        self._of: OrderedDict[str, Member] = OrderedDict()
+        self._n_requests = 0
+        self._assigned: OrderedDict[str, PoolMember] = OrderedDict()
         self._replacing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._broken: WorkerDied | None = None
@@ -71,18 +71,18 @@ class EnginePool:
             self._add(number, client)
 
     @classmethod
-    async def started(cls, start: Callable[[int], Awaitable[EngineClient]], count: int, **settings: Any) -> EnginePool:
-        """A pool of `count` engines, ready to sample."""
+    async def start(cls, start: Callable[[int], Awaitable[EngineClient]], count: int, **settings: Any) -> EnginePool:
+        """Start `count` engines and return their pool."""
         return cls(start, await asyncio.gather(*(start(number) for number in range(count))), **settings)
 
     async def info(self) -> EngineInfo:
-        return await (await self._ready())[0].client.info()
+        return await (await self._live_members())[0].client.info()
 
     async def steps(self) -> int:
-        return sum(await self._each("steps"))
+        return sum(await self._call_each("steps"))
 
     async def generate(self, request: Request) -> Generation:
-        member = await self._chosen(request.id)
+        member = await self._choose(request.id)
         member.in_flight += 1
         try:
             generation = await member.client.generate(request)
@@ -100,21 +100,21 @@ class EnginePool:
         return generation
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        return await (await self._ready())[0].client.score(token_ids)
+        return await (await self._live_members())[0].client.score(token_ids)
 
     async def probe(self, token_ids: tuple[int, ...]) -> list[list[float]]:
-        """`score` by every engine."""
-        return await self._each("score", token_ids)
+        """The log-probs of `score` by every engine."""
+        return await self._call_each("score", token_ids)
 
     @property
     def clients(self) -> list[EngineClient]:
-        """The engines that live."""
+        """The live engines."""
         return [member.client for member in self.members]
 
-    async def tell(self, method: str, *args: Any) -> list[Any]:
-        """Make a call of `HostedEngine` to every engine. One that fails at new weights is replaced like one that died:
-        half of them are no policy."""
-        return await self._each("tell", method, *args, losing=WorkerError if method in WEIGHTS else WorkerDied)
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of `HostedEngine` on every engine. An engine that fails while loading weights is replaced like
+        one that died: half-loaded weights are unusable."""
+        return await self._call_each("call", method, *args, losing=WorkerError if method in WEIGHTS else WorkerDied)
 
     async def close(self) -> None:
         for task in self._replacing:
@@ -122,10 +122,10 @@ class EnginePool:
         await asyncio.gather(*self._replacing, return_exceptions=True)
         await asyncio.gather(*(member.client.close() for member in self.members))
 
-    # -- who is asked --------------------------------------------------------------------------------------------
+    # -- choice of an engine -------------------------------------------------------------------------------------
 
-    async def _ready(self) -> list[Member]:
-        """The engines that live; where there is none, those that will."""
+    async def _live_members(self) -> list[PoolMember]:
+        """The live engines; waits for a replacement while there is none."""
         while not self.members:
             if self._broken is not None:
                 raise self._broken
@@ -133,69 +133,68 @@ class EnginePool:
                 await self._changed.wait()
         return self.members
 
-    async def _chosen(self, request: str) -> Member:
-        ready = await self._ready()
-        if self._in_turn:
-            self._asked += 1
-            return ready[(self._asked - 1) % len(ready)]
-        conversation = request.rpartition(".")[0]
-        if (own := self._of.get(conversation)) is not None:
-            if own not in ready:
-                raise InvalidOutcome("engine", "the engine that played the turns before has died", retryable=True)
-            return own
+    async def _choose(self, request_id: str) -> PoolMember:
+        live = await self._live_members()
+        if self._round_robin:
+            self._n_requests += 1
+            return live[(self._n_requests - 1) % len(live)]
+        conversation = request_id.rpartition(".")[0]
+        if (assigned := self._assigned.get(conversation)) is not None:
+            if assigned not in live:
+                raise InvalidOutcome("engine", "the engine of the earlier turns has died", retryable=True)
+            return assigned
         group = conversation.rsplit(":", 2)[0]
-        mean = sum(member.in_flight for member in ready) / len(ready)
-        chosen = self._of.get(group)
-        if chosen not in ready or chosen.in_flight > UNEVEN * (mean + 1):
-            chosen = min(ready, key=lambda member: member.in_flight)
+        mean = sum(candidate.in_flight for candidate in live) / len(live)
+        member = self._assigned.get(group)
+        if member not in live or member.in_flight > UNEVEN * (mean + 1):
+            member = min(live, key=lambda candidate: candidate.in_flight)
         for key in (group, conversation):
-            self._of[key] = chosen
-            self._of.move_to_end(key)
-        while len(self._of) > REMEMBERED:
-            self._of.popitem(last=False)
-        return chosen
+            self._assigned[key] = member
+            self._assigned.move_to_end(key)
+        while len(self._assigned) > REMEMBERED:
+            self._assigned.popitem(last=False)
+        return member
 
-    async def _each(self, method: str, *args: Any, losing: type[WorkerError] = WorkerDied) -> list[Any]:
-        """Answers of the engines that live, which may be none. One that fails with an error of the kind `losing` is
-        replaced."""
+    async def _call_each(self, method: str, *args: Any, losing: type[WorkerError] = WorkerDied) -> list[Any]:
+        """The live engines' answers, possibly none. An engine that raises an error of class `losing` is replaced."""
         members = list(self.members)
         results = await asyncio.gather(
             *(getattr(member.client, method)(*args) for member in members), return_exceptions=True
         )
-        found = []
+        answers = []
         for member, result in zip(members, results, strict=True):
             if isinstance(result, losing):
                 self._lose(member, str(result))
             elif isinstance(result, BaseException):
                 raise result
             else:
-                found.append(result)
-        return found
+                answers.append(result)
+        return answers
 
     def _add(self, number: int, client: EngineClient) -> None:
         client.others_moved_at = lambda: max(
-            (other.moved_at for other in self.clients if other is not client), default=-math.inf
+            (engine.moved_at for engine in self.clients if engine is not client), default=-math.inf
         )
-        self.members.append(Member(number, client))
-        self.members.sort(key=lambda one: one.number)
+        self.members.append(PoolMember(number, client))
+        self.members.sort(key=lambda member: member.number)
 
     # -- deaths --------------------------------------------------------------------------------------------------
 
-    def _lose(self, member: Member, why: str) -> None:
-        if member not in self.members:  # others have told already
+    def _lose(self, member: PoolMember, why: str) -> None:
+        if member not in self.members:  # another call has noticed already
             return
         self.members.remove(member)
         self.deaths += 1
         if self.deaths > MOST_DEATHS * self._count:
             self._broken = WorkerDied(f"{why}; {self.deaths} engines have died: see their logs")
-            self._tell()
+            self._notify()
             return
         self._note(f"{why}; starting another")
         task = asyncio.create_task(self._replace(member, why))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    async def _replace(self, member: Member, why: str) -> None:
+    async def _replace(self, member: PoolMember, why: str) -> None:
         try:
             await member.client.close()
             client = await self._start(member.number)
@@ -205,8 +204,8 @@ class EnginePool:
             self._broken = WorkerDied(f"{why}; another one could not be started: {error}")
         else:
             self._add(member.number, client)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The specification of an engine, whichever class implements it."""
+"""The specification of an engine, independent of its class."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The model that an engine samples, and how it is to run.
+    """The model that an engine samples from, and the engine's options.
 
     model          folder of a model
-    dtype          `auto` (float32 on a CPU, bfloat16 elsewhere: what the workers take) or a torch dtype's name
-    max_model_len  context length in tokens, prompt and answer together; None takes the model's
+    dtype          `auto` (float32 on a CPU, bfloat16 elsewhere, as in the workers) or a torch dtype's name
+    max_model_len  context length in tokens, prompt and completion together; None takes the model's
     deterministic  the same requests in the same order give the same bits
-    concurrency    requests that will be in flight at once, so that as many may be sampled in one step (up to a limit
-                   of the engine's, beyond which a step only gets longer); None takes the engine's own number
-    lora_rank      the largest rank of adapters that will be loaded; 0: none will be
-    sleeps         it will be told to sleep
-    gpu_share      the share of a device's memory that it takes, for weights and cache
-    engine_args    arguments of the library's own: of vLLM's `EngineArgs`, of transformers' `from_pretrained`
+    concurrency    maximum number of requests in flight, so that as many can be sampled in one step (up to the engine's
+                   limit, beyond which a step only gets longer); None takes the engine's own number
+    lora_rank      maximum rank of the adapters to load; 0: no adapters
+    sleeps         True if `sleep` will be called
+    gpu_share      the share of a device's memory to use, for weights and cache
+    engine_args    arguments of the library: of vLLM's `EngineArgs`, of transformers' `from_pretrained`
     """
 
     model: str

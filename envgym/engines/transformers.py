@@ -1,7 +1,7 @@
-"""Plain transformers as the engine, for where vLLM cannot be installed. Simple and exact, not fast.
+"""Plain transformers as the engine, where vLLM cannot be installed. Simple and exact, not fast.
 
-Whatever requests wait are sampled as one left-padded batch with a key-value cache, which shrinks as its requests
-finish; what arrives meanwhile is the next batch.
+All waiting requests are sampled as one left-padded batch with a key-value cache; requests that arrive meanwhile form
+the next batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformers
 
 from envgym.engine import EngineInfo, Generation, Request, SamplingParams, check_fits
 from envgym.errors import ConfigError, WorkerError
-from envgym.models.weights_file import Bucket, Update
+from envgym.models.weights_file import Bucket, IncomingWeights
 from envgym.types import StopReason, VersionSpan
 from envgym.workers.config import number_format
 
@@ -32,7 +32,7 @@ MAX_BATCH = 256
 
 @dataclass(slots=True)
 class Sample:
-    """A request being sampled, and what has been sampled of it so far."""
+    """A request in flight, and the tokens sampled for it so far."""
 
     request: Request
     stop: frozenset[int]
@@ -62,9 +62,9 @@ class Sample:
 class TransformersEngine:
     """Implements `envgym.engine.HostedEngine`.
 
-    Of its specification `deterministic` asks for nothing: batches follow the order of arrival, and a request with a
-    seed has a generator of its own. Nor do `concurrency`, for a batch is all that is in flight, `lora_rank`, `sleeps`
-    and `gpu_share`: an adapter of any rank can be loaded, the model moved, and memory is taken as it is needed.
+    Several fields of its specification have no effect. `deterministic`: batches follow the order of arrival, and a
+    request with a seed has its own generator. `concurrency`: a batch is everything in flight. `lora_rank`, `sleeps`,
+    `gpu_share`: an adapter of any rank can be loaded, the model be moved, and memory is taken as needed.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -85,7 +85,7 @@ class TransformersEngine:
         self._version = 0
         self._steps = 0
         self._has_adapter = False
-        self._update = Update()
+        self._update = IncomingWeights()
         self._waiting: list[Sample] = []
         self._sampling: asyncio.Task[None] | None = None
         self._may_step = asyncio.Event()
@@ -98,11 +98,11 @@ class TransformersEngine:
         return self._steps
 
     async def generate(self, request: Request) -> Generation:
-        wanted = request.sampling
+        sampling = request.sampling
         generator = None
-        if wanted.seed is not None:
-            generator = torch.Generator(self._device).manual_seed(wanted.seed)
-        stop = frozenset((*wanted.stop_token_ids, *self._end_tokens))
+        if sampling.seed is not None:
+            generator = torch.Generator(self._device).manual_seed(sampling.seed)
+        stop = frozenset((*sampling.stop_token_ids, *self._end_tokens))
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting.append(Sample(request, stop, future, generator))
         if self._sampling is None or self._sampling.done():
@@ -128,7 +128,7 @@ class TransformersEngine:
         if self._has_adapter:
             raise WorkerError("an engine that has an adapter takes no other weights")
         self._may_step.clear()
-        self._update = Update()
+        self._update = IncomingWeights()
 
     async def load_bucket(self, bucket: Bucket | Mapping[str, Any]) -> None:
         tensors = self._update.take(bucket)
@@ -161,7 +161,7 @@ class TransformersEngine:
 
     async def sleep(self, level: int) -> None:
         self._model.to("cpu")
-        if self._device.type == "cuda":  # torch would keep the memory for itself
+        if self._device.type == "cuda":  # else torch keeps the memory
             torch.cuda.empty_cache()
 
     async def wake(self, part: str) -> None:
@@ -184,7 +184,7 @@ class TransformersEngine:
                         sample.future.set_exception(WorkerError(f"sampling failed: {type(error).__name__}: {error}"))
 
     async def _sample(self, batch: list[Sample]) -> None:
-        """Sample a batch to its end. New weights meanwhile mean a new cache, computed from the tokens so far."""
+        """Sample a batch to its end. After new weights the cache is recomputed from the tokens so far."""
         while not all(sample.finished for sample in batch):
             version, cache, mask = self._version, None, None
             while version == self._version and not all(sample.finished for sample in batch):
@@ -232,7 +232,7 @@ def sample_token(logits: torch.Tensor, sampling: SamplingParams, generator: torc
     """Draw a token from `logits` [V]; return it and its log-probability, in nats, in the distribution drawn from.
 
     Temperature, then top-k, then top-p (the smallest set of most likely tokens that holds at least top_p), each
-    renormalised. Temperature 0 takes the likeliest, with its log-probability at temperature 1.
+    renormalised. Temperature 0 takes the most likely, with its log-probability at temperature 1.
     """
     if sampling.temperature == 0:
         token = int(logits.argmax())
@@ -249,7 +249,7 @@ def sample_token(logits: torch.Tensor, sampling: SamplingParams, generator: torc
 
 
 def spans(versions: list[int]) -> tuple[VersionSpan, ...]:
-    """Runs of equal policy versions, one number a token, as spans."""
+    """Runs of equal policy versions as spans; `versions` has one number per token."""
     starts = [t for t, version in enumerate(versions) if t == 0 or version != versions[t - 1]]
     ends = [*starts[1:], len(versions)]
     return tuple(VersionSpan(versions[start], start, end) for start, end in zip(starts, ends, strict=True))

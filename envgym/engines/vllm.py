@@ -1,4 +1,4 @@
-"""vLLM as the engine, inside the process that hosts it. The one module in contact with vLLM, but for `one_adapter`.
+"""vLLM as the engine, in the process that hosts it. Only this module and `one_adapter` use vLLM.
 
 Written against vLLM 0.32; the calls used here are the same in the range below. CPU and GPU builds run the same
 code: the platform decides only defaults, and `engine_args` overrides every one of them.
@@ -16,7 +16,7 @@ from typing import Any
 
 from envgym.engine import EngineInfo, Generation, Request, check_fits
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
-from envgym.models.weights_file import Bucket, Update, read_bucket
+from envgym.models.weights_file import Bucket, IncomingWeights, read_bucket
 from envgym.types import StopReason, VersionSpan, float_array, int_array
 from envgym.workers.config import number_format
 
@@ -24,33 +24,32 @@ from .model_folder import check_model_folder, end_tokens
 from .spec import EngineSpec
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
-"""The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that says which weights sampled which tokens."""
+"""The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that reports which weights sampled which tokens."""
 
 LOOP_TURNS = 5
-"""Turns of the event loop between two steps: to hand results over, write them out, read what came in answer and
-add it, so that the next turn of an episode joins the very next step. A turn costs some 10 microseconds."""
+"""Iterations of the event loop between two engine steps: they deliver results, write and read the sockets and add the
+answers, so that an episode's next turn joins the very next step. Each costs some 10 microseconds."""
 
 STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "repetition": StopReason.LENGTH}
-"""The meaning of vLLM's finish reasons. The others (`abort`, `error`) say that the request was not answered."""
+"""The meaning of vLLM's finish reasons. The others (`abort`, `error`) mean that there is no completion."""
 
 MOST_AT_ONCE = 1024
-"""Requests in one step, as vLLM has it itself on large devices."""
+"""Maximum number of requests in one step: vLLM's own default on large devices."""
 CPU_CACHE_BYTES = 2 * 2**30
 
 
 class VLLMEngine:
     """Implements `envgym.engine.HostedEngine`.
 
-    In a deterministic run prompts are never cut into chunks and no key or value computed for another request is used
-    again.
+    A deterministic run neither splits prompts into chunks nor reuses keys and values of other requests.
 
-    Log-probabilities are those of the distribution sampled from (temperature, top-p and top-k applied); greedy
-    ones are of temperature 1. Raises `EnvgymError` where the model cannot be loaded.
+    Log-probabilities are those of the distribution sampled from (temperature, top-p and top-k applied); of greedy
+    sampling, those at temperature 1. Raises `EnvgymError` if the model cannot be loaded.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
         check_model_folder(spec.model)
-        # One process, which the runtime started and can end; vLLM would add an engine process of its own.
+        # One process, which the runtime can end; by default vLLM adds an engine process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # Cores are shared with the learner: OMP_NUM_THREADS decides, nothing is pinned, and idle threads sleep
         # (spinning ones made two threads five times slower than one on two busy cores).
@@ -67,7 +66,7 @@ class VLLMEngine:
         self._stepping: asyncio.Task[None] | None = None
         self._may_step = asyncio.Event()
         self._may_step.set()
-        self._update = Update()
+        self._update = IncomingWeights()
         self._transfers = "weight_transfer_config" in spec.engine_args
         self._broken: str | None = None
         self._scores = 0
@@ -84,14 +83,14 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        wanted = request.sampling
+        requested = request.sampling
         sampling = SamplingParams(
-            max_tokens=wanted.max_tokens,
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            seed=wanted.seed,
-            stop_token_ids=[*wanted.stop_token_ids, *self._end_tokens],
+            max_tokens=requested.max_tokens,
+            temperature=requested.temperature,
+            top_p=requested.top_p,
+            top_k=requested.top_k,
+            seed=requested.seed,
+            stop_token_ids=[*requested.stop_token_ids, *self._end_tokens],
             ignore_eos=True,  # the end tokens are all among the stop tokens
             logprobs=0,
             flat_logprobs=True,
@@ -100,7 +99,7 @@ class VLLMEngine:
         )
         output = (await self._run(request.id, list(request.token_ids), sampling)).outputs[0]
         if output.finish_reason not in STOP_REASONS:
-            raise InvalidOutcome("engine", _given_up(output.finish_reason), retryable=True)
+            raise InvalidOutcome("engine", _describe_abort(output.finish_reason), retryable=True)
         return Generation(
             token_ids=int_array(output.token_ids),
             logprobs=float_array(output.logprobs.logprobs),  # vLLM computes them in float32
@@ -113,14 +112,14 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         check_fits(token_ids, self._max_model_len)
-        # vLLM scores a prompt on the way to a token after it. Where there is no room for that one, the last token
-        # is asked about as if it might be sampled.
-        full = len(token_ids) == self._max_model_len
-        prompt = list(token_ids[:-1] if full else token_ids)
+        # vLLM computes a prompt's log-probs when it samples a token after it. A full context has no room for that one:
+        # then the last token is requested as a candidate of the sampling.
+        fills_context = len(token_ids) == self._max_model_len
+        prompt = list(token_ids[:-1] if fills_context else token_ids)
         sampling = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,
-            logprob_token_ids=[token_ids[-1]] if full else None,
+            logprob_token_ids=[token_ids[-1]] if fills_context else None,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -128,9 +127,9 @@ class VLLMEngine:
         self._scores += 1
         output = await self._run(f"score-{self._scores}", prompt, sampling)
         if output.outputs[0].finish_reason not in STOP_REASONS:
-            raise WorkerError(_given_up(output.outputs[0].finish_reason))
+            raise WorkerError(_describe_abort(output.outputs[0].finish_reason))
         logprobs = list(output.prompt_logprobs.logprobs)
-        if full:
+        if fills_context:
             logprobs.append(output.outputs[0].logprobs[0][token_ids[-1]].logprob)
         return logprobs
 
@@ -146,7 +145,7 @@ class VLLMEngine:
         if self._adapter is not None:
             raise WorkerError("an engine that has an adapter takes no other weights")
         self._may_step.clear()
-        self._update = Update()
+        self._update = IncomingWeights()
         self._engine.collective_rpc("start_weight_update" if self._transfers else "begin_reload")
 
     async def load_bucket(self, bucket: Bucket | Mapping[str, Any]) -> None:
@@ -171,14 +170,14 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
 
         self._check()
-        # Under the number of the one before, so that requests in flight go on with the new one.
+        # Under the number of the previous adapter, so that requests in flight continue with the new one.
         self._engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
         self._adapter = LoRARequest("policy", 1, path)
         self._begin_version(version)
 
     def _begin_version(self, version: int) -> None:
-        """Requests in flight are computed anew from their tokens, so that nothing sampled from now on rests on keys
-        and values of the old weights, and its log-probabilities are exactly the new policy's."""
+        """Recompute requests in flight from their tokens, so that no later token depends on keys and values of the old
+        weights and its log-probabilities are exactly the new policy's."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._engine.set_weight_version(str(version))
 
@@ -228,7 +227,7 @@ class VLLMEngine:
             self._fail(f"vLLM failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     def _fail(self, reason: str) -> None:
-        """No request can be answered from here on."""
+        """Fail all requests, from here on."""
         self._broken = reason
         for future in self._waiting.values():
             if not future.done():
@@ -250,8 +249,8 @@ class WeightReader:
         model = self.model_runner.get_model()
         for layer in _repacked(model):
             if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
-                layer.quant_method.moe_kernel = None  # vLLM repacks experts only as it makes their kernel
-        # Layers are made anew: on a CPU their matrices have been repacked, and only a reload repacks again.
+                layer.quant_method.moe_kernel = None  # vLLM repacks experts only when it makes their kernel
+        # Rebuild the layers: on a CPU their matrices have been repacked, and only a reload repacks again.
         initialize_layerwise_reload(model)
 
     def load_bucket(self, bucket: Bucket) -> None:
@@ -265,24 +264,24 @@ class WeightReader:
         model = runner.get_model()
         finalize_layerwise_reload(model, runner.model_config)
         for layer in _repacked(model):
-            if isinstance(layer, ParallelLMHead):  # a tied one is given nothing, and has a repacked copy
+            if isinstance(layer, ParallelLMHead):  # a tied head loads nothing, and has a repacked copy
                 layer.quant_method.process_weights_after_loading(layer)
         runner.reset_lora_state()
 
 
 def _repacked(model: Any) -> Iterable[Any]:
-    """The layers whose matrices may be repacked: all of them on a CPU, none elsewhere."""
+    """The layers with possibly repacked matrices: all on a CPU, none elsewhere."""
     from vllm.platforms import current_platform
 
     return model.modules() if current_platform.is_cpu() else ()
 
 
-def _given_up(reason: str | None) -> str:
-    return f"vLLM gave a request up before it was done (finish reason {reason!r})"
+def _describe_abort(reason: str | None) -> str:
+    return f"vLLM aborted a request (finish reason {reason!r})"
 
 
 def _import_vllm() -> str:
-    """Import vLLM and return its version; warn where this module was not written for it."""
+    """Import vLLM and return its version; warn if it is outside the supported range."""
     try:
         import vllm
     except ModuleNotFoundError as error:
@@ -295,7 +294,7 @@ def _import_vllm() -> str:
 
 
 def _lora_arguments(rank: int) -> dict[str, Any]:
-    """Arguments for one adapter of up to `rank`, for which vLLM has sizes of its own."""
+    """Arguments for one adapter of up to `rank`, rounded up to a size that vLLM supports."""
     from typing import get_args
 
     from vllm.config.lora import MaxLoRARanks
@@ -311,7 +310,7 @@ def _lora_arguments(rank: int) -> dict[str, Any]:
 
 
 def _build(spec: EngineSpec) -> Any:
-    """Make vLLM's engine, or raise one line that says why it cannot be made."""
+    """Build vLLM's engine. Raises `ConfigError` with the reason if it cannot be built."""
     import dataclasses
 
     from vllm.platforms import current_platform
@@ -324,10 +323,10 @@ def _build(spec: EngineSpec) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    known_names = {field.name for field in dataclasses.fields(EngineArgs)}
     for name in spec.engine_args:
-        if name not in known:
-            raise ConfigError(f"vLLM has no engine argument {name!r}.{did_you_mean(name, known)}")
+        if name not in known_names:
+            raise ConfigError(f"vLLM has no engine argument {name!r}.{did_you_mean(name, known_names)}")
     cpu = current_platform.is_cpu()
     settings = _arguments(spec, cpu=cpu)
     if isinstance(transfer := settings.get("weight_transfer_config"), Mapping):
@@ -335,14 +334,14 @@ def _build(spec: EngineSpec) -> Any:
 
         settings["weight_transfer_config"] = WeightTransferConfig(**transfer)
     if cpu and settings["enforce_eager"]:
-        # vLLM still compiles one small function of its sampler: seconds of g++ for nothing that can be measured.
+        # Else vLLM compiles one small function of its sampler: seconds of g++ without a measurable gain.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if spec.lora_rank:
         settings = _lora_arguments(spec.lora_rank) | settings
     try:
         from vllm.v1.engine.llm_engine import LLMEngine  # after the line above, which it reads on import
 
-        # Many requests at once, none of which somebody waits for: in this context vLLM takes more tokens a step.
+        # Throughput counts, not latency: in this context vLLM takes more tokens per step.
         return LLMEngine.from_engine_args(EngineArgs(**settings), usage_context=UsageContext.LLM_CLASS)
     except (ImportError, MissingDependency):
         raise
@@ -352,7 +351,7 @@ def _build(spec: EngineSpec) -> Any:
 
 
 def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
-    """The fields of vLLM's `EngineArgs`: those that envgym sets, and over them the specification's own."""
+    """The fields of vLLM's `EngineArgs`: envgym's, overridden by the specification's `engine_args`."""
     settings: dict[str, Any] = {
         "model": spec.model,
         "runner": "generate",
@@ -361,14 +360,14 @@ def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
         "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,
-        "disable_log_stats": True,  # nobody reads them here, and keeping them takes time at every token
+        "disable_log_stats": True,  # unused here, and they cost time at every token
         "enable_prefix_caching": not spec.deterministic,
         "worker_extension_cls": f"{WeightReader.__module__}.{WeightReader.__qualname__}",
-        # A step's tokens are stamped with the weights that sampled them only where no step overlaps the next.
+        # Tokens are stamped with the weights that sampled them only if no step overlaps the next.
         "async_scheduling": False,
         "enforce_eager": cpu,
     }
-    if cpu or spec.deterministic:  # on a CPU a seeded request whose prompt is cut into chunks crashes vLLM 0.32
+    if cpu or spec.deterministic:  # on a CPU a seeded request with its prompt split into chunks crashes vLLM 0.32
         settings["enable_chunked_prefill"] = False
     if not cpu:
         settings |= {"gpu_memory_utilization": spec.gpu_share, "enable_sleep_mode": spec.sleeps}

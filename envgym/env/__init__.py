@@ -14,10 +14,10 @@ from __future__ import annotations
 from envgym.types import Action, Message, Observation, Task
 
 from .checked import CheckedEnv
-from .protocol import Env, EnvConfig, Info, ListTasks, Recording, SeedTasks, StepResult, TaskSet
+from .protocol import Env, EnvConfig, Info, Recording, SeededTasks, StepResult, TaskList, TaskSet
 from .spec import EnvSpec
 
 __all__ = [
-    "Action", "CheckedEnv", "Env", "EnvConfig", "EnvSpec", "Info", "ListTasks", "Message", "Observation",
-    "Recording", "SeedTasks", "StepResult", "Task", "TaskSet",
+    "Action", "CheckedEnv", "Env", "EnvConfig", "EnvSpec", "Info", "Message", "Observation",
+    "Recording", "SeededTasks", "StepResult", "Task", "TaskList", "TaskSet",
 ]  # fmt: skip

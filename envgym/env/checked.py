@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from envgym.errors import InvalidStep, ResetNeeded
 from envgym.processes.deadline import call_in_time
-from envgym.processes.threads import OwnThread
+from envgym.processes.threads import DedicatedThread
 from envgym.types import Action, Observation, Span, Task, as_observation, timed
 
 from .protocol import Env, Info
@@ -54,7 +54,7 @@ class CheckedEnv(Env):
         self._blocking = {
             method.__name__ for method in methods if env.blocking or not asyncio.iscoroutinefunction(method)
         }
-        self._thread = OwnThread(spec.id) if self._blocking else None
+        self._thread = DedicatedThread(spec.id) if self._blocking else None
 
     async def __aenter__(self) -> Self:
         await self.acquire()
@@ -125,7 +125,7 @@ class CheckedEnv(Env):
         finally:
             if self._thread is not None:
                 self._thread.end()
-            self.leave()
+            self.release()
 
     @property
     def has_close(self) -> bool:
@@ -133,7 +133,7 @@ class CheckedEnv(Env):
         is_plain = type(self) is CheckedEnv and type(self.env).close is Env.close
         return not is_plain or self._thread is not None or self.owns_spec
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give the place back, whatever the instance still does."""
         self._playing = False
         if self._has_slot and self.spec.slots is not None:
@@ -156,7 +156,7 @@ class CheckedEnv(Env):
 
     async def _draw_task(self, seed: int | None) -> Task:
         tasks = self.spec.tasks("train")
-        return await tasks.get(random.Random(seed).randrange(tasks.reach))
+        return await tasks.get(random.Random(seed).randrange(tasks.index_bound))
 
     def _observation(self, value: Any) -> Observation:
         try:

@@ -38,7 +38,7 @@ class Recording:
     rewards: Sequence[float | None] = ()
     """Reward of each turn; empty: nothing is known of it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    are_pieces: bool = False
+    is_single_turn: bool = False
     """The turns are pieces of one answer and follow each other as they stand, with no end of turn between."""
 
 
@@ -55,16 +55,16 @@ class TaskSet(ABC):
         """The task at `index`, always the same one; IndexError past the end."""
 
     @property
-    def reach(self) -> int:
+    def index_bound(self) -> int:
         """Exclusive upper bound for random task indices: the size or, without end, as far as may be read at once."""
         return 2**31 if self.size is None else self.size
 
-    def seeded(self, seed: int) -> TaskSet:
+    def with_seed(self, seed: int) -> TaskSet:
         """The same tasks in an order drawn by `seed`, where the set itself decides on an order; else itself."""
         return self
 
 
-class ListTasks(TaskSet):
+class TaskList(TaskSet):
     """A task set that is a list in memory."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -78,7 +78,7 @@ class ListTasks(TaskSet):
         return self._tasks[index]
 
 
-class SeedTasks(TaskSet):
+class SeededTasks(TaskSet):
     """The task set of an environment that makes its problems from the seed: task `seed-N` is reset seed N.
 
     Train and test draw from disjoint seeds.

@@ -18,10 +18,10 @@ from pydantic import ValidationError
 from envgym.errors import ConfigError
 from envgym.hashing import source_hash, text_hash
 from envgym.settings import settings_error
-from envgym.types import Episode, Judgement, Message, Task
+from envgym.types import Episode, Message, Reward, Task
 
 from .checked import CheckedEnv
-from .protocol import Env, EnvConfig, Recording, SeedTasks, TaskSet
+from .protocol import Env, EnvConfig, Recording, SeededTasks, TaskSet
 
 
 class EnvSpec:
@@ -82,7 +82,7 @@ class EnvSpec:
         """
         return {}
 
-    def of(self, task: Task) -> EnvSpec:
+    def spec_for(self, task: Task) -> EnvSpec:
         """The environment that plays `task`: this one, or the member of a mixture."""
         return self
 
@@ -102,14 +102,14 @@ class EnvSpec:
 
     def tasks(self, split: str) -> TaskSet:
         """The tasks of `train` or `test`. The two never overlap."""
-        return SeedTasks(split)
+        return SeededTasks(split)
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         """The assistant's turns, in order, that show how `task` is done, for replay; the seed picks among variants."""
         raise ConfigError(f"environment {self.id} has no demonstrations to replay")
 
     @property
-    def recordings(self) -> int:
+    def recordings_per_task(self) -> int:
         """Recordings of each task: a replay plays all of them, each as a member of the task's group."""
         return 1
 
@@ -119,8 +119,8 @@ class EnvSpec:
 
     async def score_group(
         self, task: Task, episodes: Sequence[Episode]
-    ) -> Sequence[float | Judgement | Exception | None] | None:
-        """Judge the finished episodes of one task together: a reward or a `Judgement` for each, None for one that gets
+    ) -> Sequence[float | Reward | Exception | None] | None:
+        """Judge the finished episodes of one task together: a reward or a `Reward` for each, None for one that gets
         no reward, an exception (`InvalidOutcome`) for one that could not be judged. None: they are judged alone."""
         return None
 
@@ -130,7 +130,7 @@ class EnvSpec:
         return any(type(part).score_group is not EnvSpec.score_group for part in self.parts())
 
     @property
-    def about(self) -> str:
+    def summary(self) -> str:
         """The first sentence of its author's description."""
         return first_sentence(self.docstring)
 

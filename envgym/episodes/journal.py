@@ -30,12 +30,12 @@ class Journal:
         """The episodes as they were played, in the order in which they ended."""
         found: dict[EpisodeKey, Episode] = {}
         for episode in self._read():
-            found.setdefault((episode.group, episode.member), episode)
+            found.setdefault((episode.group_id, episode.member), episode)
         return found
 
     def judged(self) -> dict[EpisodeKey, Episode]:
         """The episodes as they were judged last, in the same order."""
-        return {(episode.group, episode.member): episode for episode in self._read()}
+        return {(episode.group_id, episode.member): episode for episode in self._read()}
 
     def episodes(self) -> list[Episode]:
         """The same of a file that may have been joined from several, whose keys may be the same: an episode is the one
@@ -43,7 +43,7 @@ class Journal:
         found: list[Episode] = []
         last: dict[EpisodeKey, int] = {}
         for episode in self._read():
-            key = (episode.group, episode.member)
+            key = (episode.group_id, episode.member)
             if key in last and _identity(found[last[key]]) == _identity(episode):
                 found[last[key]] = episode
             else:

@@ -31,6 +31,8 @@ PLAIN = (
     "id", "env", "group", "member", "seed", "attempt", "reward", "score", "score_is_reward", "answer", "seconds"
 )  # fmt: skip
 """Fields of an episode that are numbers and text, and written as they are."""
+FIELDS = {name: "group_id" if name == "group" else name for name in PLAIN}
+"""Fields of an episode by their names in a record."""
 PLAIN_OF_TASK = ("id", "difficulty", "seed", "env")
 
 
@@ -91,7 +93,7 @@ def to_record(episode: Episode) -> dict[str, Any]:
     """
     task = episode.task
     return {
-        **_values(episode, PLAIN),
+        **{name: getattr(episode, field) for name, field in FIELDS.items()},
         "task": {
             **_values(task, PLAIN_OF_TASK),
             "prompt": task.prompt if isinstance(task.prompt, str) else [_message(message) for message in task.prompt],
@@ -118,7 +120,7 @@ def from_record(record: Mapping[str, Any]) -> Episode:
     such a record."""
     task, outcome = record["task"], _known(Outcome, record["outcome"])
     return Episode(
-        **{name: record[name] for name in PLAIN},
+        **{field: record[name] for name, field in FIELDS.items()},
         task=Task(
             **{name: task[name] for name in PLAIN_OF_TASK},
             prompt=task["prompt"] if isinstance(task["prompt"], str) else as_messages(task["prompt"]),

@@ -18,8 +18,8 @@ from .statistics import Mean, cluster_sums, suite_mean, t_quantile, t_quantile_9
 DESCRIBED = (("code", "code"), ("settings", "spec"))
 PLAYED = {
     "sampling": "the two were sampled differently",
-    "agent": "the two were played by agents of other settings",
-    "split": "the two played other splits",
+    "agent": "the agents of the two have different settings",
+    "split": "the two ran on different splits",
 }
 
 
@@ -34,7 +34,7 @@ class Flip:
 
 @dataclass(slots=True)
 class EnvComparison:
-    """One environment under both policies. `weight` is what it counts in the suite's difference."""
+    """One environment under both policies. `weight` is its weight in the suite's difference."""
 
     paired: Paired
     weight: float
@@ -47,8 +47,8 @@ class EnvComparison:
 
 @dataclass(slots=True)
 class Comparison:
-    """B against A. `notes` say what makes them less comparable than they look; `unpaired` are environments with a
-    weight in either that have no pair, for which reason there is no difference of the suite."""
+    """B against A. `notes` list what makes them less comparable; `unpaired` lists the environments with a weight that
+    only one of the two has, or without common scores: with any of them the suite has no difference."""
 
     a: str
     b: str
@@ -67,14 +67,14 @@ class Comparison:
             return pairs[0].as_dict()
         means = [Mean(p.mean, p.low, p.high, p.n, p.stderr, p.n_clusters, "t") for p in pairs]
         mean = suite_mean(means, [env.weight for env in weighed.values()])
-        whole = math.fsum(env.weight for env in weighed.values())
+        total_weight = math.fsum(env.weight for env in weighed.values())
         totals = [
-            total * env.weight / whole / env.paired.n
+            total * env.weight / total_weight / env.paired.n
             for env in weighed.values()
             for total, _ in cluster_sums(env.paired.differences, env.clusters)
         ]
         df, detectable = sum(paired.n_clusters - 1 for paired in pairs), math.nan
-        # Where all tasks of one environment differ alike its error is 0, which is not how sure anything is.
+        # An environment whose tasks all differ alike has an error of 0, which would understate the suite's.
         if not any(math.isnan(paired.detectable) for paired in pairs):
             detectable = (t_quantile_975(df) + t_quantile(POWER, df)) * mean.stderr
         differences = {(name, task): d for name, env in weighed.items() for task, d in env.paired.differences.items()}
@@ -91,7 +91,7 @@ class Comparison:
 
 
 def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
-    """Pair the tasks of two evaluations. Raises `RunError` where one is not finished or they share no task."""
+    """Pair the tasks of two evaluations. Raises `RunError` if one is not finished or they share no task."""
     results = [_result(folder) for folder in (a, b)]
     episodes = [list(folder.journal.judged().values()) for folder in (a, b)]
     names, notes = _names(results)
@@ -100,39 +100,41 @@ def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
     unpaired = [n for n, env in results[0]["envs"].items() if n not in names and env["weight"]]
     unpaired += [n for n, env in results[1]["envs"].items() if n not in names.values() and env["weight"]]
     for name, name_b in names.items():
-        of_a = results[0]["envs"][name]
-        both = [[e for e in side if e.purpose == own] for side, own in zip(episodes, (name, name_b), strict=True)]
-        scores_a, scores_b = map(_scores, both)
-        clusters = _clusters([*both[0], *both[1]], of_a["cluster"])
+        env_a = results[0]["envs"][name]
+        sides = [
+            [e for e in side if e.purpose == purpose] for side, purpose in zip(episodes, (name, name_b), strict=True)
+        ]
+        scores_a, scores_b = map(_scores, sides)
+        clusters = _clusters([*sides[0], *sides[1]], env_a["cluster"])
         paired = paired_difference(scores_a, scores_b, clusters=clusters)
         if not paired.n:
-            why = "another seed or other tasks make other problems"
-            if alone := [side for side, own in zip("AB", both, strict=True) if own and _gives_rewards_alone(own)]:
-                why = f"in {' and '.join(alone)} rewards are not all in [0, 1], and there is no other score"
-            notes.append(f"{name}: no task has a score in both ({why})")
-            unpaired += [name] if of_a["weight"] else []
+            reason = "with another seed or other tasks the problems differ"
+            if unscored := [label for label, side in zip("AB", sides, strict=True) if side and _has_only_rewards(side)]:
+                reason = f"in {' and '.join(unscored)} rewards are not all in [0, 1], and nothing else gives a score"
+            notes.append(f"{name}: no task has a score in both ({reason})")
+            unpaired += [name] if env_a["weight"] else []
             continue
         if paired.only_a or paired.only_b:
             notes.append(f"{name}: {paired.only_a} tasks have a score in A alone and {paired.only_b} in B alone")
-        threshold = of_a["success"]["threshold"]
+        threshold = env_a["success"]["threshold"]
         flips = [
             Flip(_task(key), fmean(scores_a[key]), fmean(scores_b[key]))
             for key in paired.differences
-            if _mostly(scores_a[key], threshold) != _mostly(scores_b[key], threshold)
+            if _is_mostly_solved(scores_a[key], threshold) != _is_mostly_solved(scores_b[key], threshold)
         ]
-        envs[name] = EnvComparison(paired, of_a["weight"], clusters, flips)
+        envs[name] = EnvComparison(paired, env_a["weight"], clusters, flips)
     if not any(env.weight for env in envs.values()):
         raise RunError(f"{a.path} and {b.path} have no task with a score in common: {'; '.join(notes) or 'no env'}")
     return Comparison(str(a.path), str(b.path), envs, unpaired, notes)
 
 
 def _names(results: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], list[str]]:
-    """The environments of A with their names in B: those of one name. Where there is one each, they are the same one
-    whatever they are called (`my.py`, `./my.py`)."""
+    """The environments of A, mapped to their names in B, and notes. Equal names match; if each side has only one
+    environment with a weight, these match whatever their names (`my.py`, `./my.py`)."""
     names = {name: name for name in results[0]["envs"] if name in results[1]["envs"]}
-    single = [[name for name, env in result["envs"].items() if env["weight"]] for result in results]
-    if [len(names_) for names_ in single] == [1, 1] and single[0] != single[1]:
-        [[name], [name_b]] = single
+    weighted = [[name for name, env in result["envs"].items() if env["weight"]] for result in results]
+    if [len(items) for items in weighted] == [1, 1] and weighted[0] != weighted[1]:
+        [[name], [name_b]] = weighted
         return {**names, name: name_b}, [f"{name} of A is compared with {name_b} of B"]
     return names, []
 
@@ -140,38 +142,38 @@ def _names(results: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], list[s
 def _result(folder: EvalFolder) -> dict[str, Any]:
     result = folder.read_result()
     if result is None or result["status"] != "completed":
-        raise RunError(f"evaluation {folder.path} is not finished: {folder.how_to_go_on}")
+        raise RunError(f"evaluation {folder.path} is not finished: {folder.resume_hint}")
     return result
 
 
 def _notes(a: EvalFolder, b: EvalFolder, results: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[str]:
-    one, other = results
-    notes = [f"{name}: not in {b.path}" for name in one["envs"] if name not in names]
-    notes += [f"{name}: not in {a.path}" for name in other["envs"] if name not in names.values()]
+    result_a, result_b = results
+    notes = [f"{name}: not in {b.path}" for name in result_a["envs"] if name not in names]
+    notes += [f"{name}: not in {a.path}" for name in result_b["envs"] if name not in names.values()]
     for name, name_b in names.items():
-        x, y = one["envs"][name], other["envs"][name_b]
-        changed = [word for word, key in DESCRIBED if x["fingerprints"][key] != y["fingerprints"][key]]
-        if changed:
-            notes.append(f"{name}: the environment has other {' and '.join(changed)} in the two")
+        x, y = result_a["envs"][name], result_b["envs"][name_b]
+        differences = [word for word, key in DESCRIBED if x["fingerprints"][key] != y["fingerprints"][key]]
+        if differences:
+            notes.append(f"{name}: the environment's {' and '.join(differences)} differ")
         for key, difference in PLAYED.items():
             if x[key] != y[key]:
                 notes.append(f"{name}: {difference}")
         if x["weight"] != y["weight"]:
-            notes.append(f"{name}: its weights differ ({x['weight']:g} and {y['weight']:g}); that of A counts")
-    if one["fingerprints"]["model"] == other["fingerprints"]["model"] is not None:
-        notes.append("both are of the same model")
+            notes.append(f"{name}: its weights differ ({x['weight']:g} and {y['weight']:g}); that of A is used")
+    if result_a["fingerprints"]["model"] == result_b["fingerprints"]["model"] is not None:
+        notes.append("both evaluate the same model")
     return notes
 
 
 def _scores(episodes: Sequence[Episode]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    scores: dict[str, list[float]] = {}
     for episode in episodes:
         if not episode.failed and episode.score is not None:
-            found.setdefault(_key(episode), []).append(episode.score)
-    return found
+            scores.setdefault(_key(episode), []).append(episode.score)
+    return scores
 
 
-def _gives_rewards_alone(episodes: Sequence[Episode]) -> bool:
+def _has_only_rewards(episodes: Sequence[Episode]) -> bool:
     finished = [episode for episode in episodes if not episode.failed]
     return not _scores(finished) and any(episode.reward is not None for episode in finished)
 
@@ -184,7 +186,7 @@ def _clusters(episodes: Sequence[Episode], name: str | None) -> dict[str, str]:
 
 
 def _key(episode: Episode) -> str:
-    """Identity of a problem: the content of the task, the seed it was posed with, and its key."""
+    """Identity of a problem: the content hash of the task, its seed, and its key."""
     return f"{episode.fingerprints.get('task', '')}@{episode.seed}@{episode.task.key}"
 
 
@@ -192,6 +194,6 @@ def _task(key: str) -> str:
     return key.split("@", 2)[2]
 
 
-def _mostly(scores: Sequence[float], threshold: float) -> bool:
-    """At least half of the episodes were successes."""
+def _is_mostly_solved(scores: Sequence[float], threshold: float) -> bool:
+    """True if at least half of the scores are successes."""
     return sum(score >= threshold - 1e-9 for score in scores) * 2 >= len(scores)

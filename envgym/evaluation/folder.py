@@ -1,4 +1,4 @@
-"""An evaluation is a folder, written so that a kill at any moment leaves it readable and it can go on."""
+"""The folder of an evaluation, written so that after a kill at any moment it is readable and can be resumed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class EvalFolder(ResumableFolder):
     """The files of one evaluation.
 
     config.yaml      every environment with its resolved settings
-    episodes.jsonl   every episode, as it ended
-    result.json      what came of it, for scripts
+    episodes.jsonl   every episode, written when it ends
+    result.json      the result, for scripts
     result.csv       the same, a line for each environment
     inspect/         a log for each environment that `inspect view` shows
     logs/            the output of every child process
@@ -42,23 +42,23 @@ class EvalFolder(ResumableFolder):
         self.csv_file = path / "result.csv"
         self.inspect = path / "inspect"
         self.suite: str | None = None
-        """The name of the suite that is played; None where it is one environment."""
+        """The name of the suite; None for a single environment."""
         self._parts: list[dict[str, Any]] = []
 
     def create(self, parts: Sequence[Part], suite: str | None) -> None:
-        """Make the folder. Raises `RunError` where it exists or cannot be made."""
+        """Create the folder. Raises `RunError` if it exists or cannot be created."""
         if self.path.exists():
             raise RunError(
-                f"evaluation folder {self.path} exists: choose another --name, or go on with --resume {self.path.name}"
+                f"evaluation folder {self.path} exists: choose another --name, or resume with --resume {self.path.name}"
             )
-        with reported_as(RunError, f"evaluation folder {self.path} cannot be made"):
+        with reported_as(RunError, f"evaluation folder {self.path} cannot be created"):
             self.path.mkdir(parents=True)
         self.suite, self.parts, self.disposable = suite, list(parts), True
         saved = {"suite": suite, "parts": [part.model_dump(mode="json") for part in parts]}
         write_atomically(self.config_file, yaml.safe_dump(saved, sort_keys=False))
 
     def load(self) -> Self:
-        """Read what `create` was given. Raises `RunError` where this is not the folder of an evaluation."""
+        """Read the arguments of `create`. Raises `RunError` if this is not the folder of an evaluation."""
         saved = read_yaml(self.config_file)
         if not isinstance(saved.get("parts"), list) or not saved["parts"]:
             raise RunError(f"{self.path} is not the folder of an evaluation")
@@ -67,7 +67,7 @@ class EvalFolder(ResumableFolder):
 
     @functools.cached_property
     def parts(self) -> list[Part]:
-        """The parts that are played, all by one model. Raises `RunError` where they cannot be read."""
+        """The parts, all for one model. Raises `RunError` if they cannot be read."""
         try:
             return [Part(**part) for part in self._parts]
         except (TypeError, ValueError) as error:
@@ -75,25 +75,25 @@ class EvalFolder(ResumableFolder):
 
     @property
     def config(self) -> RunConfig:
-        """The settings of the first part, whose model and engine are those of all."""
+        """The settings of the first part; all parts have its model and engine."""
         return self.parts[0].config
 
     @property
-    def how_to_go_on(self) -> str:
-        return f"go on with: envgym eval --resume {self.path}"
+    def resume_hint(self) -> str:
+        return f"resume with: envgym eval --resume {self.path}"
 
-    def differs(self, how: str) -> None:
-        raise ConfigError(f"{self.path} holds episodes that {how}: start a new evaluation")
+    def on_mismatch(self, problem: str) -> None:
+        raise ConfigError(f"{self.path} holds episodes that {problem}: start a new evaluation")
 
     def write_journal(self, episodes: Iterable[Episode]) -> None:
-        """Let the journal hold these and no others, in one rename."""
+        """Replace the journal's episodes with these, in one rename."""
         write_atomically(self.journal.path, "".join(map(episode_line, episodes)))
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         write_atomically(self.result_file, json.dumps(result, indent=2) + "\n")
 
     def read_result(self) -> dict[str, Any] | None:
-        """The result that was written last, if any. Raises `RunError` where it is not an evaluation's."""
+        """The last written result, if any. Raises `RunError` if the file is damaged."""
         if not self.result_file.exists():
             return None
         try:
@@ -102,14 +102,14 @@ class EvalFolder(ResumableFolder):
             result = None
         if not isinstance(result, dict) or not {"status", "began", "seconds"} <= result.keys():
             raise RunError(
-                f"{self.result_file} is damaged or not of an evaluation: delete it to go on from the episodes"
+                f"{self.result_file} is damaged or not of an evaluation: delete it to resume from the episodes"
             )
         return result
 
 
-def find_folder(given: str, evals_dir: str) -> EvalFolder:
-    """The evaluation that a name or a folder means. Raises `RunError` where there is none."""
-    for path in (Path(given), Path(evals_dir) / given):
+def find_folder(name: str, evals_dir: str) -> EvalFolder:
+    """The evaluation of this name or path. Raises `RunError` if there is none."""
+    for path in (Path(name), Path(evals_dir) / name):
         if (path / "config.yaml").is_file():
             return EvalFolder(path).load()
-    raise RunError(f"there is no evaluation {given!r} in {evals_dir}/, and no such folder")
+    raise RunError(f"there is no evaluation {name!r} in {evals_dir}/, and no such folder")

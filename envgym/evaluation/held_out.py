@@ -16,66 +16,66 @@ from envgym.tasks.cursor import tasks_at
 from envgym.types import Group, Task
 from envgym.workers.group import WorkerGroup
 
-from .result import doubt_of, result_of
+from .result import result_of, score_warning
 
 Scorer = Callable[[Sequence[Sequence[Trajectory]]], Awaitable[None]]
-Player = Callable[[Sequence[Task], SamplingPlan], Awaitable[list[Group]]]
+RunGroups = Callable[[Sequence[Task], SamplingPlan], Awaitable[list[Group]]]
 
 
-def has_held_out(spec: EnvSpec, *, needed: bool) -> bool:
-    """True where there is something to evaluate on. Raises `EnvgymError` where it is `needed` and is not there."""
+def has_held_out(spec: EnvSpec, *, required: bool) -> bool:
+    """True if the environment has held-out tasks. Raises `EnvgymError` if it has none and they are `required`."""
     try:
-        is_there = spec.tasks("test").size != 0
+        exists = spec.tasks("test").size != 0
     except EnvgymError:
-        if needed:
+        if required:
             raise
         return False
-    if needed and not is_there:
+    if required and not exists:
         raise RunError(f"environment {spec.id} has no held-out tasks: set eval.every=0 to train without")
-    return is_there
+    return exists
 
 
 class HeldOut:
-    """The first `config.tasks` tasks of the environment's test split, and ways to evaluate a policy on them."""
+    """The first `config.tasks` tasks of the environment's test split, on which a policy is evaluated."""
 
-    def __init__(self, play: Player, spec: EnvSpec, sampling: SamplingParams, config: EvalConfig) -> None:
+    def __init__(self, play: RunGroups, spec: EnvSpec, sampling: SamplingParams, config: EvalConfig) -> None:
         self._play = play
         self._spec = spec
         self._sampling = sampling
         self._config = config
         self._tasks: list[Task] = []
-        self.doubt = ""
-        """A sentence on what the latest score may not tell; see `doubt_of`."""
+        self.warning = ""
+        """The warning about the latest result, or "" (`score_warning`)."""
 
     async def tasks(self) -> list[Task]:
         if not self._tasks:
             test = self._spec.tasks("test")
-            has_held_out(self._spec, needed=True)
+            has_held_out(self._spec, required=True)
             count = self._config.tasks if test.size is None else min(self._config.tasks, test.size)
             self._tasks = await tasks_at(test, range(count))
         return self._tasks
 
-    async def sampled(self) -> dict[str, Any]:
-        """At the training temperature, `config.samples` episodes a task."""
+    async def evaluate_sampled(self) -> dict[str, Any]:
+        """Evaluate at the training temperature, with `config.samples` episodes per task."""
         groups = await self._play(await self.tasks(), SamplingPlan("eval", self._sampling, self._config.samples))
-        self.doubt = doubt_of(self._spec, groups)
+        self.warning = score_warning(self._spec, groups)
         return result_of(groups)
 
-    async def greedily(self) -> dict[str, Any]:
-        """The likeliest token at every place, one episode a task."""
+    async def evaluate_greedily(self) -> dict[str, Any]:
+        """Evaluate by greedy sampling (the most likely token), with one episode per task."""
         sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
         groups = await self._play(await self.tasks(), SamplingPlan("eval-greedy", sampling, 1))
         return {**result_of(groups), "greedy": True}
 
-    async def recorded(self, learner: Learner, actor: WorkerGroup, score: Scorer) -> dict[str, Any]:
-        """The learner's metrics of held-out recorded episodes, from the actor's outputs for them; `score` adds those of
-        the roles that score."""
-        plan = SamplingPlan("eval", self._sampling, self._spec.recordings)
-        played = [
+    async def evaluate_recorded(self, learner: Learner, actor: WorkerGroup, score: Scorer) -> dict[str, Any]:
+        """The learner's metrics on held-out recorded episodes, from the actor's outputs; `score` adds those of other
+        roles."""
+        plan = SamplingPlan("eval", self._sampling, self._spec.recordings_per_task)
+        groups = [
             replace(g, episodes=[e for e in g.episodes if not e.failed])
             for g in await self._play(await self.tasks(), plan)
         ]
-        groups = trajectories([group for group in played if len(group.episodes) == plan.samples])
-        await score(groups)
-        samples = learner.prepare(groups)
-        return {**learner.evaluate(samples, await actor.forward(samples)), "n_tasks": len(groups)}
+        trajectory_groups = trajectories([group for group in groups if len(group.episodes) == plan.samples])
+        await score(trajectory_groups)
+        samples = learner.prepare(trajectory_groups)
+        return {**learner.evaluate(samples, await actor.forward(samples)), "n_tasks": len(trajectory_groups)}

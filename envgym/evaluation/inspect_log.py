@@ -1,8 +1,8 @@
 """An evaluation as logs of inspect_ai, which `inspect view` shows and `read_eval_log` reads.
 
-The format is version 2 of inspect_ai's `EvalLog` as JSON, one environment a file. Nothing here imports inspect_ai: it
-would bring some thirty packages and older pins into every installation that evaluates, and those who look at logs can
-have it in an environment of its own.
+The format is version 2 of inspect_ai's `EvalLog` as JSON, one file per environment. Nothing here imports inspect_ai,
+which would bring some thirty packages and older pins into every installation; install it in a separate environment to
+view logs.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from envgym.types import Episode, Group, Message, Status, StopReason
 
 SCORER = "envgym"
 API = "none"
-"""inspect_ai's API of no model. It takes no model's name without one, and ours may be a folder, or of any server."""
+"""inspect_ai's API name for no model. inspect_ai requires an API, and our model may be a folder or on any server."""
 LIMITS = {"turns": "turn", "tokens": "token", "length": "token", "context": "context", "time": "time"}
-"""Ours of the limits that inspect_ai has a name for; the others are `custom`."""
+"""Our limits under inspect_ai's names; the others are `custom`."""
 STOP_REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "max_tokens"}
 SETTINGS = ("env", "split", "weight", "cluster", "samples", "sampling", "fingerprints")
-"""Keys of an environment's result that describe how it was played."""
+"""Keys of an environment's result that hold its settings."""
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 
 
 def write_inspect_logs(folder: Path, result: Mapping[str, Any], groups: Mapping[str, Sequence[Group]]) -> None:
-    """Write a log for each environment of an evaluation into `folder`: of its `result`, and the groups it played."""
+    """Write a log per environment of an evaluation into `folder`, from its `result` and its groups of episodes."""
     folder.mkdir(exist_ok=True)
     for env in result["envs"]:
         log = inspect_log(env, result, groups[env])
@@ -41,31 +41,33 @@ def write_inspect_logs(folder: Path, result: Mapping[str, Any], groups: Mapping[
 def inspect_log(env: str, result: Mapping[str, Any], groups: Sequence[Group]) -> dict[str, Any]:
     """The log of one environment of an evaluation, as JSON's own types; `result` is the evaluation's.
 
-    An episode is a sample: its id is the task's key, its epoch the member's number from 1 (further on where an
-    evaluation asked the task again). A failed one has an `error` and no score, which inspect_ai leaves out of its
-    metrics as we do; one without a score has none either; a truncated one says which `limit` it met, with what it had
-    used by then. The model is named as one of no API, `none/MODEL`; the metadata has its own name. Write the log with
-    its keys in the order they have.
+    An episode is a sample: its id is the task's key, its epoch the member's number from 1 (higher if an evaluation ran
+    the task in several groups). A failed episode has an `error` and no score, so that inspect_ai omits it from its
+    metrics, as envgym does; a truncated one has the `limit` it met, with its usage. The model's name is `none/MODEL`,
+    and in the metadata MODEL alone. Keep the order of the keys when the log is written.
     """
-    of_env, created, model = result["envs"][env], result["began"], f"{API}/{result['model']}"
-    settings = {name: result[name] for name in ("suite", "seed", "model")} | {name: of_env[name] for name in SETTINGS}
-    played = sorted(
-        (episode for group in groups for episode in group.episodes), key=lambda episode: (episode.group, episode.member)
+    env_result, created, model = result["envs"][env], result["began"], f"{API}/{result['model']}"
+    settings = {name: result[name] for name in ("suite", "seed", "model")} | {
+        name: env_result[name] for name in SETTINGS
+    }
+    episodes = sorted(
+        (episode for group in groups for episode in group.episodes),
+        key=lambda episode: (episode.group_id, episode.member),
     )
-    samples = [_sample(episode, epoch, model, created) for episode, epoch in _epochs(played)]
+    samples = [_sample(episode, epoch, model, created) for episode, epoch in _epochs(episodes)]
     scored: dict[str, list[float]] = {}
-    for episode in played:
-        of_task = scored.setdefault(episode.task.key, [])
+    for episode in episodes:
+        task_scores = scored.setdefault(episode.task.key, [])
         if not episode.failed and episode.score is not None:
-            of_task.append(episode.score)
+            task_scores.append(episode.score)
     usage = Counter({"input_tokens": 0, "output_tokens": 0, "total_tokens": 0})
     for sample in samples:
         usage.update(sample["output"]["usage"])
     identity = _uuid(created, env, model)
-    config = {name: value for name in SAMPLING if (value := of_env["sampling"].get(name)) is not None}
-    metrics = {name: value for name, value in inspect_metrics(of_env).items() if value is not None}
-    of_scorer = {"name": SCORER, "scorer": SCORER, "reducer": "mean"}
-    return {  # in this order, for inspect_ai reads a log's header up to its samples
+    config = {name: value for name in SAMPLING if (value := env_result["sampling"].get(name)) is not None}
+    metrics = {name: value for name, value in inspect_metrics(env_result).items() if value is not None}
+    scorer = {"name": SCORER, "scorer": SCORER, "reducer": "mean"}
+    return {  # in this order: inspect_ai reads a log's header up to its samples
         "version": 2,
         "status": "success",
         "eval": {
@@ -93,7 +95,7 @@ def inspect_log(env: str, result: Mapping[str, Any], groups: Sequence[Group]) ->
             "completed_samples": sum("error" not in sample for sample in samples),
             "scores": [
                 {
-                    **of_scorer,
+                    **scorer,
                     "scored_samples": sum(map(bool, scored.values())),
                     "unscored_samples": sum(not values for values in scored.values()),
                     "metrics": {name: {"name": name, "value": value} for name, value in metrics.items()},
@@ -115,8 +117,8 @@ def inspect_log(env: str, result: Mapping[str, Any], groups: Sequence[Group]) ->
 
 
 def inspect_metrics(result: Mapping[str, Any]) -> dict[str, float | None]:
-    """The metrics of one environment's result (`envgym.evaluation.result.result_of`), the first of them in front, under
-    inspect_ai's names where it has them."""
+    """The metrics of one environment's result (`envgym.evaluation.result.result_of`), the main one first, under
+    inspect_ai's names where it has one."""
     low, high = result["ci95"] or (None, None)
     metrics = {"mean": result["score"], "stderr": result["stderr"], "ci95_low": low, "ci95_high": high}
     metrics["success_rate"] = result["success"]["rate"]
@@ -126,33 +128,33 @@ def inspect_metrics(result: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def log_name(env: str, created: str) -> str:
-    """The name of the log's file; inspect_ai takes JSON for a log only under such a name: `TIME_TASK_ID.json`."""
+    """File name of the log, `TIME_TASK_ID.json`: inspect_ai reads no JSON file under another pattern."""
     time, task = re.sub(r"[^0-9T+-]", "-", created), re.sub(r"[^\w.-]|_", "-", env)
     return f"{time}_{task}_{_uuid(env)}.json"
 
 
-def _uuid(*of: str) -> str:
-    return uuid.uuid5(uuid.NAMESPACE_URL, ":".join(["envgym", *of])).hex
+def _uuid(*names: str) -> str:
+    return uuid.uuid5(uuid.NAMESPACE_URL, ":".join(["envgym", *names])).hex
 
 
-def _epochs(played: Sequence[Episode]) -> list[tuple[Episode, int]]:
-    """Each episode with its epoch: where a task was asked in several groups, the later ones' follow the earlier's."""
-    repeats = max((episode.member for episode in played), default=0) + 1
+def _epochs(episodes: Sequence[Episode]) -> list[tuple[Episode, int]]:
+    """Each episode with its epoch; epochs of a task's second group follow those of its first."""
+    repeats = max((episode.member for episode in episodes), default=0) + 1
     groups: dict[str, list[str]] = {}
-    for episode in played:
-        of_task = groups.setdefault(episode.task.key, [])
-        if episode.group not in of_task:
-            of_task.append(episode.group)
-    return [(e, groups[e.task.key].index(e.group) * repeats + e.member + 1) for e in played]
+    for episode in episodes:
+        task_groups = groups.setdefault(episode.task.key, [])
+        if episode.group_id not in task_groups:
+            task_groups.append(episode.group_id)
+    return [(e, groups[e.task.key].index(e.group_id) * repeats + e.member + 1) for e in episodes]
 
 
 def _sample(episode: Episode, epoch: int, model: str, created: str) -> dict[str, Any]:
     task, outcome, usage = episode.task, episode.outcome, _usage(episode)
     prompt = task.prompt if isinstance(task.prompt, str) else ""
     messages = episode.messages or list(() if isinstance(task.prompt, str) else task.prompt)
-    asked = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
-    written = [
-        _message(message, f"{episode.id}-{index}", "input" if index < asked else None)
+    n_prompt = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
+    messages_json = [
+        _message(message, f"{episode.id}-{index}", "input" if index < n_prompt else None)
         for index, message in enumerate(messages)
     ]
     turns = [turn for row in episode.rows for turn in row.turns]
@@ -160,12 +162,14 @@ def _sample(episode: Episode, epoch: int, model: str, created: str) -> dict[str,
         "uuid": _uuid(created, episode.env, episode.id),
         "id": task.key,
         "epoch": epoch,
-        "input": written[:asked] or prompt,
+        "input": messages_json[:n_prompt] or prompt,
         "target": _text(task.answer),
-        "messages": written,
-        "output": {"model": model, "choices": _choices(written, turns), "usage": usage, "time": episode.seconds},
+        "messages": messages_json,
+        "output": {"model": model, "choices": _choices(messages_json, turns), "usage": usage, "time": episode.seconds},
         "metadata": {
-            **{name: getattr(episode, name) for name in ("env", "group", "member", "seed", "attempt", "reward")},
+            "env": episode.env,
+            "group": episode.group_id,
+            **{name: getattr(episode, name) for name in ("member", "seed", "attempt", "reward")},
             "status": outcome.status.value,
             "reason": outcome.reason,
             "difficulty": task.difficulty,
@@ -186,8 +190,10 @@ def _sample(episode: Episode, epoch: int, model: str, created: str) -> dict[str,
     if outcome.status is Status.TRUNCATED:
         kind = LIMITS.get(outcome.reason, "custom")
         context = max((len(row) for row in episode.rows), default=0)
-        used = {"token": usage["output_tokens"], "context": context, "time": episode.seconds}.get(kind, len(turns))
-        sample["limit"] = {"type": kind, "limit": used, "reason": f"truncated: {outcome.reason}"}
+        usage_at_limit = {"token": usage["output_tokens"], "context": context, "time": episode.seconds}.get(
+            kind, len(turns)
+        )
+        sample["limit"] = {"type": kind, "limit": usage_at_limit, "reason": f"truncated: {outcome.reason}"}
     return sample
 
 
@@ -200,13 +206,13 @@ def _score(episode: Episode) -> dict[str, Any]:
 
 
 def _message(message: Message, id: str, source: str | None) -> dict[str, Any]:
-    """A message in inspect_ai's form; roles that it does not know are the user's, as they are to most models."""
+    """A message in inspect_ai's form; a role unknown to it becomes `user`, as for most models."""
     role = message.role if message.role in ("system", "user", "assistant", "tool") else "user"
-    written: dict[str, Any] = {"id": id, "role": role, "content": message.text}
+    item: dict[str, Any] = {"id": id, "role": role, "content": message.text}
     if source or role == "assistant":
-        written["source"] = source or "generate"
+        item["source"] = source or "generate"
     if message.tool_calls:
-        written["tool_calls"] = [
+        item["tool_calls"] = [
             {
                 "id": call.id,
                 "function": call.name,
@@ -217,13 +223,13 @@ def _message(message: Message, id: str, source: str | None) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     if role == "tool":
-        written |= {"tool_call_id": message.tool_call_id or None, "function": message.name or None}
-    return written
+        item |= {"tool_call_id": message.tool_call_id or None, "function": message.name or None}
+    return item
 
 
-def _choices(written: Sequence[Mapping[str, Any]], turns: Sequence[Any]) -> list[dict[str, Any]]:
-    """The last answer of the policy and why it stopped there; nothing where it gave none."""
-    last = next((message for message in reversed(written) if message.get("source") == "generate"), None)
+def _choices(messages: Sequence[Mapping[str, Any]], turns: Sequence[Any]) -> list[dict[str, Any]]:
+    """The policy's last completion with its stop reason; empty if there is none."""
+    last = next((message for message in reversed(messages) if message.get("source") == "generate"), None)
     if last is None:
         return []
     reason = STOP_REASONS[turns[-1].stop_reason] if turns else "unknown"
@@ -231,15 +237,15 @@ def _choices(written: Sequence[Mapping[str, Any]], turns: Sequence[Any]) -> list
 
 
 def _usage(episode: Episode) -> dict[str, int]:
-    """Tokens read and sampled, by an API's count where there is one; a turn reads all that came before it, as APIs
-    count."""
+    """Input and output tokens, as APIs count: every turn reads all tokens before it. Without recorded tokens, the API's
+    own counts."""
     read = sampled = 0
     for row in episode.rows:
-        before = 0
+        n_context = 0
         for segment in row.segments:
             if segment.role == "action":
-                read, sampled = read + before, sampled + len(segment)
-            before += len(segment)
+                read, sampled = read + n_context, sampled + len(segment)
+            n_context += len(segment)
     if not sampled:
         read = int(episode.metrics.get("prompt_tokens", 0))
         sampled = int(episode.metrics.get("completion_tokens", 0))
@@ -247,8 +253,7 @@ def _usage(episode: Episode) -> dict[str, int]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's own types, for readers that are strict about them: what is none of them as text, NaN and infinity as
-    None."""
+    """The value in JSON's own types, for strict readers: NaN and infinity become None, other types text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Two policies on the same tasks: how much better one is, and how sure that is."""
+"""Paired comparison of two policies on the same tasks: the difference and its uncertainty."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from .statistics import (
     cluster_sums,
     clustered_interval,
     degrees_of_freedom,
-    known,
-    known_interval,
+    interval_or_none,
+    number_or_none,
     t_quantile,
     t_quantile_975,
 )
 
 ENUMERATED = 16
-"""Up to so many clusters that differ, all ways to flip their signs are gone through."""
+"""With at most this many differing clusters, all sign flips are enumerated."""
 FLIPS = 20_000
-"""Random ways to flip signs, where there are more clusters than that."""
+"""Number of random sign flips with more clusters."""
 POWER = 0.8
-"""Probability of finding the difference that is called detectable."""
+"""Probability of detecting the smallest detectable difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Policy B against policy A on the tasks that both have scores of.
+    """Policy B against policy A on the tasks with scores of both.
 
-    `differences` are B's mean less A's of each of these tasks; `mean` is theirs, with its 95% interval from `low` to
-    `high` and standard error over `n_clusters` clusters. `p_value`: how often chance alone would give a mean at least
-    as far from 0. `detectable`: how large the true difference must be for such a comparison to find one, at 5%, four
-    times in five. `only_a` and `only_b` count the tasks that one policy alone has scores of, which nothing here is
-    computed from. NaN stands for a number that there is not.
+    `differences`: per task, B's mean minus A's. `mean`: the mean of these, with its 95% interval from `low` to `high`
+    and standard error over `n_clusters` clusters. `p_value`: the probability of a mean at least as far from 0 if the
+    policies were equal. `detectable`: the smallest true difference that such a comparison detects at 5% with
+    probability `POWER`. `only_a` and `only_b`: numbers of tasks with scores of one policy only, which are ignored. NaN
+    stands for a number that does not exist.
     """
 
     mean: float
@@ -55,15 +55,14 @@ class Paired:
         return len(self.differences)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no NaN: None stands for what there is no number for. `better`, `worse` and `equal` are
-        numbers of tasks."""
+        """The result for JSON, with None for NaN. `better`, `worse` and `equal` are numbers of tasks."""
         differences = self.differences.values()
         return {
-            "difference": known(self.mean),
-            "ci95": known_interval(self.low, self.high),
-            "stderr": known(self.stderr),
-            "p_value": known(self.p_value),
-            "detectable": known(self.detectable),
+            "difference": number_or_none(self.mean),
+            "ci95": interval_or_none(self.low, self.high),
+            "stderr": number_or_none(self.stderr),
+            "p_value": number_or_none(self.p_value),
+            "detectable": number_or_none(self.detectable),
             "n_tasks": self.n,
             "n_clusters": self.n_clusters,
             "better": sum(value > 0 for value in differences),
@@ -81,16 +80,16 @@ def paired_difference(
     clusters: Mapping[str, str] | None = None,
     seed: int = 0,
 ) -> Paired:
-    """Compare two policies by the scores that each task's episodes had under either.
+    """Compare two policies by the scores of each task's episodes under `a` and `b`.
 
-    A task's repeats are averaged first; what varies are the tasks, or their `clusters`. Standard error and interval are
-    those of `clustered_mean`, of the differences: E. Miller, "Adding Error Bars to Evals" (2024), section 4.2. Where
-    all clusters differ alike, and the scores of both are in [0, 1], the interval is `alike_interval` on [-1, 1], as a
-    point would say that every other task differs so too; one cluster has no interval but that scale.
+    A task's repeats are averaged first; the sampling units are the tasks, or their `clusters`. Standard error and
+    interval are those of `clustered_mean` of the differences: E. Miller, "Adding Error Bars to Evals" (2024), section
+    4.2. If all clusters differ alike, and all scores are in [0, 1], the interval is `alike_interval` on [-1, 1], since
+    a single point would claim certainty; with one cluster it is [-1, 1].
 
-    The p-value is of the test that gives whole clusters the other sign: with no difference between the policies either
-    sign is as likely. It is exact for up to `ENUMERATED` clusters that differ; else of `FLIPS` random ways drawn from
-    `seed`, (1 + those as far from 0) / (1 + all): B. Phipson and G. K. Smyth, "Permutation p-values should never be
+    The p-value is of the sign-flip test over clusters: under no difference, either sign is equally likely. It is exact
+    for up to `ENUMERATED` differing clusters; else it is computed from `FLIPS` random flips drawn from `seed`,
+    (1 + those as far from 0) / (1 + all): B. Phipson and G. K. Smyth, "Permutation p-values should never be
     zero" (2010). The smallest detectable difference is (t_0.975 + t_0.8) stderr, with the interval's degrees of
     freedom: J. M. Bland, "An Introduction to Medical Statistics", on sample sizes, with t in place of z. Raises
     `KeyError` for a shared task without a cluster.
@@ -114,22 +113,22 @@ def paired_difference(
 
 
 def sign_flip(totals: Sequence[float], seed: int) -> float:
-    """Two-sided p-value of the clusters' summed differences: the share of the ways to flip their signs that leave a
-    sum at least as far from 0 (`paired_difference`). 1 where none differs."""
+    """Two-sided p-value of the clusters' summed differences: the fraction of sign flips whose sum is at least as far
+    from 0 (`paired_difference`). 1 if no cluster differs."""
     differing = [abs(total) for total in totals if total]
-    whole = math.fsum(differing)
-    extreme = abs(math.fsum(totals)) - 1e-9 * whole  # sums of one set in another order may differ by roundings
+    total_size = math.fsum(differing)
+    extreme = abs(math.fsum(totals)) - 1e-9 * total_size  # the same numbers summed in another order differ by rounding
     if len(differing) <= ENUMERATED:
-        return fmean(abs(total) >= extreme for total in _signed(differing))
+        return fmean(abs(total) >= extreme for total in _signed_sums(differing))
     # Eight signs are one byte, an index into the sums of eight clusters: a thousand tasks take a fraction of a second.
     padded = differing + [0.0] * (-len(differing) % 8)
-    tables = [_signed(padded[start : start + 8]) for start in range(0, len(padded), 8)]
+    tables = [_signed_sums(padded[start : start + 8]) for start in range(0, len(padded), 8)]
     rng = random.Random(seed)
     flips = (sum(map(getitem, tables, rng.randbytes(len(tables)))) for _ in range(FLIPS))
     return (1 + sum(abs(total) >= extreme for total in flips)) / (1 + FLIPS)
 
 
-def _signed(values: Sequence[float]) -> list[float]:
+def _signed_sums(values: Sequence[float]) -> list[float]:
     """The sum of `values` under each choice of their signs, 2 ** len(values) of them."""
     sums = [0.0]
     for value in values:
@@ -142,5 +141,5 @@ def _means(scores: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def _difference(a: float, b: float) -> float:
-    """b - a, and 0 where they are one number but for how it was rounded."""
+    """b - a, and 0 if they differ by rounding alone."""
     return 0.0 if math.isclose(a, b, rel_tol=1e-12) else b - a

@@ -1,4 +1,4 @@
-"""Parts of an evaluation: every environment with its settings resolved as a run's would be."""
+"""Parts of an evaluation: every environment with its settings, resolved as for a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = "greedy"
 
 
 class Part(BaseModel):
-    """One environment of an evaluation: how the suite wants it, and the configuration that comes of it."""
+    """One environment of an evaluation: its entry in the suite and the resolved configuration."""
 
     name: str
     env: SuiteEnv
@@ -35,7 +35,7 @@ class Part(BaseModel):
         return self.env.samples or 1
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """Sampling parameters of one turn. Greedily, nothing else is left to choose."""
+        """Sampling parameters of one turn; greedy sampling ignores all but `max_tokens` and the stop tokens."""
         sampling = self.stage.rollout.sampling(stop_token_ids)
         if self.env.sampling.temperature != 0:
             return sampling
@@ -45,53 +45,53 @@ class Part(BaseModel):
 def parts_of_suite(
     suite: Suite, size: str | None, settings: Mapping[str, Any], *, file: str | Path | None = None
 ) -> list[Part]:
-    """The parts of an evaluation on a suite. `settings` are the caller's own and win over the suite's, which win over
-    what the model, the file and the recipe say. Raises `EnvgymError` where a name or a setting cannot be used."""
-    greedy, settings = _greedily(settings)
+    """The parts of an evaluation on a suite. The caller's `settings` take precedence over the suite's, and these over
+    the model's, the file's and the recipe's. Raises `EnvgymError` for an invalid name or setting."""
+    greedy, settings = _split_greedy(settings)
     if "env" in settings or "data" in settings:
         raise ConfigError("a suite names its environments and their data: give either --suite or --env")
     parts = []
-    for name, item in suite.of_size(size).items():
+    for name, item in suite.sized_environments(size).items():
         sampling = item.sampling.model_dump(exclude_none=True)
         if sampling.get("temperature") == 0:  # a run cannot be greedy: see `Part.sampling`
             del sampling["temperature"]
-        of_suite = {
+        suite_settings = {
             "env": item.env.model_dump(),
             "agent": item.agent.model_dump(),
             "data": item.data,
             "rollout": sampling,
         }
         with reported_as(ConfigError, name, of=ConfigError):
-            config = resolve(merge(of_suite, settings), file=file)
-        given = settings.get("eval", {})
-        own = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in given}
+            config = resolve(merge(suite_settings, settings), file=file)
+        eval_settings = settings.get("eval", {})
+        overrides = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in eval_settings}
         if greedy or "temperature" in settings.get("rollout", {}):
-            own["sampling"] = item.sampling.model_copy(update={"temperature": 0.0 if greedy else None})
-        parts.append(Part(name=name, env=item.model_copy(update=own), config=config))
+            overrides["sampling"] = item.sampling.model_copy(update={"temperature": 0.0 if greedy else None})
+        parts.append(Part(name=name, env=item.model_copy(update=overrides), config=config))
     return parts
 
 
 def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None) -> list[Part]:
-    """The parts of an evaluation on one environment: as it is trained on and, with `eval.greedy`, greedily as well."""
-    greedy, settings = _greedily(settings)
+    """The parts of an evaluation on one environment: as in training and, with `eval.greedy`, also greedily."""
+    greedy, settings = _split_greedy(settings)
     config = resolve(settings, file=file)
     stage = config.stages[-1]
     sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)
-    how = {"samples": stage.eval.samples} | ({"sampling": Sampling(temperature=0.0)} if greedy else {})
-    parts = [Part(name=stage.env.name, env=sampled.model_copy(update=how), config=config)]
+    overrides = {"samples": stage.eval.samples} | ({"sampling": Sampling(temperature=0.0)} if greedy else {})
+    parts = [Part(name=stage.env.name, env=sampled.model_copy(update=overrides), config=config)]
     if stage.eval.greedy and not greedy:
         greedily = {"samples": 1, "weight": 0.0, "sampling": Sampling(temperature=0.0)}
         parts.append(Part(name=GREEDY, env=sampled.model_copy(update=greedily), config=config))
     return parts
 
 
-def _greedily(settings: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
-    """True where the caller wants the likeliest tokens (`rollout.temperature=0`), and the settings without that, which
-    a run cannot have."""
+def _split_greedy(settings: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
+    """(True for greedy sampling (`rollout.temperature=0`), the settings without that temperature, which a run
+    rejects)."""
     rollout = settings.get("rollout")
     if not isinstance(rollout, Mapping) or isinstance(rollout.get("temperature"), bool):
         return False, settings
     if rollout.get("temperature") != 0:
         return False, settings
-    rest = {key: value for key, value in rollout.items() if key != "temperature"}
-    return True, {**settings, "rollout": rest}
+    sampled_rollout = {key: value for key, value in rollout.items() if key != "temperature"}
+    return True, {**settings, "rollout": sampled_rollout}

@@ -1,4 +1,4 @@
-"""Evaluating a policy on environments' tasks, by the runner that trains."""
+"""Evaluation of a policy on environments' tasks, with the runner of training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.config.missing import refusal
+from envgym.config.missing import missing_part_error
 from envgym.disk import write_atomically
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
 from envgym.hashing import task_hash, text_hash
-from envgym.launch.memory import check_room
-from envgym.launch.models import MakeModel, made_before
+from envgym.launch.memory import check_episode_memory
+from envgym.launch.models import MakeModel, cached_recipe_model
 from envgym.processes import event_loop
 from envgym.tasks.cursor import tasks_at
 from envgym.types import Group, Task
@@ -25,8 +25,8 @@ from envgym.types import Group, Task
 from .folder import EvalFolder
 from .inspect_log import write_inspect_logs
 from .plan import Part, parts_of_env, parts_of_suite
-from .play import ready_parts
-from .result import doubt_of, mean_score, result_of
+from .play import running_parts
+from .result import mean_score, result_of, score_warning
 from .statistics import suite_mean
 from .suite import Suite, find_suite, parts_of
 from .table import csv_table
@@ -38,50 +38,52 @@ if TYPE_CHECKING:
 def new_evaluation(
     settings: Mapping[str, Any], *, suite: str | Suite | None = None, file: str | Path | None = None
 ) -> EvalFolder:
-    """An evaluation on a suite or, without one, on the environment that `settings` name, with a folder of its own.
+    """A new evaluation, with its folder, on a suite or, without one, on the environment in `settings`.
 
-    `suite` is a `Suite`, or `NAME`, `NAME:SIZE` or a YAML file. Raises `EnvgymError` where it cannot be made.
+    `suite` is a `Suite`, or `NAME`, `NAME:SIZE` or a YAML file. Raises `EnvgymError` if it cannot be created.
     """
     if suite is None:
         parts = parts_of_env(settings, file=file)
         label = Path(parts[0].name.partition(":")[0]).stem or "remote"
     else:
-        name, found, size = ("suite", suite, None) if isinstance(suite, Suite) else find_suite(suite)
+        name, definition, size = ("suite", suite, None) if isinstance(suite, Suite) else find_suite(suite)
         label = suite if isinstance(suite, str) else name
         try:
-            parts = parts_of_suite(found, size, settings, file=file)
+            parts = parts_of_suite(definition, size, settings, file=file)
         except NameNotFound as error:
-            raise refusal(f"suite {label}", parts_of(found, size), error) from None
+            raise missing_part_error(f"suite {label}", parts_of(definition, size), error) from None
     config, model = parts[0].config, Path(parts[0].stage.model).name
-    own_name = "-".join([Path(label).name.replace(":", "-"), model, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())])
-    folder = EvalFolder(Path(config.evals_dir) / (config.name or own_name))
+    default_name = "-".join(
+        [Path(label).name.replace(":", "-"), model, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())]
+    )
+    folder = EvalFolder(Path(config.evals_dir) / (config.name or default_name))
     number = 1
-    while config.name is None and folder.path.exists():  # another one of this process and second
+    while config.name is None and folder.path.exists():  # made by this process in the same second
         number += 1
-        folder = EvalFolder(Path(config.evals_dir) / f"{own_name}-{number}")
+        folder = EvalFolder(Path(config.evals_dir) / f"{default_name}-{number}")
     folder.create(parts, None if suite is None else label)
     return folder
 
 
 def run_evaluation(
-    folder: EvalFolder, display: Display, *, retry_failed: bool = False, make_model: MakeModel = made_before
+    folder: EvalFolder, display: Display, *, retry_failed: bool = False, make_model: MakeModel = cached_recipe_model
 ) -> dict[str, Any]:
-    """Play what is not played yet, with `retry_failed` also what failed, and return what `result.json` then holds.
+    """Run the missing episodes, with `retry_failed` also the failed ones, and return the content of `result.json`.
 
     Keys: status (`running`, `completed`), suite, model, engine, seed, began, ended, seconds, fingerprints (of the
-    model, and envgym's version); the suite's score, ci95, stderr and n_tasks, by the weights; n_episodes, failures,
-    unscored, truncated and tokens of all parts; and `envs`: each part's `result_of`, its env, agent, weight, samples,
-    sampling and fingerprints.
-    Raises `EnvgymError` where it cannot go on and `KeyboardInterrupt` at Ctrl-C; what ended is kept.
+    model, and envgym's version); the suite's weighted score, ci95, stderr and n_tasks; n_episodes, failures, unscored,
+    truncated and tokens of all parts; and `envs`: each part's `result_of`, env, agent, weight, samples, sampling and
+    fingerprints. Raises `EnvgymError` if it cannot continue and `KeyboardInterrupt` on Ctrl-C; finished episodes stay
+    in the folder.
     """
-    parts = folder.parts  # one that cannot be read is reported also where all is done
+    parts = folder.parts  # read first, so that a damaged file is reported even if the evaluation is complete
     stage = parts[0].stage
     display.begin(folder.config.name, f"{folder.suite or stage.env.name}, {stage.model}")
-    with folder.locked():
-        done = folder.read_result()
-        if done is not None and done["status"] == "completed" and not retry_failed:
-            return done
-        with folder.playing():
+    with folder.lock():
+        result = folder.read_result()
+        if result is not None and result["status"] == "completed" and not retry_failed:
+            return result
+        with folder.recover():
             return event_loop.run(_run(folder, parts, retry_failed, display, make_model))
 
 
@@ -89,35 +91,35 @@ async def _run(
     folder: EvalFolder, parts: Sequence[Part], retry_failed: bool, display: Display, make_model: MakeModel
 ) -> dict[str, Any]:
     stage = parts[0].stage
-    began = time.monotonic()
+    start = time.monotonic()
     folder.journal.open()
-    folder.kept = folder.journal.played()
+    folder.saved = folder.journal.played()
     if retry_failed:
-        judged = folder.journal.judged()
-        folder.kept = {key: episode for key, episode in folder.kept.items() if not judged[key].failed}
-    result = folder.read_result() or {"began": _now(), "seconds": 0.0}
+        episodes = folder.journal.judged()
+        folder.saved = {key: episode for key, episode in folder.saved.items() if not episodes[key].failed}
+    result = folder.read_result() or {"began": _timestamp(), "seconds": 0.0}
     groups: dict[str, list[Group]] = {}
     fingerprints: dict[str, dict[str, str]] = {}
-    async with ready_parts(parts, tasks_of, folder, display, make_model) as ready:
-        # Only now, as an engine or an API that does not start must not undo what there is.
+    async with running_parts(parts, tasks_of, folder, display, make_model) as runs:
+        # Written only now, so that an engine that fails to start leaves the earlier result as it was.
         result |= {"status": "running", "model": stage.model, "seed": folder.config.seed, "suite": folder.suite}
         result["engine"] = {"kind": stage.engine.kind, "base_url": stage.engine.base_url}
         result["fingerprints"] = {"model": folder.model_hash, "envgym": version("envgym")}
         folder.write_result(result)
         if retry_failed:
-            folder.write_journal(folder.kept.values())
+            folder.write_journal(folder.saved.values())
         try:
-            for number, each in enumerate(ready, 1):
-                name, count = each.part.name, f" ({number} of {len(parts)})" if len(parts) > 1 else ""
+            for number, run in enumerate(runs, 1):
+                name, count = run.part.name, f" ({number} of {len(parts)})" if len(parts) > 1 else ""
                 display.phase(f"evaluating {name}{count}")
-                groups[name] = await each.play(folder, display)
-                if doubt := doubt_of(each.spec, groups[name]):
-                    display.note(doubt)
-                tasks = text_hash(" ".join(map(task_hash, each.tasks)))
-                fingerprints[name] = {**each.spec.fingerprint(), "tasks": tasks}
+                groups[name] = await run.run_episodes(folder, display)
+                if warning := score_warning(run.spec, groups[name]):
+                    display.note(warning)
+                tasks = text_hash(" ".join(map(task_hash, run.tasks)))
+                fingerprints[name] = {**run.spec.fingerprint(), "tasks": tasks}
         finally:
-            result["seconds"] += time.monotonic() - began
-            result["ended"] = _now()
+            result["seconds"] += time.monotonic() - start
+            result["ended"] = _timestamp()
             folder.write_result(result)
     envs = {
         part.name: _part_result(part, groups[part.name]) | {"fingerprints": fingerprints[part.name]} for part in parts
@@ -129,32 +131,32 @@ async def _run(
     return result
 
 
-def _now() -> str:
+def _timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 async def tasks_of(part: Part, spec: EnvSpec) -> list[Task]:
-    """The tasks a part plays: the first of its split. Raises `ConfigError` where there are none, or no end to them."""
-    tasks, wanted = spec.tasks(part.env.split), part.env.tasks
-    if wanted is None and tasks.size is None:
-        raise ConfigError(f"{part.name} has tasks without end: say how many in the suite (tasks), or eval.tasks=N")
-    count = min(size for size in (wanted, tasks.size) if size is not None)
+    """The first tasks of a part's split. Raises `ConfigError` if there are none, or no end to them."""
+    tasks, limit = spec.tasks(part.env.split), part.env.tasks
+    if limit is None and tasks.size is None:
+        raise ConfigError(f"{part.name} has tasks without end: give their number in the suite (tasks), or eval.tasks=N")
+    count = min(size for size in (limit, tasks.size) if size is not None)
     if not count:
         raise ConfigError(f"{part.name} has no tasks in the split {part.env.split!r}")
-    check_room(f"{part.name}: an evaluation", count, part.samples)
-    found = await tasks_at(tasks, range(count))
+    check_episode_memory(f"{part.name}: an evaluation", count, part.samples)
+    first_tasks = await tasks_at(tasks, range(count))
     field = part.env.cluster
-    if field is not None and not any(field in task.fields for task in found):
-        known = dict.fromkeys(name for task in found for name in task.fields)
-        has = f"their fields are {', '.join(known)}" if known else "they have none"
+    if field is not None and not any(field in task.fields for task in first_tasks):
+        fields = dict.fromkeys(name for task in first_tasks for name in task.fields)
+        hint = f"their fields are {', '.join(fields)}" if fields else "they have none"
         raise ConfigError(
-            f"{part.name}: no task has a field {field!r} to cluster by; {has}.{did_you_mean(field, known)}"
+            f"{part.name}: no task has a field {field!r} to cluster by; {hint}.{did_you_mean(field, fields)}"
         )
-    return found
+    return first_tasks
 
 
 def _part_result(part: Part, groups: Sequence[Group]) -> dict[str, Any]:
-    """Result of a part, and how it was played."""
+    """Result of a part, with its settings."""
     sampling = part.sampling(())
     return {
         **result_of(groups, success=part.env.success, cluster=part.env.cluster),
@@ -171,7 +173,7 @@ def _part_result(part: Part, groups: Sequence[Group]) -> dict[str, Any]:
 def _totals(
     parts: Sequence[Part], groups: Mapping[str, Sequence[Group]], envs: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The suite's score, and counts over all of it."""
+    """The suite's score, and counts over all parts."""
     weighed = [part for part in parts if part.env.weight]
     means = [mean_score(groups[part.name], part.env.cluster) for part in weighed]
     mean = means[0] if len(means) == 1 else suite_mean(means, [part.env.weight for part in weighed])

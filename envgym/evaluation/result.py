@@ -1,10 +1,9 @@
-"""Results of evaluated episodes: scores with their intervals, and what was left out of them."""
+"""Results of evaluated episodes: scores with their intervals, and the episodes excluded from them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -13,10 +12,18 @@ from envgym.env import EnvSpec
 from envgym.monitoring.metrics import percentile
 from envgym.types import Episode, Group, Status
 
-from .statistics import Mean, clustered_mean, known, majority_at_k, pass_at_k, pass_hat_k, within_between_variance
+from .statistics import (
+    Mean,
+    clustered_mean,
+    majority_at_k,
+    number_or_none,
+    pass_at_k,
+    pass_hat_k,
+    within_between_variance,
+)
 
 Values = Mapping[str, Sequence[float]]
-"""Numbers of episodes, by their group."""
+"""Numbers of a group's episodes, by the group's id."""
 
 
 def result_of(groups: Sequence[Group], *, success: float = 1.0, cluster: str | None = None) -> dict[str, Any]:
@@ -24,18 +31,18 @@ def result_of(groups: Sequence[Group], *, success: float = 1.0, cluster: str | N
 
     score, ci95, stderr, n_tasks: the mean of the tasks' mean scores, its 95% interval and standard error, and the
       tasks that have a score. Errors are clustered by task or, with `cluster`, by that field of the tasks.
-    reward: the same of rewards, where they are not the scores.
-    success: `rate`, `ci95` and the `threshold` from which on a score is a success.
+    reward: the same for rewards, if they are not the scores.
+    success: `rate`, `ci95` and the `threshold`: a score of at least this is a success.
     pass@k, pass^k, majority@k: by k, estimated without bias from the finished episodes of each task; k doubles up to
-      the episodes a task was given. A task with fewer is left out (`tasks_at_k` counts those that are in); where all
-      are, the k is absent. Majorities exist where the environment reads answers.
+      the episodes per task. A task with fewer finished episodes is excluded (`tasks_at_k`: the number of tasks); a k
+      without tasks is absent. Majorities exist if the environment reads answers.
     variance: of scores `within` tasks and `between` them.
-    n_episodes; failures (kind -> count), left out of every number above; unscored, finished without a score;
-    truncated (count) and truncated_by (limit -> count), which count with what they earned; played_again, attempts
-      that failed and were played again.
+    n_episodes; failures (kind -> count), excluded from every number above; unscored, finished without a score;
+    truncated (count) and truncated_by (limit -> count), included with their rewards and scores; played_again, failed
+      attempts that were retried.
     tokens (sampled), turns (mean), seconds (median `p50` and `p95` of an episode), metrics (means of the
       environment's own).
-    envs: of a mixture, all this for each member.
+    envs: for a mixture, all of this per member.
     """
     result = _result_of(groups, success, cluster)
     if members := sorted({group.task.env for group in groups} - {""}):
@@ -49,18 +56,21 @@ def result_of(groups: Sequence[Group], *, success: float = 1.0, cluster: str | N
 def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> dict[str, Any]:
     episodes = [episode for group in groups for episode in group.episodes]
     finished = [episode for episode in episodes if not episode.failed]
-    scores, rewards = _by_group(groups, "score"), _by_group(groups, "reward")
+    scores, rewards = _values_by_group(groups, "score"), _values_by_group(groups, "reward")
     clusters = _clusters(groups, cluster)
-    successes = {id: [float(score >= success - 1e-9) for score in of] for id, of in scores.items()}
-    rate = clustered_mean(successes, clusters).as_dict()
+    successes = {id: [float(score >= success - 1e-9) for score in values] for id, values in scores.items()}
+    rate, variances = clustered_mean(successes, clusters).as_dict(), within_between_variance(scores)
     limits = Counter(episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED)
     return {
         **clustered_mean(scores, clusters).as_dict(),
         **({} if rewards == scores else {"reward": clustered_mean(rewards, clusters).as_dict()}),
         "success": {"threshold": success, "rate": rate["score"], "ci95": rate["ci95"]},
-        **_at_k(groups, scores, successes),
+        **_metrics_at_k(groups, scores, successes),
         "tasks_at_k": {str(k): sum(len(won) >= k for won in successes.values()) for k in ks(_samples(groups))},
-        "variance": {name: known(value) for name, value in asdict(within_between_variance(scores)).items()},
+        "variance": {
+            "within": number_or_none(variances.within_tasks),
+            "between": number_or_none(variances.between_tasks),
+        },
         "n_episodes": len(episodes),
         "failures": dict(Counter(episode.outcome.reason for episode in episodes if episode.failed)),
         "unscored": sum(episode.score is None for episode in finished),
@@ -74,43 +84,43 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
     }
 
 
-FEWEST_RANKS = 4
-"""Rewards that pass for ranks: two or three different marks are as often given by who judges each answer by itself."""
+MIN_RANKS = 4
+"""Minimum number of rewards to be taken for ranks: two or three distinct rewards are common without ranking too."""
 
 
-def doubt_of(spec: EnvSpec, groups: Sequence[Group]) -> str:
-    """A sentence where the score may say nothing of the policy: the environment judges a task's answers together, and
-    every task has the same mean, as it has by ranks; of a single task, its rewards look like ranks. Empty elsewhere.
+def score_warning(spec: EnvSpec, groups: Sequence[Group]) -> str:
+    """A warning if the score may not measure the policy, else "": the environment judges a group's completions
+    together, and every task has the same mean reward, as ranks have (a single task: its rewards look like ranks).
 
-    Tasks of which an episode failed are left aside: ranks among fewer may have another mean.
+    Tasks with a failed episode are ignored, because ranks among fewer have another mean.
     """
-    judged = [group for group in groups if spec.of(group.task).scores_groups]
-    whole = [group for group in judged if not any(episode.failed for episode in group.episodes)]
-    of_tasks = [rewards for rewards in _by_group(whole, "reward").values() if rewards]
-    means = [fmean(rewards) for rewards in of_tasks]
-    if not means or max(means) - min(means) > 1e-9 or (len(means) == 1 and not _are_ranks(of_tasks[0])):
+    jointly_scored = [group for group in groups if spec.spec_for(group.task).scores_groups]
+    valid = [group for group in jointly_scored if not any(episode.failed for episode in group.episodes)]
+    task_rewards = [rewards for rewards in _values_by_group(valid, "reward").values() if rewards]
+    means = [fmean(rewards) for rewards in task_rewards]
+    if not means or max(means) - min(means) > 1e-9 or (len(means) == 1 and not _is_ranking(task_rewards[0])):
         return ""
-    each = f"each of {len(means)} tasks" if len(means) > 1 else "its only task, whose rewards are evenly spaced,"
+    subject = f"each of {len(means)} tasks" if len(means) > 1 else "its only task, whose rewards are evenly spaced,"
     return (
-        f"{spec.id} judges the answers to a task together, and {each} has the mean reward "
-        f"{means[0]:.3f}: if it compares them with each other (by rank, say), that tells nothing of the policy"
+        f"{spec.id} judges the completions of a task together, and {subject} has the mean reward "
+        f"{means[0]:.3f}: if it ranks them, the mean does not measure the policy"
     )
 
 
-def _are_ranks(rewards: Sequence[float]) -> bool:
-    """True for at least `FEWEST_RANKS` different rewards with one distance between each two neighbours."""
+def _is_ranking(rewards: Sequence[float]) -> bool:
+    """True for at least `MIN_RANKS` distinct, evenly spaced rewards."""
     ordered = sorted(rewards)
-    steps = [after - before for before, after in pairwise(ordered)]
-    return len(ordered) >= FEWEST_RANKS and min(steps) > 1e-9 and max(steps) - min(steps) < 1e-9
+    steps = [high - low for low, high in pairwise(ordered)]
+    return len(ordered) >= MIN_RANKS and min(steps) > 1e-9 and max(steps) - min(steps) < 1e-9
 
 
 def mean_score(groups: Sequence[Group], cluster: str | None = None) -> Mean:
-    """The score of `result_of`, as a suite's mean is made of."""
-    return clustered_mean(_by_group(groups, "score"), _clusters(groups, cluster))
+    """The score of `result_of`, with the counts that a suite's mean needs."""
+    return clustered_mean(_values_by_group(groups, "score"), _clusters(groups, cluster))
 
 
 def sampled_tokens(episode: Episode) -> int:
-    """Tokens the policy sampled: recorded ones, or those that an API counted."""
+    """Number of tokens that the policy sampled: the recorded ones, or an API's count."""
     return sum(row.n_action_tokens for row in episode.rows) or int(episode.metrics.get("completion_tokens", 0))
 
 
@@ -124,41 +134,41 @@ def ks(samples: int) -> list[int]:
     return [*doubled, samples]
 
 
-def _by_group(groups: Sequence[Group], what: str) -> dict[str, list[float]]:
+def _values_by_group(groups: Sequence[Group], field: str) -> dict[str, list[float]]:
     return {
         group.id: [
-            value for episode in group.episodes if not episode.failed and (value := getattr(episode, what)) is not None
+            value for episode in group.episodes if not episode.failed and (value := getattr(episode, field)) is not None
         ]
         for group in groups
     }
 
 
 def _clusters(groups: Sequence[Group], field: str | None) -> dict[str, str]:
-    """The cluster of each group: its task, which may come twice, or the value of the tasks' `field`."""
+    """The cluster of each group: its task, which may have several groups, or the value of the task's `field`."""
     if field is None:
         return {group.id: group.task.key for group in groups}
     return {group.id: str(group.task.fields.get(field, group.task.key)) for group in groups}
 
 
-def _at_k(groups: Sequence[Group], scores: Values, successes: Values) -> dict[str, dict[str, float]]:
+def _metrics_at_k(groups: Sequence[Group], scores: Values, successes: Values) -> dict[str, dict[str, float]]:
     votes = {
         group.id: [episode.answer for episode in group.episodes if not episode.failed and episode.score is not None]
         for group in groups
     }
-    answered = any(answer is not None for of in votes.values() for answer in of)
-    found: dict[str, dict[str, float]] = {"pass@k": {}, "pass^k": {}}
-    if answered:
-        found["majority@k"] = {}
+    has_answers = any(answer is not None for task_votes in votes.values() for answer in task_votes)
+    metrics: dict[str, dict[str, float]] = {"pass@k": {}, "pass^k": {}}
+    if has_answers:
+        metrics["majority@k"] = {}
     for k in ks(_samples(groups)):
-        of_tasks = {
+        estimates_by_name = {
             "pass@k": [pass_at_k(len(won), int(sum(won)), k) for won in successes.values()],
             "pass^k": [pass_hat_k(len(won), int(sum(won)), k) for won in successes.values()],
-            "majority@k": [majority_at_k(votes[id], scores[id], k) for id in votes] if answered else [],
+            "majority@k": [majority_at_k(votes[id], scores[id], k) for id in votes] if has_answers else [],
         }
-        for name, estimates in of_tasks.items():
-            if known := [estimate for estimate in estimates if estimate is not None]:
-                found[name][str(k)] = fmean(known)
-    return found
+        for name, estimates in estimates_by_name.items():
+            if numbers := [estimate for estimate in estimates if estimate is not None]:
+                metrics[name][str(k)] = fmean(numbers)
+    return metrics
 
 
 def _samples(groups: Sequence[Group]) -> int:

@@ -1,4 +1,4 @@
-"""Folders of episodes that a command goes on from: a kill at any moment loses none that had ended."""
+"""Folders of episodes from which a command resumes: a kill at any moment loses no finished episode."""
 
 from __future__ import annotations
 
@@ -24,98 +24,98 @@ from envgym.yaml_files import read_yaml
 
 
 class ResumableFolder(ABC):
-    """Episodes as they end (`episodes.jsonl`), and the output of every child process (`logs/`)."""
+    """A folder of finished episodes (`episodes.jsonl`) and the output of every child process (`logs/`)."""
 
     command = "envgym"
-    """The command that plays into it, as an error names it to another one."""
+    """The command that writes to it, for error messages."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.journal = Journal(path / "episodes.jsonl")
-        self.kept: dict[EpisodeKey, Episode] = {}
-        """The episodes that are not played again."""
+        self.saved: dict[EpisodeKey, Episode] = {}
+        """The episodes that need not be run again."""
         self.disposable = True
-        """The folder goes where no episode has ended in it."""
+        """True if the folder is deleted when it holds no finished episode."""
         self.model_hash: str | None = None
-        """The weights that are sampled (`check_model`)."""
+        """Hash of the sampled weights (`check_model`)."""
         self.logs = path / "logs"
 
     @property
-    def how_to_go_on(self) -> str:
-        return "the same command goes on from there"
+    def resume_hint(self) -> str:
+        return "the same command resumes from there"
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Keep other commands out. Raises `RunError` where one is in."""
+    def lock(self) -> AbstractContextManager[None]:
+        """Lock the folder for one command. Raises `RunError` if another one holds it."""
         return locked(self.path, self.command)
 
     @abstractmethod
-    def differs(self, how: str) -> None:
-        """Refuse to go on from what is here, or forget it. Raises `EnvgymError` where it cannot be forgotten."""
+    def on_mismatch(self, problem: str) -> None:
+        """Discard the saved episodes, for this `problem`. Raises `EnvgymError` if they must not be lost."""
 
     def check_tasks(self, purpose: str, tasks: Sequence[Task], spec: EnvSpec) -> None:
-        """Mix no episodes of an environment or of data that have changed since they were played for `purpose`."""
-        posed = group_ids(purpose, tasks)
-        now: dict[int, dict[str, str]] = {}
-        for episode in self.kept.values():
+        """Call `on_mismatch` if the data or the environment changed since the saved episodes of `purpose` were run."""
+        tasks_by_group = group_ids(purpose, tasks)
+        fingerprints: dict[int, dict[str, str]] = {}
+        for episode in self.saved.values():
             if episode.purpose != purpose:
                 continue
-            task = posed.get(episode.group)
+            task = tasks_by_group.get(episode.group_id)
             if task is None or episode.fingerprints.get("task") != task_hash(task):
-                return self.differs(f"posed other tasks (one was {episode.task.key})")
-            part = spec.of(task)
-            if id(part) not in now:
-                now[id(part)] = part.fingerprint()
-            if any(episode.fingerprints.get(name) != value for name, value in now[id(part)].items()):
-                return self.differs(f"were played before the code of environment {part.id} changed, or its settings")
+                return self.on_mismatch(f"are of other tasks (one was {episode.task.key})")
+            member = spec.spec_for(task)
+            if id(member) not in fingerprints:
+                fingerprints[id(member)] = member.fingerprint()
+            if any(episode.fingerprints.get(name) != value for name, value in fingerprints[id(member)].items()):
+                return self.on_mismatch(f"were run before the code or the settings of environment {member.id} changed")
         return None
 
     def check_model(self, model: str) -> None:
-        """Mix no episodes of other weights."""
+        """Call `on_mismatch` if saved episodes were sampled from other weights than those of `model`."""
         self.model_hash = model_hash(model)
-        if any(episode.fingerprints.get("model", "") != (self.model_hash or "") for episode in self.kept.values()):
-            self.differs("were sampled from other weights, which were the model's then")
+        if any(episode.fingerprints.get("model", "") != (self.model_hash or "") for episode in self.saved.values()):
+            self.on_mismatch("were sampled before the model's weights changed")
 
     def write(self, episode: Episode) -> None:
-        """Keep an episode that has ended, or that was judged since."""
+        """Save an episode when it ends, and again after its group was judged."""
         if self.model_hash is not None:
             episode.fingerprints["model"] = self.model_hash
         self.journal.write(episode)
 
     @contextlib.contextmanager
-    def playing(self) -> Iterator[None]:
-        """Leave the episodes that had ended, whatever ends what is done in here, or no folder where none had. Ctrl-C
-        and the errors of workers and disks say what is kept, and how to go on."""
+    def recover(self) -> Iterator[None]:
+        """However the block ends, keep the folder if it has episodes, else delete it if `disposable`. Ctrl-C and the
+        errors of workers and disks name the folder and the command that resumes."""
         try:
             self.logs.mkdir(exist_ok=True)
             yield
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(self._leave()) from None
+            raise KeyboardInterrupt(self._clean_up()) from None
         except WorkerError as error:
-            raise extended(error, self._leave(keep_logs=True)) from None  # it names one
+            raise extended(error, self._clean_up(keep_logs=True)) from None  # the error names a log file
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
-            raise RunError(f"{problem}; {self._leave()}") from error
+            raise RunError(f"{problem}; {self._clean_up()}") from error
         except Exception:
-            self._leave()
+            self._clean_up()
             raise
 
-    def _leave(self, *, keep_logs: bool = False) -> str:
+    def _clean_up(self, *, keep_logs: bool = False) -> str:
         if self.journal.path.exists() and self.journal.path.stat().st_size:
-            return self.what_is_kept()
+            return self.describe_saved()
         has_logs = any(path.stat().st_size for path in self.logs.glob("*"))
         if self.disposable and not (keep_logs and has_logs):
             shutil.rmtree(self.path, ignore_errors=True)
-        return "no episode had ended"
+        return "no episode was finished"
 
-    def what_is_kept(self) -> str:
+    def describe_saved(self) -> str:
         try:
-            return f"{len(self.journal.played())} episodes are kept in {self.path}; {self.how_to_go_on}"
+            return f"{len(self.journal.played())} episodes are saved in {self.path}; {self.resume_hint}"
         except DataError as error:
             return str(error)
 
 
 class UnfinishedFile(ResumableFolder):
-    """The folder `FILE.unfinished` beside a file of episodes that is not whole yet."""
+    """The folder `FILE.unfinished`, beside a file of episodes that is not complete yet."""
 
     def __init__(self, file: Path, *, overwrite: bool) -> None:
         super().__init__(file.with_name(file.name + ".unfinished"))
@@ -124,48 +124,50 @@ class UnfinishedFile(ResumableFolder):
         self._settings_file = self.path / "settings.yaml"
 
     @contextlib.contextmanager
-    def begun(self, settings: Mapping[str, Any]) -> Iterator[None]:
-        """The folder, locked, to play in; what is here is gone on from where it was made with these settings. Raises
-        `RunError` where it was not, or cannot be read, unless it may be overwritten."""
-        with reported_as(RunError, f"{self.path}, where episodes are kept, cannot be made"):
+    def open(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Lock the folder and load its episodes, which must be of these `settings`. Raises `RunError` if they are of
+        others or cannot be read, unless they may be overwritten."""
+        with reported_as(RunError, f"{self.path}, the folder for unfinished episodes, cannot be created"):
             self.path.mkdir(exist_ok=True)
-        with self.locked(), self.playing():
-            self._begin(settings)
+        with self.lock(), self.recover():
+            self._open(settings)
             yield
 
-    def _begin(self, settings: Mapping[str, Any]) -> None:
+    def _open(self, settings: Mapping[str, Any]) -> None:
         try:
-            self.kept = self.journal.played()
+            self.saved = self.journal.played()
         except DataError as error:
-            self.differs(f"cannot be read ({error})")
-        if self.kept:
+            self.on_mismatch(f"cannot be read ({error})")
+        if self.saved:
             old: Mapping[str, Any] = {}
             with contextlib.suppress(ConfigError):
                 old = read_yaml(self._settings_file)
             if not old:
-                self.differs(f"cannot go on, since {self._settings_file} is missing or damaged")
-            elif changed := _differences(old, settings):
-                self.differs(f"were played with other settings ({'; '.join(changed)})")
+                self.on_mismatch(f"cannot be resumed, because {self._settings_file} is missing or damaged")
+            elif differences := _differences(old, settings):
+                self.on_mismatch(f"were run with other settings ({'; '.join(differences)})")
         write_atomically(self._settings_file, yaml.safe_dump(dict(settings), sort_keys=False))
         self.journal.open()
 
-    def differs(self, how: str) -> None:
+    def on_mismatch(self, problem: str) -> None:
         if not self._overwrite:
-            raise RunError(f"{self.path} holds episodes that {how}: name another file, or begin anew with --overwrite")
+            raise RunError(
+                f"{self.path} holds episodes that {problem}: name another file, or start again with --overwrite"
+            )
         self.journal.path.write_bytes(b"")
-        self.kept = {}
+        self.saved = {}
 
     def finish(self, episodes: Sequence[Episode]) -> None:
-        """Write the file, in place of this folder. Raises `DataError` where it cannot be, which says what is kept."""
+        """Write the file and delete this folder. Raises `DataError`, which names this folder, if that fails."""
         try:
             write_episodes(self._file, episodes)
         except DataError as error:
-            raise DataError(f"{error}; {self.what_is_kept()}") from None
+            raise DataError(f"{error}; {self.describe_saved()}") from None
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _differences(old: Any, new: Any, key: str = "") -> list[str]:
-    """`key was 1 and is 2` for what differs."""
+    """`key was 1 and is 2` for every difference."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         names = [*old, *(name for name in new if name not in old)]
         dot = f"{key}." if key else ""

@@ -16,12 +16,12 @@ WORKING_CORRELATION = 0.25
 """Assumed correlation of the scores of two tasks of a cluster (`degrees_of_freedom`)."""
 
 
-def known(number: float) -> float | None:
+def number_or_none(number: float) -> float | None:
     """The number, or None for NaN, which JSON does not have."""
     return None if math.isnan(number) else number
 
 
-def known_interval(low: float, high: float) -> list[float] | None:
+def interval_or_none(low: float, high: float) -> list[float] | None:
     return None if math.isnan(low) or math.isnan(high) else [low, high]
 
 
@@ -29,9 +29,9 @@ def known_interval(low: float, high: float) -> list[float] | None:
 class Mean:
     """A mean over `n` tasks with its 95% interval from `low` to `high`.
 
-    `stderr` is the standard error over the `n_clusters` clusters; `method` says how the interval was made: Student's
-    `t`, `wilson`'s, `mover` (of a suite), or `none`: nothing is known of how clusters differ. NaN stands for a number
-    that there is not: every one of them without tasks, the error of a single cluster.
+    `stderr` is the standard error over the `n_clusters` clusters; `method` names the interval's method: Student's `t`,
+    `wilson`, `mover` (for a suite), or `none` if the spread of clusters is unknown. NaN stands for a number that does
+    not exist: the error of a single cluster, and every number without tasks.
     """
 
     score: float
@@ -43,44 +43,48 @@ class Mean:
     method: Method
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON, which knows no NaN: None stands for what there is no number for."""
-        interval = known_interval(self.low, self.high)
-        return {"score": known(self.score), "ci95": interval, "stderr": known(self.stderr), "n_tasks": self.n}
+        """The result for JSON, with None for NaN."""
+        interval = interval_or_none(self.low, self.high)
+        return {
+            "score": number_or_none(self.score),
+            "ci95": interval,
+            "stderr": number_or_none(self.stderr),
+            "n_tasks": self.n,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Variances:
-    """Variance of scores `within` a task (between repeats of it) and `between` tasks (of their true means).
+    """Variance of scores within a task (between repeats of it) and between tasks (of their true means).
 
-    The mean over n tasks with m repeats each has the variance (between + within / m) / n. NaN where too little was
-    repeated to tell.
+    The mean over n tasks with m repeats each has the variance (between + within / m) / n. NaN with too few repeats.
     """
 
-    within: float
-    between: float
+    within_tasks: float
+    between_tasks: float
 
 
 def clustered_mean(scores: Mapping[str, Sequence[float]], clusters: Mapping[str, str] | None = None) -> Mean:
     """Mean of task means with a 95% interval; `scores` maps a task's id to the scores of its episodes.
 
-    Repeats of a task are averaged first, so the tasks are what varies. `clusters` names the cluster of every task
-    where tasks are related (questions on one text); without it each task is its own. With n tasks in C clusters
+    Repeats of a task are averaged first, so tasks are the sampling units. `clusters` maps every task to its cluster, if
+    tasks are related (questions on one text); without it each task is a cluster. With n tasks in C clusters
     the standard error is that of E. Miller, "Adding Error Bars to Evals" (2024), section 2.2, with the factor
     C / (C - 1) for few clusters:
 
         sqrt(C / (C - 1) * sum over clusters of (sum over its tasks of (task mean - mean))^2) / n
 
-    The interval is Wilson's where tasks are trials: every score is 0 or 1, one for each task, each task its own
-    cluster. Otherwise it is Student's t around the mean, mean -+ t stderr (`degrees_of_freedom`). For scores in [0, 1]
-    it has Wilson's form, in which the standard error that was found at the mean m is taken to be stderr
+    The interval is Wilson's if tasks are trials: every score is 0 or 1, one per task, and each task is a cluster.
+    Otherwise it is Student's t around the mean, mean -+ t stderr (`degrees_of_freedom`). For scores in [0, 1]
+    it has Wilson's form, in which the standard error estimated at the mean m becomes stderr
     sqrt(x (1 - x) / (m (1 - m))) at x: the same to two digits for many tasks, inside [0, 1], and near its ends, where
     good policies are, wide enough (E. L. Korn and B. I. Graubard, "Confidence intervals for proportions with small
     expected number of positive counts" (1998), on shares from clustered samples; N. Dean and M. Pagano, "Evaluating
     confidence interval methods for binomial proportions in clustered surveys" (2015)).
 
-    Clusters that are all alike say little about others: for scores in [0, 1] the interval is then `alike_interval`. A
-    single cluster says nothing about others: the interval is all of [0, 1], of `method` "none". Neither has an
-    interval where scores have no known range. NaN without tasks. Raises `KeyError` for a task without a cluster.
+    If all clusters have the same mean, the interval for scores in [0, 1] is `alike_interval`. With a single cluster it
+    is all of [0, 1], with `method` "none". Neither case has an interval if scores have no known range. NaN without
+    tasks. Raises `KeyError` for a task without a cluster.
     """
     means = {task: math.fsum(values) / len(values) for task, values in scores.items() if values}
     n = len(means)
@@ -97,21 +101,21 @@ def clustered_mean(scores: Mapping[str, Sequence[float]], clusters: Mapping[str,
 
 
 def suite_mean(means: Sequence[Mean], weights: Sequence[float] | None = None) -> Mean:
-    """Weighted mean of environments' scores, which must be on one scale; equal weights unless given.
+    """Weighted mean of environments' scores, which must be on one scale; equal weights by default.
 
     Weights are normalised to add up to 1. The environments are independent and fixed, not a sample of environments:
-    stderr = sqrt(sum of weight^2 stderr^2). The interval is put together from their own, each side by itself, so
-    that what is lopsided stays so: low = score - sqrt(sum of (weight (score_i - low_i))^2), and high likewise (MOVER:
+    stderr = sqrt(sum of weight^2 stderr^2). The interval combines theirs, each side separately, so that asymmetry is
+    preserved: low = score - sqrt(sum of (weight (score_i - low_i))^2), and high likewise (MOVER:
     G. Y. Zou and A. Donner, "Construction of confidence limits about effect measures: a general approach", Statistics
-    in Medicine 27 (2008), 1693-1702). A number that one environment with a weight lacks is NaN for the suite: nothing
-    stands in for it. `n` and `n_clusters` are sums. Raises `ValueError` for weights that are not weights.
+    in Medicine 27 (2008), 1693-1702). A number that is NaN for one environment with a weight is NaN for the
+    suite. `n` and `n_clusters` are sums. Raises `ValueError` for weights that are not weights.
     """
     weights = [1.0] * len(means) if weights is None else weights
     if len(weights) != len(means):
         raise ValueError(f"{len(weights)} weights for {len(means)} means")
     total = math.fsum(weights)
     if not all(0.0 <= weight < math.inf for weight in weights) or (means and not total > 0.0):
-        raise ValueError(f"weights are finite, none is negative and one is more than 0, not {list(weights)}")
+        raise ValueError(f"weights must be finite and not negative, and at least one positive, not {list(weights)}")
     parts = [(weight / total, mean) for weight, mean in zip(weights, means, strict=True) if weight > 0.0]
     if not parts:
         return Mean(math.nan, math.nan, math.nan, 0, math.nan, 0, "none")
@@ -130,21 +134,23 @@ def suite_mean(means: Sequence[Mean], weights: Sequence[float] | None = None) ->
 def within_between_variance(scores: Mapping[str, Sequence[float]]) -> Variances:
     """Unbiased estimates of the variance within tasks and between them, by tasks with two or more scores.
 
-    within: the mean of the tasks' variances. between: the variance of task means less what repeats add to it, the mean
-    of (a task's variance / its number of scores); as an unbiased estimate of a small number it may be negative. These
-    are the moments of a random-effects one-way layout (any text on analysis of variance), with tasks weighted
-    equally, so that they may differ in variance and in number of scores.
+    within: the mean of the tasks' variances. between: the variance of task means minus the contribution of repeats, the
+    mean of (a task's variance / its number of scores); as an unbiased estimate of a small number it may be negative.
+    These are the moments of a random-effects one-way layout (any text on analysis of variance), with tasks weighted
+    equally, so that tasks may differ in variance and in number of scores.
     """
     repeated = [values for values in scores.values() if len(values) > 1]
     if not repeated:
         return Variances(math.nan, math.nan)
-    own = [_variance(values) for values in repeated]
-    within = math.fsum(own) / len(own)
+    variances = [_variance(values) for values in repeated]
+    within_tasks = math.fsum(variances) / len(variances)
     if len(repeated) == 1:
-        return Variances(within, math.nan)
-    of_means = _variance([math.fsum(values) / len(values) for values in repeated])
-    added = math.fsum(variance / len(values) for variance, values in zip(own, repeated, strict=True)) / len(own)
-    return Variances(within, of_means - added)
+        return Variances(within_tasks, math.nan)
+    mean_variance = _variance([math.fsum(values) / len(values) for values in repeated])
+    repeat_variance = math.fsum(
+        variance / len(values) for variance, values in zip(variances, repeated, strict=True)
+    ) / len(variances)
+    return Variances(within_tasks, mean_variance - repeat_variance)
 
 
 def _variance(values: Sequence[float]) -> float:
@@ -157,8 +163,8 @@ def _variance(values: Sequence[float]) -> float:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float | None:
-    """Probability that at least one of k episodes is right, by a task's n episodes of which c were: the share of its
-    k-subsets with one, 1 - C(n - c, k) / C(n, k). None when n < k: fewer episodes cannot say.
+    """Probability that at least one of k episodes is right, estimated from n episodes of a task, c of them right: the
+    fraction of k-subsets with a right one, 1 - C(n - c, k) / C(n, k). None when n < k.
 
     Unbiased. Source: M. Chen et al., "Evaluating Large Language Models Trained on Code" (2021), section 2.1.
     """
@@ -177,16 +183,16 @@ def pass_hat_k(n: int, c: int, k: int) -> float | None:
 
 def _check(n: int, c: int, k: int) -> None:
     if not (0 <= c <= n and k >= 1):
-        raise ValueError(f"of n={n} episodes c={c} cannot have been right, or k={k} is no number of episodes")
+        raise ValueError(f"c={c} must be between 0 and n={n}, and k={k} at least 1")
 
 
 def majority_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> float | None:
     """Expected score of the most frequent of k answers, by all k-subsets of a task's episodes. None when there
     are fewer than k.
 
-    Episode i answered `answers[i]` and scored `scores[i]`; episodes with one answer share the mean of their scores,
-    and answers that are equally frequent share a subset. None does not vote; a subset in which nothing voted scores 0.
-    Exact: subsets are counted, for each number of votes that may win and by dynamic programming over the answers.
+    Episode i answered `answers[i]` and scored `scores[i]`. Episodes with the same answer each get the mean of their
+    scores; equally frequent answers split a subset equally. An answer of None is no vote; a subset without votes
+    scores 0. Exact: for each winning number of votes, dynamic programming over the answers counts the subsets.
     """
     if len(answers) != len(scores):
         raise ValueError(f"{len(scores)} scores for {len(answers)} answers")
@@ -201,29 +207,29 @@ def majority_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int
     means = [(size, totals[answer] / size) for answer, size in counts.items()]
     scale = math.lcm(*(mean.denominator for _, mean in means))  # whole numbers from here on
     classes = [(size, int(mean * scale)) for size, mean in means]
-    silent = len(answers) - counts.total()
-    won = Fraction(0)
+    n_abstentions = len(answers) - counts.total()
+    total = Fraction(0)
     for votes in range(1, min(k, max(counts.values(), default=0)) + 1):
-        for tied, total in _wins(classes, silent, k, votes).items():
-            won += Fraction(total, tied)
-    return float(won / scale / math.comb(len(answers), k))
+        for n_tied, score_sum in _wins(classes, n_abstentions, k, votes).items():
+            total += Fraction(score_sum, n_tied)
+    return float(total / scale / math.comb(len(answers), k))
 
 
-def _wins(classes: Sequence[tuple[int, int]], silent: int, k: int, votes: int) -> dict[int, int]:
-    """Over the k-subsets in which `votes` is the largest number of votes, the summed scores of the answers that got
-    them, by how many did. `classes` are the answers' numbers of episodes and scores; `silent` episodes do not vote."""
-    # (episodes drawn, answers with `votes`) -> number of ways, and the scores of these answers summed over them
-    ways = {(drawn, 0): (math.comb(silent, drawn), 0) for drawn in range(min(silent, k) + 1)}
+def _wins(classes: Sequence[tuple[int, int]], n_abstentions: int, k: int, votes: int) -> dict[int, int]:
+    """For each number of tied winners (with `votes` votes, the maximum): the total score of the winning answers over
+    all k-subsets. `classes`: number of episodes and score per answer; `n_abstentions` episodes have no answer."""
+    # (episodes drawn, answers with `votes`) -> number of ways, and the total score of these answers over all ways
+    ways = {(drawn, 0): (math.comb(n_abstentions, drawn), 0) for drawn in range(min(n_abstentions, k) + 1)}
     for size, score in classes:
-        grown: dict[tuple[int, int], tuple[int, int]] = {}
-        for (drawn, tied), (number, total) in ways.items():
-            for more in range(min(size, votes, k - drawn) + 1):
-                chosen, wins = math.comb(size, more), more == votes
-                key = (drawn + more, tied + wins)
-                old = grown.get(key, (0, 0))
-                grown[key] = (old[0] + number * chosen, old[1] + (total + number * score * wins) * chosen)
-        ways = grown
-    return {tied: total for (drawn, tied), (_, total) in ways.items() if drawn == k and tied}
+        extended: dict[tuple[int, int], tuple[int, int]] = {}
+        for (drawn, n_tied), (number, total) in ways.items():
+            for count in range(min(size, votes, k - drawn) + 1):
+                n_choices, wins = math.comb(size, count), count == votes
+                key = (drawn + count, n_tied + wins)
+                old = extended.get(key, (0, 0))
+                extended[key] = (old[0] + number * n_choices, old[1] + (total + number * score * wins) * n_choices)
+        ways = extended
+    return {n_tied: total for (drawn, n_tied), (_, total) in ways.items() if drawn == k and n_tied}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -231,17 +237,17 @@ def _wins(classes: Sequence[tuple[int, int]], silent: int, k: int, votes: int) -
 
 
 def cluster_sums(values: Mapping[str, float], clusters: Mapping[str, str] | None) -> list[tuple[float, int]]:
-    """The sum of each cluster's values and how many there are; without `clusters` each value is a cluster."""
+    """The sum and the number of each cluster's values; without `clusters` each value is a cluster."""
     if clusters is None:
         return [(value, 1) for value in values.values()]
     members: dict[str, list[float]] = {}
     for name, value in values.items():
         members.setdefault(clusters[name], []).append(value)
-    return [(math.fsum(own), len(own)) for own in members.values()]
+    return [(math.fsum(items), len(items)) for items in members.values()]
 
 
 def clustered_error(deviations: Sequence[tuple[float, int]]) -> float:
-    """The standard error of a mean by two or more clusters' sums of deviations from it (`clustered_mean`)."""
+    """The standard error of a mean from the (sum of deviations, size) of two or more clusters (`clustered_mean`)."""
     count, n = len(deviations), sum(size for _, size in deviations)
     return math.sqrt(count / (count - 1) * math.fsum(total**2 for total, _ in deviations)) / n
 
@@ -249,8 +255,8 @@ def clustered_error(deviations: Sequence[tuple[float, int]]) -> float:
 def clustered_interval(
     mean: float, deviations: Sequence[tuple[float, int]], scale: tuple[float, float] | None
 ) -> tuple[float, float, float, Method]:
-    """The 95% interval of a mean (low, high) by each cluster's sum of deviations from it and size, its standard error,
-    and how it was made. `scale` is what values can be, where that is known; see `clustered_mean`."""
+    """The 95% interval of a mean (low, high), its standard error and the interval's method, from each cluster's
+    (sum of deviations, size). `scale`: minimum and maximum of values, if known; see `clustered_mean`."""
     if len(deviations) == 1:
         return *(scale or (math.nan, math.nan)), math.nan, "none"
     error = clustered_error(deviations)
@@ -258,24 +264,24 @@ def clustered_interval(
         t = t_quantile_975(degrees_of_freedom([size for _, size in deviations]))
         if scale == (0.0, 1.0):
             return *wilson_interval(mean, mean * (1 - mean) / error**2, t), error, "t"
-        least, most = scale or (-math.inf, math.inf)
-        return max(mean - t * error, least), min(mean + t * error, most), error, "t"
+        minimum, maximum = scale or (-math.inf, math.inf)
+        return max(mean - t * error, minimum), min(mean + t * error, maximum), error, "t"
     if scale is None:
         return math.nan, math.nan, 0.0, "none"
     return *alike_interval(mean, len(deviations), *scale), 0.0, "wilson"
 
 
 def degrees_of_freedom(sizes: Sequence[int]) -> float:
-    """Degrees of freedom of the t interval around a mean over clusters of these sizes: C - 1 for C of one size, fewer
-    where some weigh more than others.
+    """Degrees of freedom of the t interval around a mean over clusters of these sizes: C - 1 for C of equal size, fewer
+    for unequal sizes.
 
     They are Satterthwaite's: those of the chi-squared distribution with the mean and variance that `clustered_error`'s
     square has under a working model, in which tasks of a cluster correlate by `WORKING_CORRELATION`. With cluster c of
     n_c of the N tasks, v_c = n_c (1 + (n_c - 1) correlation), and deviations A T of the cluster sums T, where
     A = 1 - (n / N) (1, ..., 1), they are tr(Q)^2 / tr(Q^2) of Q = A'A diag(v). Source: R. M. Bell and D. F. McCaffrey,
     "Bias reduction in standard errors for linear regression with multi-stage samples" (2002), with the correlation of
-    G. W. Imbens and M. Kolesar, "Robust standard errors in small samples" (2016). The latter estimate it, which in
-    simulated suites of few clusters covered less often than a fixed value did.
+    G. W. Imbens and M. Kolesar, "Robust standard errors in small samples" (2016). The latter estimate it; in simulated
+    suites of few clusters that covered less often than a fixed value.
     """
     if len(set(sizes)) == 1:
         return len(sizes) - 1
@@ -283,31 +289,31 @@ def degrees_of_freedom(sizes: Sequence[int]) -> float:
     share = [size / n for size in sizes]
     v = [size * (1 + (size - 1) * WORKING_CORRELATION) for size in sizes]
     squares = math.fsum(a * a for a in share)
-    total, once, twice = (math.fsum(w * a**power for w, a in zip(v, share, strict=True)) for power in range(3))
+    total, first, second = (math.fsum(w * a**power for w, a in zip(v, share, strict=True)) for power in range(3))
     trace = math.fsum(w * (1 - 2 * a + squares) for w, a in zip(v, share, strict=True))
-    own = math.fsum(w * w * (1 + 2 * (squares - 2 * a)) for w, a in zip(v, share, strict=True))
-    shared = (total * squares) ** 2 + 2 * total * twice + 2 * once**2 - 4 * squares * total * once
-    return max(1.0, trace**2 / (own + shared))
+    diagonal = math.fsum(w * w * (1 + 2 * (squares - 2 * a)) for w, a in zip(v, share, strict=True))
+    cross = (total * squares) ** 2 + 2 * total * second + 2 * first**2 - 4 * squares * total * first
+    return max(1.0, trace**2 / (diagonal + cross))
 
 
 def wilson_interval(share: float, n: float, z: float = 1.959963984540054) -> tuple[float, float]:
-    """95% interval of a share of n trials: every true share that is within `z` of its own standard errors of it.
+    """95% interval of a fraction of n trials: every true fraction within `z` of its standard errors of `share`.
 
     Source: E. B. Wilson (1927), without continuity correction. `n` need not be whole (`clustered_mean`).
     """
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    center = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half_width = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, center - half_width), min(1.0, center + half_width)
 
 
-def alike_interval(value: float, n: int, least: float, most: float) -> tuple[float, float]:
-    """95% interval of the mean of what lies between `least` and `most`, when n draws of it all had the same `value`.
+def alike_interval(value: float, n: int, minimum: float, maximum: float) -> tuple[float, float]:
+    """95% interval of the mean of a variable in [`minimum`, `maximum`] after n draws that all had the same `value`.
 
-    Wilson's interval for a share of which none of n trials had any gives the largest share that may have another
-    value; on either side that may be as far away as values go. For n successes this is Wilson's own interval.
+    Wilson's interval for 0 of n trials bounds the fraction with another value; that value may be the minimum or the
+    maximum. For n successes this is Wilson's own interval.
     """
-    unseen = wilson_interval(0.0, n)[1]
-    return value - unseen * (value - least), value + unseen * (most - value)
+    bound = wilson_interval(0.0, n)[1]
+    return value - bound * (value - minimum), value + bound * (maximum - value)
 
 
 def t_quantile_975(df: float) -> float:
@@ -320,7 +326,7 @@ def t_quantile(probability: float, df: float) -> float:
     """Quantile of Student's t for a probability in [0.5, 0.99] and at least one degree of freedom, to 1e-6."""
     scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
 
-    def mass(x: float) -> float:  # P(0 < T < x) by Simpson's rule, in the angle where the tail is tame
+    def mass(x: float) -> float:  # P(0 < T < x) by Simpson's rule over the angle
         # With t = sqrt(df) tan(a) the density becomes cos(a)^(df - 1), smooth on a finite range.
         steps, end = 400, math.atan(x / math.sqrt(df))
         width = end / steps
@@ -329,7 +335,7 @@ def t_quantile(probability: float, df: float) -> float:
         return scale * math.sqrt(df) * total * width / 3
 
     x, step = 0.0, math.inf
-    while step > 1e-9:  # Newton's steps: the mass is concave, so they come from below and never overshoot
+    while step > 1e-9:  # Newton's method: the mass is concave, so x grows from below and never overshoots
         step = (probability - 0.5 - mass(x)) / (scale * math.pow(1 + x * x / df, -(df + 1) / 2))
         x += step
     return x

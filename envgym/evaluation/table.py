@@ -14,19 +14,18 @@ AT_K = ("pass@k", "pass^k", "majority@k")
 
 
 def evaluation_text(result: Mapping[str, Any], folder: Path) -> str:
-    """The table and the lines under it, from `result.json`."""
+    """The table and the lines below it, from `result.json`."""
     envs = result["envs"]
     return f"{aligned(_rows(envs), right=True)}\n\n{aligned(_lines(result, folder))}"
 
 
 def _rows(envs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The header and a line for each environment, and for each member of a mixture. Columns that say nothing are left
-    out."""
-    items = [(name, env) for part, of in envs.items() for name, env in _with_members(part, of)]
+    """The header and a row per environment, and per member of a mixture. Empty columns are omitted."""
+    items = [(name, env) for part, result in envs.items() for name, env in _with_members(part, result)]
     k = max((int(k) for _, env in items for k in env["pass@k"]), default=1)
     columns: dict[str, list[str]] = {
         "score": [score(env) if env["score"] is not None else "none" for _, env in items],
-        "reward": [with_interval(env["reward"]) if by_reward(env) else "" for _, env in items],
+        "reward": [with_interval(env["reward"]) if has_only_rewards(env) else "" for _, env in items],
         "success": [
             "" if (rate := env["success"]["rate"]) in (env["score"], None) else f"{rate:.3f}" for _, env in items
         ],
@@ -39,55 +38,55 @@ def _rows(envs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         "failed": [_share(sum(env["failures"].values()), env["n_episodes"]) for _, env in items],
         "unscored": [_share(env["unscored"], env["n_episodes"]) for _, env in items],
         "truncated": [_share(env["truncated"], env["n_episodes"]) for _, env in items],
-        "tokens": [_each(env["tokens"], env["n_episodes"] - sum(env["failures"].values())) for _, env in items],
+        "tokens": [_per_episode(env["tokens"], env["n_episodes"] - sum(env["failures"].values())) for _, env in items],
         "turns": ["" if env["turns"] is None else f"{env['turns']:.1f}" for _, env in items],
         "p50 s": ["" if env["seconds"] is None else f"{env['seconds']['p50']:.2f}" for _, env in items],
     }
-    shown = {name: cells for name, cells in columns.items() if any(cells)}
-    body = zip([name for name, _ in items], *shown.values(), strict=True)
-    return [["environment", *shown], *map(list, body)]
+    filled = {name: cells for name, cells in columns.items() if any(cells)}
+    body = zip([name for name, _ in items], *filled.values(), strict=True)
+    return [["environment", *filled], *map(list, body)]
 
 
-def by_reward(env: Mapping[str, Any]) -> bool:
-    """True where an environment's episodes have rewards alone, which are no scores."""
+def has_only_rewards(env: Mapping[str, Any]) -> bool:
+    """True if an environment's episodes have rewards but no scores."""
     return env["score"] is None and "reward" in env and env["reward"]["score"] is not None
 
 
 def _with_members(name: str, env: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(name, env), *((f"  {member}", of) for member, of in env.get("envs", {}).items())]
+    return [(name, env), *((f"  {member}", result) for member, result in env.get("envs", {}).items())]
 
 
 def _lines(result: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
-    label, of = ("suite", result["suite"]) if result["suite"] else ("env", next(iter(result["envs"])))
+    label, target = ("suite", result["suite"]) if result["suite"] else ("env", next(iter(result["envs"])))
     weighed = [env for env in result["envs"].values() if env["weight"]]
     lines = [("model", result["model"])]
-    many = len(weighed) > 1
+    is_mean = len(weighed) > 1
     weights = {env["weight"] for env in weighed}
-    how = f"mean of {len(weighed)} environments{'' if len(weights) == 1 else ' by their weights'}"
+    method = f"mean of {len(weighed)} environments{'' if len(weights) == 1 else ' by their weights'}"
     size = f"{result['n_tasks']} tasks, {sum(env['n_episodes'] for env in weighed)} episodes"
-    lines.append((label, of))
+    lines.append((label, target))
     if result["score"] is None:
         missing = [name for name, env in result["envs"].items() if env["weight"] and env["score"] is None]
-        why = f"none: no episode of {', '.join(missing)} was scored"
-        if all(by_reward(result["envs"][name]) for name in missing):
-            why = f"none: {', '.join(missing)} gives none, and its rewards are not all in [0, 1]"
-        lines.append(("score", why))
+        problem = f"none: no episode of {', '.join(missing)} was scored"
+        if all(has_only_rewards(result["envs"][name]) for name in missing):
+            problem = f"none: {', '.join(missing)} gives none, and its rewards are not all in [0, 1]"
+        lines.append(("score", problem))
     else:
-        lines.append(("score", f"{score(result)}   95% interval, {f'{how}, ' if many else ''}{size}"))
+        lines.append(("score", f"{score(result)}   95% interval, {f'{method}, ' if is_mean else ''}{size}"))
     for name, env in result["envs"].items():
         for k, count in env["tasks_at_k"].items():
             if 0 < count < env["n_tasks"]:
                 lines.append(
-                    ("note", f"{name}: {count} of {env['n_tasks']} tasks have the {k} episodes that k={k} takes")
+                    ("note", f"{name}: {count} of {env['n_tasks']} tasks have the {k} finished episodes for k={k}")
                 )
     if result["failures"]:
-        lines.append(("failed", f"{counts(result['failures'])}   left out of every score"))
+        lines.append(("failed", f"{counts(result['failures'])}   excluded from every score"))
     lines.append(("time", f"{duration(result['seconds'])}, {result['tokens']:,} tokens sampled"))
     lines.append(("folder", str(folder)))
     return lines
 
 
-def _each(total: int, count: int) -> str:
+def _per_episode(total: int, count: int) -> str:
     return f"{total / count:.0f}" if count else ""
 
 
@@ -95,12 +94,12 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.0%}" if part else ""
+def _share(part: int, total: int) -> str:
+    return f"{part / total:.0%}" if part else ""
 
 
 def csv_table(result: Mapping[str, Any]) -> str:
-    """A line for each environment, as CSV."""
+    """A row per environment, as CSV."""
     rows = [_csv_row(name, env) for name, env in result["envs"].items()]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     text = io.StringIO()

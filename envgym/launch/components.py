@@ -25,13 +25,13 @@ from envgym.render import NoRenderer, load_tokenizer, make_renderer
 from envgym.rollout.runner import Runner
 from envgym.run_folder import RunFolder
 from envgym.services import Chat, Services, start_services
-from envgym.services.policy import Bound
+from envgym.services.policy import PolicyEngine
 from envgym.services.start import refuse_policies
 from envgym.workers.group import WorkerGroup
 from envgym.workers.ray import RayRuntime
 from envgym.workers.spec import WorkerSpec
 
-from .placement import ENGINE_SHARES, PlacedRuntime, placed
+from .placement import ENGINE_SHARES, PlacedRuntime, placed_runtime
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -60,7 +60,7 @@ class StageContext:
 
 
 @asynccontextmanager
-async def running(config: RunConfig, folder: RunFolder) -> AsyncIterator[Runtime]:
+async def open_runtime(config: RunConfig, folder: RunFolder) -> AsyncIterator[Runtime]:
     """The run's runtime; what runs in it ends with it."""
     runtime = make_runtime(config, folder)
     try:
@@ -70,24 +70,24 @@ async def running(config: RunConfig, folder: RunFolder) -> AsyncIterator[Runtime
 
 
 @asynccontextmanager
-async def set_up(
+async def stage_context_in(
     config: RunConfig, stage: StageConfig, runtime: Runtime, spec: EnvSpec | None = None
 ) -> AsyncIterator[StageContext]:
     """The context of a stage in a runtime: its environment is closed again on every way out."""
     spec = spec or stage.make_spec()
     async with (
-        start_services(spec, runtime, deterministic=config.deterministic, now=False) as services,
+        start_services(spec, runtime, deterministic=config.deterministic, eager=False) as services,
         AsyncExitStack() as closing,
     ):
         yield StageContext(spec, services, runtime, closing)
 
 
 @asynccontextmanager
-async def prepared(config: RunConfig, stage: StageConfig, folder: RunFolder) -> AsyncIterator[StageContext]:
+async def stage_context(config: RunConfig, stage: StageConfig, folder: RunFolder) -> AsyncIterator[StageContext]:
     """The context of a stage, in a runtime of its own. Reports a bad data file before anything long begins."""
-    async with running(config, folder) as runtime:
+    async with open_runtime(config, folder) as runtime:
         spec = stage.make_spec()
-        async with set_up(config, stage, placed(stage, [spec], runtime), spec) as context:
+        async with stage_context_in(config, stage, placed_runtime(stage, [spec], runtime), spec) as context:
             yield context
 
 
@@ -114,7 +114,7 @@ async def start_role(
         seed=config.seed,
         deterministic=config.deterministic,
     )
-    return await WorkerGroup.start(runtime, spec, after=after)
+    return await WorkerGroup.start(runtime, spec, load_after=after)
 
 
 async def start_sampling(
@@ -140,9 +140,9 @@ async def start_sampling(
         return api, 0
     engine, max_model_len = await start_engine(config, stage, model, contexts[0].runtime, display, lora_rank, sleeps)
     if sleeps:
-        await engine.tell("sleep", 1)
+        await engine.call("sleep", 1)
     for context in contexts:
-        bound = Bound(agent.renderer, engine, max_model_len, config.deterministic, config.seed)
+        bound = PolicyEngine(agent.renderer, engine, max_model_len, config.deterministic, config.seed)
         context.services.bind_policy(bound)
     return engine, max_model_len
 
@@ -188,7 +188,7 @@ async def start_engine(
         name = "engine" if stage.engine.count == 1 else f"engine-{number}"
         return await EngineClient.start(runtime, target, {"spec": spec}, environ, name)
 
-    pool = await EnginePool.started(start, stage.engine.count, in_turn=config.deterministic, note=display.note)
+    pool = await EnginePool.start(start, stage.engine.count, round_robin=config.deterministic, note=display.note)
     return pool, (await pool.info()).max_model_len
 
 
@@ -225,11 +225,11 @@ def make_agent(stage: StageConfig, model: str) -> Agent:
     """The stage's agent, rendering for `model`; for an API, the one that plays the same way by messages."""
     agent_class, agent_config = stage.agent_config()
     if stage.engine.kind != "openai":
-        if agent_class.speaks == "messages":
+        if agent_class.interface == "messages":
             raise ConfigError(f"agent {stage.agent.name} speaks messages, which only engine.kind=openai understands")
         return agent_class(make_renderer(stage.render, load_tokenizer(model)), agent_config)
-    if agent_class.speaks != "messages":
-        same = vars(agent_class).get("by_messages")
+    if agent_class.interface != "messages":
+        same = vars(agent_class).get("chat_agent")
         if same is None:
             raise ConfigError(
                 f"environment {stage.env.name} is played by the agent {stage.agent.name}, which works on tokens: "

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from envgym.config.recipes import made_model, makes_model
+from envgym.config.recipes import recipe_model_folder, makes_model
 from envgym.config.schema import STAGE, RoleConfig, StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
@@ -42,7 +42,7 @@ LIBRARIES = {"rank": 0.6 * GIB, "engine": 1.0 * GIB}
 """Host memory of a process before it has a model: a rank's, and an engine's."""
 CPU_CACHE = 2 * GIB
 """vLLM's cache on a CPU, unless it is told otherwise."""
-LOGITS_AT_ONCE = 2**25
+MAX_LOGITS = 2**25
 """Of the output layer; see `envgym.workers.head`."""
 
 
@@ -97,7 +97,7 @@ class Memory:
         return sum(self.parts.values())
 
 
-def of_rank(
+def rank_memory(
     sizes: ModelSizes,
     settings: WorkersConfig,
     learner: LearnerConfig | None,
@@ -138,11 +138,11 @@ def _activations(sizes: ModelSizes, settings: WorkersConfig, width: int, *, lear
     kept = layer if not learns else sizes.layers * layer
     if learns and settings.gradient_checkpointing:
         kept = sizes.layers * sizes.hidden + layer
-    logits = 3.5 * min(tokens * sizes.vocabulary, LOGITS_AT_ONCE)
+    logits = 3.5 * min(tokens * sizes.vocabulary, MAX_LOGITS)
     return width * tokens * (kept + 6 * sizes.hidden) / settings.tensor_parallel + 4 * logits
 
 
-def of_engine(sizes: ModelSizes, stage: StageConfig, plan: Plan, gpu_bytes: int | None) -> Memory:
+def engine_memory(sizes: ModelSizes, stage: StageConfig, plan: Plan, gpu_bytes: int | None) -> Memory:
     """An engine, or each GPU of one: weights, and a cache for keys and values. On a GPU it takes its share whole."""
     in_16_bits = stage.engine.dtype in ("bfloat16", "float16") or gpu_bytes is not None
     weights = sizes.parameters * (2 if in_16_bits else 4) / stage.engine.tensor_parallel
@@ -178,7 +178,7 @@ class Total:
         )
 
 
-class Needs:
+class MemoryNeeds:
     """The memory of a stage's parts where a plan has them. `models`: of reward models, by their workers' names.
     `stages`: the run's, any of which may be what a model comes from."""
 
@@ -204,13 +204,13 @@ class Needs:
         slot = self._slots(part)[0]
         on_gpu = bool(slot.gpus)
         if part == ENGINE:
-            return of_engine(sizes, stage, self._plan, self._plan.nodes[slot.node].gpu_bytes if on_gpu else None)
+            return engine_memory(sizes, stage, self._plan, self._plan.nodes[slot.node].gpu_bytes if on_gpu else None)
         if role is None:  # a reward model
             return Memory({"weights": sizes.parameters * (2.0 if on_gpu else 4.0)})
         lora = stage.lora_of(part, role)
         share = 1.0 if not lora.rank else min(1.0, _adapter_numbers(sizes, lora.rank) / sizes.parameters)
         learner = self._learner if role.trained else None
-        return of_rank(sizes, stage.workers_of(part), learner, on_gpu=on_gpu, trained_share=share)
+        return rank_memory(sizes, stage.workers_of(part), learner, on_gpu=on_gpu, trained_share=share)
 
     def totals(self) -> list[Total]:
         """Every GPU and machine that is used. Parts that take turns with the engine are not there at the same time."""
@@ -244,20 +244,20 @@ class Needs:
 
 
 def check_episodes(stage: StageConfig, spec: EnvSpec) -> None:
-    """Refuse a stage that would hold more episodes at once than `check_room` lets it, in a step or an evaluation. What
+    """Refuse a stage that would hold more episodes at once than `check_episode_memory` lets it, in a step or an evaluation. What
     a filter drops is held too until its step is written: as many rounds as there may be."""
     config, samples = stage.rollout, stage.agent_config()[0].uses_policy
-    of_each = config.group_size if samples else spec.recordings
+    of_each = config.group_size if samples else spec.recordings_per_task
     rounds = config.filter.max_rounds if samples and config.filter.on else 1
     names = f"rollout.tasks, rollout.group_size{', rollout.filter.max_rounds' if rounds > 1 else ''}"
-    check_room(f"a step ({names})", config.tasks * (rounds + config.max_staleness), of_each)
+    check_episode_memory(f"a step ({names})", config.tasks * (rounds + config.max_staleness), of_each)
     if stage.eval.every:
-        size, of_each = spec.tasks("test").size, stage.eval.samples if samples else spec.recordings
+        size, of_each = spec.tasks("test").size, stage.eval.samples if samples else spec.recordings_per_task
         count = stage.eval.tasks if size is None else min(stage.eval.tasks, size)
-        check_room("an evaluation (eval.tasks, eval.samples)", count, of_each)
+        check_episode_memory("an evaluation (eval.tasks, eval.samples)", count, of_each)
 
 
-def check_room(what: str, tasks: int, of_each: int) -> None:
+def check_episode_memory(what: str, tasks: int, of_each: int) -> None:
     """Refuse to hold `of_each` episodes of `tasks` tasks where even the smallest would take more than half of the free
     memory; `what` they are for. Raises `ConfigError`.
 
@@ -283,7 +283,7 @@ def free_memory() -> int:
 def model_folder(name: str) -> Path:
     """Folder of a model's config: its own, what a recipe made, or what the hub's cache holds."""
     if makes_model(name):
-        return made_model(name)
+        return recipe_model_folder(name)
     path = Path(name)
     if path.is_dir() or is_path(name):
         return policy_of_run(path) if (path / "config.yaml").exists() else path

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym import hub
-from envgym.config.recipes import made_model, makes_model
+from envgym.config.recipes import recipe_model_folder, makes_model
 from envgym.config.schema import STAGE, RunConfig, StageConfig
 from envgym.disk import publish, unfinished
 from envgym.errors import ConfigError, EnvgymError, reported_as
@@ -20,7 +20,7 @@ from envgym.settings import validated
 from envgym.workers.lora import ADAPTER_CONFIG
 from envgym.yaml_files import read_yaml
 
-from .components import running, start_role
+from .components import open_runtime, start_role
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -30,15 +30,15 @@ MakeModel = Callable[..., Awaitable[Path]]
 only the loop can make one."""
 
 
-async def made_before(name: str, display: Display, *, runtime: str) -> Path:
+async def cached_recipe_model(name: str, display: Display, *, runtime: str) -> Path:
     """The model of a recipe, where it was made before. Raises `ConfigError` with the command that makes it."""
-    final = made_model(name)
+    final = recipe_model_folder(name)
     if not (final / "config.json").exists():
         raise ConfigError(f"model {name} has not been made on this machine yet: envgym model {name}")
     return final
 
 
-async def fetch_model(name: str, config: RunConfig, display: Display, make_model: MakeModel = made_before) -> str:
+async def fetch_model(name: str, config: RunConfig, display: Display, make_model: MakeModel = cached_recipe_model) -> str:
     """The folder or hub id that `name` stands for. A checkpoint's policy is written now if it never was, and
     `make_model` makes the model of a recipe."""
     if config.stages[-1].engine.kind == "openai":
@@ -163,7 +163,7 @@ async def _write_policy(
 ) -> None:
     """Write the policy of a checkpoint, with its tokenizer, into `out`."""
     ranks = stage.workers_of("actor").ranks
-    async with running(config, folder) as runtime:
+    async with open_runtime(config, folder) as runtime:
         which = f"the {ranks} ranks" if ranks > 1 else "the rank"
         problem = f"{which} that wrote checkpoint {checkpoint} cannot be started here"
         with reported_as(ConfigError, problem, of=EnvgymError):

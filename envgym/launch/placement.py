@@ -38,7 +38,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagePart:
     """Processes that do one thing: the ranks of a role, the engines, a reward model. `gpus`: of each process.
     `in_turns`: it takes turns with the engine."""
 
@@ -54,7 +54,7 @@ class Plan:
     """The place of each worker, by its name."""
 
     nodes: tuple[Node, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StagePart, ...]
     slots: Mapping[str, Slot] = field(default_factory=dict)
 
     @property
@@ -100,11 +100,11 @@ def plan_of(stage: StageConfig, services: Sequence[str], nodes: Sequence[Node], 
         raise ConfigError(f"colocate: {twice[0]} is in two sets, and can share the GPUs of one")
     if stage.colocate == "auto":
         try:
-            plan = place(parts, nodes, [])
+            plan = place_parts(parts, nodes, [])
         except ConfigError:
-            plan = place(parts, nodes, [known])
+            plan = place_parts(parts, nodes, [known])
     else:
-        plan = place(parts, nodes, [known] if stage.colocate == "all" else sets)
+        plan = place_parts(parts, nodes, [known] if stage.colocate == "all" else sets)
     _check_transfer(stage.sync.transfer, plan)
     return plan
 
@@ -126,17 +126,17 @@ def _check_transfer(transfer: str, plan: Plan) -> None:
         )
 
 
-def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True) -> list[Part]:
+def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True) -> list[StagePart]:
     """The parts of a stage that run as processes of their own."""
 
-    def part(name: str, workers: Sequence[str], gpus: float = 1.0, *, in_turns: bool = False) -> Part:
+    def part(name: str, workers: Sequence[str], gpus: float = 1.0, *, in_turns: bool = False) -> StagePart:
         own = stage.placement.get(name, PlacementConfig())
         if own.nodes is not None and len(workers) % own.nodes:
             raise ConfigError(
                 f"placement.{name}.nodes={own.nodes} does not divide its {len(workers)} process"
                 f"{'es' * (len(workers) > 1)}"
             )
-        return Part(name, tuple(workers), gpus if gpus > 1 else own.gpus, own.nodes, in_turns)
+        return StagePart(name, tuple(workers), gpus if gpus > 1 else own.gpus, own.nodes, in_turns)
 
     parts = []
     if stage.agent_config()[0].uses_policy and stage.engine.kind != "openai":
@@ -158,7 +158,7 @@ def name_of_service(worker: str, services: Sequence[str]) -> str:
     return REWARD if len(services) == 1 else worker.removeprefix("service-")
 
 
-def place(parts: Sequence[Part], nodes: Sequence[Node], colocated: Sequence[Sequence[str]]) -> Plan:
+def place_parts(parts: Sequence[StagePart], nodes: Sequence[Node], colocated: Sequence[Sequence[str]]) -> Plan:
     """Give every process its machine and GPUs. Parts of a `colocated` set share theirs. A part stays on one machine
     where it can, unless it is to be on several. Without GPUs parts that say nothing are on the first machine."""
     together = [_Pool(tuple(part for part in parts if part.name in names)) for names in colocated]
@@ -180,7 +180,7 @@ def place(parts: Sequence[Part], nodes: Sequence[Node], colocated: Sequence[Sequ
 class _Pool:
     """Parts that share their GPUs."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StagePart, ...]
 
     @property
     def gpus(self) -> int:
@@ -192,7 +192,7 @@ class _Pool:
         return max(part.nodes or 1 for part in self.parts)
 
 
-def _slots(part: Part, gpus: Sequence[tuple[int, int]], share: float) -> Iterator[Slot]:
+def _slots(part: StagePart, gpus: Sequence[tuple[int, int]], share: float) -> Iterator[Slot]:
     """The place of each process of a part: by its GPUs, out of (machine, GPU) of its pool; else on the machines in
     turn that the part is to be on."""
     per_machine = len(part.workers) // (part.nodes or 1)
@@ -244,7 +244,7 @@ def nodes_of(runtime: Runtime | None = None, *, free: bool = False) -> list[Node
     """The machines of a run: this one, or those of the Ray cluster that `runtime` is connected to; with `free`, without
     the GPUs that others hold."""
     if isinstance(runtime, RayRuntime):
-        return [Node(name, gpus, None, memory) for name, gpus, memory in runtime.nodes(free=free)]
+        return [Node(name, gpus, None, memory) for name, gpus, memory in runtime.nodes(only_free=free)]
     node = this_machine()
     return [replace(node, gpus=min(1, node.gpus)) if isinstance(runtime, InlineRuntime) else node]
 
@@ -298,7 +298,7 @@ class PlacedRuntime:
         await self._runtime.close()
 
 
-def placed(stage: StageConfig, specs: Sequence[EnvSpec], runtime: Runtime, *, trains: bool = True) -> PlacedRuntime:
+def placed_runtime(stage: StageConfig, specs: Sequence[EnvSpec], runtime: Runtime, *, trains: bool = True) -> PlacedRuntime:
     """The runtime of a stage that plays these environments, planned.
 
     Raises `ConfigError` where something does not fit, before anything starts.

@@ -8,13 +8,13 @@ from envgym.errors import ConfigError
 
 
 def is_path(name: str) -> bool:
-    """True if a model's name can only be meant as a folder's path, which no hub has a model under."""
+    """True if a model's name can only be the path of a folder, not the id of a model on a hub."""
     return Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
 
 
 def check_no_file(name: str) -> None:
-    """Raise `ConfigError` where a model's name is that of a file."""
+    """Raise `ConfigError` if a model's name is the path of a file."""
     path = Path(name).expanduser()
     if path.is_file():
-        beside = f". Did you mean {path.parent}?" if (path.parent / "config.json").is_file() else ""
-        raise ConfigError(f"{name} is a file, and a model is the folder with config.json and weights{beside}")
+        hint = f". Did you mean {path.parent}?" if (path.parent / "config.json").is_file() else ""
+        raise ConfigError(f"{name} is a file, and a model is the folder with config.json and weights{hint}")

@@ -1,7 +1,7 @@
 """A new, untrained model folder: a small Qwen3 architecture and a byte-level tokenizer with learned merges.
 
-For machines that can reach no model hub, and for tests. The tokenizer can write any text (all 256 bytes are
-in its alphabet); digits are never merged, as in the large models' tokenizers.
+For machines without access to a model hub, and for tests. The tokenizer can encode any text (all 256 bytes are in
+its alphabet); digits are never merged, as in the large models' tokenizers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[st
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # Words keep the space before them; each digit stands alone, so that numbers have one spelling.
+            # A word includes the space before it; each digit is one token, so that numbers have one spelling.
             pre_tokenizers.Split(Regex(r"\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
@@ -94,8 +94,8 @@ def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[st
             num_attention_heads=config.heads,
             num_key_value_heads=config.heads,
             head_dim=config.hidden_size // config.heads,
-            # Both halve the steps a small model needs: weights that start at the scale of its width, and rotations
-            # that tell apart places a few tokens away rather than thousands.
+            # Both halve the steps that a small model needs: initial weights scaled by its width, and rotations that
+            # distinguish positions a few tokens apart rather than thousands.
             initializer_range=0.7 / config.hidden_size**0.5,
             rope_theta=ROPE_THETA,
             max_position_embeddings=config.max_model_len,
@@ -108,21 +108,21 @@ def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[st
     model.generation_config.eos_token_id = fast.eos_token_id
     model.generation_config.pad_token_id = fast.pad_token_id
     folder.mkdir(parents=True, exist_ok=True)
-    disable_progress_bar()  # ours is the only one
+    disable_progress_bar()
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
 
 
-async def text_of(spec: EnvSpec, n_tasks: int) -> list[str]:
-    """Texts of an environment: the observations and demonstrations of its first training tasks, and the
-    words every chat template uses."""
+async def sample_texts(spec: EnvSpec, n_tasks: int) -> list[str]:
+    """Texts of an environment: observations, demonstrations and tools of its first training tasks, with the roles of
+    chat templates."""
     texts = []
     tasks = spec.tasks("train")
     for index in range(n_tasks if tasks.size is None else min(n_tasks, tasks.size)):
         task = await tasks.get(index)
-        async with spec.of(task).make() as env:
+        async with spec.spec_for(task).make() as env:
             observation, _ = await env.reset(seed=index, options={"task": task})
-            turns = spec.of(task).demonstrations(task, derived_seed(0, index))
+            turns = spec.spec_for(task).demonstrations(task, derived_seed(0, index))
             messages = [*_messages(observation)]
             tools = json.dumps([tool.as_dict() for tool in observation.tools]) if observation.tools else ""
             for number, turn in enumerate(turns, start=1):

@@ -1,4 +1,4 @@
-"""Weights in files of safetensors' form: whole, or in buckets on their way from a trainer to engines."""
+"""Weights in safetensors files: complete, or in buckets that a trainer sends to engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some of a model's weights, in a file that lives until the engines have read it."""
+    """A part of a model's weights, in a file that exists until the engines have read it."""
 
     number: int
     path: str
@@ -34,12 +34,14 @@ def write_weights(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None
 
     path = Path(path)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    seen: set[int] = set()
+    addresses: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().contiguous().cpu()
-        separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor  # safetensors refuses shared memory
-        seen.add(tensor.data_ptr())
+        separate[name] = (
+            tensor.clone() if tensor.data_ptr() in addresses else tensor
+        )  # safetensors rejects shared memory
+        addresses.add(tensor.data_ptr())
     try:
         save_file(separate, unfinished, metadata={"format": "pt"})
         unfinished.rename(path)
@@ -56,8 +58,10 @@ def read_weights(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def cut(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors in buckets of at most so many bytes, or of one tensor that is larger."""
+def split_into_buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors in buckets of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
     bucket: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -77,28 +81,28 @@ def write_bucket(number: int, path: str, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def read_bucket(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket. Raises `WorkerError` where they are not those that were written."""
+    """The tensors of a bucket. Raises `WorkerError` if their checksum differs from the one at writing."""
     tensors = dict(read_weights(bucket.path))
     if checksum(tensors) != bucket.checksum:
         raise WorkerError(f"bucket {bucket.number} of the weights has changed on its way (checksums differ)")
     return tensors
 
 
-class Update:
-    """An engine's weights on their way in: every bucket comes, once and in order."""
+class IncomingWeights:
+    """The buckets that an engine receives in one update: each must come once and in order."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self._n_buckets = 0
 
     def expect(self, bucket: Bucket) -> None:
-        """Raise `WorkerError` for a bucket that is not the next."""
+        """Raise `WorkerError` unless `bucket` is the next one."""
         if bucket.number != self._n_buckets:
             raise WorkerError(f"bucket {bucket.number} of the weights came in place of bucket {self._n_buckets}")
         self._n_buckets += 1
 
     def take(self, bucket: Bucket | Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of the next bucket, checked."""
+        """The tensors of the next bucket, after checking its number and checksum."""
         assert isinstance(bucket, Bucket)
         self.expect(bucket)
         tensors = read_bucket(bucket)
@@ -112,7 +116,7 @@ class Update:
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    """A number that changes with any byte of any tensor, with its name, shape and dtype; at the speed of memory."""
+    """A checksum of all tensors' bytes, names, shapes and dtypes; as fast as memory can be read."""
     total = 0
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -121,11 +125,11 @@ def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _sum_of_words(tensor: torch.Tensor) -> int:
-    """The sum of a tensor's 64-bit words, without carry, and of the bytes that are left."""
+    """The sum of a tensor's 64-bit words modulo 2**64, xor the CRC of the remaining bytes."""
     import numpy as np
     import torch
 
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    whole = len(content) // 8 * 8
-    words = int(np.add.reduce(content[:whole].view(np.uint64), dtype=np.uint64))
-    return words ^ zlib.crc32(content[whole:].tobytes())
+    n_aligned = len(content) // 8 * 8
+    words = int(np.add.reduce(content[:n_aligned].view(np.uint64), dtype=np.uint64))
+    return words ^ zlib.crc32(content[n_aligned:].tobytes())

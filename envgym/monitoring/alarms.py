@@ -1,6 +1,6 @@
-"""Alarms: a sentence for people when a number of a run leaves its healthy range.
+"""Alerts to the user when a metric of a run leaves its healthy range.
 
-`alarms.yaml` lists them. An alarm is raised where its condition begins to hold, and again only after it has ceased to.
+`alarms.yaml` lists them. An alarm is raised when its condition becomes true, and again only after it was false.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 
 Condition = Callable[[Sequence[float]], bool]
-"""A test for a number out of its range, given its values at all steps so far, the latest last."""
+"""True if a metric is out of its range, given its values at all steps so far, the latest last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """`metric` is a name of `metrics.jsonl`, of the policy and, behind its name, of any other role. `text` may hold
-    `{value}`, the latest one."""
+    """An alarm on a `metric` of `metrics.jsonl`, of the policy or (`ROLE/metric`) another role. `text` may contain
+    `{value}`, the latest value."""
 
     name: str
     metric: str
@@ -31,65 +31,66 @@ class Alarm:
     text: str
 
     def sentence(self, role: str, value: float) -> str:
-        """Its sentence for a value of the `role`, which ends with a slash, or of the policy (empty)."""
+        """The text for a value; `role` is "" for the policy, else it ends with a slash."""
         return role.replace("/", ": ") + self.text.format(value=value)
 
 
 @dataclass(frozen=True, slots=True)
-class Raised:
-    """An alarm that has just begun: its name, behind a role's where it is about one, and its sentence."""
+class RaisedAlarm:
+    """An alarm that was just raised: its name, after its role's (`critic/grad_norm`), and its text."""
 
     name: str
     text: str
 
 
-def above(values: Sequence[float], limit: float, steps: int) -> bool:
-    """The last `steps` values are all larger than `limit`."""
+def is_above(values: Sequence[float], limit: float, steps: int) -> bool:
+    """True if the last `steps` values are all larger than `limit`."""
     return len(values) >= steps and min(values[-steps:]) > limit
 
 
-def below(values: Sequence[float], limit: float, steps: int) -> bool:
-    """The last `steps` values are all smaller than `limit`."""
+def is_below(values: Sequence[float], limit: float, steps: int) -> bool:
+    """True if the last `steps` values are all smaller than `limit`."""
     return len(values) >= steps and max(values[-steps:]) < limit
 
 
 def falls_below(values: Sequence[float], limit: float, steps: int) -> bool:
-    """The last `steps` values are all smaller than `limit`, and some before were not."""
-    return below(values, limit, steps) and max(values) >= limit
+    """True if the last `steps` values are all smaller than `limit`, and an earlier one was not."""
+    return is_below(values, limit, steps) and max(values) >= limit
 
 
 def begins_below(values: Sequence[float], limit: float, steps: int) -> bool:
-    """All values are smaller than `limit`, and there are `steps` of them."""
+    """True if all values are smaller than `limit`, and there are at least `steps`."""
     return len(values) >= steps and max(values) < limit
 
 
-def mean_below(values: Sequence[float], limit: float, steps: int, after: int) -> bool:
-    """The mean of the last `steps` values is smaller than `limit`, from the step `after` on."""
-    return len(values) >= max(steps, after) and fmean(values[-steps:]) < limit
+def mean_below(values: Sequence[float], limit: float, steps: int, min_values: int) -> bool:
+    """True if the mean of the last `steps` values is smaller than `limit`, with at least `min_values` values."""
+    return len(values) >= max(steps, min_values) and fmean(values[-steps:]) < limit
 
 
-def jumps(values: Sequence[float], factor: float, floor: float, before: int) -> bool:
-    """The last value is more than `factor` times the median of the `before` ones before it, and larger than `floor`."""
-    return len(values) > before and values[-1] > max(floor, factor * median(values[-1 - before : -1]))
+def jumps(values: Sequence[float], factor: float, floor: float, n_previous: int) -> bool:
+    """True if the last value is more than `factor` times the median of the `n_previous` values before it, and above
+    `floor`."""
+    return len(values) > n_previous and values[-1] > max(floor, factor * median(values[-1 - n_previous : -1]))
 
 
 def grows(values: Sequence[float], factor: float, floor: float, steps: int) -> bool:
-    """The mean of the last `steps` values is more than `factor` times that of the first, and larger than `floor`."""
+    """True if the mean of the last `steps` values is above `factor` times that of the first, and above `floor`."""
     return len(values) >= 2 * steps and fmean(values[-steps:]) > max(floor, factor * fmean(values[:steps]))
 
 
 def falls_from_best(values: Sequence[float], share: float, floor: float, steps: int) -> bool:
-    """The mean of the last `steps` values is less than `share` of the best mean of as many, which is above `floor`."""
+    """True if the mean of the last `steps` values is below `share` of the best such mean, which is above `floor`."""
     means = [fmean(values[end - steps : end]) for end in range(steps, len(values) + 1)]
     return bool(means) and max(means) > floor and means[-1] < share * max(means)
 
 
 ROLE = re.compile(r"((?!env/|eval/)[^/]+/)?")
-"""The part of a metric's name before an alarm's `metric`. Numbers of an environment (`env/…`) raise no alarms."""
+"""The role before an alarm's `metric` in a metric's name. Metrics of an environment (`env/…`) raise no alarms."""
 
 CONDITIONS: dict[str, Callable[..., bool]] = {
-    function.__name__: function
-    for function in (above, below, falls_below, begins_below, mean_below, jumps, grows, falls_from_best)
+    function.__name__.removeprefix("is_"): function
+    for function in (is_above, is_below, falls_below, begins_below, mean_below, jumps, grows, falls_from_best)
 }
 
 
@@ -106,7 +107,7 @@ ALARMS = _read(Path(__file__).with_name("alarms.yaml"))
 
 
 def sentence(name: str, record: Mapping[str, Any]) -> str | None:
-    """The sentence of an alarm that a record names as raised; None where there is no such alarm, or no number."""
+    """The text of an alarm that was raised in a record; None for an unknown alarm or without its number."""
     for alarm in ALARMS:
         role = str(name).removesuffix(alarm.name)
         value = record.get(role + alarm.metric)
@@ -116,17 +117,17 @@ def sentence(name: str, record: Mapping[str, Any]) -> str | None:
 
 
 class Alarms:
-    """Watches a run, one record of metrics after the other."""
+    """The alarms of a run, updated with one record of metrics after the other."""
 
     def __init__(self, alarms: Sequence[Alarm] = ALARMS) -> None:
         self._alarms = alarms
         self._values: dict[str, list[float]] = {}
-        self._on: set[str] = set()
+        self._active: set[str] = set()
         self.counts: Counter[str] = Counter()
-        """Times that each alarm was raised."""
+        """Number of times each alarm was raised."""
 
-    def observe(self, record: Mapping[str, Any]) -> list[Raised]:
-        """Add a step's numbers. Returns the alarms that begin with it."""
+    def observe(self, record: Mapping[str, Any]) -> list[RaisedAlarm]:
+        """Add a step's record. Returns the alarms that are raised at it."""
         raised = []
         for alarm in self._alarms:
             for key in record:
@@ -137,8 +138,8 @@ class Alarms:
                 values = self._values.setdefault(name, [])
                 values.append(float(record[key]))
                 holds = alarm.condition(values)
-                if holds and name not in self._on:
+                if holds and name not in self._active:
                     self.counts[name] += 1
-                    raised.append(Raised(name, alarm.sentence(role, values[-1])))
-                self._on = self._on | {name} if holds else self._on - {name}
+                    raised.append(RaisedAlarm(name, alarm.sentence(role, values[-1])))
+                self._active = self._active | {name} if holds else self._active - {name}
         return raised

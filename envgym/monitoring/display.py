@@ -1,5 +1,5 @@
-"""The interface by which a run shows its progress, and plain lines for a log file or a pipe. `terminal` has the live
-table, and chooses between the two."""
+"""The interface by which a run shows its progress, and its implementation with plain lines for a log file or a pipe.
+`terminal` has the live table, and chooses between the two."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from .report import aligned, counts, duration, score, summary_lines, tasks_behin
 
 
 class Display:
-    """The events that a run shows as it goes on. This one shows nothing; see `terminal.open_display`."""
+    """The events of a run. This implementation shows nothing; see `terminal.open_display`."""
 
     def begin(self, name: str | None, subject: str) -> None:
         """The run's name, and its environment and model."""
 
     def phase(self, text: str) -> None:
-        """The activity that begins ("starting the engine")."""
+        """The start of an activity ("starting the engine")."""
 
-    def rollout(self, done: int, total: int, failures: Mapping[str, int]) -> None:
-        """Episodes played, of those that are to be played now, and how many of them failed, by kind."""
+    def rollout(self, n_done: int, total: int, failures: Mapping[str, int]) -> None:
+        """Number of finished episodes, of all in this rollout, and the number of failed ones by kind."""
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
-        """A step is done; `metrics` is its record in `metrics.jsonl`."""
+        """The end of a training step; `metrics` is its record in `metrics.jsonl`."""
 
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
-        """A measurement on held-out tasks (`evaluation.result.result_of`)."""
+        """An evaluation on held-out tasks (`evaluation.result.result_of`)."""
 
     def alarm(self, step: int, text: str) -> None:
-        """An alarm that begins with this step: what it means and what to try."""
+        """An alarm that is raised at this step, with its meaning and advice."""
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """A permanent line."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The end of the run: the content of `summary.json`, with `run`, the run's folder."""
 
     def close(self) -> None:
-        """Leave the terminal as it was found. May be called twice, and in the middle of anything."""
+        """Restore the terminal. May be called twice, and at any moment."""
 
     def __enter__(self) -> Self:
         return self
@@ -50,7 +50,7 @@ class Display:
 
 
 class Pace:
-    """Time left, from the steps since the first one seen (which, in a resumed run, is not the first)."""
+    """An estimate of the remaining time, from the steps since the first observed one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -58,13 +58,13 @@ class Pace:
         self.step = -1
 
     def seconds_left(self, step: int, steps: int) -> float | None:
-        """None while nothing is known. A step that is not a later one begins another stage."""
-        now = self._clock()
+        """The remaining seconds; None at the first step. A step number that does not increase begins another stage."""
+        clock = self._clock()
         if self._first is None or step <= self.step:
-            self._first = (step, now)
+            self._first = (step, clock)
         self.step = step
-        first, since = self._first
-        return (now - since) / (step - first) * (steps - step) if step > first else None
+        first, start = self._first
+        return (clock - start) / (step - first) * (steps - step) if step > first else None
 
 
 class LineDisplay(Display):
@@ -79,38 +79,38 @@ class LineDisplay(Display):
         self._pace = Pace(clock)
         self._last_line = self._last_step = -float("inf")
         self._shown_step: int | None = None
-        self._began_counting, self._done, self._has_counted = 0.0, float("inf"), False
+        self._count_start, self._n_done, self._has_shown_counts = 0.0, float("inf"), False
 
     def phase(self, text: str) -> None:
         self._print(text)
 
-    def rollout(self, done: int, total: int, failures: Mapping[str, int]) -> None:
-        if done <= self._done:  # those of another step
-            self._began_counting, self._has_counted = self._clock(), False
-        self._done = done
-        due = self._clock() - max(self._last_line, self._began_counting) >= self.SECONDS_BETWEEN_COUNTS
-        if due or (self._has_counted and done == total):
-            self._has_counted = True
-            self._print(f"{done} of {total} episodes{failed(failures)}")
+    def rollout(self, n_done: int, total: int, failures: Mapping[str, int]) -> None:
+        if n_done <= self._n_done:  # of another rollout
+            self._count_start, self._has_shown_counts = self._clock(), False
+        self._n_done = n_done
+        due = self._clock() - max(self._last_line, self._count_start) >= self.SECONDS_BETWEEN_COUNTS
+        if due or (self._has_shown_counts and n_done == total):
+            self._has_shown_counts = True
+            self._print(f"{n_done} of {total} episodes{failure_suffix(failures)}")
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
-        left = self._pace.seconds_left(step, steps)
+        seconds_left = self._pace.seconds_left(step, steps)
         due = self._clock() - self._last_step >= self.SECONDS_BETWEEN or step in (1, steps)
-        if step == 0 or not due:  # step 0 is the measurement before the first one, which `evaluation` has shown
+        if step == 0 or not due:  # step 0 is the evaluation before training, which `evaluation` has shown
             return
-        left_out = 0 if self._shown_step is None else step - self._shown_step - 1
+        n_skipped = 0 if self._shown_step is None else step - self._shown_step - 1
         self._last_step, self._shown_step = self._clock(), step
         parts = [f"step {step:>{len(str(steps))}}/{steps}"]
         parts += [text for key in METRICS if (text := metric(key, metrics))]
-        if left:
-            parts.append(f"left {duration(left)}")
-        if left_out > 0:
-            parts.append(f"({left_out} before it not shown)")
+        if seconds_left:
+            parts.append(f"left {duration(seconds_left)}")
+        if n_skipped > 0:
+            parts.append(f"({n_skipped} before it not shown)")
         self._print("  ".join(parts))
 
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
-        how = ", greedy" if result.get("greedy") else ""
-        self._print(f"held-out at step {step}{how}: {score(result)} ({tasks_behind(result)} tasks)")
+        mode = ", greedy" if result.get("greedy") else ""
+        self._print(f"held-out at step {step}{mode}: {score(result)} ({tasks_behind(result)} tasks)")
 
     def alarm(self, step: int, text: str) -> None:
         self._print(f"alarm at step {step}: {text}")
@@ -128,11 +128,11 @@ class LineDisplay(Display):
         try:
             print(printable(text), file=self._file, flush=True)
         except OSError:
-            self._file = None  # whoever read the lines is gone, or the disk is full: no reason to end the run
+            self._file = None  # the reader is gone, or the disk is full: the run continues
 
 
-def failed(failures: Mapping[str, int]) -> str:
-    """`, failed: timeout 2`, or nothing."""
+def failure_suffix(failures: Mapping[str, int]) -> str:
+    """`, failed: timeout 2`, or ""."""
     return f", failed: {printable(counts(failures))}" if failures else ""
 
 
@@ -146,12 +146,12 @@ METRICS = {
     "mismatch/max": ("mismatch", "{:.1e}"),
     "seconds/step": ("seconds", "{:.1f}"),
 }
-"""The metrics that a line of a step shows: key -> name and format."""
+"""The metrics in a step's line: key -> name and format."""
 MAIN = ("reward/mean", "preference/accuracy", "step/accuracy", "loss")
-"""The metrics that may be a run's curve: the first that its steps have."""
+"""Candidates for a run's curve: the first one that its steps have."""
 
 
 def metric(key: str, metrics: Mapping[str, Any]) -> str:
-    """`reward 0.512`, or nothing where the step has no such number."""
+    """`reward 0.512`, or "" if the step has no such number."""
     name, form = METRICS[key]
     return f"{name} {form.format(metrics[key])}" if key in metrics else ""

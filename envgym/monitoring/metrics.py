@@ -1,6 +1,6 @@
-"""The metrics of a step that need no model.
+"""The metrics of a training step that need no model.
 
-`docs/metrics.md` has a line for every name that is logged, here and elsewhere.
+`docs/metrics.md` lists every logged name, of this module and others.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from envgym.render.spelling import IN_APIS
 from envgym.types import Episode, Group, Status, StopReason
 
 Spells = Callable[[str], object]
-"""True for an answer in which a special token is spelled out."""
+"""True for a completion that spells out a special token as text."""
 
 
 def rollout_metrics(
     groups: Sequence[Group], *, sampled: bool = True, spells: Spells = IN_APIS.search
 ) -> dict[str, Any]:
-    """Rewards, scores, lengths and failures of the groups a step played, over all and for each member of a mixture.
+    """Rewards, scores, lengths and failures of a step's groups, in total and per member of a mixture.
 
-    Failed episodes are counted, no more; so are the failed attempts that were played again. Of what was not `sampled`
-    there are no rewards and scores: they are the data's, whatever is learned. `spells` is the policy's renderer's.
+    Failed episodes, and failed attempts that were retried, are only counted. Episodes that were not `sampled` have no
+    reward and score metrics, since these are constants of the data. `spells` is the policy's renderer's.
     """
     record = _outcomes(groups, sampled, spells)
     finished = [episode for group in groups for episode in group.episodes if not episode.failed]
     if finished and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
         record |= _lengths(finished)
     for name in sorted({group.task.env for group in groups} - {""}):
-        of_member = _outcomes([group for group in groups if group.task.env == name], sampled, spells)
-        record |= {f"env/{name}/{key.removeprefix('env/')}": value for key, value in of_member.items()}
+        member_record = _outcomes([group for group in groups if group.task.env == name], sampled, spells)
+        record |= {f"env/{name}/{key.removeprefix('env/')}": value for key, value in member_record.items()}
     return record
 
 
 def _outcomes(groups: Sequence[Group], sampled: bool, spells: Spells) -> dict[str, Any]:
     episodes = [episode for group in groups for episode in group.episodes]
     finished = [episode for episode in episodes if not episode.failed]
-    failed = [episode for group in groups for episode in [*group.episodes, *group.lost] if episode.failed]
+    failed = [episode for group in groups for episode in [*group.episodes, *group.superseded] if episode.failed]
     rewards = [episode.reward for episode in finished if sampled and episode.reward is not None]
     scores = [episode.score for episode in finished if sampled and episode.score is not None]
     record: dict[str, Any] = {"episodes": len(episodes)}
@@ -65,17 +65,17 @@ def _outcomes(groups: Sequence[Group], sampled: bool, spells: Spells) -> dict[st
 
 
 def _distinct_rewards(group: Group) -> int | None:
-    """The number of different rewards in a group; None where there are not two to compare."""
+    """The number of distinct rewards in a group; None with fewer than two rewards."""
     rewards = [episode.reward for episode in group.episodes if episode.reward is not None and not episode.failed]
     return len(set(rewards)) if len(rewards) > 1 else None
 
 
 def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
-    """Sampled tokens and turns of the episodes, and how many ran into which limit."""
+    """Sampled tokens and turns of the episodes, and the share truncated by each limit."""
     lengths = sorted(sum(row.n_action_tokens for row in episode.rows) for episode in finished)
     truncated = [episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED]
     turns = [turn for episode in finished for row in episode.rows for turn in row.turns]
-    cut = sum(turn.stop_reason is StopReason.LENGTH for turn in turns)
+    n_truncated_turns = sum(turn.stop_reason is StopReason.LENGTH for turn in turns)
     return {
         "tokens/sampled": sum(lengths),
         "length/mean": fmean(lengths),
@@ -84,14 +84,14 @@ def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
         "length/max": lengths[-1],
         "length/turns": len(turns) / len(finished),
         "length/truncated_share": len(truncated) / len(finished),
-        "length/cut_turns_share": cut / max(1, len(turns)),
-        **{f"truncated/{why}": count / len(finished) for why, count in sorted(Counter(truncated).items())},
+        "length/cut_turns_share": n_truncated_turns / max(1, len(turns)),
+        **{f"truncated/{reason}": count / len(finished) for reason, count in sorted(Counter(truncated).items())},
     }
 
 
 def held_out_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of an evaluation in a step's record: the score and its interval, also of a mixture's members, or
-    what the learner measured on recorded episodes."""
+    """The metrics of an evaluation in a step's record: the score and its interval, also of a mixture's members, or the
+    learner's metrics on recorded episodes."""
     if "score" not in result:
         return {name: value for name, value in result.items() if "/" in name}
     record = {
@@ -118,16 +118,16 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def token_counts(samples: Sequence[TrainSample], text: Sequence[TrainSample], epochs: int) -> dict[str, int]:
-    """Tokens that went through a step's optimizer steps, those of them that count, and of these the text's."""
-    trained, of_text = (sum(int((s.loss_weights > 0).sum()) for s in part) * epochs for part in (samples, text))
+    """Numbers of tokens in a step's optimizer steps: processed, trained on, and (of these) pretraining text."""
+    trained, text_tokens = (sum(int((s.loss_weights > 0).sum()) for s in part) * epochs for part in (samples, text))
     processed = sum(len(sample) for sample in [*samples, *text]) * epochs
-    counts = {"tokens/trained": trained + of_text, "tokens/processed": processed}
-    return counts | ({"tokens/pretrain": of_text} if text else {})
+    counts = {"tokens/trained": trained + text_tokens, "tokens/processed": processed}
+    return counts | ({"tokens/pretrain": text_tokens} if text else {})
 
 
 def speed_metrics(record: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """Rates of a step that took `seconds`, from its own `record` of what was sampled and learned, and when. A step that
-    samples nothing (supervised learning) is measured by the tokens it processed."""
+    """Rates of a step that took `seconds`, from the tokens and phase times in its `record`. A step without sampling
+    (supervised training) is measured by its processed tokens."""
     tokens = record.get("tokens/sampled") or record.get("tokens/processed", 0)
     rates = {"seconds/step": seconds, "tokens/per_second": tokens / seconds}
     for phase, name in (("rollout", "tokens/sampled"), ("learn", "tokens/processed")):
@@ -138,7 +138,7 @@ def speed_metrics(record: Mapping[str, Any], seconds: float) -> dict[str, float]
 
 def computing_metrics(flops: float, peak_flops: float | None, ranks: int, seconds: float) -> dict[str, float]:
     """The speed of `ranks` devices that took `flops` floating-point operations in `seconds`: `tflops`, 10^12 operations
-    a second and device, and `mfu`, their share of the `peak_flops` that a device can do, where these are known.
+    per second and device, and `mfu`, their share of a device's `peak_flops` per second, if these are known.
 
     Source of MFU: A. Chowdhery et al., "PaLM" (2022), section 4.1.
     """
@@ -147,15 +147,15 @@ def computing_metrics(flops: float, peak_flops: float | None, ranks: int, second
 
 
 def check_failures(groups: Sequence[Group], max_share: float) -> None:
-    """Raise `RolloutFailed`, with the commonest reason, where too many of the episodes failed to go on."""
+    """Raise `RolloutFailed`, with the most common reason, if more than `max_share` of the episodes failed."""
     episodes = [episode for group in groups for episode in group.episodes]
     failed = [episode for episode in episodes if episode.failed]
     if failed and len(failed) > max_share * len(episodes):
         raise RolloutFailed(
-            f"{len(failed)} of {len(episodes)} episodes failed; the commonest failure is {_commonest(failed)}"
+            f"{len(failed)} of {len(episodes)} episodes failed; the most common failure is {_common_failure(failed)}"
         )
 
 
-def _commonest(failed: Sequence[Episode]) -> str:
+def _common_failure(failed: Sequence[Episode]) -> str:
     (kind, message), _ = Counter((e.outcome.reason, e.outcome.message) for e in failed).most_common(1)[0]
     return f"{kind}: {message}"

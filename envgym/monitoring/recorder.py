@@ -1,4 +1,4 @@
-"""The one place that a step's metrics are written to: the run folder, the alarms, the display and the trackers."""
+"""Distribution of a step's metrics to the run folder, the alarms, the display and the trackers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Writes a stage's records. Alarms depend on the records alone, so a resumed run raises those that the run would
-    have raised anyway."""
+    """Writes a stage's records. Alarms depend on the records alone, so a resumed run raises the same ones as an
+    uninterrupted run."""
 
     def __init__(self, folder: RunFolder, display: Display, steps: int) -> None:
         self._folder = folder
@@ -25,13 +25,13 @@ class Recorder:
         self.trackers: Trackers | None = None
 
     def resume(self) -> None:
-        """Go on after the records that the folder holds."""
+        """Restore the alarms' state from the folder's records."""
         for record in self._folder.read_metrics():
             self.alarms.observe(record)
 
     def finish(self) -> None:
-        """Raise `no_variance` at the end of a run that sampled, where it was too short for it or its groups hold one
-        episode each, and rewards never varied. The last record has it then, and the share that its sentence gives."""
+        """Raise `no_variance` at the end of a run whose rewards never varied, if it was too short for this alarm or its
+        groups have one episode each. It is added to the last record, with the share in its text."""
         records = self._folder.read_metrics()
         steps = [record for record in records if "reward/min" in record]
         rewards = {record[key] for record in steps for key in ("reward/min", "reward/max")}
@@ -39,19 +39,19 @@ class Recorder:
         if not steps or varies or self.alarms.counts["no_variance"]:
             return
         self.alarms.counts["no_variance"] += 1
-        same = f"the same reward, {rewards.pop():g}" if len(rewards) == 1 else "the reward of its whole group"
+        subject = f"the same reward, {rewards.pop():g}" if len(rewards) == 1 else "the reward of its whole group"
         text = (
-            f"every episode of the run had {same}, and that teaches nothing: see what a right and a wrong answer earn "
-            "(envgym envs try), and whether the tasks are far too hard or too easy (envgym show)"
+            f"every episode of the run had {subject}, which gives no gradient: check the rewards of a right "
+            "and a wrong answer (envgym envs try), and whether the tasks are far too hard or too easy (envgym show)"
         )
         last = steps[-1]
         names = dict.fromkeys([*last.get("alarms", []), "no_variance"])
-        last |= {"reward/zero_variance_share": 1.0, "alarms": [*names]}  # a share of groups of one too
+        last |= {"reward/zero_variance_share": 1.0, "alarms": [*names]}  # also for groups of one episode
         self._folder.write_metrics(records)
         self._display.alarm(last["step"], text)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Record a step, or (0) the measurement before the first one. Adds the `alarms` that begin with it."""
+        """Write the record of a step, or (step 0) of the evaluation before training. Adds the raised `alarms`."""
         raised = self.alarms.observe(record)
         if raised:
             record["alarms"] = [alarm.name for alarm in raised]

@@ -1,4 +1,4 @@
-"""The result of a run or an evaluation in words, and a picture of its course."""
+"""The result of a run or an evaluation as text, and a plot of its curve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envgym.errors import needs
 
 PICTURE = "curve.png"
 WINDOW_SHARE = 0.1
-"""Steps that the averaged curve averages over, as a share of all."""
+"""Window of the averaged curve, as a share of all steps."""
 
 Evaluation = Mapping[str, Any]
 Line = tuple[str, str]
@@ -21,16 +21,16 @@ Line = tuple[str, str]
 
 def duration(seconds: float) -> str:
     """`42 s`, `3 min 07 s`, `2 h 05 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    return f"{total // 3600} h {total % 3600 // 60:02d} min"
 
 
 def score(evaluation: Evaluation) -> str:
-    """`0.912 [0.885, 0.934]`: the mean and its 95% interval; the measurements of recorded episodes have names."""
+    """`0.912 [0.885, 0.934]`: the mean and its 95% interval; metrics on recorded episodes with their names."""
     if "score" in evaluation:
         if evaluation["score"] is not None:
             return with_interval(evaluation)
@@ -48,7 +48,7 @@ def tasks_behind(evaluation: Evaluation) -> int:
 
 
 def with_interval(mean: Mapping[str, Any]) -> str:
-    """`0.912 [0.885, 0.934]`, of what `Mean.as_dict` says."""
+    """`0.912 [0.885, 0.934]`, from the content of `Mean.as_dict`."""
     if mean["ci95"] is None:
         return f"{mean['score']:.3f}"
     low, high = mean["ci95"]
@@ -56,13 +56,17 @@ def with_interval(mean: Mapping[str, Any]) -> str:
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
-    """The end of a run, from its `summary.json` with `run` (its folder) and, where there is one, `picture`."""
+    """The result of a run, from its `summary.json` with `run` (its folder) and, if drawn, `picture`."""
     seconds, tokens, evals = summary["seconds"], summary["tokens"], summary["eval"]
     lines = [("run", f"{summary['status']}: {summary['steps']} steps in {duration(seconds['total'])}")]
-    for name, before, after in (("held-out", "before", "after"), ("greedy", "greedy_before", "greedy_after")):
-        parts = [f"{when} {score(evals[key])}" for when, key in (("before", before), ("after", after)) if key in evals]
+    for name, first_key, last_key in (("held-out", "before", "after"), ("greedy", "greedy_before", "greedy_after")):
+        parts = [
+            f"{label} {score(evals[key])}"
+            for label, key in (("before", first_key), ("after", last_key))
+            if key in evals
+        ]
         if parts:
-            last = evals[after if after in evals else before]
+            last = evals[last_key if last_key in evals else first_key]
             intervals = ", 95% intervals" if "score" in last else ""
             lines.append((name, f"{'  ->  '.join(parts)}   {tasks_behind(last)} tasks{intervals}"))
     lines += _members(evals.get("after", evals.get("before", {})))
@@ -71,8 +75,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
     lines.append(("time", _split(seconds)))
     lines.append(("tokens", f"{tokens['sampled']:,} sampled, {tokens['trained']:,} trained"))
     if tokens["sampled"]:
-        largest = summary["mismatch"]["max_abs_logprob"]
-        lines.append(("mismatch", f"{largest:.1e} nats at most between sampler and trainer"))
+        max_mismatch = summary["mismatch"]["max_abs_logprob"]
+        lines.append(("mismatch", f"{max_mismatch:.1e} nats at most between inference engine and trainer"))
     if summary["failures"]:
         lines.append(("failures", counts(summary["failures"])))
     if summary.get("alarms"):
@@ -88,7 +92,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
 
 def _members(evaluation: Evaluation) -> list[Line]:
     """The scores of a mixture's members."""
-    return [(f"  {name}", f"{score(of)}   {tasks_behind(of)} tasks") for name, of in evaluation.get("envs", {}).items()]
+    return [
+        (f"  {name}", f"{score(result)}   {tasks_behind(result)} tasks")
+        for name, result in evaluation.get("envs", {}).items()
+    ]
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> str:
@@ -100,10 +107,10 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> str:
 
 
 def plot(folder: Path, records: Sequence[Mapping[str, Any]]) -> Path | None:
-    """Draw `curve.png` of one stage in its folder from the `records` of its metrics; None where no step was taken.
+    """Draw `curve.png` of one stage in its folder from the `records` of its metrics; None without a step.
 
-    The reward of each step (and averaged over neighbours), the held-out score with its 95% interval wherever it was
-    measured, and the score before the first step as a dashed line. A supervised stage has its loss drawn instead.
+    It has the reward of each step (and its moving average), the held-out score of each evaluation with its 95%
+    interval, and the score before training as a dashed line. For a supervised stage it has the loss instead.
     """
     key = "reward/mean" if any("reward/mean" in record for record in records) else "loss"
     curve = [(record["step"], record[key]) for record in records if key in record]
@@ -117,14 +124,14 @@ def plot(folder: Path, records: Sequence[Mapping[str, Any]]) -> Path | None:
     steps, values = zip(*curve, strict=True)
     name = "training reward" if key == "reward/mean" else "training loss"
     axes.plot(steps, values, color="#9ecae1", linewidth=1.2, label=f"{name}, each step")
-    axes.plot(steps, centred_mean(values), color="#2171b5", linewidth=2.4, label=f"{name}, averaged over steps")
+    axes.plot(steps, centered_mean(values), color="#2171b5", linewidth=2.4, label=f"{name}, averaged over steps")
     _draw_evaluations(axes, records)
     axes.set_title(folder.resolve().name, loc="left", fontsize=16, fontweight="bold", pad=14)
     axes.set_xlabel("step", fontsize=13)
     axes.set_ylabel("reward, score" if key == "reward/mean" else "loss", fontsize=13)
     axes.set_xlim(0, max(steps))
     if key == "reward/mean" and min(values) >= 0 and max(values) <= 1:
-        axes.set_ylim(0, 1.02)  # rewards of a share: the whole scale, so that a rise looks as large as it is
+        axes.set_ylim(0, 1.02)  # the full scale, so that a rise looks as large as it is
     axes.grid(axis="y", color="#e5e5e5")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -135,10 +142,10 @@ def plot(folder: Path, records: Sequence[Mapping[str, Any]]) -> Path | None:
     return path
 
 
-def centred_mean(values: Sequence[float]) -> list[float]:
-    """The mean of each value and its neighbours, as many on both sides, so that the curve does not lag behind."""
-    half = int(len(values) * WINDOW_SHARE / 2)
-    reaches = [min(half, index, len(values) - 1 - index) for index in range(len(values))]
+def centered_mean(values: Sequence[float]) -> list[float]:
+    """The moving average over a window centered at each value, narrower at the ends, so that the curve has no lag."""
+    radius = int(len(values) * WINDOW_SHARE / 2)
+    reaches = [min(radius, index, len(values) - 1 - index) for index in range(len(values))]
     return [fmean(values[index - reach : index + reach + 1]) for index, reach in enumerate(reaches)]
 
 
@@ -162,15 +169,15 @@ def _draw_evaluations(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _split(seconds: Mapping[str, float]) -> str:
-    """The phases' shares of the whole time; `other` is what lies between them, and ending the workers."""
+    """The phases' shares of the total time; `other` is the rest, such as ending the workers."""
     total = seconds["total"]
     if not total:
         return "none"
-    phases = {name: spent for name, spent in seconds.items() if name != "total" and spent}
+    phases = {name: phase_seconds for name, phase_seconds in seconds.items() if name != "total" and phase_seconds}
     phases["other"] = max(0.0, total - sum(phases.values()))
-    return "  ".join(f"{name} {spent / total:.0%}" for name, spent in phases.items())
+    return "  ".join(f"{name} {phase_seconds / total:.0%}" for name, phase_seconds in phases.items())
 
 
-def counts(of: Mapping[str, int]) -> str:
+def counts(numbers: Mapping[str, int]) -> str:
     """`timeout 2, engine 1`."""
-    return ", ".join(f"{kind} {count}" for kind, count in of.items())
+    return ", ".join(f"{kind} {count}" for kind, count in numbers.items())

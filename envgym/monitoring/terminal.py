@@ -21,7 +21,7 @@ from rich.text import Text
 
 from envgym.errors import printable
 
-from .display import MAIN, METRICS, Display, LineDisplay, Pace, failed
+from .display import MAIN, METRICS, Display, LineDisplay, Pace, failure_suffix
 from .report import duration, score, summary_lines
 
 REFRESHES_PER_SECOND = 2
@@ -36,9 +36,8 @@ def open_display() -> Display:
 
 
 class LiveDisplay(Display):
-    """Keeps the latest state; rich draws it twice a second from a thread of its own, so that updates cost nothing.
-
-    The terminal's cursor stays visible: there is nothing to restore where a run is killed.
+    """A live table. It stores the latest state, which rich draws twice per second from its own thread, so that updates
+    cost nothing. The cursor stays visible, so that a killed run leaves nothing to restore.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -53,7 +52,7 @@ class LiveDisplay(Display):
     def _begin_stage(self) -> None:
         self._pace = Pace(time.monotonic)
         self._step = self._steps = 0
-        self._left: tuple[float, float] | None = None
+        self._estimate: tuple[float, float] | None = None
         self._metrics: Mapping[str, Any] = {}
         self._history: list[float] = []
         self._evaluations: list[tuple[int, Mapping[str, Any]]] = []
@@ -65,15 +64,15 @@ class LiveDisplay(Display):
         self._start()
         self._phase, self._phase_began, self._episodes = text, time.monotonic(), None
 
-    def rollout(self, done: int, total: int, failures: Mapping[str, int]) -> None:
-        self._episodes = (done, total, failed(failures)) if done < total else None
+    def rollout(self, n_done: int, total: int, failures: Mapping[str, int]) -> None:
+        self._episodes = (n_done, total, failure_suffix(failures)) if n_done < total else None
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         self._start()
         if self._steps and (step <= self._step or steps != self._steps):
             self._begin_stage()
-        left = self._pace.seconds_left(step, steps)
-        self._left = None if left is None else (time.monotonic(), left)
+        seconds_left = self._pace.seconds_left(step, steps)
+        self._estimate = None if seconds_left is None else (time.monotonic(), seconds_left)
         self._step, self._steps, self._metrics = step, steps, metrics
         key = self._main_key()
         if key in metrics:
@@ -112,7 +111,7 @@ class LiveDisplay(Display):
             self._console.show_cursor(True)
 
     def render(self) -> RenderableType:
-        """The panel, from the latest state."""
+        """The panel with the latest state."""
         parts: list[RenderableType] = []
         if self._phase:
             parts.append(self._activity())
@@ -125,10 +124,10 @@ class LiveDisplay(Display):
         self._spinner.update(text=Text(self._phase))
         parts: list[RenderableType] = [self._spinner]
         if self._episodes is not None:
-            done, total, failures = self._episodes
+            n_done, total, failures = self._episodes
             parts += [
-                ProgressBar(total, done, width=20),
-                Text(f"{done}/{total} episodes", "dim").append(failures, "red"),
+                ProgressBar(total, n_done, width=20),
+                Text(f"{n_done}/{total} episodes", "dim").append(failures, "red"),
             ]
         elapsed = time.monotonic() - self._phase_began
         line.add_row(*parts, Text(duration(elapsed) if elapsed >= 3 else "", "dim"))
@@ -149,15 +148,15 @@ class LiveDisplay(Display):
             table.add_row(Text(name, "bold"), text)
         if self._evaluations:
             table.add_row(Text("held-out", "bold"), self._held_out())
-        for other in ("preference/margin", "tokens/per_second", "mismatch/max"):
-            if other in self._metrics:
-                name, form = METRICS[other]
-                table.add_row(Text(name, "bold"), Text(form.format(self._metrics[other])))
-        spent = [
+        for key in ("preference/margin", "tokens/per_second", "mismatch/max"):
+            if key in self._metrics:
+                name, form = METRICS[key]
+                table.add_row(Text(name, "bold"), Text(form.format(self._metrics[key])))
+        times = [
             f"{phase} {self._metrics[key]:.2f} s" for phase in PHASES if (key := f"seconds/{phase}") in self._metrics
         ]
-        if spent:
-            table.add_row(Text("time", "bold"), Text("  ".join(spent), "dim"))
+        if times:
+            table.add_row(Text("time", "bold"), Text("  ".join(times), "dim"))
         return table
 
     def _held_out(self) -> Text:
@@ -169,17 +168,17 @@ class LiveDisplay(Display):
         return text
 
     def _time_left(self) -> str:
-        if self._left is None or self._step >= self._steps:
+        if self._estimate is None or self._step >= self._steps:
             return ""
-        estimated, left = self._left
-        return f"{duration(max(0.0, left - (time.monotonic() - estimated)))} left"
+        estimated, seconds_left = self._estimate
+        return f"{duration(max(0.0, seconds_left - (time.monotonic() - estimated)))} left"
 
     def _main_key(self) -> str:
         return next((key for key in MAIN if key in self._metrics), MAIN[-1])
 
 
 class _Lasting:
-    """A terminal that may be closed while a run goes on: what is written then is lost, and no reason to end the run."""
+    """A terminal stream that may be closed during a run: later output is dropped, and the run continues."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -198,9 +197,9 @@ class _Lasting:
 
 
 def sparkline(values: Sequence[float], width: int, bounds: tuple[float, float] | None = None) -> str:
-    """The values as at most `width` bars, each the mean of neighbours.
+    """The values as at most `width` bars, each the mean of adjacent values.
 
-    The scale is the values' own range, widened to `bounds` where they are given.
+    The scale is the range of the values, widened to `bounds` if given.
     """
     width = min(width, len(values))
     edges = [index * len(values) // width for index in range(width + 1)]

@@ -1,7 +1,7 @@
-"""Experiment trackers, beside `metrics.jsonl`: TensorBoard, Weights & Biases, SwanLab (`report_to`).
+"""Experiment trackers, in addition to `metrics.jsonl`: TensorBoard, Weights & Biases, SwanLab (`report_to`).
 
-Each is an optional package, imported when it is used. All contact with it is on a thread of its own, so that a server
-that does not answer holds nobody up, and a run never ends because of one: failures are noted once and counted.
+Each is an optional package, imported when it is used. Each runs on its own thread, so that a server that does not
+answer does not delay the run. A failure never ends the run: it is counted, and the first one is shown.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from envgym.disk import write_atomically
 from envgym.errors import EnvgymError, missing_package
 
 CLOSE_SECONDS = 60.0
-"""Seconds that the end of a run waits for what a tracker still has to send."""
+"""Time limit at the end of a run for a tracker to send its remaining data."""
 START_SECONDS = 60
-"""Seconds that Weights & Biases has to answer at the start of a run."""
+"""Time limit for Weights & Biases to answer at the start of a run."""
 FLUSH_SECONDS = 10
-"""Age at which TensorBoard's event files are written out."""
+"""Interval at which TensorBoard's event files are flushed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class RunInfo:
     """The description of a run before its first step.
 
     id      the same before and after a resume
-    name    the run's, with the stage's behind it where there are several; `group` is the run's alone
-    folder  the stage's; a tracker that writes files does so in a sub-folder of its own name
+    name    the run's name, followed by the stage's if there are several; `group` is the run's name alone
+    folder  the stage's folder; a tracker writes its files to a sub-folder with the tracker's name
     config  every setting
-    step    the last step that is done already: 0, or where a resumed run goes on from
+    step    the last finished step: 0, or the step of the checkpoint from which a run resumes
     """
 
     id: str
@@ -61,7 +61,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run: RunInfo) -> str:
-        """Begin, or go on with the run of this id. Returns where people find it, empty where the package prints it."""
+        """Start or resume the run of this id. Returns its URL or path; empty if the package prints it."""
 
     @abstractmethod
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -73,14 +73,14 @@ class Tracker(ABC):
 
 
 class TensorBoard(Tracker):
-    """Event files in the run folder, written by TensorBoard's own package, without torch or TensorFlow."""
+    """Event files in the run folder, written by TensorBoard's package, without torch or TensorFlow."""
 
     def open(self, run: RunInfo) -> str:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer: Any = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=FLUSH_SECONDS)
-        if run.step:  # forget the steps after the checkpoint that the run goes on from: they are taken again
+        if run.step:  # drop the steps after the checkpoint, which are taken again
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=run.step + 1, session_log=start))
         return f"tensorboard --logdir {run.folder.parent}"
@@ -97,17 +97,19 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Weights & Biases. `WANDB_MODE=offline` keeps everything in the run folder; its other variables hold as well.
+    """Weights & Biases. `WANDB_MODE=offline` stores everything in the run folder; its other variables apply as well.
 
-    A resumed run continues its record. Steps that it takes again are skipped: W&B takes no step twice.
+    A resumed run continues its record. Steps that it repeats are skipped: W&B accepts no step twice.
     """
 
     def open(self, run: RunInfo) -> str:
         import wandb
 
         online = os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun")
-        if online and not wandb.login(prompt=False):  # it would ask for a key, on a terminal where nobody may be
-            raise EnvgymError("no API key is known: type `wandb login` once, or set WANDB_MODE=offline")
+        if online and not wandb.login(
+            prompt=False
+        ):  # without this, it would ask for a key on a terminal that may be unattended
+            raise EnvgymError("there is no API key: type `wandb login` once, or set WANDB_MODE=offline")
         settings = wandb.Settings(silent=True, console="off", init_timeout=START_SECONDS)
         project = os.environ.get("WANDB_PROJECT", run.project)
         self._run: Any = wandb.init(**run.arguments, project=project, dir=str(run.folder), settings=settings)
@@ -123,7 +125,7 @@ class WandB(Tracker):
 
 
 class SwanLab(Tracker):
-    """SwanLab. `SWANLAB_MODE=offline` keeps everything in the run folder; its other variables hold as well.
+    """SwanLab. `SWANLAB_MODE=offline` stores everything in the run folder; its other variables apply as well.
 
     A resumed run continues its record online; offline it writes another folder of the same id.
     """
@@ -131,7 +133,7 @@ class SwanLab(Tracker):
     def open(self, run: RunInfo) -> str:
         import swanlab
 
-        # Never ask on a terminal where nobody may be; what is printed there is the display's.
+        # Never prompt, since the terminal may be unattended; its output is the display's.
         settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
         self._swanlab: Any = swanlab
         project, folder = settings.project.name or run.project, str(run.folder / "swanlab")
@@ -147,17 +149,17 @@ class SwanLab(Tracker):
 
 
 TRACKERS: dict[str, Callable[[], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "swanlab": SwanLab}
-"""The trackers that `report_to` may name. Each name is that of its package, and of the extra that installs it."""
+"""The trackers of `report_to`. A name is also the name of the package and of the extra that installs it."""
 
 
 class Trackers:
-    """The trackers of one stage. `note` gets one line for each place they write to and each kind of failure."""
+    """The trackers of one stage. `note` gets a line with each tracker's location, and one with its first failure."""
 
     def __init__(self, names: Sequence[str], run: RunInfo, note: Callable[[str], None]) -> None:
         self._threads = [_Thread(name, run, note) for name in names]
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Hand on a step's numbers. Returns at once."""
+        """Queue a step's numbers. Returns immediately."""
         step, numbers = int(record["step"]), numbers_of(record)
         for thread in self._threads:
             thread.submit(lambda tracker: tracker.log(step, numbers))
@@ -176,7 +178,7 @@ class Trackers:
 
 
 class _Thread:
-    """One tracker and the thread on which everything it does happens, in order."""
+    """One tracker and the thread that makes all its calls, in order."""
 
     def __init__(self, name: str, run: RunInfo, note: Callable[[str], None]) -> None:
         self.name = name
@@ -190,15 +192,15 @@ class _Thread:
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._fail(f"has not ended within {seconds:g} s; what it had not sent by then may be missing")
+            self._fail(f"has not ended within {seconds:g} s; unsent data may be missing")
 
     def _run(self, run: RunInfo) -> None:
         try:
             tracker = TRACKERS[self.name]()
-            if place := tracker.open(run):
-                self._note(f"{self.name}: {place}")
+            if location := tracker.open(run):
+                self._note(f"{self.name}: {location}")
         except Exception as error:  # a login that fails, a server that is down, a library that changed
-            self._fail(f"could not be started, and gets nothing of this run: {_first_line(error)}")
+            self._fail(f"could not be started, and records nothing of this run: {_first_line(error)}")
             return
         while (work := self._work.get()) is not None:
             try:
@@ -209,19 +211,19 @@ class _Thread:
     def _fail(self, reason: str) -> None:
         self.failures += 1
         if self.failures == 1:
-            self._note(f"{self.name} {reason} (the run goes on; its numbers are in metrics.jsonl)")
+            self._note(f"{self.name} {reason} (the run continues; its metrics are in metrics.jsonl)")
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raise `MissingDependency`, with the command that installs it, for a tracker whose package is not there."""
+    """Raise `MissingDependency`, with the command that installs it, for a tracker whose package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise missing_package(name, name, f"report_to={name}")
 
 
 def run_id(folder: Path) -> str:
-    """The id under which trackers know a run, the same before and after a resume: 21 letters and digits, kept in the
-    run's folder."""
+    """The id under which trackers know a run, the same before and after a resume: 21 letters and digits, stored in
+    the run's folder."""
     file = folder / "tracker_id"
     if not file.exists():
         write_atomically(file, uuid.uuid4().hex[:21])
@@ -229,8 +231,8 @@ def run_id(folder: Path) -> str:
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The part of a record that can be drawn: its finite numbers, the ends of intervals as `NAME/low` and `NAME/high`,
-    and the number of alarms."""
+    """The numbers of a record for curves: its finite numbers, the ends of intervals as `NAME/low` and `NAME/high`, and
+    the number of alarms."""
     numbers: dict[str, float] = {"alarms": float(len(record.get("alarms", ())))}
     for name, value in record.items():
         if name.endswith("ci95") and value is not None:

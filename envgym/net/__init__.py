@@ -1,1 +1,1 @@
-"""Wires: the one client with the one policy for further tries, and the kit that every server is made of."""
+"""HTTP: the client with its retry policy, and the building blocks of every server."""

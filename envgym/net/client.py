@@ -1,4 +1,4 @@
-"""HTTP requests over httpx: one policy for tries and rates, and every failure as one clear line."""
+"""HTTP requests over httpx: one policy for retries and rate limits, and every failure as a one-line message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from envgym.errors import InvalidOutcome, needs
 from envgym.processes.deadline import pause_timeouts
 
-from .retries import LONGEST_PAUSE, TRY_AGAIN, pauses, retry_after
+from .retries import LONGEST_PAUSE, RETRY_STATUSES, pauses, retry_after
 
 with needs("httpx", "api", "a service over HTTP"):
     import httpx
@@ -25,20 +25,20 @@ FIRST_PAUSE = 0.5
 """Seconds before the second try; doubled before each further one, and shortened by up to a half at random."""
 CONNECT_SECONDS = 10.0
 MAX_ANSWER = 16 * 2**20
-"""Bytes an answer may have."""
+"""Maximum number of bytes of an answer."""
 KEEPALIVE_SECONDS = 5.0
-"""Seconds an unused connection is kept."""
+"""Seconds after which an idle connection is closed."""
 KEPT_HEADERS = ("retry-after", "location", "set-cookie")
-"""Headers of an answer that are handed on."""
+"""Headers of an answer that callers get."""
 
 Kind = Literal["url", "unreachable", "lost", "timeout", "unusable"]
 
 
 class NoAnswer(Exception):
-    """A request came to nothing usable. The message follows the server's name; `reason` is the part of it that the
-    system gave, and `wait` the seconds that the server asked for.
+    """A request without a usable answer. The message is a predicate of the server's name; `reason` is the operating
+    system's part of it, and `wait` the pause in seconds that the server asked for.
 
-    Of the kinds `url` and `unreachable` nothing was sent; of the others all of it may have arrived.
+    With the kinds `url` and `unreachable` nothing was sent; with the others the whole request may have arrived.
     """
 
     def __init__(self, kind: Kind, message: str, reason: str = "", wait: float = 0.0) -> None:
@@ -49,10 +49,10 @@ class NoAnswer(Exception):
 
 
 class ConnectionPool(httpx.AsyncBaseTransport):
-    """Connections, and answers of up to `max_answer` bytes, decompressed.
+    """A pool of connections, and answers of up to `max_answer` bytes, decompressed.
 
-    Each connection has a pool of its own: httpx's looks at all of its connections at each request, which with 256 of
-    them took 18 ms.
+    Each connection has a separate httpx pool: httpx's pool scans all of its connections at each request, which took
+    18 ms with 256 of them.
     """
 
     def __init__(self, max_answer: int, keepalive: float = KEEPALIVE_SECONDS) -> None:
@@ -74,7 +74,7 @@ class ConnectionPool(httpx.AsyncBaseTransport):
         return httpx.Response(response.status_code, headers=headers, content=content)
 
     def _new(self) -> httpx.AsyncHTTPTransport:
-        return httpx.AsyncHTTPTransport(_trusted(), trust_env=False, limits=self._limits)
+        return httpx.AsyncHTTPTransport(_tls_context(), trust_env=False, limits=self._limits)
 
     async def _read(self, response: httpx.Response) -> bytes:
         content = bytearray()
@@ -89,15 +89,15 @@ class ConnectionPool(httpx.AsyncBaseTransport):
 
 
 @functools.cache
-def _trusted() -> ssl.SSLContext:
+def _tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()  # reads a file of 200 kB
 
 
 class HttpClient(httpx.AsyncClient):
-    """Requests from one event loop. `connections` that several clients share are closed in place of the clients.
+    """Requests from one event loop. With shared `connections`, close these and not the clients.
 
-    Neither redirects nor the environment's proxies and passwords: key and question are for the address alone. Cookies
-    are kept where they are a session's.
+    Redirects and the environment's proxies and passwords are not used: key and request are for the address alone.
+    Cookies are stored with `keeps_cookies` only.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class HttpClient(httpx.AsyncClient):
     async def exchange(
         self, method: str, url: str, content: bytes = b"", *, seconds: float | None, connects: int = 1
     ) -> httpx.Response:
-        """The answer, whatever it is, each try within `seconds`. A connection that cannot be made is tried `connects`
-        times: nothing has been sent then. Raises `NoAnswer`."""
+        """The answer, of any status, each try within `seconds`. A failed connection is tried `connects` times in all:
+        nothing has been sent then. Raises `NoAnswer`."""
         waits = pauses(FIRST_PAUSE, jitter=0.5)
         while True:
             try:
@@ -132,9 +132,9 @@ class HttpClient(httpx.AsyncClient):
             await asyncio.sleep(next(waits))
 
 
-class Refused(InvalidOutcome):
-    """The server understood the request and will not answer it; another try would not help. `status` is its own, and
-    so is `code`, its word for what is wrong, where it gives one."""
+class RequestRejected(InvalidOutcome):
+    """The server has rejected the request, and a retry would not help. `status` is the answer's, `code` the server's
+    error code, if any."""
 
     def __init__(self, message: str, status: int, code: str = "") -> None:
         super().__init__("service", message)
@@ -143,14 +143,14 @@ class Refused(InvalidOutcome):
 
 
 class Unreachable(InvalidOutcome):
-    """Nobody answers at the address: no such host, nothing that listens, no secure connection."""
+    """The address cannot be reached: no such host, no listener, no secure connection."""
 
 
 class JsonCaller:
     """Posts JSON to one service, from one event loop.
 
     `secret` is sent as a bearer token and appears in no message. `requests_per_minute` spaces requests evenly.
-    When a server asks for a pause, all requests keep to it. No `Deadline` moves on while a request waits for either.
+    When a server asks for a pause, all requests observe it. Every `Deadline` pauses while a request waits for either.
     """
 
     def __init__(
@@ -180,10 +180,10 @@ class JsonCaller:
         await self._http.aclose()
 
     async def post(
-        self, url: str, body: Any, *, wrong: Callable[[Any], str] = lambda answer: "", tries: int | None = None
+        self, url: str, body: Any, *, defect: Callable[[Any], str] = lambda answer: "", tries: int | None = None
     ) -> Any:
-        """The parsed answer. `wrong` says what makes an answer no answer at all (`answers without …`), or nothing; then
-        it is asked again. `tries` replaces the caller's own number.
+        """The parsed answer. `defect` returns why an answer is unusable (`answers without …`), "" for a usable one; an
+        unusable one is retried. `tries` overrides the caller's number.
 
         Raises `InvalidOutcome` of kind `service`, after the last try.
         """
@@ -195,52 +195,52 @@ class JsonCaller:
                 self.counters["requests"] += 1
                 wait, outcome = 0.0, InvalidOutcome
                 try:
-                    answer = self._parsed(await self._http.exchange("POST", url, content, seconds=self._timeout))
-                    if not (problem := wrong(answer)):
+                    answer = self._parse(await self._http.exchange("POST", url, content, seconds=self._timeout))
+                    if not (problem := defect(answer)):
                         return answer
                 except NoAnswer as failure:
                     problem, wait = str(failure), failure.wait
                     outcome = Unreachable if failure.kind == "unreachable" else outcome
-                except Refused:
+                except RequestRejected:
                     self.counters["failures"] += 1
                     raise
                 if attempt == tries or wait > LONGEST_PAUSE:
                     break
                 self.counters["retries"] += 1
-                await asyncio.sleep(next(waits))  # for what was asked for, `_wait_for_turn` waits
+                await asyncio.sleep(next(waits))  # `_wait_for_turn` adds the server's pause
         self.counters["failures"] += 1
-        tried = f" in {attempt} tries" if attempt > 1 else ""
-        raise outcome("service", self._hide(f"{self.name} {problem}{tried}"), retryable=True)
+        tries_text = f" in {attempt} tries" if attempt > 1 else ""
+        raise outcome("service", self._hide(f"{self.name} {problem}{tries_text}"), retryable=True)
 
     async def _wait_for_turn(self) -> None:
-        """Wait until the rate limit, and the pause a server asked for, allow a request."""
+        """Wait until the rate limit and the server's requested pause allow a request."""
         with pause_timeouts():
-            async with self._line:  # in the order of arrival; who gives up leaves it, and takes no request's place
+            async with self._line:  # in the order of arrival; a cancelled request leaves the queue
                 start = time.monotonic()
-                while (later := max(self._next_start, self._not_before)) > start:
-                    start = later
+                while (earliest := max(self._next_start, self._not_before)) > start:
+                    start = earliest
                     await _sleep_until(start)
                 self._next_start = start + self._interval
 
-    def _parsed(self, response: httpx.Response) -> Any:
+    def _parse(self, response: httpx.Response) -> Any:
         try:
             body = json.loads(response.content)
-        except (ValueError, RecursionError):  # what a proxy says in the server's place, often
+        except (ValueError, RecursionError):  # often a proxy's page in place of the server's answer
             body = None
         if response.is_success:
             if body is None:
                 raise NoAnswer("unusable", "answers with something that is not JSON")
             return body
         reason, code = _problem(body, response.content)
-        if response.status_code in TRY_AGAIN:
+        if response.status_code in RETRY_STATUSES:
             wait = retry_after(response.headers.get("Retry-After", ""))
             if wait <= LONGEST_PAUSE:
                 self._not_before = max(self._not_before, time.monotonic() + wait)
-            asked = f" and asks to wait {wait:.0f} s" if wait > LONGEST_PAUSE else ""
-            raise NoAnswer("unusable", f"answers {response.status_code} {reason}{asked}", wait=wait)
+            requested = f" and asks to wait {wait:.0f} s" if wait > LONGEST_PAUSE else ""
+            raise NoAnswer("unusable", f"answers {response.status_code} {reason}{requested}", wait=wait)
         hint = "; check the key or token" if response.status_code in (401, 403) else ""
         message = f"{self.name} answers {response.status_code} {reason}{hint}"
-        raise Refused(self._hide(message), response.status_code, code)
+        raise RequestRejected(self._hide(message), response.status_code, code)
 
     def _hide(self, message: str) -> str:
         return message.replace(self._secret, "[secret]") if self._secret else message
@@ -252,7 +252,7 @@ async def _sleep_until(moment: float) -> None:
 
 
 def _problem(body: Any, content: bytes) -> tuple[str, str]:
-    """The part of an error's body that a person can act on, and its code in the form that OpenAI gave it."""
+    """The message of an error's body, in parentheses, and its code in OpenAI's form."""
     text, code = content[:2000].decode("utf-8", "replace"), None
     if isinstance(body, dict):
         error = body.get("error", body.get("detail", body.get("message", "")))
@@ -273,7 +273,7 @@ def _failure(error: Exception) -> NoAnswer:
 
 
 def _reason(error: BaseException) -> str:
-    """The system's reason for a failed connection, where there is one below what the library says."""
+    """The operating system's reason for a failed connection, if any, else the library's message."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, BaseExceptionGroup):

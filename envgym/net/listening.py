@@ -1,4 +1,4 @@
-"""Listening on an address: who can reach it, TLS, and the signals that end it."""
+"""Listening on an address: loopback or public, TLS, and the signals that end it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from envgym.errors import ConfigError
 
 
 def listen(host: str, port: int, *, refusal: str | None) -> socket.socket:
-    """A socket bound to an address, not yet accepting: clients are refused until the server is ready.
+    """A socket bound to an address, not yet accepting: connections are rejected until the server is ready.
 
-    An empty host is every address; port 0 takes a free one. With a `refusal`, its words, only loopback addresses are
-    taken. Raises `ConfigError` for one that others can reach then, and for one that cannot be had.
+    An empty host means every address; port 0 takes a free port. With a `refusal` (the end of the message) only loopback
+    addresses are allowed. Raises `ConfigError` for another address then, and for one that cannot be bound.
     """
     if not 0 <= port < 2**16:
         raise ConfigError(f"cannot serve on port {port}: ports go from 1 to 65535, and 0 takes a free one")
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
     except (OSError, UnicodeError):
         raise ConfigError(f"cannot serve on {host}:{port}: no such address; use 127.0.0.1") from None
     if refusal is not None and not is_loopback(str(address[0])):
@@ -45,14 +45,14 @@ def listen(host: str, port: int, *, refusal: str | None) -> socket.socket:
 
 
 def url_of(listener: socket.socket, tls: ssl.SSLContext | None = None) -> str:
-    """The URL by which a listener is reached."""
+    """The URL of a listener."""
     host, port = listener.getsockname()[:2]
     return f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @functools.lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
-    """Tell whether an address, or the name `localhost`, is this machine's own. Other names are not looked up."""
+    """True for a loopback address and the name `localhost`. Other names are not resolved."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -60,25 +60,24 @@ def is_loopback(host: str) -> bool:
 
 
 def tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext:
-    """TLS by a certificate (with its chain) and its key, both PEM. Raises `ConfigError` where they cannot be used."""
+    """The TLS context of a certificate (with its chain) and its key, both PEM. Raises `ConfigError` if unusable."""
     if cert is None or key is None:
         raise ConfigError("TLS takes both files, the certificate (tls-cert) and its key (tls-key)")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        # Nobody is there to type a pass phrase.
-        context.load_cert_chain(cert, key, password="")
+        context.load_cert_chain(cert, key, password="")  # without a prompt for a pass phrase
     except (OSError, ssl.SSLError):
         missing = next((file for file in (cert, key) if not file.is_file()), None)
         form = "the certificate and its own key, both PEM, the key without a pass phrase"
-        what = f"{missing} is not there" if missing else f"{cert} and {key} are not {form}"
-        raise ConfigError(f"TLS: {what}") from None
+        problem = f"{missing} is not there" if missing else f"{cert} and {key} are not {form}"
+        raise ConfigError(f"TLS: {problem}") from None
     return context
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[asyncio.Event]:
-    """An event that is set at the first SIGINT or SIGTERM; the second has its usual effect."""
+    """An event that is set at the first SIGINT or SIGTERM; the second has its default effect."""
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
 
@@ -99,8 +98,8 @@ def stop_signals() -> Iterator[asyncio.Event]:
 
 
 async def until_stopped(work: Coroutine[Any, Any, object], stopping: asyncio.Event) -> bool:
-    """Wait until `work` is done, or is cancelled as the server is asked to stop. Tells whether it was done; raises what
-    it raised."""
+    """Wait for the end of `work`, or cancel it when `stopping` is set. Returns True if it ended by itself; raises its
+    error."""
     tasks = working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Errors on their way to whoever asked: problem details (RFC 9457), and the kinds that there are."""
+"""Errors as answers of a server: problem details (RFC 9457) and their kinds."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ProblemKind = Literal[
 ]
 TYPE = "urn:envgym:problem:"
 Line = Annotated[str, AfterValidator(printable_line)]
-"""Text in the other side's words, which people read in a log."""
+"""Text from the other side, made safe for logs."""
 
 
 class ProblemBody(BaseModel):
     """RFC 9457 problem details; `type` is `urn:envgym:problem:` and a `ProblemKind`.
 
-    Where the environment raised, `error` is the class of the exception; of an `InvalidOutcome`, `failure` is its kind
-    and `retryable` whether it is to be played again. `retry_after` are seconds after which it may work.
+    If the environment raised, `error` is the class of the exception; of an `InvalidOutcome`, `failure` is its kind and
+    `retryable` whether the episode is to be retried. `retry_after` is the suggested pause in seconds.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -57,17 +57,17 @@ class ProblemBody(BaseModel):
 
 
 class Problem(Exception):
-    """An error on its way to the client; a server answers with `status`, `body` and these further `headers`."""
+    """An error to send to the client; a server answers with `status`, `body` and these additional `headers`."""
 
     content_type = "application/problem+json"
 
     def __init__(
-        self, status: int, kind: ProblemKind, detail: str, *, headers: Mapping[str, str] | None = None, **more: Any
+        self, status: int, kind: ProblemKind, detail: str, *, headers: Mapping[str, str] | None = None, **fields: Any
     ) -> None:
         super().__init__(detail)
         self.status = status
         self.headers = dict(headers or {})
-        self.body = ProblemBody(type=TYPE + kind, title=kind.replace("-", " "), status=status, detail=detail, **more)
+        self.body = ProblemBody(type=TYPE + kind, title=kind.replace("-", " "), status=status, detail=detail, **fields)
         if self.body.retry_after is not None:
             self.headers["Retry-After"] = f"{max(1, round(self.body.retry_after))}"
         if status == 401:
@@ -75,5 +75,5 @@ class Problem(Exception):
 
     @property
     def content(self) -> bytes:
-        """The body as it is sent."""
+        """The encoded body."""
         return json.dumps(self.body.model_dump(exclude_defaults=True)).encode()

@@ -1,4 +1,4 @@
-"""The one policy for further tries: how long to pause before each, and how long a server may ask to wait."""
+"""The retry policy: the pause before each retry, and the longest pause that a server may ask for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 
 LONGEST_PAUSE = 60.0
-"""Seconds that a server may ask to wait (`Retry-After`) before it is given up on."""
-TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-"""Statuses of a server, or of a proxy before it, that cannot answer just now."""
+"""The longest pause in seconds that a server may ask for (`Retry-After`); with a longer one the request fails."""
+RETRY_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+"""Statuses of transient failures, of a server or of a proxy before it."""
 
 
 def pauses(first: float, longest: float = LONGEST_PAUSE, *, jitter: float = 0.0) -> Iterator[float]:
     """Seconds before the second try, the third, …: doubled each time up to `longest`, and shortened at random by up to
-    the share `jitter`, so that many who failed together do not come again together."""
+    the fraction `jitter`, so that clients that failed together do not retry together."""
     pause = first
     while True:
         yield pause * (1 - jitter * random.random())
@@ -23,7 +23,7 @@ def pauses(first: float, longest: float = LONGEST_PAUSE, *, jitter: float = 0.0)
 
 
 def retry_after(value: str) -> float:
-    """Seconds that a `Retry-After` header (seconds or a date) asks for; 0 where it says nothing usable."""
+    """Seconds that a `Retry-After` header (seconds or a date) asks for; 0 for an invalid one."""
     try:
         seconds = float(value)
     except ValueError:

@@ -1,6 +1,6 @@
-"""The kit of every server: who is let in, bodies within limits, errors as problems, and an end that drains.
+"""Building blocks of every server: authentication, size-limited bodies, errors as problems, and a draining shutdown.
 
-What is no HTTP at all is answered as a problem too, and logged without what it says: it may hold a token.
+Malformed HTTP is answered with a problem too, and logged without its content, which may hold a token.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from .problems import Problem
 from .tokens import ANYONE, ServerClient, Tokens
 
 MAX_BODY = 64 * 2**20
-"""Bytes of the largest request that a server takes, unless it says otherwise."""
+"""Default of the maximum size of a request's body, in bytes."""
 RETRY_SECONDS = 1.0
-"""Pause after which a client that was refused for want of room should ask again."""
+"""Suggested pause before the retry of a request rejected for lack of capacity."""
 LINGER_SECONDS = 5.0
-"""Time in which the rest of a refused body is still read (and thrown away), so that its sender reads why."""
+"""Time in which the rest of a rejected body is read and discarded, so that its sender reads the answer."""
 KEEPALIVE_SECONDS = 75.0
-"""Time limit for a connection without a whole request on it."""
+"""Time limit for a connection without a complete request."""
 MAX_ARRIVING = 2**28
-"""Bytes of all bodies that are not whole yet, in this process: connections are many, and whoever opens them need not
-finish anything."""
+"""Maximum number of bytes of all incomplete bodies in this process: clients can open many connections and finish no
+request."""
 SERVER = "envgym"
-"""The header `Server`: which versions run here is nobody's business."""
+"""The header `Server`, without versions."""
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=BaseModel)
 
 
 @asynccontextmanager
-async def running(
+async def serve_requests(
     server: web.Application | web.Server, listener: socket.socket, *, tls: ssl.SSLContext | None = None, drain: float
 ) -> AsyncIterator[None]:
-    """Answer requests on `listener`; on leaving, let those in flight finish, for `drain` seconds at most."""
+    """Answer requests on `listener`; at the end wait for those in flight, for `drain` seconds at most."""
     runner: web.BaseRunner
     if isinstance(server, web.Application):
         runner = web.AppRunner(server, access_log=None, shutdown_timeout=drain)
@@ -59,15 +59,15 @@ async def running(
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Who is let in
+# Authentication
 
 
-def admitted(request: web.BaseRequest, tokens: Tokens | None) -> ServerClient:
-    """The client that sent a request. Raises a 401 `Problem` for one without a token, and on a server without tokens,
-    which is for programs of this machine, a 403 for a web page.
+def authenticate(request: web.BaseRequest, tokens: Tokens | None) -> ServerClient:
+    """Authenticate a request and return its client. Raises a 401 `Problem` without a known token. A server without
+    tokens is for programs of this machine: there a request of a web page raises a 403.
 
-    A page in a browser here can reach it as well, and by a name of its own that points here (DNS rebinding) read what
-    it answers. Browsers say so: in `Origin`, and in `Host`.
+    A page in a local browser can reach such a server, and read its answers by a host name that resolves to this machine
+    (DNS rebinding). The headers `Origin` and `Host` reveal both.
     """
     if tokens is not None:
         return tokens.client(request.headers.get("Authorization"))
@@ -84,7 +84,7 @@ def admitted(request: web.BaseRequest, tokens: Tokens | None) -> ServerClient:
 
 
 async def read_json(request: web.BaseRequest, limit: int, seconds: float) -> bytes:
-    """The body of a request, of at most `limit` bytes, which may take so many seconds to arrive. Raises a `Problem`."""
+    """The body of a request: at most `limit` bytes, within `seconds`. Raises a `Problem`."""
     # Web pages can make a browser post plain text to a loopback address, but not JSON.
     if request.content_type != "application/json" or "Content-Encoding" in request.headers:
         raise Problem(415, "invalid-request", "send the body as application/json, not compressed")
@@ -94,13 +94,13 @@ async def read_json(request: web.BaseRequest, limit: int, seconds: float) -> byt
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     try:
-        if request.content.is_eof():  # it came with the head
+        if request.content.is_eof():  # the body came with the head
             return await request.read()
-        arriving = Arriving(limit)
+        incoming = IncomingBody(limit)
         async with asyncio.timeout(seconds):
             async for part in request.content.iter_any():
-                arriving.add(part)
-        return arriving.whole()
+                incoming.add(part)
+        return incoming.join()
     except TimeoutError:
         raise Problem(408, "too-slow", f"the body did not arrive within {seconds:g} s") from None
     except OverflowError:
@@ -108,45 +108,45 @@ async def read_json(request: web.BaseRequest, limit: int, seconds: float) -> byt
     except BufferError:
         detail = "too much arrives at once; send it again"
         raise Problem(429, "server-full", detail, retry_after=RETRY_SECONDS) from None
-    except Exception as error:  # a broken chunk, a connection that ended: whatever it is, the sender's
+    except Exception as error:  # a broken chunk, a closed connection: always the sender's fault
         raise Problem(400, "invalid-request", f"the body cannot be read ({type(error).__name__})") from None
 
 
-class Arriving:
-    """The part that has arrived of one body of at most `most` bytes.
+class IncomingBody:
+    """An incomplete body of at most `limit` bytes.
 
-    Where all together are too much, the one that has been waiting for its next part the longest is given up.
+    If all incomplete bodies exceed `MAX_ARRIVING`, the one that has waited longest for its next part is discarded.
     """
 
-    _begun: ClassVar[WeakSet[Arriving]] = WeakSet()
+    _incomplete: ClassVar[WeakSet[IncomingBody]] = WeakSet()
     _order: ClassVar[itertools.count[int]] = itertools.count()
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._parts = bytearray()
         self._last = 0
-        self._is_lost = False
+        self._is_discarded = False
 
     def add(self, part: bytes) -> None:
-        """Append a part. Raises `OverflowError` where the body is too large, `BufferError` where it was given up."""
-        if len(self._parts) + len(part) > self._most:
+        """Append a part. Raises `OverflowError` if the body is too large, `BufferError` if it was discarded."""
+        if len(self._parts) + len(part) > self._limit:
             raise OverflowError(f"it has more than {self._most} bytes")
         self._last = next(self._order)
-        self._begun.add(self)
-        while sum(len(each._parts) for each in self._begun) + len(part) > MAX_ARRIVING:
-            min(self._begun, key=lambda each: each._last)._give_up()
-        if self._is_lost:
+        self._incomplete.add(self)
+        while sum(len(body._parts) for body in self._incomplete) + len(part) > MAX_ARRIVING:
+            min(self._incomplete, key=lambda body: body._last)._discard()
+        if self._is_discarded:
             raise BufferError("too much arrives at once")
         self._parts += part
 
-    def whole(self) -> bytes:
-        """All of it."""
-        self._begun.discard(self)
+    def join(self) -> bytes:
+        """Return the complete body."""
+        self._incomplete.discard(self)
         return bytes(self._parts)
 
-    def _give_up(self) -> None:
-        self._is_lost, self._parts = True, bytearray()
-        self._begun.discard(self)
+    def _discard(self) -> None:
+        self._is_discarded, self._parts = True, bytearray()
+        self._incomplete.discard(self)
 
 
 def parse(model: type[M], body: bytes) -> M:
@@ -157,11 +157,11 @@ def parse(model: type[M], body: bytes) -> M:
         raise invalid(error, "the body") from None
 
 
-def invalid(error: ValidationError, whole: str) -> Problem:
-    """The 422 `Problem` of what is not as it should be: its first field that is not, or the `whole`."""
+def invalid(error: ValidationError, subject: str) -> Problem:
+    """The 422 `Problem` of a validation error: its first invalid field, or `subject` if there is no field."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or whole
-    detail = f"{where}: {first['msg'].lower()}".encode("utf-8", "replace").decode()
+    location = ".".join(str(part) for part in first["loc"]) or subject
+    detail = f"{location}: {first['msg'].lower()}".encode("utf-8", "replace").decode()
     return Problem(422, "invalid-request", detail)
 
 
@@ -169,22 +169,22 @@ def invalid(error: ValidationError, whole: str) -> Problem:
 # Errors
 
 
-def problem_of(error: Exception, method: str, target: str) -> Problem:
-    """A problem in place of any exception; one that is nobody's fault but the server's is logged."""
+def to_problem(error: Exception, method: str, target: str) -> Problem:
+    """Convert any exception to a problem; a defect of the server is logged."""
     if isinstance(error, Problem):
         return error
-    if isinstance(error, web.HTTPException):  # aiohttp's own: no such route, method or room
+    if isinstance(error, web.HTTPException):  # aiohttp's own: no such route or method, body too large
         return Problem(error.status, "invalid-request", f"{error.status} {error.reason.lower()}")
     logger.error("%s %s", method, target, exc_info=error)
     return Problem(500, "internal-error", "a defect of the server; its log has more")
 
 
 def problem_response(problem: Problem, request: web.BaseRequest | None = None) -> web.Response:
-    """A problem as it is sent over HTTP, to the sender of a `request` that could be read."""
+    """The HTTP response of a problem; `request` is None for an unreadable one."""
     headers = {"Server": SERVER, **problem.headers}
     content, content_type = problem.content, problem.content_type
     response = web.Response(body=content, status=problem.status, content_type=content_type, headers=headers)
-    if request is None or not request.content.is_eof():  # the rest of the body is not wanted
+    if request is None or not request.content.is_eof():  # the rest of the body is not read
         response.force_close()
     return response
 
@@ -194,8 +194,8 @@ def problem_response(problem: Problem, request: web.BaseRequest | None = None) -
 
 
 class Connections(web.Server):
-    """Hands every request of every connection to `answer`; what it raises is answered as a problem, which `on_problem`
-    is given too."""
+    """Passes every request of every connection to `answer`. Its exceptions are answered as problems, and passed to
+    `on_problem`."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Connections(web.Server):
             try:
                 return await answer(request)
             except Exception as error:
-                problem = problem_of(error, request.method, request.rel_url.raw_path)
+                problem = to_problem(error, request.method, request.rel_url.raw_path)
             on_problem(problem)
             return problem_response(problem, request)
 
@@ -223,10 +223,10 @@ class Connections(web.Server):
         return _Connection(
             self,
             loop=self._loop_of_connections,
-            access_log=None,  # type: ignore[arg-type]  # its own way to ask for none
+            access_log=None,  # type: ignore[arg-type]  # None means no access log
             keepalive_timeout=KEEPALIVE_SECONDS,
             lingering_time=LINGER_SECONDS,
-            auto_decompress=False,  # nothing that is sent grows in memory
+            auto_decompress=False,  # compressed bodies would grow in memory
         )
 
 
@@ -236,7 +236,7 @@ class _Connection(web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        # What is malformed may hold a token: neither log nor answer quotes it.
+        # A malformed request may hold a token: neither log nor answer quotes it.
         logger.debug("a malformed request: %s", type(exc).__name__)
         if request.writer.output_size > 0:
             raise ConnectionError("an answer had begun")

@@ -1,4 +1,4 @@
-"""Calls that several wait for: whoever asks for what is being asked for already gets the same result."""
+"""Shared calls: concurrent requests for the same key get the result of one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class SharedCalls(Generic[Key, Result]):
-    """At most one call at a time for each key, in a task of its own: it goes on when those who wait for it give up."""
+    """At most one call at a time per key, in a separate task: it continues if its waiters are cancelled."""
 
     def __init__(self) -> None:
         self._tasks: dict[Key, asyncio.Task[Result]] = {}
@@ -24,12 +24,12 @@ class SharedCalls(Generic[Key, Result]):
     async def result(
         self, key: Key, call: Callable[[], Coroutine[Any, Any, Result]], *, closed: Exception | None = None
     ) -> Result:
-        """The result of the call on its way for `key`, else of a new one. Raises `closed`, if given, where `cancel`
-        ended it."""
+        """The result of the call in flight for `key`, else of a new one. Raises `closed`, if set, when `cancel` ended
+        the call."""
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(call())
-            task.add_done_callback(lambda task: self._done(key, task))
+            task.add_done_callback(lambda task: self._remove(key, task))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -37,10 +37,10 @@ class SharedCalls(Generic[Key, Result]):
                 raise
             raise closed from None
 
-    def _done(self, key: Key, task: asyncio.Task[Result]) -> None:
+    def _remove(self, key: Key, task: asyncio.Task[Result]) -> None:
         del self._tasks[key]
         if not task.cancelled():
-            task.exception()  # those who asked may have gone
+            task.exception()  # there may be no waiter
 
     def cancel(self) -> list[asyncio.Task[Result]]:
         """Cancel the calls, and return their tasks."""
@@ -49,5 +49,5 @@ class SharedCalls(Generic[Key, Result]):
         return list(self._tasks.values())
 
     async def close(self) -> None:
-        """Cancel the calls, and wait until they have ended."""
+        """Cancel the calls, and wait for their end."""
         await asyncio.gather(*self.cancel(), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Tokens and keys: read from files and variables, never a setting, and in no message; a server keeps hashes only."""
+"""Tokens and keys: read from files and variables, never from settings, and in no message; servers store hashes only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from envgym.errors import ConfigError, reported_as
 from .problems import Problem
 
 MIN_LENGTH = 16
-"""Characters of the shortest token: a shorter one can be guessed."""
+"""Minimum length of a token: a shorter one can be guessed."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 """The characters that RFC 6750 allows in a bearer token."""
@@ -28,14 +28,14 @@ _QUOTA = re.compile(r"max_sessions=([1-9][0-9]{0,8})")
 
 @dataclass(frozen=True, slots=True)
 class ServerClient:
-    """A sender of requests, who sees its own sessions only, of which `max_sessions` may be open at once (None: any)."""
+    """A client, which sees its own sessions only; `max_sessions` is its maximum of open sessions (None: no limit)."""
 
     name: str
     max_sessions: int | None = None
 
 
 ANYONE = ServerClient("anyone")
-"""The one client of a server without tokens."""
+"""The only client of a server without tokens."""
 
 
 class Tokens:
@@ -46,54 +46,54 @@ class Tokens:
 
     @classmethod
     def read(cls, path: Path) -> Tokens:
-        """Those of the file at `path`: lines `NAME TOKEN [max_sessions=N]`, or one token alone; `#` begins a comment.
+        """Read the clients of a file: lines `NAME TOKEN [max_sessions=N]`, or a single token; `#` begins a comment.
 
-        Raises `ConfigError` for a file that is missing or malformed, or that others on this machine can open. No
-        message holds anything that the file says.
+        Raises `ConfigError` for a file that is missing or malformed, or that other users can open. No message quotes
+        the file.
         """
         clients: dict[str, tuple[bytes, ServerClient]] = {}
         for number, words in _lines(path):
             client, token = _client(words, f"token file {path}, line {number}")
             digest = _digest(token)
-            if client.name in clients or any(digest == known for known, _ in clients.values()):
-                raise ConfigError(f"token file {path}, line {number}: a name or a token comes twice")
+            if client.name in clients or any(digest == stored for stored, _ in clients.values()):
+                raise ConfigError(f"token file {path}, line {number}: a name or a token appears twice")
             clients[client.name] = digest, client
         return cls(list(clients.values()))
 
     @classmethod
-    def of(cls, token: str) -> Tokens:
-        """Those of a server with one token, by which nobody is told from another."""
+    def from_token(cls, token: str) -> Tokens:
+        """The single anonymous client of a server with one token."""
         return cls([(_digest(token), ANYONE)])
 
     def client(self, authorization: str | None) -> ServerClient:
-        """The client that sent the header `Authorization`. Raises a 401 `Problem` where no known one did."""
+        """The client of a header `Authorization`. Raises a 401 `Problem` if there is none."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise Problem(401, "unauthorized", "this server asks for a token: Authorization: Bearer TOKEN")
-        # All hashes are compared, each in constant time: how long it takes tells nothing of any token.
-        digest, found = _digest(token.strip()), None
-        for known, client in self._clients:
-            if hmac.compare_digest(known, digest):
-                found = client
-        if found is None:
+        # All hashes are compared, each in constant time, so that the duration reveals nothing about a token.
+        digest, sender = _digest(token.strip()), None
+        for stored, client in self._clients:
+            if hmac.compare_digest(stored, digest):
+                sender = client
+        if sender is None:
             raise Problem(401, "unauthorized", "the token is not known here")
-        return found
+        return sender
 
 
 def read_token(path: Path) -> str:
-    """The token a client sends, of a file that holds this one alone, by itself or in a line as the server's file has.
+    """Read a client's token from a file with exactly one, alone or in a line of the server's format.
 
-    Raises `ConfigError` as `Tokens.read` does, and where the file holds several.
+    Raises `ConfigError` as `Tokens.read` does, and for a file with several tokens.
     """
     lines = _lines(path)
     if len(lines) > 1:
-        raise ConfigError(f"token file {path} holds {len(lines)} tokens; a client's holds its own alone")
+        raise ConfigError(f"token file {path} holds {len(lines)} tokens; a client's file holds its own token only")
     [(number, words)] = lines
     return _client(words, f"token file {path}, line {number}")[1]
 
 
 def _lines(path: Path) -> list[tuple[int, list[str]]]:
-    """The lines of a token file with their numbers, each as its words; a token alone gets a name."""
+    """The lines of a token file, numbered and split into words; a token alone gets the name `default`."""
     try:
         with path.open(encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -114,33 +114,33 @@ def _words(line: str) -> list[str]:
     return line.partition("#")[0].split()
 
 
-def _client(words: list[str], where: str) -> tuple[ServerClient, str]:
+def _client(words: list[str], context: str) -> tuple[ServerClient, str]:
     quota = _QUOTA.fullmatch(words[2]) if len(words) == 3 else None
     if not 2 <= len(words) <= 3 or (len(words) == 3 and quota is None) or not _NAME.fullmatch(words[0]):
-        raise ConfigError(f"{where}: a line is NAME TOKEN [max_sessions=N]")
+        raise ConfigError(f"{context}: a line is NAME TOKEN [max_sessions=N]")
     if len(words[1]) < MIN_LENGTH or not _TOKEN.fullmatch(words[1]):
         raise ConfigError(
-            f"{where}: a token has at least {MIN_LENGTH} characters, letters, digits and -._~+/=; make one with: "
+            f"{context}: a token has at least {MIN_LENGTH} characters, letters, digits and -._~+/=; make one with: "
             "openssl rand -hex 32"
         )
     return ServerClient(words[0], None if quota is None else int(quota.group(1))), words[1]
 
 
 def _digest(token: str) -> bytes:
-    # Tokens are long and random, so that a plain hash cannot be turned back by guessing.
+    # Tokens are long and random, so a plain hash cannot be inverted by guessing.
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
 @contextlib.contextmanager
-def made_token(name: str) -> Iterator[tuple[str, str]]:
-    """A new token, and the file that holds it, which only this user can read; the file goes with the server."""
+def new_token_file(name: str) -> Iterator[tuple[str, str]]:
+    """A new token, and the path of a file with it that only this user can read; the file is deleted at the end."""
     folder = cache_folder("tokens")
     path = folder / name
     token = secrets.token_urlsafe(32)
     advice = "give one with --token-file, or name a folder that can be with ENVGYM_CACHE=FOLDER"
     with reported_as(ConfigError, f"the token cannot be written to {path}", advice):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.unlink(missing_ok=True)  # what a server that was killed has left; its permissions may be anything
+        path.unlink(missing_ok=True)  # a killed server may have left one, with any permissions
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(token + "\n")
     try:
@@ -151,12 +151,12 @@ def made_token(name: str) -> Iterator[tuple[str, str]]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# A client's own
+# Keys of clients
 
 
 def api_key(variable: str, api: str) -> str:
-    """The key that the environment variable holds; empty where none is named. Raises `ConfigError` where it is not
-    set or no key; `api` says in the message whose key it is."""
+    """The key in an environment variable; "" without a variable. Raises `ConfigError` if it is unset or not a key;
+    `api` names the key's owner in the message."""
     key = os.environ.get(variable, "").strip() if variable else ""
     if variable and not key:
         raise ConfigError(f"{api}: the environment variable {variable}, which should hold its API key, is not set")
@@ -166,7 +166,7 @@ def api_key(variable: str, api: str) -> str:
 
 
 def read_secret(file: str) -> str:
-    """The token in a file. Raises `ConfigError` where there is none."""
+    """Read the token in a file. Raises `ConfigError` if there is none."""
     try:
         token = Path(file).expanduser().read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -178,5 +178,5 @@ def read_secret(file: str) -> str:
 
 
 def _is_token(text: str) -> bool:
-    """True for a text that can stand in a header."""
+    """True for a text that is valid in a header."""
     return text.isascii() and not any(character.isspace() for character in text)

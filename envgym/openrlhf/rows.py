@@ -26,7 +26,7 @@ def write_rows(episodes: Path, out: Path, model: str, process: Process, *, chat:
     """
     from envgym.episodes.files import read_episodes
     from envgym.render import load_tokenizer, make_renderer
-    from envgym.render.spelling import BREAK, after_prompt
+    from envgym.render.spelling import BREAK, mark_after_prompt
 
     folder = model if Path(model).is_dir() else find_on_hub(model)
     renderer = make_renderer("chat" if chat else "raw", load_tokenizer(folder))
@@ -35,9 +35,9 @@ def write_rows(episodes: Path, out: Path, model: str, process: Process, *, chat:
         *asked, answer = episode.messages or [Message.of("assistant", "")]
         if episode.failed or not answer.text.strip():  # an empty answer teaches nothing, and is refused as data
             continue
-        text = renderer.opening(Observation(messages=renderer.spelled(after_prompt(asked))))[0].replace(BREAK, " ")
+        text = renderer.opening(Observation(messages=renderer.escape(mark_after_prompt(asked))))[0].replace(BREAK, " ")
         reward = {} if episode.reward is None else {"reward": episode.reward}
-        output = renderer.speller.of_policy(answer.text).replace(BREAK, " ")
+        output = renderer.speller.escape_policy_text(answer.text).replace(BREAK, " ")
         rows.append({"input": text, "output": output, **reward})
     if not rows:
         raise RunError(f"{episodes}: every episode failed or says nothing: there is no row to write")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envgym.config.words import parse_words
+from envgym.config.words import parse_overrides
 from envgym.errors import ConfigError
 
 from .table import Flag, flags_of
@@ -46,7 +46,7 @@ class Translation:
 def _word(key: str, value: Any) -> str:
     """`key=value`, written so that it is read back as it is."""
     plain, quoted = f"{key}={value}", f"{key}={json.dumps(value)}"
-    return plain if isinstance(value, str) and parse_words([plain]) == parse_words([quoted]) else quoted
+    return plain if isinstance(value, str) and parse_overrides([plain]) == parse_overrides([quoted]) else quoted
 
 
 class Flags:

@@ -1,7 +1,7 @@
-"""Users' code that may ignore its cancellation: it swallows the `CancelledError`, or raises what ends a program.
+"""Users' code that may ignore its cancellation: it swallows the `CancelledError`, or raises `SystemExit`.
 
-Cancelling a task is a request. A task that goes on is abandoned after `GRACE_SECONDS`, so that it holds up neither the
-episodes beside it nor the end of the run; with the process it ends.
+Cancelling a task is a request. A task that continues is abandoned after `GRACE_SECONDS`, so that it delays neither
+concurrent episodes nor the end of the run; it ends with the process.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ GRACE_SECONDS = 5.0
 """Seconds a cancelled task may take to end."""
 
 _abandoned: set[asyncio.Task[Any]] = set()
-"""Abandoned tasks; the loop itself keeps no hold of tasks."""
+"""References to the abandoned tasks, which the loop itself does not hold."""
 _OVERRUN: ContextVar[asyncio.Future[bool] | None] = ContextVar("OVERRUN", default=None)
-"""Set where a deadline around the running code has passed a while ago and the code goes on."""
+"""Set once the running code has ignored its deadline for the grace period."""
 
 
 class StillRunning(Exception):
-    """Code went on after it was cancelled, and was abandoned."""
+    """Code ignored its cancellation and was abandoned."""
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in a task of its own and return its result. Raises `StillRunning` where it goes on after a `Deadline`
-    in it, or our own cancellation."""
-    over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    token = _OVERRUN.set(over)
+    """Run `work` in a separate task and return its result. Raises `StillRunning` if it ignores a `Deadline` in it or
+    the cancellation of this call."""
+    settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    token = _OVERRUN.set(settled)
     task = asyncio.create_task(work)
     _OVERRUN.reset(token)
 
-    def ended(task: asyncio.Task[T]) -> None:
-        if not over.done():
-            over.set_result(True)
+    def settle(task: asyncio.Task[T]) -> None:
+        if not settled.done():
+            settled.set_result(True)
 
-    task.add_done_callback(ended)
+    task.add_done_callback(settle)
     try:
-        await over
+        await settled
     except asyncio.CancelledError:
         task.cancel()
         await wait_for_end({task})
@@ -52,12 +52,12 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def overrun_signal() -> asyncio.Future[bool] | None:
-    """The future to set once the code that runs here is known to go on past its deadline."""
+    """The future to set once the running code has ignored its deadline."""
     return _OVERRUN.get()
 
 
 async def wait_for_end(cancelled: set[asyncio.Task[Any]]) -> None:
-    """Wait for cancelled tasks, each until it has ended or its grace is over."""
+    """Wait for cancelled tasks, for `GRACE_SECONDS` at most; then abandon the others."""
     try:
         if cancelled:
             await asyncio.wait(cancelled, timeout=GRACE_SECONDS)
@@ -67,35 +67,35 @@ async def wait_for_end(cancelled: set[asyncio.Task[Any]]) -> None:
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
-    """Stop waiting for a task. One that has not ended is counted in `abandoned` until it does."""
+    """Stop waiting for a task; until it ends it is one of the `abandoned_tasks`."""
     if not task.done():
         _abandoned.add(task)
     task.add_done_callback(_forget)
 
 
-def abandoned() -> set[asyncio.Task[Any]]:
-    """The abandoned tasks that have not ended since."""
+def abandoned_tasks() -> set[asyncio.Task[Any]]:
+    """The abandoned tasks that are still running."""
     return set(_abandoned)
 
 
 def _forget(task: asyncio.Task[Any]) -> None:
     _abandoned.discard(task)
     if not task.cancelled():
-        task.exception()  # known; nobody waits for it
+        task.exception()  # else asyncio logs that it was never retrieved
 
 
 def is_shutdown(error: BaseException) -> bool:
-    """True where `error` ends the code that runs here. Otherwise users' code raised it: `SystemExit`, or the
-    `CancelledError` of another task that it waited for, is then an error like any other."""
+    """True if `error` ends the current task. Otherwise users' code raised it: its `SystemExit`, or the `CancelledError`
+    of another task that it waited for, is an error like any other."""
     if isinstance(error, asyncio.CancelledError):
         return is_being_cancelled()
-    if isinstance(error, KeyboardInterrupt):  # a first Ctrl-C cancels, the next is raised wherever we are
+    if isinstance(error, KeyboardInterrupt):  # the first Ctrl-C cancels; the next is raised in any code
         return any(task.cancelling() for task in asyncio.all_tasks())
     return isinstance(error, GeneratorExit)
 
 
 def is_being_cancelled() -> bool:
-    """True where the current task is cancelled, or its time is over. Otherwise a `CancelledError` is of another task
-    that was waited for."""
+    """True if the current task is cancelled, or its time is over. Otherwise a `CancelledError` is that of another task
+    that it waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

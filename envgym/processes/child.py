@@ -1,8 +1,8 @@
 """The process side of the local runtime: `python -m envgym.processes.child FD PARENT` hosts one worker object.
 
 The first message names the class and its arguments; every later one is a call. Methods run on this process's
-event loop: plain ones at once, coroutines as tasks, many in flight. The process ends when it is asked to, when
-the socket closes, and, by the kernel, when its parent dies.
+event loop: plain ones immediately, coroutines as concurrent tasks. The process ends on request, when the socket
+closes, and, by the kernel, when its parent dies.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ START = 0
 
 _LENGTH = struct.Struct("!Q")
 
-FEW = 16
-"""Messages after which a frame is written where the turn need not be waited for."""
+FRAME_MESSAGES = 16
+"""Messages per frame without `whole_turns`."""
 
 
 class Outbox:
-    """Collects messages and writes them in frames, in order: those of one turn of the event loop as one.
+    """Collects messages and writes them in order, those of one turn of the event loop as one frame.
 
-    With `whole_turns` a wave of calls reaches the worker whole: none of it runs there before all of it has arrived.
-    Without, a frame is written every few messages, so that the worker begins while there is more to come.
+    With `whole_turns` the calls of one turn arrive at the worker together: none runs before all have arrived. Without,
+    a frame is written every few messages, so that the worker starts before the last one arrives.
     """
 
     def __init__(self, writer: asyncio.StreamWriter, *, whole_turns: bool = True) -> None:
@@ -53,12 +53,12 @@ class Outbox:
         self._messages: list[bytes] = []
 
     def post(self, message: Any) -> None:
-        """Queue `message`. Raises what pickle raises, at once, where it cannot be pickled."""
+        """Queue `message`. Raises pickle's error immediately if it cannot be pickled."""
         data = pickle.dumps(message, protocol=5)
         if not self._messages:
             asyncio.get_running_loop().call_soon(self.flush)
         self._messages.append(data)
-        if not self._whole_turns and len(self._messages) >= FEW:
+        if not self._whole_turns and len(self._messages) >= FRAME_MESSAGES:
             self.flush()
 
     def flush(self) -> None:
@@ -70,7 +70,7 @@ class Outbox:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> list[Any] | None:
-    """The messages of the next frame; None when the other side is gone."""
+    """The messages of the next frame; None when the connection is closed."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         body = await reader.readexactly(length)
@@ -84,7 +84,7 @@ async def read_frame(reader: asyncio.StreamReader) -> list[Any] | None:
 
 
 class Host:
-    """One worker object and the calls that run on it."""
+    """One worker object and its running calls."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -98,7 +98,7 @@ class Host:
         except Exception as error:
             self._fail(START, error)
             return False
-        # What libraries have made by now stays: every full collection would go through all of it.
+        # Objects made so far are permanent: without the freeze every full collection traverses all of them.
         gc.collect()
         gc.freeze()
         self._outbox.post((START, None, None))
@@ -140,9 +140,9 @@ class Host:
 
 
 async def serve(fd: int) -> int:
-    """Host a worker for whoever holds the other end of the socket `fd`. Returns the exit status."""
+    """Host a worker for the process at the other end of the socket `fd`. Returns the exit status."""
     connection = socket.socket(fileno=fd)
-    connection.set_inheritable(False)  # processes the worker starts must not hold the line open
+    connection.set_inheritable(False)  # a process that the worker starts must not keep it open
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     outbox = Outbox(writer)
     host = Host(outbox)
@@ -162,16 +162,16 @@ async def serve(fd: int) -> int:
                 await host.close()
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(0)  # the worker has closed what it holds; the exit handlers of its libraries take seconds
+                os._exit(0)  # the worker is closed; the exit handlers of its libraries take seconds
             host.run(*message)
     print("the controller is gone: ending", file=sys.stderr, flush=True)
-    os._exit(1)  # not by way of exit handlers: whatever still runs here has nobody to answer to
+    os._exit(1)  # without exit handlers: no running call has a recipient any more
 
 
 def main() -> None:
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C
     faulthandler.enable()
     sys.exit(asyncio.run(serve(fd)))
 

@@ -1,4 +1,4 @@
-"""A timeout that pauses while a service's rate limit, or a place on a server, is waited for."""
+"""A timeout that pauses while the code waits for a service's rate limit or a free slot of a server."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """`async with Deadline(seconds)`: like `asyncio.timeout`, but `pause_timeouts` stops the clock, inside of it and in
-    tasks that were made there; and `run_to_end` learns of work that goes on after it. Enter it once."""
+    """`async with Deadline(seconds)`: like `asyncio.timeout`, but `pause_timeouts` stops the clock, in the block and in
+    tasks created there, and `run_to_end` is notified of work that ignores it. Enter it once."""
 
     def __init__(self, seconds: float, name: str = "") -> None:
         self.seconds = seconds
         self.name = name
-        """The subject of a sentence about it."""
+        """The subject of messages about it."""
         self._is_overrun = False
         self._timeout = asyncio.timeout(None)
         self._seconds_left = seconds
@@ -53,23 +53,23 @@ class Deadline:
         return self._timeout.expired() or self._is_overrun
 
     def overruns(self) -> bool:
-        """True where its time is over and it could not ring, as the code under it, which runs right now, holds the
-        loop. It then counts as expired. From any thread."""
+        """True if its time is over but its timer cannot fire, because the running code blocks the loop. Then it counts
+        as expired. Callable from any thread."""
         if self._pauses == 0 and self._timer is not None and self._timer.when() < self._loop.time():
             self._is_overrun = True
         return self._is_overrun
 
     def expire(self) -> None:
-        """Be over now."""
+        """Expire now."""
         if self._can_expire():
             if self._timer is not None:
                 self._timer.cancel()
-            self._ring()
+            self._fire()
 
     def _set_timer(self) -> None:
-        self._timer = self._loop.call_later(self._seconds_left, self._ring)
+        self._timer = self._loop.call_later(self._seconds_left, self._fire)
 
-    def _ring(self) -> None:
+    def _fire(self) -> None:
         self._timeout.reschedule(self._loop.time())
         if self._overrun is not None:
             self._timer = self._loop.call_later(cancellation.GRACE_SECONDS, _report, self._overrun)
@@ -80,8 +80,8 @@ class Deadline:
         if self._pauses == 1 and self._can_expire() and self._timer is not None:
             self._seconds_left = self._timer.when() - self._loop.time()
             self._timer.cancel()
-            if self._seconds_left <= 0:  # it was about to ring
-                self._ring()
+            if self._seconds_left <= 0:  # the timer was about to fire
+                self._fire()
         try:
             yield
         finally:
@@ -90,13 +90,12 @@ class Deadline:
                 self._set_timer()
 
     def _can_expire(self) -> bool:
-        """True while it is entered and not over: a request that several wait for may outlive the episode that made
-        it."""
+        """True while it is entered and not over: a shared request may outlive the episode that made it."""
         return self._token is not None and self._timeout.when() is None and asyncio.get_running_loop() is self._loop
 
 
 async def call_in_time(call: Awaitable[T], seconds: float, name: str) -> T:
-    """The result of a call. Raises `CallTimeout` where it takes longer, also where it made an answer of its end."""
+    """The result of a call. Raises `CallTimeout` if it takes longer, even if it returned a result when cancelled."""
     deadline = Deadline(seconds, name)
     try:
         async with deadline:
@@ -115,12 +114,12 @@ def _report(overrun: asyncio.Future[bool]) -> None:
 
 
 _ENCLOSING: ContextVar[tuple[Deadline, ...]] = ContextVar("ENCLOSING", default=())
-"""The deadlines that the running code is under."""
+"""The deadlines around the running code."""
 
 
 @contextlib.contextmanager
 def pause_timeouts() -> Iterator[None]:
-    """Stop the clocks of all enclosing deadlines, while rate-limited for example."""
+    """Stop the clocks of all enclosing deadlines, for example while rate-limited."""
     with contextlib.ExitStack() as stack:
         for deadline in _ENCLOSING.get():
             stack.enter_context(deadline._paused())

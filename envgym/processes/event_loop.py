@@ -15,18 +15,18 @@ from typing import Any, ClassVar, TypeVar
 from envgym.errors import EnvgymError
 
 from . import cancellation
-from .cancellation import abandoned, wait_for_end
-from .watch import LoopWatch, end_at_once
+from .cancellation import abandoned_tasks, wait_for_end
+from .watch import LoopWatch, end_immediately
 
 T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, but that what would stop the loop in a task of users' code (`sys.exit()`) is raised where that
-    task is awaited, and that tasks and threads which do not end when asked to are left behind.
+    """Like `asyncio.run`, with two differences: a `SystemExit` in a task of users' code is raised where that task is
+    awaited and does not stop the loop; and tasks and threads that do not end when cancelled are abandoned.
 
-    Ctrl-C and SIGTERM cancel `main`; a second one is raised wherever the program is. Raises `EnvgymError` where `main`
-    itself ends in a `SystemExit`.
+    Ctrl-C and SIGTERM cancel `main`; a second one is raised in the running code. Raises `EnvgymError` if `main` itself
+    ends in a `SystemExit`.
     """
     loop = asyncio.new_event_loop()
     threads = ThreadPoolExecutor(thread_name_prefix="asyncio")
@@ -37,13 +37,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         with LoopWatch(loop):
             try:
                 with _CtrlC(task) as ctrl_c:
-                    return _complete(loop, task)
+                    return _run_until_complete(loop, task)
             except asyncio.CancelledError:
                 if ctrl_c.count:
                     raise KeyboardInterrupt from None
                 raise
             except SystemExit as error:
-                raise EnvgymError(_exited(error)) from error
+                raise EnvgymError(_describe_exit(error)) from error
             finally:
                 _end_all(loop)
     finally:
@@ -56,21 +56,21 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             loop.close()
 
 
-def _complete(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
+def _run_until_complete(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
     while True:
         try:
             return loop.run_until_complete(task)
         except (SystemExit, KeyboardInterrupt) as error:
-            # asyncio raises these out of the loop whichever task they come from. The loop can go on, and its task
-            # holds the exception for whoever awaits it. Once that is being cancelled, Ctrl-C means all of it.
+            # asyncio raises these out of the loop, from any task. The loop can continue, and the task holds the error
+            # for the code that awaits it. Once `task` is being cancelled, Ctrl-C ends everything.
             if task.done() or (isinstance(error, KeyboardInterrupt) and task.cancelling()):
                 raise
 
 
 class _CtrlC:
-    """Does what asyncio does at Ctrl-C also at SIGTERM, and counts both."""
+    """Handles SIGTERM as asyncio handles Ctrl-C, and counts both."""
 
-    USUAL: ClassVar[dict[signal.Signals, Any]] = {
+    DEFAULT_HANDLERS: ClassVar[dict[signal.Signals, Any]] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
     }
@@ -81,54 +81,54 @@ class _CtrlC:
 
     def __enter__(self) -> _CtrlC:
         if threading.current_thread() is threading.main_thread():
-            for number, usual in self.USUAL.items():
-                if signal.getsignal(number) is usual:
+            for number, handler in self.DEFAULT_HANDLERS.items():
+                if signal.getsignal(number) is handler:
                     signal.signal(number, self._pressed)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for number, usual in self.USUAL.items():
+        for number, handler in self.DEFAULT_HANDLERS.items():
             if signal.getsignal(number) == self._pressed:
-                signal.signal(number, usual)
+                signal.signal(number, handler)
 
     def _pressed(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         if self.count > 1 or self._task.done():
-            end_at_once()
+            end_immediately()
             raise KeyboardInterrupt
         self._task.cancel()
-        self._task.get_loop().call_soon_threadsafe(lambda: None)  # it may be asleep
+        self._task.get_loop().call_soon_threadsafe(lambda: None)  # wake the loop
 
 
 def _end_all(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel what still runs, for as long as that helps."""
+    """Cancel all tasks, and wait for them for the grace period."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
-        if not task.cancelling():  # a second time would interrupt one that is cleaning up
+        if not task.cancelling():  # a second cancellation would interrupt its clean-up
             task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        _complete_quietly(loop, wait_for_end(tasks))
+        _run_quietly(loop, wait_for_end(tasks))
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             loop.call_exception_handler({"message": "raised while the loop ends", "exception": error, "task": task})
-    _complete_quietly(loop, _generators_end(loop))
-    for task in abandoned():
-        task._log_destroy_pending = False  # type: ignore[attr-defined]  # it is known, and was said
+    _run_quietly(loop, _close_generators(loop))
+    for task in abandoned_tasks():
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # already reported
 
 
-async def _generators_end(loop: asyncio.AbstractEventLoop) -> None:
+async def _close_generators(loop: asyncio.AbstractEventLoop) -> None:
     closing = asyncio.ensure_future(loop.shutdown_asyncgens())
     await wait_for_end({closing})
 
 
-def _complete_quietly(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+def _run_quietly(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
     task = loop.create_task(work)
     while not task.done():
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             loop.run_until_complete(task)
 
 
-def _exited(error: SystemExit) -> str:
+def _describe_exit(error: SystemExit) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"something that was called ended the program: SystemExit: {error}{where}"
+    location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"the called code ended the program: SystemExit: {error}{location}"

@@ -1,13 +1,13 @@
-"""Processes that end together: children that die with their parent, programs that do, and whole families that a guard
-ends once their owner is gone.
+"""Processes that end together: children and programs that die with their parent, and process families that a guard
+kills once their owner is gone.
 
-Also a program, which imports nothing of ours:
+Also a program, which imports nothing of envgym:
 
     family.py run PARENT PROGRAM [ARGUMENT …]    becomes PROGRAM, which then dies with PARENT
     family.py guard PID …                        kills the families of PIDs once its input has ended
 
-A server that waits for something else than its input would outlive a parent that was killed. Ray's servers notice by
-themselves that the program that started them is gone, but its agents take a minute over it.
+A server that does not read its input would outlive a killed parent. Ray's servers notice the death of the program that
+started them, but its agents take a minute.
 """
 
 from __future__ import annotations
@@ -23,37 +23,36 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LOOK_SECONDS = 1.0
-"""Time between two looks at who has joined the family."""
+"""Seconds between two listings of the family."""
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` dies, however it dies (Linux; elsewhere nothing is asked)."""
+    """Ask the kernel to kill this process when `parent` dies, however it dies (Linux only; elsewhere a no-op)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the call above
         os._exit(1)
 
 
 # -- a program that dies with this process -----------------------------------------------------------------
 
 
-def guarded(command: list[str]) -> list[str]:
-    """The command that runs `command` so that it dies with this process. The first line on its stderr is its process
-    id."""
+def guard_command(command: list[str]) -> list[str]:
+    """Wrap `command` so that it dies with this process. The first line on its stderr is its process id."""
     if sys.platform != "linux":
         return command
     return [sys.executable, "-I", "-S", __file__, "run", str(os.getpid()), *command]
 
 
 def pid_in(log: int) -> int | None:
-    """The process id at the beginning of a guarded program's stderr; the process leads a group of its own."""
+    """The process id at the beginning of a guarded program's stderr; the process leads its own group."""
     first, newline, _ = os.pread(log, 100, 0).partition(b"\n")
     return int(first) if sys.platform == "linux" and newline and first.isdigit() else None
 
 
 def last_line(log: int) -> str:
-    """The last line that a program wrote to its stderr."""
-    # Not by seeking: the place in the file is the program's too.
+    """The last line of a program's stderr."""
+    # Without seeking: the program shares the file position.
     lines = os.pread(log, 4000, max(0, os.fstat(log).st_size - 4000)).decode("utf-8", "replace").splitlines()
     if pid_in(log) is not None and lines and lines[0].isdigit():
         lines = lines[1:]
@@ -64,18 +63,18 @@ def last_line(log: int) -> str:
 
 
 def start_guard(pids: set[int]) -> subprocess.Popen[bytes]:
-    """Have `pids` and all their descendants killed when this process is gone; kill the guard to call it off."""
+    """Start a guard that kills `pids` and all their descendants once this process is gone. Kill it to cancel that."""
     command = [sys.executable, "-P", __file__, "guard", *map(str, sorted(pids))]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, close_fds=True)
 
 
 def children() -> dict[int, set[int]]:
-    """Process id -> its children's, of every process there is."""
-    found: dict[int, set[int]] = {}
+    """Process id -> its children's process ids, for all running processes."""
+    tree: dict[int, set[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := stat(int(entry.name))):
-            found.setdefault(int(fields[1]), set()).add(int(entry.name))
-    return found
+            tree.setdefault(int(fields[1]), set()).add(int(entry.name))
+    return tree
 
 
 def stat(pid: int) -> list[str]:
@@ -89,27 +88,27 @@ def stat(pid: int) -> list[str]:
 
 def descendants(pids: set[int]) -> set[int]:
     """`pids`, their children, their children's children and so on."""
-    tree, family, fresh = children(), set(pids), set(pids)
-    while fresh:
-        fresh = {child for pid in fresh for child in tree.get(pid, ())} - family
-        family |= fresh
+    tree, family, generation = children(), set(pids), set(pids)
+    while generation:
+        generation = {child for pid in generation for child in tree.get(pid, ())} - family
+        family |= generation
     return family
 
 
 def guard(pids: set[int]) -> None:
-    """Wait until the input ends, then kill the family. It is written down as it grows: when the owner dies some of
-    it die at once, and whose children the others were can then no longer be seen."""
+    """Wait until the input ends, then kill the family. Its members are recorded as it grows: when the owner dies some
+    members die immediately, and their children can no longer be traced to the family."""
     family: dict[int, str] = {}
-    ended = False
-    while not ended:
-        ended = bool(select.select([sys.stdin], [], [], LOOK_SECONDS)[0])
+    is_over = False
+    while not is_over:
+        is_over = bool(select.select([sys.stdin], [], [], LOOK_SECONDS)[0])
         for pid in descendants(pids | set(family)):
             if fields := stat(pid):
                 family.setdefault(pid, fields[19])
     for pid, started in family.items():
         fields = stat(pid)
         if fields and fields[19] == started:  # else the number belongs to another process by now
-            with contextlib.suppress(ProcessLookupError):  # it was quicker
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
                 os.kill(pid, signal.SIGKILL)
 
 

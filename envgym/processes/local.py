@@ -1,7 +1,7 @@
 """Workers as child processes of the controller, on this machine.
 
-Each worker is a fresh interpreter (never a fork: torch and vLLM do not survive one) that talks over a socket pair
-and writes its output to a file of the run folder. See `child` for the wire and the other side.
+Each worker is a new interpreter (not a fork, which torch and vLLM do not survive). It communicates over a socket pair
+and writes its output to a file of the run folder. See `child` for the wire format and the worker's side.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 from envgym.errors import WorkerDied, WorkerError
 
 from .child import START, Outbox, read_frame
-from .runtime import UTF8, rebuilt_error
+from .runtime import UTF8, rebuild_error
 from .watchdog import CONTROLLER_LOG, CallWatch
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
-"""The controller, engine and ranks share the cores, so threads that wait must sleep. But not at once: small models have
-thousands of loops a step, between which a thread that sleeps takes longer to wake than to go on (a learner's step was
-measured twice as long), and a fraction of a millisecond of spinning costs neighbours little."""
+"""The controller, engine and ranks share the cores, so waiting threads must sleep, but only after a fraction of a
+millisecond of spinning: small models have thousands of parallel loops per step, and waking a thread for each made a
+learner's step twice as long."""
 START_TIMEOUT = 300.0
 """Seconds a worker's constructor may take (imports and loading a model included)."""
 CLOSE_TIMEOUT = 10.0
-"""Seconds a worker may take to end by itself when asked, and again when terminated, before it is killed."""
+"""Seconds a worker may take to close, and again after SIGTERM, before it is killed."""
 
 
 class LocalWorker:
@@ -62,10 +62,10 @@ class LocalWorker:
 
     async def start(self, target: str, kwargs: Mapping[str, Any]) -> None:
         """Build the worker object in the process; raises what its constructor raised."""
-        ready = self._expect(START)
+        start_answer = self._expect(START)
         self._outbox.post((target, dict(kwargs), sys.path))
         async with asyncio.timeout(START_TIMEOUT):
-            await ready
+            await start_answer
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._end is not None:
@@ -88,7 +88,7 @@ class LocalWorker:
         await asyncio.shield(self._closing)
 
     async def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         self._signal(signal.SIGKILL)
         await self._watching
 
@@ -96,11 +96,11 @@ class LocalWorker:
         if self._end is None:
             self._fail(WorkerError(f"{self.name}: the worker has been closed"))
             self._outbox.post(None)
-        for last_word in (signal.SIGTERM, signal.SIGKILL):
-            done, _ = await asyncio.wait({self._watching}, timeout=CLOSE_TIMEOUT)
-            if done:
+        for stop_signal in (signal.SIGTERM, signal.SIGKILL):
+            exited, _ = await asyncio.wait({self._watching}, timeout=CLOSE_TIMEOUT)
+            if exited:
                 return
-            self._signal(last_word)
+            self._signal(stop_signal)
         await self._watching
 
     def _expect(self, call: int) -> asyncio.Future[Any]:
@@ -113,23 +113,23 @@ class LocalWorker:
             for call, error, result in frame:
                 future = self._pending.pop(call, None)
                 if future is None or future.done():
-                    continue  # its caller gave up
+                    continue  # the call was cancelled
                 if error is None:
                     future.set_result(result)
                 else:
-                    future.set_exception(rebuilt_error(error, self.name, self.log))
+                    future.set_exception(rebuild_error(error, self.name, self.log))
 
     async def _watch(self) -> None:
-        """Read answers until the process ends, then tell everyone who still waits."""
+        """Read answers until the process ends, then fail the pending calls."""
         reading = asyncio.create_task(self._read())
         ending = asyncio.create_task(self._process.wait())
         await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
         if reading.done() and reading.exception() is not None:
-            self._signal(signal.SIGKILL)  # its answers cannot be read: it is of no use any more
+            self._signal(signal.SIGKILL)  # its answers cannot be read
         status = await ending
-        await asyncio.wait({reading}, timeout=1.0)  # answers from before its end still count
+        await asyncio.wait({reading}, timeout=1.0)  # deliver the answers sent before its end
         reading.cancel()
-        self._signal(signal.SIGKILL)  # processes it started and left behind
+        self._signal(signal.SIGKILL)  # the rest of its process group
         self._writer.close()
         self._fail(WorkerDied(f"{self.name} {_describe_status(status)} (log: {self.log}{_last_line(self.log)})"))
 
@@ -138,11 +138,11 @@ class LocalWorker:
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(reason)
-                future.exception()  # mark as seen: nobody may be waiting for it any more
+                future.exception()  # mark as retrieved: there may be no waiter
         self._pending.clear()
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signal the worker and all it started: it leads a process group of its own."""
+        """Signal the worker's process group: the worker and the processes it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -150,9 +150,9 @@ class LocalWorker:
 class LocalRuntime:
     """Starts workers as child processes whose output goes to `log_dir/NAME.log`.
 
-    With `deterministic`, calls that are made in one turn of the event loop begin in the worker together.
+    With `deterministic`, calls made in one turn of the event loop start in the worker together.
 
-    Start workers from the main thread: the kernel ends them with the thread that made them.
+    Start workers from the main thread: the kernel kills them with the thread that started them.
     """
 
     def __init__(self, log_dir: Path | str, *, deterministic: bool = True) -> None:
@@ -166,7 +166,7 @@ class LocalRuntime:
     ) -> LocalWorker:
         spawning = asyncio.create_task(self._spawn(name, environ or {}))
         self._spawning.append(spawning)
-        worker = await asyncio.shield(spawning)  # a process that half began would be nobody's: `close` ends it
+        worker = await asyncio.shield(spawning)  # else nothing would own a half-started process; `close` ends it
         try:
             await worker.start(target, kwargs)
         except BaseException as error:
@@ -185,19 +185,19 @@ class LocalRuntime:
     async def _spawn(self, name: str, environ: Mapping[str, str]) -> LocalWorker:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         log = self._log_dir / f"{name}.log"
-        ours, theirs = socket.socketpair()
-        with theirs, log.open("ab") as output:
+        parent_end, child_end = socket.socketpair()
+        with child_end, log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-u", "-m", "envgym.processes.child", str(theirs.fileno()), str(os.getpid())),
+                *("-u", "-m", "envgym.processes.child", str(child_end.fileno()), str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**WAITING, **os.environ, **UTF8, **environ},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 start_new_session=True,
             )
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        reader, writer = await asyncio.open_unix_connection(sock=parent_end)
         return LocalWorker(name, log, process, reader, writer, whole_turns=self._deterministic, watch=self._watch)
 
 
@@ -213,7 +213,7 @@ def _last_line(log: Path) -> str:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4096))
             text = file.read().decode(errors="replace")
-    except OSError:  # the run folder was removed under us: the death matters more than its last line
+    except OSError:  # the run folder has been removed; report the death without a last line
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f", last line: {lines[-1][:300]}" if lines else ""

@@ -1,7 +1,7 @@
-"""Users' code that may hang, crash or hold the interpreter, in processes of its own: those can be killed.
+"""Separate processes for users' code that may hang, crash or block the interpreter: they can be killed, threads cannot.
 
-Threads cannot. In a process such code also has the main thread to itself (so timeouts by signal work), leaves the
-random generators and the terminal of the run alone, and whatever it imports is not imported here.
+In its own process such code also has the main thread to itself (so timeouts by signal work), does not touch the run's
+random generators and terminal, and imports nothing into the run's process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from envgym.errors import CallTimeout, InvalidOutcome, WorkerDied, WorkerError
 from .local import LocalRuntime, LocalWorker
 
 PING_SECONDS = 10.0
-"""Seconds a process may take to give a sign of life, once a call in it had to be given up."""
+"""Seconds a process may take to answer a ping after a cancelled call."""
 
 
 class Processes:
     """`count` processes with an object of one class in each; `target` is `package.module:Class`.
 
-    What the code prints goes to a file for each process in `logs`, or in a temporary folder that is kept only where
-    something went wrong. `environ` is added to their environment before anything is imported there.
+    Their output goes to one file per process in `logs`, or in a temporary folder that is deleted if nothing fails.
+    `environ` is added to their environment before any import.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class Processes:
     ) -> None:
         self._temporary = None if logs is not None else Path(tempfile.mkdtemp(prefix=f"envgym-{name}-"))
         runtime = LocalRuntime(logs or str(self._temporary))
-        self._members = [Process(runtime, target, kwargs, f"{name}-{index}", environ) for index in range(count)]
-        self._free: asyncio.Queue[Process] = asyncio.Queue()
-        for process in self._members:
-            self._free.put_nowait(process)
+        self._processes = [Process(runtime, target, kwargs, f"{name}-{index}", environ) for index in range(count)]
+        self._idle: asyncio.Queue[Process] = asyncio.Queue()
+        for process in self._processes:
+            self._idle.put_nowait(process)
         self._giving_back: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Start all of them. Raises what the class's constructor raises; then nothing is left running."""
-        starting = [asyncio.create_task(process.start()) for process in self._members]
+        """Start all processes. Raises the error of the class's constructor, after closing them all."""
+        starting = [asyncio.create_task(process.start()) for process in self._processes]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -57,9 +57,9 @@ class Processes:
             raise
 
     async def call(self, method: str, *args: Any, timeout: float, tries: int = 1) -> Any:
-        """Run a method on the first process that is free; one call at a time in each. `timeout` (seconds) counts from
-        when it begins; then the process is killed and the next call finds a new one. A call that crashed is made again
-        until it has had its `tries`: the process may have been killed for another's doing. See `Process.call`."""
+        """Run a method on the first free process, one call at a time in each. `timeout` (seconds) counts from the start
+        of the method; then the process is killed, and replaced for the next call. A crashed call is retried up to
+        `tries` tries in all: another program's memory use may have killed the process. See `Process.call`."""
         for _ in range(tries - 1):
             try:
                 return await self._call(method, *args, timeout=timeout)
@@ -69,44 +69,44 @@ class Processes:
         return await self._call(method, *args, timeout=timeout)
 
     async def _call(self, method: str, *args: Any, timeout: float) -> Any:
-        process = await self._free.get()
+        process = await self._idle.get()
         try:
             return await process.call(method, *args, timeout=timeout)
         finally:
-            giving_back = asyncio.create_task(self._give_back(process))  # its caller need not wait for that
+            giving_back = asyncio.create_task(self._give_back(process))  # the caller need not wait
             self._giving_back.add(giving_back)
             giving_back.add_done_callback(self._giving_back.discard)
 
-    async def session(self) -> Session:
-        """A place for state in the process that holds the fewest."""
-        process = min(self._members, key=lambda process: process.sessions)
+    async def session(self) -> ProcessSession:
+        """A session in the process with the fewest sessions."""
+        process = min(self._processes, key=lambda process: process.sessions)
         process.sessions += 1
         try:
-            return Session(process, await process.restarted())
+            return ProcessSession(process, await process.restart())
         except BaseException:
             process.sessions -= 1
             raise
 
     async def _give_back(self, process: Process) -> None:
-        """Free a process again once it is of use: known to react, and started anew where it was killed."""
+        """Free a process once it is known to respond, restarted if it was killed."""
         try:
-            await process.checked()
+            await process.wait_for_check()
             await process.start()
         except WorkerError:
-            pass  # whoever calls it next is told
+            pass  # the next call raises it
         finally:
-            self._free.put_nowait(process)
+            self._idle.put_nowait(process)
 
     async def close(self) -> None:
-        """End them all. What they printed is kept where one failed."""
+        """Close all processes. The temporary logs stay if one failed."""
         await _cancel(self._giving_back)
-        await asyncio.gather(*(process.close() for process in self._members))
-        if self._temporary is not None and not any(process.failed for process in self._members):
+        await asyncio.gather(*(process.close() for process in self._processes))
+        if self._temporary is not None and not any(process.failed for process in self._processes):
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended: one that was starting a process kills it first."""
+    """Cancel tasks and wait for their end: a task that was starting a process kills it first."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -114,7 +114,7 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class Process:
-    """One of them. It is started when first called, and anew after it died or was killed."""
+    """One process of the pool. It is started at the first call, and restarted after it died or was killed."""
 
     def __init__(
         self,
@@ -138,22 +138,24 @@ class Process:
     async def start(self) -> LocalWorker:
         async with self._starting:
             if self._worker is None:
-                self.failed, failed = True, self.failed  # until it has started
+                self.failed, failed = True, self.failed  # until the start succeeds
                 self._worker = await self._runtime.start(
                     self._target, self._kwargs, name=self._name, environ=self._environ
                 )
                 self.failed = failed
             return self._worker
 
-    async def call(self, method: str, *args: Any, timeout: float | None = None, on: LocalWorker | None = None) -> Any:
-        """Run a method there.
+    async def call(
+        self, method: str, *args: Any, timeout: float | None = None, worker: LocalWorker | None = None
+    ) -> Any:
+        """Run a method in the process.
 
-        Raises an `EnvgymError` of the method's as it is; any other exception and the process's death are
-        `InvalidOutcome` of the kinds `environment` and `crash`. Past `timeout` seconds the process is killed and
-        `CallTimeout` raised. Without one the caller keeps the time: when it gives up, the call is cancelled there, and
-        the process killed should it not react. `on` is the incarnation that is meant.
+        Raises the method's own `EnvgymError`; any other exception and the process's death are `InvalidOutcome` of the
+        kinds `environment` and `crash`. After `timeout` seconds the process is killed and `CallTimeout` raised. Without
+        a timeout the caller may cancel: then the call is cancelled in the process, which is killed if it does not
+        respond. `worker` selects one incarnation of the process.
         """
-        worker = on or await self.restarted()
+        worker = worker or await self.restart()
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
@@ -176,15 +178,15 @@ class Process:
             self.failed = True
             raise InvalidOutcome("environment", str(error)) from None
 
-    async def restarted(self) -> LocalWorker:
-        """The process, running. Where it does not start a second time that is a `crash`, and no end of the run."""
+    async def restart(self) -> LocalWorker:
+        """The running process, started if necessary. A failed start is a `crash`, which does not end the run."""
         try:
             return await self.start()
         except WorkerError as error:
             raise InvalidOutcome("crash", str(error), retryable=True) from None
 
-    async def checked(self) -> None:
-        """Wait until it is known whether the process still reacts, where that is in doubt."""
+    async def wait_for_check(self) -> None:
+        """Wait for the end of a running health check."""
         if self._checking:
             await asyncio.wait(self._checking)
 
@@ -195,10 +197,10 @@ class Process:
             await self._worker.close()
 
     async def _check(self, worker: LocalWorker) -> None:
-        """Kill a process that does not react any more."""
+        """Kill a process that does not respond."""
         try:
             async with asyncio.timeout(PING_SECONDS):
-                await worker.call("__repr__")  # which every object has
+                await worker.call("__repr__")  # every object has one
         except TimeoutError:
             await self._kill(worker)
         except WorkerError:
@@ -214,23 +216,23 @@ class Process:
             self._worker = None
 
 
-class Session:
-    """State that lives in one process for an episode, and dies with it."""
+class ProcessSession:
+    """State in one process for the duration of an episode; it is lost if the process ends."""
 
     def __init__(self, process: Process, worker: LocalWorker) -> None:
         self._process = process
         self._worker = worker
-        self._ended = False
+        self._is_closed = False
 
     @property
     def alive(self) -> bool:
         return self._process._worker is self._worker
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Run a method where the state is; see `Process.call`. The caller keeps the time."""
-        return await self._process.call(method, *args, on=self._worker)
+        """Run a method in the session's process, without a timeout; see `Process.call`."""
+        return await self._process.call(method, *args, worker=self._worker)
 
     def end(self) -> None:
-        if not self._ended:
-            self._ended = True
+        if not self._is_closed:
+            self._is_closed = True
             self._process.sessions -= 1

@@ -1,8 +1,8 @@
-"""The controller's interface to its workers, wherever they run.
+"""The controller's interface to its workers, independent of where they run.
 
-A worker is an ordinary class. A runtime starts it somewhere (a process on this machine, an actor on Ray, or
-inline for debugging) and hands back a handle whose `call` runs a method there. Methods may be coroutines;
-calls made together are started in the order they were made.
+A worker is an ordinary class. A runtime starts it (in a process on this machine, as an actor on Ray, or inline for
+debugging) and returns a handle whose `call` runs a method there. Methods may be coroutines; concurrent calls are
+started in the order they were made.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from envgym.errors import EnvgymError, WorkerError
 from envgym.loading import users_line
 
 UTF8 = {"PYTHONUTF8": "1"}
-"""Variables of workers: what libraries read in the locale's encoding is UTF-8, whatever the locale is."""
+"""Environment of workers: libraries that read files in the locale's encoding read UTF-8."""
 CALL_SECONDS = 3600.0
-"""Seconds a call to a worker may take at most; new weights take longest. A rank that waits for another one that will
-never come ends here at the latest."""
+"""Maximum duration of a call to a worker, in seconds; new weights take longest. It also ends a rank that waits forever
+for a lost peer."""
 
 
 class WorkerHandle(Protocol):
-    """A worker that runs somewhere."""
+    """A handle to a running worker."""
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the worker and return its result.
 
-        Raises `WorkerError` (one line, and where the rest is logged) when the method raised, `WorkerDied` when
-        the process is gone.
+        Raises `WorkerError` (one line with the path of the log) if the method raised, `WorkerDied` if the process
+        is gone.
         """
 
     async def close(self) -> None:
-        """End the worker, politely first, then by force. Safe to call twice and after its death."""
+        """End the worker: ask, then terminate, then kill. Safe to call twice and after its death."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place for a worker: the number of its machine, which of that machine's GPUs, and how much of each."""
+    """Resources of a worker: its node's number, GPUs of that node, and the share of each GPU."""
 
     node: int = 0
     gpus: tuple[int, ...] = ()
@@ -57,16 +57,15 @@ class Runtime(Protocol):
     ) -> WorkerHandle:
         """Start `target` (`package.module:Class`) with `kwargs`; returns once its constructor has returned.
 
-        `name` is for people and log files; `environ` is added to the worker's environment before it imports
-        anything.
+        `name` is for messages and log files; `environ` is added to the worker's environment before any import.
         """
 
     async def close(self) -> None:
-        """Close every worker that was started."""
+        """Close all started workers."""
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What every runtime does to a worker object
+# Helpers of every runtime
 
 
 def load_target(target: str) -> Any:
@@ -75,35 +74,35 @@ def load_target(target: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-Described = tuple[str, str, dict[str, Any]]
-"""An exception as it crosses the wire, without unpickling foreign classes: the name of the nearest class in
-`envgym.errors` (empty where it is not ours), a one-line message, and the other fields of an `InvalidOutcome`."""
+ErrorRecord = tuple[str, str, dict[str, Any]]
+"""An exception on the wire, without unpickling foreign classes: the name of its nearest class in `envgym.errors` (empty
+for other errors), a one-line message, and the other fields of an `InvalidOutcome`."""
 
 
-def describe_error(error: BaseException) -> Described:
-    """The exception in a form that `rebuilt_error` reads."""
+def describe_error(error: BaseException) -> ErrorRecord:
+    """Convert an exception to the form that `rebuild_error` reads."""
     if isinstance(error, errors.EnvgymError):
-        ours = next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
+        class_name = next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
         if isinstance(error, errors.InvalidOutcome):
-            return ours, str(error), {"kind": error.kind, "retryable": error.retryable}
-        return ours, str(error), {}
-    where = f" ({own})" if (own := users_line(error)) else ""
-    return "", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ") + where, {}
+            return class_name, str(error), {"kind": error.kind, "retryable": error.retryable}
+        return class_name, str(error), {}
+    location = f" ({line})" if (line := users_line(error)) else ""
+    return "", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ") + location, {}
 
 
-def rebuilt_error(described: Described, name: str, log: Path) -> errors.EnvgymError:
-    """The exception, or a `WorkerError` of the worker called `name` where it was not ours."""
-    ours, message, more = described
-    if not ours:
+def rebuild_error(record: ErrorRecord, name: str, log: Path) -> errors.EnvgymError:
+    """The described exception; for one of another package, a `WorkerError` of the worker `name`."""
+    class_name, message, fields = record
+    if not class_name:
         return errors.WorkerError(f"{name}: {message} (log: {log})")
-    if more:
-        return errors.InvalidOutcome(message=message, **more)
-    found: type[errors.EnvgymError] = getattr(errors, ours)
-    return found(message)
+    if fields:
+        return errors.InvalidOutcome(message=message, **fields)
+    error_class: type[errors.EnvgymError] = getattr(errors, class_name)
+    return error_class(message)
 
 
 async def close_object(worker: Any) -> None:
-    """Call the object's `close`, plain or coroutine, if it has one."""
+    """Call the object's `close`, if any, plain or coroutine."""
     close = getattr(worker, "close", None)
     result = close() if close else None
     if inspect.isawaitable(result):
@@ -111,11 +110,11 @@ async def close_object(worker: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Workers in the controller's own process, for `debug=true`: a breakpoint inside a worker works
+# Workers in the controller's own process, for `debug=true`, so that breakpoints in a worker work
 
 
 class InlineWorker:
-    """A worker object behind the interface of a worker process."""
+    """A worker object with the interface of a worker process."""
 
     def __init__(self, name: str, worker: Any) -> None:
         self.name = name
@@ -141,7 +140,7 @@ class InlineWorker:
 
 
 class InlineRuntime:
-    """Builds workers here. A worker that blocks (a training step) blocks the controller meanwhile."""
+    """Builds workers in this process. A blocking worker (a training step) blocks the controller meanwhile."""
 
     def __init__(self) -> None:
         self._workers: list[InlineWorker] = []
@@ -149,7 +148,7 @@ class InlineRuntime:
     async def start(
         self, target: str, kwargs: Mapping[str, Any], *, name: str, environ: Mapping[str, str] | None = None
     ) -> InlineWorker:
-        """Build the worker. `environ` is set in this process, and stays."""
+        """Build the worker. `environ` is set in this process permanently."""
         os.environ.update(environ or {})
         try:
             worker = InlineWorker(name, load_target(target)(**kwargs))

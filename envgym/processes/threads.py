@@ -1,4 +1,4 @@
-"""A thread of its own for an environment whose methods block, so that it never holds the event loop up."""
+"""A dedicated thread for an environment with blocking methods, so that it never blocks the event loop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 
-class OwnThread:
-    """Runs calls one after the other on one daemon thread, started when first needed.
+class DedicatedThread:
+    """Runs calls one after the other on one daemon thread, started at the first call.
 
-    One thread an instance, not a pool: a call that hangs keeps its own thread only, libraries that tie state to a
-    thread (databases, renderers) see one, and the process can end while a call still hangs.
+    One thread per instance, not a pool: a hanging call blocks its own thread only, libraries that tie state to a thread
+    (databases, renderers) see one, and the process can end while a call hangs.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,7 +32,7 @@ class OwnThread:
         return self._unfinished > 0
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function` on the thread and return what it returns; a coroutine function gets a loop there."""
+        """Run `function` on the thread and return its result; a coroutine function gets an event loop there."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         returns = _returns_to(loop)
@@ -52,7 +52,7 @@ class OwnThread:
         return await future
 
     def submit(self, function: Callable[[], Any]) -> None:
-        """Run `function` after everything else on the thread; what it returns or raises is of no interest."""
+        """Run `function` after the pending calls; its result and errors are ignored."""
 
         def job() -> None:
             with contextlib.suppress(BaseException):
@@ -61,7 +61,7 @@ class OwnThread:
         self._put(job)
 
     def end(self) -> None:
-        """Let the thread end once it has done what it was given. A later call starts another."""
+        """End the thread after its pending calls. A later call starts another."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread, self._jobs = None, queue.SimpleQueue()
@@ -79,8 +79,8 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class Returns:
-    """Results of threads on their way to one event loop. A single wake-up delivers all that has come by then: waking
-    the loop is a system call in which a thread gives the interpreter away, and with a thousand threads that adds up."""
+    """Results of threads on their way to one event loop. One wake-up delivers all results so far: waking the loop is a
+    system call that releases the interpreter lock, and with a thousand threads that adds up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
@@ -88,16 +88,16 @@ class Returns:
         self._woken = False
 
     def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-        """Settle `future` in its loop; from any thread."""
+        """Settle `future` in its loop. Callable from any thread."""
         self._items.append((future, result, error))
         loop = self._loop()
         if not self._woken and loop is not None:
             self._woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no waiter
                 loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._woken = False  # first, so that what comes while this runs wakes the loop again
+        self._woken = False  # first, so that a result that arrives meanwhile wakes the loop again
         while self._items:
             _settle(*self._items.popleft())
 
@@ -123,5 +123,5 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_result(result)
     elif isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
-    else:  # neither may travel through a future or end the loop
+    else:  # a future must not hold it: it would end the loop
         future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))

@@ -1,5 +1,5 @@
-"""Stacks of what takes unusually long, in the log of the process that it takes long in: for people who look at a run
-that seems to hang. Nothing is ended by it."""
+"""Stack traces of slow calls, in the log of their process, for the diagnosis of a run that seems to hang. No call is
+ended."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from pathlib import Path
 from typing import Any, TextIO
 
 CONTROLLER_LOG = "controller.log"
-"""Among a run's logs, the file of the process that makes the calls."""
+"""The controller's file among a run's logs."""
 
 
-def seconds() -> float:
-    """Seconds after which stacks are written, and again: `ENVGYM_STACKS_SECONDS`, by default 600."""
+def stack_seconds() -> float:
+    """Seconds between two dumps of stacks: `ENVGYM_STACKS_SECONDS`, by default 600."""
     return float(os.environ.get("ENVGYM_STACKS_SECONDS", "600"))
 
 
 @contextlib.contextmanager
 def watched_thread(function: Callable[..., Any]) -> Iterator[None]:
-    """Within it, what holds the event loop is written to standard error: the stacks of all threads. Not for coroutine
-    functions, which run later: a process has one such timer, and theirs may be set."""
+    """In its body, the stacks of all threads are written to standard error if the event loop is blocked. Not for
+    coroutine functions, which run later: a process has only one such timer."""
     if inspect.iscoroutinefunction(function):
         yield
         return
-    faulthandler.dump_traceback_later(seconds(), repeat=True)
+    faulthandler.dump_traceback_later(stack_seconds(), repeat=True)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def write_tasks(file: TextIO, what: str) -> None:
-    """Write the stacks of all tasks of the event loop."""
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what} takes long; what is waited for:", file=file)
+def write_tasks(file: TextIO, subject: str) -> None:
+    """Write the stacks of all tasks of the event loop; `subject` names the slow call."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {subject} takes long; the tasks wait for:", file=file)
     for task in asyncio.all_tasks():
         print(f"  {task.get_name()}", file=file)
         awaited: Any = task.get_coro()
-        while awaited is not None:  # from the task's own coroutine to the one that waits
+        while awaited is not None:  # from the task's own coroutine to the innermost one
             frame = getattr(awaited, "cr_frame", None)
             if frame is not None:
                 line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
@@ -54,29 +54,29 @@ def write_tasks(file: TextIO, what: str) -> None:
 
 
 class CallWatch:
-    """Watches coroutines of a process; `log` is where the stacks of its tasks go, by default standard error."""
+    """Watches coroutines of a process; `log` is the file for the stacks of its tasks, by default standard error."""
 
     def __init__(self, log: Path | None = None) -> None:
         self._log = log
-        self._written = -1e9
+        self._last_write = -1e9
 
     @contextlib.contextmanager
-    def watching(self, what: str) -> Iterator[None]:
-        """Within it, all tasks' stacks are written when it takes long; for calls at the same time, once."""
+    def watching(self, subject: str) -> Iterator[None]:
+        """In its body, the stacks of all tasks are written if it takes long; once for concurrent calls."""
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(seconds(), self._write, what)
+        timer = loop.call_later(stack_seconds(), self._write, subject)
         try:
             yield
         finally:
             timer.cancel()
 
-    def _write(self, what: str) -> None:
-        now = time.monotonic()
-        if now - self._written < seconds():
+    def _write(self, subject: str) -> None:
+        moment = time.monotonic()
+        if moment - self._last_write < stack_seconds():
             return
-        self._written = now
+        self._last_write = moment
         if self._log is None:
-            write_tasks(sys.stderr, what)
+            write_tasks(sys.stderr, subject)
         else:
             with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
-                write_tasks(file, what)
+                write_tasks(file, subject)

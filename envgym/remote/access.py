@@ -44,7 +44,7 @@ class Access:
 def parse_address(url: str) -> Address:
     """The two halves of `http://HOST:PORT[/NAME]`. Raises `ConfigError` for another form of URL.
 
-    A user or password in it would be saved with every run: it is not taken, and not repeated here.
+    A user or password in it would be saved with every run: it is rejected, and the message does not repeat it.
     """
     form = "it looks like http://HOST:PORT/NAME"
     if "@" in url.partition("//")[2].partition("/")[0]:
@@ -65,19 +65,19 @@ def access(servers: list[str], token_file: Path | None, ca_file: Path | None) ->
         headers["Authorization"] = f"Bearer {read_token(token_file.expanduser())}"
         for server in servers:
             if server.startswith("http://") and not is_loopback(urlsplit(server).hostname or ""):
-                logger.warning("%s is asked without TLS: the token can be read on the way", server)
-    return Access(headers, True if ca_file is None else _trusting(ca_file.expanduser()))
+                logger.warning("%s is reached without TLS: the token can be read on the way", server)
+    return Access(headers, True if ca_file is None else _tls_context(ca_file.expanduser()))
 
 
-def unreachable(url: str, error: Exception) -> str:
-    """The reason why no connection to `url` came about, and what to do."""
+def connection_failure(url: str, error: Exception) -> str:
+    """The reason why the connection to `url` failed, and the remedy."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        failed = error.certificate_error
-        reason = str(getattr(failed, "verify_message", failed)).rstrip(".")
+        cert_error = error.certificate_error
+        reason = str(getattr(cert_error, "verify_message", cert_error)).rstrip(".")
         if "mismatch" in reason or "not valid for" in reason:
             return f"its certificate is for another name ({reason}); use a name that it has"
-        return f"its certificate is not trusted here ({reason}); the setting ca_file, or --ca-file, names one that is"
+        return f"its certificate is not trusted here ({reason}); the setting ca_file, or --ca-file, names trusted ones"
     if isinstance(error, aiohttp.ClientConnectorSSLError):
         return f"the TLS connection failed ({cause}); is it https?"
     if isinstance(cause, socket.gaierror) or isinstance(error, aiohttp.ClientConnectorDNSError):
@@ -86,11 +86,11 @@ def unreachable(url: str, error: Exception) -> str:
         return "nothing answers there (connection refused); start it there, or check the address"
     if isinstance(error, aiohttp.ServerTimeoutError):
         return f"no connection within {DIAL_SECONDS:g} s; check the address, and that it can be reached from here"
-    what = f"the connection failed ({str(error) or type(error).__name__}); check the server and the address"
-    return what + (", is it https?" if isinstance(error, aiohttp.ServerDisconnectedError) else "")
+    message = f"the connection failed ({str(error) or type(error).__name__}); check the server and the address"
+    return message + (", is it https?" if isinstance(error, aiohttp.ServerDisconnectedError) else "")
 
 
-def _trusting(ca_file: Path) -> ssl.SSLContext:
+def _tls_context(ca_file: Path) -> ssl.SSLContext:
     """TLS that trusts the certificates of `ca_file` (PEM), and no others."""
     try:
         return ssl.create_default_context(cafile=str(ca_file))

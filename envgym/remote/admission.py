@@ -1,4 +1,4 @@
-"""From a request, or a message of a channel, to a call: which are well-formed, whose they are, what they ask for."""
+"""Turns a request, or a message of a channel, into a checked call: its route, client, query and body."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from yarl import URL
 
 from envgym.net.problems import Problem
-from envgym.net.server import MAX_BODY, admitted, invalid, parse, read_json
+from envgym.net.server import MAX_BODY, authenticate, invalid, parse, read_json
 from envgym.net.tokens import ANYONE, ServerClient, Tokens
 
 from .routes import Route, match
@@ -21,25 +21,25 @@ class ServerLimits:
     """The server's limits. Those of single clients are in the token file."""
 
     max_sessions: int = 10_000
-    """Sessions open at once. Opening one more is answered with 429."""
+    """Maximum of open sessions. Opening one more is answered with 429."""
     lease_seconds: float = 60.0
     """After this long without a request or a heartbeat a session is closed: its client is gone. An environment at
     work does not count as idle."""
     call_seconds: float = 600.0
-    """Time limit for an environment to answer one reset, to read one page of tasks or to judge one group. The
+    """Time limit for an environment to answer one reset, to read one page of tasks or to score one group. The
     limit of a step is the environment's own (`call_timeout`)."""
     body_seconds: float = 60.0
     """Time limit for a request's body to arrive."""
     max_body: int = MAX_BODY
     """Bytes of the largest body."""
     drain_seconds: float = 20.0
-    """Time for which sessions may go on once the server is asked to stop."""
+    """Time for which sessions may continue once the server is asked to stop."""
 
 
 @dataclass(slots=True)
 class Call:
-    """One request that was let in: whose it is, what stands in its path, its query and its body, read and raw; and the
-    request itself, where it came over HTTP."""
+    """One admitted request: its client, the values in its path, its query and body (parsed and raw), and over HTTP the
+    request itself."""
 
     client: ServerClient
     values: list[str]
@@ -50,14 +50,14 @@ class Call:
 
 
 async def call_of_request(request: web.BaseRequest, limits: ServerLimits, tokens: Tokens | None) -> tuple[Route, Call]:
-    """The route and the call of a request; without `tokens` of any of this machine's programs. Raises a `Problem` where
-    it may not, or cannot, be carried out."""
+    """The route and the call of a request. Without `tokens` every program of this machine is admitted. Raises a
+    `Problem` for a request that is malformed or not allowed."""
     try:
         route, values = match(request.rel_url.raw_path, "GET" if request.method == "HEAD" else request.method)
     except Problem:
-        admitted(request, tokens)  # who has no token is not told what there is
+        authenticate(request, tokens)  # a client without a token must not learn which paths exist
         raise
-    client = ANYONE if route.open and tokens is not None else admitted(request, tokens)
+    client = ANYONE if route.open and tokens is not None else authenticate(request, tokens)
     body = b"" if route.body is None else await read_json(request, limits.max_body, limits.body_seconds)
     return route, _call(route, Call(client, values, raw=body, request=request), request.rel_url)
 
@@ -65,7 +65,7 @@ async def call_of_request(request: web.BaseRequest, limits: ServerLimits, tokens
 def call_of_message(
     client: ServerClient, method: str, target: str, body: bytes, limits: ServerLimits
 ) -> tuple[Route, Call]:
-    """The route and the call of a request over a channel, of a client that was let in. Raises a `Problem` as
+    """The route and the call of a request over a channel, of an admitted client. Raises a `Problem` as
     `call_of_request` does. `target` is a path with its query."""
     if len(body) > limits.max_body:
         raise Problem(413, "too-large", f"a body has at most {limits.max_body} bytes")
@@ -75,7 +75,7 @@ def call_of_message(
 
 
 def _call(route: Route, call: Call, url: URL) -> Call:
-    """The call with its query and its body read."""
+    """The call with its query and its body parsed."""
     if route.query is not None:
         if len(url.query) > len(set(url.query)):
             raise Problem(422, "invalid-request", "a parameter of the query comes twice")

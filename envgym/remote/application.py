@@ -15,11 +15,11 @@ from aiohttp import WSCloseCode, web
 
 from envgym.env import EnvSpec
 from envgym.net.problems import Problem
-from envgym.net.server import RETRY_SECONDS, SERVER, Connections, problem_of, running
+from envgym.net.server import RETRY_SECONDS, SERVER, Connections, serve_requests, to_problem
 from envgym.net.tokens import ServerClient, Tokens
 
 from .admission import Call, ServerLimits, call_of_message, call_of_request
-from .channel import Answering, end, server_socket
+from .channel import ChannelServer, close_socket, server_socket
 from .encoding import encode
 from .metrics import CONTENT_TYPE, ServerMetrics
 from .routes import Route, document
@@ -45,37 +45,37 @@ class Application:
         self._limits = limits
         self._tokens = tokens
         self._openapi = document(list(specs), tokens=tokens is not None)
-        self._channels: dict[Answering, tuple[web.WebSocketResponse, asyncio.Transport]] = {}
+        self._channels: dict[ChannelServer, tuple[web.WebSocketResponse, asyncio.Transport]] = {}
         self._is_ending = False
         self._in_flight: set[asyncio.Task[Any]] = set()
 
     @contextlib.asynccontextmanager
-    async def running(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
+    async def serve_requests(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
         """Answer requests on `listener`; on leaving, let those in flight finish and close every session."""
         connections = Connections(self._handle, self._limits.max_body, self._count)
         try:
-            async with running(connections, listener, tls=tls, drain=SHUTDOWN_SECONDS):
+            async with serve_requests(connections, listener, tls=tls, drain=SHUTDOWN_SECONDS):
                 reaper = asyncio.create_task(self._reap())
                 try:
                     yield
                 finally:
-                    self.sessions.draining = self._is_ending = True
+                    self.sessions.is_draining = self._is_ending = True
                     reaper.cancel()
                     channels = list(self._channels.values())
-                    await asyncio.gather(*(end(link, WSCloseCode.GOING_AWAY, below) for link, below in channels))
+                    await asyncio.gather(*(close_socket(link, WSCloseCode.GOING_AWAY, tcp) for link, tcp in channels))
         finally:
             await self.sessions.close_all()
 
     async def drain(self) -> None:
-        """Take no new sessions, and wait until those there are have been closed and every request is answered, as long
-        as the limits allow."""
-        self.sessions.draining = True
+        """Reject new sessions, and wait for `drain_seconds` at most until the open ones are closed and every request is
+        answered."""
+        self.sessions.is_draining = True
         if len(self.sessions):
             seconds = self._limits.drain_seconds
-            logger.warning("sessions still open: %d; they may go on for %g s", len(self.sessions), seconds)
+            logger.warning("sessions still open: %d; they may continue for %g s", len(self.sessions), seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.drain_seconds):
-                await self.sessions.emptied()
+                await self.sessions.wait_until_empty()
                 if self._in_flight:
                     await asyncio.wait(self._in_flight)
                 await asyncio.gather(*(channel.finish() for channel in list(self._channels)))
@@ -83,10 +83,10 @@ class Application:
     async def _reap(self) -> None:
         loop, seconds = asyncio.get_running_loop(), self._limits.lease_seconds / 10
         while True:
-            due = loop.time() + seconds
+            wake_time = loop.time() + seconds
             await asyncio.sleep(seconds)
-            if loop.time() > due + seconds:
-                continue  # something held the loop up: the heartbeats that came meanwhile are still to be read
+            if loop.time() > wake_time + seconds:
+                continue  # the loop was blocked: heartbeats that came meanwhile are still unread
             try:
                 await self.sessions.close_expired()
             except Exception:
@@ -97,8 +97,8 @@ class Application:
     async def list_envs(self, call: Call) -> bytes:
         envs = tuple([await env.describe() for env in self._environments.values()])
         limits = self._limits
-        room = min(limits.max_sessions, call.client.max_sessions or limits.max_sessions)
-        return encode(EnvList(envs=envs, lease_seconds=limits.lease_seconds, max_sessions=room))
+        capacity = min(limits.max_sessions, call.client.max_sessions or limits.max_sessions)
+        return encode(EnvList(envs=envs, lease_seconds=limits.lease_seconds, max_sessions=capacity))
 
     async def describe(self, call: Call) -> bytes:
         return encode(await self.sessions.environment(call.values[0]).describe())
@@ -113,7 +113,7 @@ class Application:
         return await self.sessions.open(call.client, call.body).open()
 
     async def heartbeat(self, call: Call) -> bytes:
-        return encode(Alive(alive=self.sessions.alive(call.client, call.body.session_ids)))
+        return encode(Alive(alive=self.sessions.renew(call.client, call.body.session_ids)))
 
     async def step(self, call: Call) -> bytes:
         return await self.sessions.get(call.client, call.values[0]).step(call.body)
@@ -125,7 +125,7 @@ class Application:
         return encode(Health(status="ok"))
 
     async def ready(self, call: Call) -> bytes:
-        if self.sessions.draining:
+        if self.sessions.is_draining:
             raise Problem(503, "shutting-down", "the server is shutting down", retry_after=RETRY_SECONDS)
         return encode(Health(status="ready"))
 
@@ -149,41 +149,42 @@ class Application:
             await socket.prepare(call.request)
         except ConnectionError:
             raise Problem(400, "invalid-request", "the connection ended before it was a WebSocket") from None
-        answering = Answering(socket, functools.partial(self._answer, call.client))
-        self._channels[answering] = socket, transport
+        channel = ChannelServer(socket, functools.partial(self._answer, call.client))
+        self._channels[channel] = socket, transport
         try:
-            await answering.run()
+            await channel.run()
         except ValueError:
-            logger.warning("a channel of %s carried what is no request; it is closed", call.client.name)
+            logger.warning("a channel of %s carried a malformed request; it is closed", call.client.name)
         finally:
-            del self._channels[answering]
-            await end(socket, transport=transport)
+            del self._channels[channel]
+            await close_socket(socket, transport=transport)
         return socket
 
     # -- from request to answer ---------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The answer to one request. Raises a `Problem`, or what is a defect of ours; the server lives on."""
+        """The answer to one request. Raises a `Problem`, or another exception for a defect of the server, which keeps
+        running."""
         route, call = await call_of_request(request, self._limits, self._tokens)
-        # In a task of its own: what an environment's step leaves in its context is not the next request's.
-        working = asyncio.create_task(self._carry_out(route, call))
+        # A separate task: context variables that an environment sets must not reach the next request.
+        task = asyncio.create_task(self._carry_out(route, call))
         if route.name != "channel":
-            self._in_flight.add(working)
-            working.add_done_callback(self._in_flight.discard)
-        answer = await working
+            self._in_flight.add(task)
+            task.add_done_callback(self._in_flight.discard)
+        answer = await task
         if isinstance(answer, web.StreamResponse):
             return answer
         head = {"Content-Type": answer.content_type, "Server": SERVER} if answer.content_type else {"Server": SERVER}
         return web.Response(body=answer.content or None, status=answer.status, headers=head)
 
     async def _answer(self, client: ServerClient, method: str, target: str, body: bytes) -> Answer:
-        """The answer to a request over a channel, whose every error is a problem."""
+        """The answer to a request over a channel. Every error becomes a problem."""
         try:
             answer = await self._carry_out(*call_of_message(client, method, target, body, self._limits))
             assert isinstance(answer, Answer)
             return answer
         except Exception as error:
-            problem = problem_of(error, method, target)
+            problem = to_problem(error, method, target)
         self._count(problem)
         return Answer(problem.status, problem.content_type, problem.content)
 

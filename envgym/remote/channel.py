@@ -1,10 +1,10 @@
-"""The channel: requests and answers over one WebSocket, many at once and each answered when it is done.
+"""The channel: requests and answers over one WebSocket, many concurrently, and each answered when it is done.
 
 A binary message holds some of them: a line of JSON that lists their heads, and behind it their bodies, one after the
 other. Requests are those of `routes`, and may be sent again over another connection, or over HTTP.
 
 A body of more than `CHANNEL_BODY` bytes goes over HTTP, since it would hold up all others: a request with one is sent
-there at once, and one with such an answer is answered with 413 and sent again there.
+there immediately, and one with such an answer is answered with 413 and sent again there.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ PING_SECONDS = 30.0
 """Interval of the server's and the client's pings. A server that stands still is noticed sooner, by its sessions'
 leases."""
 MAX_REQUESTS = 2**15
-"""Requests of one connection that are carried out at once: more than one client has sessions, by far."""
+"""Concurrent requests of one connection: far more than the sessions of one client."""
 MAX_UNSENT = 2**26
-"""Bytes of the answers that wait to be sent on one connection before no more is read there."""
+"""Bytes of unsent answers of one connection, from which on its requests wait unread."""
 CLOSE_SECONDS = 2.0
-"""Seconds the other end may take to answer the end of a connection, and to take what is still to be sent."""
+"""Seconds the other end may take to answer the end of a connection, and to read unsent messages."""
 
 Length = Annotated[int, Field(ge=0)]
-AskHead = tuple[int, Method, str, Length]
-"""A request's number, which is the connection's own, its method, its path with the query, and its body's length."""
+RequestHead = tuple[int, Method, str, Length]
+"""A request's number (unique within the connection), its method, its path with the query, and its body's length."""
 AnswerHead = tuple[int, int, str, Length]
-"""The number of the request that is answered, status, content type, and the body's length."""
-_ASKS: TypeAdapter[list[AskHead]] = TypeAdapter(list[AskHead])
+"""The request's number, the answer's status and content type, and the body's length."""
+_REQUESTS: TypeAdapter[list[RequestHead]] = TypeAdapter(list[RequestHead])
 _ANSWERS: TypeAdapter[list[AnswerHead]] = TypeAdapter(list[AnswerHead])
 
-H = TypeVar("H", AskHead, AnswerHead)
+H = TypeVar("H", RequestHead, AnswerHead)
 Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 CarryOut = Callable[[str, str, bytes], Awaitable[Answer]]
 """Answers a request: its method, its path with the query, and its body. Every error is an answer."""
 
 
-async def end(socket: Socket, code: int = aiohttp.WSCloseCode.OK, transport: asyncio.Transport | None = None) -> None:
-    """Close a connection, also one whose other end reads nothing any more: both it and the `transport` below it, where
-    that is known, would wait for that for ever."""
+async def close_socket(
+    socket: Socket, code: int = aiohttp.WSCloseCode.OK, transport: asyncio.Transport | None = None
+) -> None:
+    """Close a connection within `CLOSE_SECONDS`, and abort its `transport`: both would wait forever for a peer that no
+    longer reads."""
     if transport is not None:
         asyncio.get_running_loop().call_later(CLOSE_SECONDS, transport.abort)
     with contextlib.suppress(TimeoutError):
@@ -66,34 +68,34 @@ def server_socket() -> web.WebSocketResponse:
         timeout=CLOSE_SECONDS,
         heartbeat=PING_SECONDS,
         max_msg_size=MAX_MESSAGE,
-        compress=False,  # nothing that is sent grows in memory
+        compress=False,  # decompression would let a small message fill the memory
     )
 
 
-def _pack(heads: TypeAdapter[list[H]], items: Sequence[tuple[H, bytes]]) -> bytes:
-    return b"".join([heads.dump_json([head for head, _ in items]), b"\n", *(body for _, body in items)])
+def _pack(adapter: TypeAdapter[list[H]], items: Sequence[tuple[H, bytes]]) -> bytes:
+    return b"".join([adapter.dump_json([head for head, _ in items]), b"\n", *(body for _, body in items)])
 
 
-def _unpack(heads: TypeAdapter[list[H]], message: bytes) -> Iterator[tuple[H, bytes]]:
-    """The heads and the bodies of a message. Raises `ValueError` for one that is none, before the first is given."""
+def _unpack(adapter: TypeAdapter[list[H]], message: bytes) -> Iterator[tuple[H, bytes]]:
+    """The heads and the bodies of a message. Raises `ValueError` for a malformed one, before it yields anything."""
     line, newline, _ = message.partition(b"\n")
-    found = heads.validate_json(line, strict=True)
-    ends = list(itertools.accumulate((head[3] for head in found), initial=len(line) + len(newline)))
+    heads = adapter.validate_json(line, strict=True)
+    ends = list(itertools.accumulate((head[3] for head in heads), initial=len(line) + len(newline)))
     if ends[-1] != len(message):
         raise ValueError("the bodies are not as long as their heads say")
-    return ((head, message[begin:end]) for head, begin, end in zip(found, ends, ends[1:], strict=False))
+    return ((head, message[start:stop]) for head, start, stop in zip(heads, ends, ends[1:], strict=False))
 
 
 class _Outbox(Generic[H]):
-    """Sends together what is put into it in the same turn of the event loop, or while a message is being written."""
+    """Sends the items of one turn of the event loop, or of the time that a message takes to be written, together."""
 
-    def __init__(self, socket: Socket, heads: TypeAdapter[list[H]], on_broken: Callable[[], None]) -> None:
+    def __init__(self, socket: Socket, adapter: TypeAdapter[list[H]], on_broken: Callable[[], None]) -> None:
         self._socket = socket
-        self._heads: TypeAdapter[list[H]] = heads
+        self._adapter: TypeAdapter[list[H]] = adapter
         self._on_broken = on_broken
         self.items: list[tuple[H, bytes]] = []
         self.size = 0
-        """Bytes that wait."""
+        """Bytes of the waiting bodies."""
         self.writing: asyncio.Task[None] | None = None
 
     def put(self, head: H, body: bytes) -> None:
@@ -105,7 +107,7 @@ class _Outbox(Generic[H]):
     async def _write(self) -> None:
         try:
             while self.items:
-                await self._socket.send_bytes(_pack(self._heads, self._next()))
+                await self._socket.send_bytes(_pack(self._adapter, self._next()))
         except (aiohttp.ClientError, ConnectionError):
             self.items.clear()
             self.size = 0
@@ -124,7 +126,7 @@ class _Outbox(Generic[H]):
         return items[:number]
 
 
-class Asking:
+class ChannelClient:
     """The client's end. `is_open` until the connection ends, however it does."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -132,7 +134,7 @@ class Asking:
         self._socket = socket
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._outbox = _Outbox(socket, _ASKS, self._end)
+        self._outbox = _Outbox(socket, _REQUESTS, self._end)
 
     async def ask(self, method: Method, target: str, body: bytes) -> Answer:
         """The answer to a request. Raises `ConnectionError` where the connection ends before it."""
@@ -148,8 +150,8 @@ class Asking:
             del self._waiting[number]
 
     async def listen(self) -> bool:
-        """Hand on the answers until the connection ends. Returns whether there was one; raises `ValueError` for a
-        message that is none."""
+        """Deliver answers until the connection ends. Returns True if there was any; raises `ValueError` for a malformed
+        message."""
         received = False
         try:
             async for message in self._socket:
@@ -162,10 +164,10 @@ class Asking:
                     if waiting is not None and not waiting.done():
                         waiting.set_result(Answer(status, content_type, content))
                 received = True
-                await asyncio.sleep(0)  # who was answered asks on, and the server works meanwhile
+                await asyncio.sleep(0)  # callers with answers send their next requests, and the server works meanwhile
         finally:
             self._end()
-            await end(self._socket)
+            await close_socket(self._socket)
         return received
 
     def _end(self) -> None:
@@ -175,11 +177,11 @@ class Asking:
                 waiting.set_exception(ConnectionError("the connection dropped"))
 
 
-class Answering:
-    """The server's end, each request in a task of its own: what was begun goes on when the connection ends, and is
-    waited for when the request comes again over another.
+class ChannelServer:
+    """The server's end, with a separate task per request: it continues when the connection ends, and a repeated request
+    over another connection waits for it.
 
-    While `MAX_REQUESTS` are carried out, or their answers not taken, or `MAX_UNSENT` bytes, the others wait unread.
+    At `MAX_REQUESTS` requests without a sent answer, or `MAX_UNSENT` bytes of answers, further requests wait unread.
     """
 
     def __init__(self, socket: web.WebSocketResponse, carry_out: CarryOut) -> None:
@@ -193,16 +195,16 @@ class Answering:
         async for message in self._socket:
             if message.type is not aiohttp.WSMsgType.BINARY:
                 return
-            for head, body in _unpack(_ASKS, message.data):
+            for head, body in _unpack(_REQUESTS, message.data):
                 task = asyncio.create_task(self._answer(head, body))
                 self._working.add(task)
                 task.add_done_callback(self._working.discard)
-            await asyncio.sleep(0)  # begin, and send what is done: the other end then works at the same time
-            while self._is_full and not self._socket.closed:  # which wakes nobody here
+            await asyncio.sleep(0)  # start the tasks and send finished answers: the other end works at the same time
+            while self._is_full and not self._socket.closed:  # closing does not end the wait: hence its timeout
                 await asyncio.wait(self._busy, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
 
     async def finish(self) -> None:
-        """Wait until what was asked is answered, and sent."""
+        """Wait until every request is answered and every answer sent."""
         while self._busy and not self._socket.closed:
             await asyncio.wait(self._busy)
 
@@ -214,7 +216,7 @@ class Answering:
     def _busy(self) -> list[asyncio.Task[None]]:
         return [*self._working, *([] if self._outbox.writing is None else [self._outbox.writing])]
 
-    async def _answer(self, head: AskHead, body: bytes) -> None:
+    async def _answer(self, head: RequestHead, body: bytes) -> None:
         number, method, target, _ = head
         answer = await self._carry_out(method, target, body)
         if len(answer.content) > CHANNEL_BODY:

@@ -1,4 +1,4 @@
-"""A remote environment, played as if it were local: `envgym.make("http://127.0.0.1:8000/NAME")`."""
+"""A remote environment, used like a local one: `envgym.make("http://127.0.0.1:8000/NAME")`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from envgym.episodes.record import to_record
 from envgym.errors import ConfigError, EnvgymError
 from envgym.net.retries import pauses
 from envgym.net.server import MAX_BODY
-from envgym.types import Episode, Judgement, Task
+from envgym.types import Episode, Reward, Task
 
 from .access import Access, access, parse_address
 from .encoding import encode
-from .registration import Listener, Listening, RegisteredServers, split_port
+from .registration import Listener, ListenerSettings, RegisteredServers, split_port
 from .remote_env import RemoteEnv, RemoteTasks
 from .replicas import CONNECT_SECONDS, Replica, Replicas
 from .transport import FIRST_PAUSE, LONGEST_PAUSE, Counters, RemoteError, Transport, as_error
@@ -75,12 +75,12 @@ class RemoteConfig(EnvConfig):
         return hosts
 
     @model_validator(mode="after")
-    def _listens_for_somebody(self) -> Self:
+    def _check_listen_settings(self) -> Self:
         if self.listen is not None and not self.allow:
             raise ValueError("listen needs allow: the hosts that are dialled when a server there registers")
         if self.listen is not None and self.token_file is not None and self.listen_token_file is None:
             raise ValueError(
-                "listen needs listen_token_file beside token_file: else whoever registers is sent the token"
+                "listen needs listen_token_file beside token_file: else every server that registers gets the token"
             )
         files = (self.listen_token_file, self.listen_tls_cert, self.listen_tls_key)
         if self.listen is None and (self.allow or any(files)):
@@ -90,7 +90,7 @@ class RemoteConfig(EnvConfig):
     @field_validator("call_timeout")
     @classmethod
     def _call_timeout(cls, seconds: float) -> float:
-        if seconds != EnvConfig.model_fields["call_timeout"].default:  # a saved configuration says all there is
+        if seconds != EnvConfig.model_fields["call_timeout"].default:  # a saved configuration has every setting
             raise ValueError("it is set where the environment is served; from here, timeout bounds a reset or a step")
         return seconds
 
@@ -99,7 +99,7 @@ class RemoteEnvSpec(EnvSpec):
     """The environment served at `id`, a URL, at `config.urls`, and on servers that register at `config.listen`. Its
     instances are sessions there."""
 
-    agent = "tool_calling"  # whether it offers tools is known once it is reached; without them this is `multi_turn`
+    agent = "tool_calling"  # without tools, which the server's answer shows, this is `multi_turn`
     Config = RemoteConfig
     config: RemoteConfig
 
@@ -108,10 +108,10 @@ class RemoteEnvSpec(EnvSpec):
         super().__init__(id.rstrip("/") if is_url else id, **kwargs)
         urls = [*([self.id] if is_url else []), *self.config.urls]
         if not urls and self.config.listen is None:
-            raise ConfigError(f"environment {id}: urls says where it is served, or listen where servers register")
+            raise ConfigError(f"environment {id}: set urls, where it is served, or listen, where servers register")
         self.addresses = [parse_address(url) for url in urls]
         if len({address.server for address in self.addresses}) < len(urls):
-            raise ConfigError(f"environment {id}: the same server is named twice; its places are there once")
+            raise ConfigError(f"environment {id}: the same server is named twice; its slots exist once")
         self.counters = Counters()
         self._description: EnvDescription | None = None
         self._task_sets: dict[str, RemoteTasks] = {}
@@ -122,7 +122,7 @@ class RemoteEnvSpec(EnvSpec):
 
     @property
     def description(self) -> EnvDescription:
-        """The server's description of the environment. Raises `EnvgymError` before it was asked."""
+        """The server's description of the environment. Raises `EnvgymError` before the first connection."""
         if self._description is None:
             raise EnvgymError(f"{self.id}: not connected yet; write `async with spec:` around what uses it")
         return self._description
@@ -132,9 +132,9 @@ class RemoteEnvSpec(EnvSpec):
         """The servers, from this event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._replicas:
-            shown = self._access()
+            credentials = self._access()
             self._replicas[loop] = Replicas(
-                [Replica(address, Transport(address.server, shown, self.counters)) for address in self.addresses],
+                [Replica(address, Transport(address.server, credentials, self.counters)) for address in self.addresses],
                 self.config.wait,
             )
         return self._replicas[loop]
@@ -144,26 +144,26 @@ class RemoteEnvSpec(EnvSpec):
         return access(servers, self.config.token_file, self.config.ca_file)
 
     @property
-    def about(self) -> str:
+    def summary(self) -> str:
         return "" if self._description is None else self._description.about
 
     def fingerprint(self) -> dict[str, str]:
-        """The environment's fingerprint where it is served, once that is known."""
+        """The served environment's fingerprint, once it is known."""
         return super().fingerprint() if self._description is None else dict(self._description.fingerprint)
 
     def concurrency_bound(self) -> int | None:
-        """No more than the servers take, once they are asked."""
-        rooms = [replicas.room for replicas in self._replicas.values()]
-        bounds = [bound for bound in (self.config.concurrency, *rooms) if bound is not None]
+        """The minimum of `concurrency` and the servers' known capacities."""
+        capacities = [replicas.capacity for replicas in self._replicas.values()]
+        bounds = [bound for bound in (self.config.concurrency, *capacities) if bound is not None]
         return min(bounds, default=None)
 
     async def setup(self) -> None:
-        """Ask the servers what they serve, and listen for further ones. Raises `EnvgymError` where nothing answers, or
-        something else does, and where nobody registers in time."""
+        """Ask the servers for their descriptions, and listen for further ones. Raises `EnvgymError` if no envgym
+        server answers, or none registers in time."""
         replicas = self.replicas
         try:
             if self.addresses:
-                # Nothing is tried twice: at the start a wrong address is likelier than a passing fault.
+                # No retries: at the start a wrong address is more likely than a transient fault.
                 await replicas.connect(min(CONNECT_SECONDS, self.config.timeout))
             if self.config.listen is not None:
                 await self._listen(replicas, self.config.listen)
@@ -173,17 +173,18 @@ class RemoteEnvSpec(EnvSpec):
             raise
 
     async def _listen(self, replicas: Replicas, address: str) -> None:
-        """Let servers register, and wait for the first where there is none yet."""
+        """Let servers register, and wait for the first if there is none yet."""
         config = self.config
         name = self.addresses[0].name if self.addresses else self.id.rpartition("/")[2]
         servers = RegisteredServers(replicas, name, self._access(), self.counters, self.id)
-        at = Listening(address, config.allow, config.listen_token_file, config.listen_tls_cert, config.listen_tls_key)
+        files = config.listen_token_file, config.listen_tls_cert, config.listen_tls_key
+        settings = ListenerSettings(address, config.allow, *files)
         stack = self._listening[asyncio.get_running_loop()] = contextlib.AsyncExitStack()
         stack.push_async_callback(servers.close)
-        await stack.enter_async_context(Listener.subscribed(servers, at))
-        if not replicas.anyone:
-            logger.warning("%s: waiting for a server; start one: envgym serve E --register %s", self.id, at.url)
-        await replicas.ready()
+        await stack.enter_async_context(Listener.subscription(servers, settings))
+        if not replicas.has_servers:
+            logger.warning("%s: waiting for a server; start one: envgym serve E --register %s", self.id, settings.url)
+        await replicas.wait_for_server()
 
     async def teardown(self) -> None:
         listening = self._listening.pop(asyncio.get_running_loop(), None)
@@ -194,83 +195,83 @@ class RemoteEnvSpec(EnvSpec):
             await replicas.close()
 
     def tasks(self, split: str) -> TaskSet:
-        """The tasks of `split` on the server, read in pages. Raises `ConfigError` where it has none."""
+        """The tasks of `split` on the server, read in pages. Raises `ConfigError` for an unknown split."""
         if split not in self._task_sets:
-            known = self.description.splits
-            if split not in known:
-                raise ConfigError(f"{self.id} has no split {split!r}; it has {', '.join(known)}")
-            error = known[split].error
+            splits = self.description.splits
+            if split not in splits:
+                raise ConfigError(f"{self.id} has no split {split!r}; it has {', '.join(splits)}")
+            error = splits[split].error
             if error is not None:
                 raise ConfigError(f"{self.id}: {error}")
-            self._task_sets[split] = RemoteTasks(self.ask_any, split, known[split].size)
+            self._task_sets[split] = RemoteTasks(self.ask_any, split, splits[split].size)
         return self._task_sets[split]
 
     @property
     def scores_groups(self) -> bool:
         return self.description.scores_groups
 
-    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Judgement | Exception] | None:
-        """Judgements of a group by the server's environment; None where it judges no groups."""
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Reward | Exception] | None:
+        """The rewards of a group from the server's environment; None where it scores no groups."""
         if not self.description.scores_groups:
             return None
         if len(episodes) > MAX_GROUP:
-            what = f"a group that is judged by a server has at most {MAX_GROUP} episodes, not {len(episodes)}"
-            raise RemoteError("refused", f"{self.id}: {what}")
-        group = GroupToScore(task=task, episodes=tuple(_for_judges(episode) for episode in episodes))
+            message = f"a group that a server scores has at most {MAX_GROUP} episodes, not {len(episodes)}"
+            raise RemoteError("refused", f"{self.id}: {message}")
+        group = GroupToScore(task=task, episodes=tuple(_record_to_score(episode) for episode in episodes))
         answer = await self.ask_any(Verdicts, "POST", "/score_group", group)
-        return None if answer.verdicts is None else [self._judgement(verdict) for verdict in answer.verdicts]
+        return None if answer.verdicts is None else [self._reward(verdict) for verdict in answer.verdicts]
 
-    def _judgement(self, verdict: EpisodeVerdict) -> Judgement | Exception:
+    def _reward(self, verdict: EpisodeVerdict) -> Reward | Exception:
         if verdict.problem is not None:
             return as_error(self.id, verdict.problem)
-        return Judgement(verdict.reward, verdict.score, verdict.metrics)
+        return Reward(verdict.reward, verdict.score, verdict.metrics)
 
     def make(self) -> CheckedEnv:
         return RemoteEnv(self)
 
     async def ask_any(self, model: type[B], method: Method, path: str, body: BaseModel | None = None) -> B:
-        """A server's answer to a request below the environment's own path. Where one has no answer the others are
-        asked, and once none is left all of them again, for `reconnect` seconds."""
-        replicas, config, now = self.replicas, self.config, asyncio.get_running_loop().time
+        """A server's answer to a request below the environment's own path. If one fails the others
+        are asked, and after the last one all of them again, for `reconnect` seconds."""
+        replicas, config, clock = self.replicas, self.config, asyncio.get_running_loop().time
         content = None if body is None else encode(body)
         if content is not None and len(content) > MAX_BODY:
-            what = f"a {type(body).__name__} of {len(content)} bytes; a server takes at most {MAX_BODY}"
-            raise RemoteError("refused", f"{self.id}: {what}")
-        deadline, retry_until, may_pass = now() + config.timeout, 0.0, False
+            message = f"a {type(body).__name__} of {len(content)} bytes; a server takes at most {MAX_BODY}"
+            raise RemoteError("refused", f"{self.id}: {message}")
+        deadline, retry_until, is_transient = clock() + config.timeout, 0.0, False
         failed: set[Replica] = set()
         waits = pauses(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
-            began = now()
-            await replicas.ready()
-            deadline += now() - began  # without any server `wait` is what counts
-            replica, began = replicas.any_up(failed), now()
-            others = replicas.others(replica, failed)
-            seconds, patience = deadline - began, retry_until - began if retry_until else config.reconnect
-            if others:  # one that says nothing leaves them time
+            start = clock()
+            await replicas.wait_for_server()
+            deadline += clock() - start  # the limit without any server is `wait`
+            replica, start = replicas.pick_any(failed), clock()
+            has_other = replicas.has_other(replica, failed)
+            seconds, patience = deadline - start, retry_until - start if retry_until else config.reconnect
+            if has_other:  # leave the others time, in case it does not answer
                 seconds, patience = seconds / 2, 0.0
             try:
                 target = f"/v1/envs/{(await self.describe(replica, patience)).name}{path}"
                 return await replica.ask(model, method, target, content, seconds=seconds, patience=patience)
             except RemoteError as error:
                 if not error.retryable and replica.description is not None:
-                    raise  # it is the request that is wrong
+                    raise  # the request itself is wrong
                 failed.add(replica)
-                may_pass |= error.retryable
-                if not others and not retry_until:
-                    since = began if error.kind == "connection" else now()  # a connection was tried again already
+                is_transient |= error.retryable
+                if not has_other and not retry_until:
+                    since = start if error.kind == "connection" else clock()  # retried already
                     retry_until = min(deadline, since + config.reconnect)
-                if replicas.unasked(failed):
+                if replicas.has_untried(failed):
                     continue
                 pause = next(waits)
-                if not replicas.anyone:
-                    retry_until = 0.0  # the next one to register is tried as long
-                elif not may_pass or now() + pause >= retry_until:
+                if not replicas.has_servers:
+                    retry_until = 0.0  # start again with the next server that registers
+                elif not is_transient or clock() + pause >= retry_until:
                     raise
             await asyncio.sleep(pause)
             failed.clear()
 
     async def describe(self, replica: Replica, patience: float) -> EnvDescription:
-        """The description of `replica`; one that is asked anew must have the same tasks. Raises `RemoteError`."""
+        """The description of `replica`; after a lost connection it must have the same tasks. Raises `RemoteError`."""
         replica.expected = self._description
         try:
             return await replica.describe(patience)
@@ -285,11 +286,11 @@ class RemoteEnvSpec(EnvSpec):
         self.counters.dropped_info += len(names)
         for name in set(names) - self._reported:
             self._reported.add(name)
-            logger.warning("%s: info[%r] cannot be sent as JSON and is left out", self.id, name)
+            logger.warning("%s: info[%r] cannot be sent as JSON and is omitted", self.id, name)
 
 
-def _for_judges(episode: Episode) -> dict[str, Any]:
-    """Its record without the log-probabilities it was sampled with, which are half of it and say nothing of it."""
+def _record_to_score(episode: Episode) -> dict[str, Any]:
+    """The episode's record without log-probabilities: they are half of it, and irrelevant to scoring."""
     record = to_record(episode)
     for row in record["rows"]:
         for segment in row["segments"]:

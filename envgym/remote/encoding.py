@@ -1,4 +1,4 @@
-"""Bodies to strict JSON: what must arrive whole raises, and of `info` what JSON cannot carry is left out by name."""
+"""Encodes bodies as strict JSON. Entries of `info` that JSON cannot represent are omitted and named; others raise."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from envgym.errors import InvalidStep
 from .wire import Step, Stepped
 
 MAX_BITS = 4096
-"""Of the largest whole number in `info`: Python itself reads no more than some 14,000 in text."""
+"""Bits of the largest integer in `info`: Python itself reads some 14,000 from text at most."""
 MAX_DEPTH = 100
-"""Of what is nested in `info`: readers of JSON follow some 200 levels, and what refers to itself has no end."""
-# Made once: it takes longer to make one than to encode a step. What refers to itself is a RecursionError all the same.
+"""Depth of nesting in `info`: JSON readers follow some 200 levels, and an object that contains itself has no end."""
+# Made once: that takes longer than to encode a step. An object that contains itself is a RecursionError anyway.
 _STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, check_circular=False, separators=(",", ":"))
 
 
 def encode(body: BaseModel) -> bytes:
     """The body as strict JSON, in UTF-8.
 
-    Raises `InvalidStep` where a field that must arrive whole (a task, an observation, options) holds something
-    JSON has no word for: a set, bytes, a number that is not finite.
+    Raises `InvalidStep` where a task, an observation or options hold a value that JSON cannot represent: a set, bytes,
+    a number that is not finite.
     """
-    if _is_typed(body):  # a step more often than not; four times as fast
+    if _is_typed(body):  # most steps; four times as fast
         with contextlib.suppress(PydanticSerializationError):
             return body.__pydantic_serializer__.to_json(body, warnings="error")
     try:
@@ -42,23 +42,23 @@ def _is_typed(body: BaseModel) -> bool:
     """Tell whether every value in it is of a type that JSON has: pydantic alone would write a set as a list, and a
     number that is not finite as null. The `info` of a `Stepped` went through `encodable_info`."""
     if isinstance(body, Stepped):
-        seen = body.observation
-        return not (seen.sampling or seen.tools or any(message.tool_calls for message in seen.messages))
+        observation = body.observation
+        return not (observation.sampling or observation.tools or any(m.tool_calls for m in observation.messages))
     return isinstance(body, Step) and not body.action.tool_calls
 
 
 def encodable_info(info: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`info` as JSON can carry it, and the dotted names of the entries that had to be left out.
+    """`info` as JSON can carry it, and the dotted names of the entries that were omitted.
 
     Tuples become lists; arrays and scalars of numpy or torch become lists and numbers. Dropped are entries with
-    any other object, a number that is not finite, or a key that is not a string: guessing a text form for them
-    would hand the reader a value of another type.
+    any other object, a number that is not finite, or a key that is not a string: a guessed text form
+    would be a value of another type.
     """
     return _entries(info, 1)
 
 
 def _entries(info: Mapping[str, Any], depth: int) -> tuple[dict[str, Any], tuple[str, ...]]:
-    kept: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     dropped: list[str] = []
     for key, value in info.items():
         try:
@@ -66,28 +66,28 @@ def _entries(info: Mapping[str, Any], depth: int) -> tuple[dict[str, Any], tuple
                 raise TypeError
             key.encode()
             if isinstance(value, Mapping):
-                kept[key], inner = _entries(value, _below(depth))
+                entries[key], inner = _entries(value, _next_depth(depth))
                 dropped += [f"{key}.{name}" for name in inner]
             else:
-                kept[key] = _encodable(value, depth)
-        except Exception as error:  # whatever `tolist` of something else raises
+                entries[key] = _json_value(value, depth)
+        except Exception as error:  # `tolist` of an unknown object may raise anything
             if isinstance(error, RecursionError) and depth > 1:
-                raise  # all of it goes: what of it is too deep has no name that anyone would read
+                raise  # drop the top-level entry: the dotted name of the deep one would be unreadable
             dropped.append(repr(key) if not isinstance(key, str) else key.encode("utf-8", "replace").decode())
-    return kept, tuple(dropped)
+    return entries, tuple(dropped)
 
 
-def _below(depth: int) -> int:
+def _next_depth(depth: int) -> int:
     if depth == MAX_DEPTH:
         raise RecursionError
     return depth + 1
 
 
-def _encodable(value: Any, depth: int) -> Any:
+def _json_value(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        value.encode()  # raises where it holds what UTF-8 has no word for
+        value.encode()  # raises for lone surrogates
         return value
     if isinstance(value, int):
         if value.bit_length() > MAX_BITS:
@@ -98,13 +98,13 @@ def _encodable(value: Any, depth: int) -> Any:
             raise ValueError("not finite")
         return value
     if isinstance(value, Mapping):
-        kept, dropped = _entries(value, _below(depth))
+        entries, dropped = _entries(value, _next_depth(depth))
         if dropped:
             raise TypeError("holds something that is not JSON")
-        return kept
+        return entries
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        below = _below(depth)
-        return [_encodable(item, below) for item in value]
+        inner_depth = _next_depth(depth)
+        return [_json_value(item, inner_depth) for item in value]
     if hasattr(value, "tolist"):
-        return _encodable(value.tolist(), depth)
+        return _json_value(value.tolist(), depth)
     raise TypeError("not JSON")

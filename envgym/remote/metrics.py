@@ -13,32 +13,32 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class ServerMetrics:
-    """Counters, gauges and histograms of one server; `open_sessions` is asked for their number by environment."""
+    """Counters, gauges and histograms of one server; `open_sessions` returns their number by environment."""
 
     def __init__(self, open_sessions: Callable[[], Mapping[str, float]]) -> None:
         self._open_sessions = open_sessions
-        registry = self._registry = CollectorRegistry()  # not the process's, in which there may be several servers
+        registry = self._registry = CollectorRegistry()  # a separate one: a process may have several servers
 
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"envgym_{name}_total", help, labels, registry=registry)
 
-        def seconds(what: str, help: str) -> Histogram:
-            return Histogram(f"envgym_{what}_seconds", help, ["env"], registry=registry, buckets=SECONDS)
+        def seconds(name: str, help: str) -> Histogram:
+            return Histogram(f"envgym_{name}_seconds", help, ["env"], registry=registry, buckets=SECONDS)
 
         self._open = Gauge("envgym_sessions", "Sessions that are open.", ["env"], registry=registry)
-        self.opened = counter("sessions_opened", "Sessions opened.", "env")
-        self.closed = counter(
+        self.opened_sessions = counter("sessions_opened", "Sessions opened.", "env")
+        self.closed_sessions = counter(
             "sessions_closed", "Sessions closed, by the client, by their lease or at the end.", "env", "by"
         )
         self.steps = counter("steps", "Steps taken; a repeated request takes none.", "env")
-        self.failures = counter("failures", "What environments raised, by the class of the exception.", "env", "kind")
-        self.rejected = counter("rejected", "Requests refused, by the kind of problem.", "reason")
+        self.failures = counter("failures", "Exceptions of environments, by their class.", "env", "kind")
+        self.rejected = counter("rejected", "Requests rejected, by the kind of problem.", "reason")
         self.reset_seconds = seconds("reset", "Seconds an environment took for a reset.")
         self.step_seconds = seconds("step", "Seconds an environment took for a step.")
         self.group_seconds = seconds("group", "Seconds an environment took to score a group.")
 
     def text(self) -> bytes:
-        """All of them, in Prometheus's text format of version 0.0.4."""
+        """All metrics, in Prometheus's text format of version 0.0.4."""
         for env, sessions in self._open_sessions().items():
             self._open.labels(env).set(sessions)
         return generate_latest(self._registry)

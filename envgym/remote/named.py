@@ -1,4 +1,4 @@
-"""Remote environments that were given a name: `envgym envs add NAME URL`, for this user or for a project.
+"""Named remote environments: `envgym envs add NAME URL`, for this user or for a project.
 
 A project's are in `envgym.yaml` in the current folder, a user's in `$XDG_CONFIG_HOME/envgym/environments.yaml`
 (`~/.config` where that is not set). Of the same name in both, the project's counts. The files hold addresses and the
@@ -23,12 +23,12 @@ from envgym.settings import settings_error
 
 Scope = Literal["user", "project"]
 SCOPES: tuple[Scope, ...] = ("user", "project")
-"""The later one's names count."""
+"""In ascending precedence."""
 HEADER = "# Remote environments by their names; written by `envgym envs add` and `envgym envs remove`.\n"
 
 
 class NamedEnvironment(BaseModel):
-    """The addresses of a named environment, and what its servers are shown."""
+    """The addresses of a named environment, the token file for its servers, and trusted certificates."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,29 +55,29 @@ def file_of(scope: Scope) -> Path:
     return Path(home).expanduser() / "envgym" / "environments.yaml"
 
 
-def registered() -> dict[str, NamedEnvironment]:
+def read_all() -> dict[str, NamedEnvironment]:
     """All names, the project's before the user's. Raises `ConfigError` for a file that cannot be used."""
     return {**read("user"), **read("project")}
 
 
-def readable() -> tuple[dict[str, NamedEnvironment], list[str]]:
-    """The names in those files that can be used, and what is wrong with the others."""
-    found: dict[str, NamedEnvironment] = {}
+def read_usable() -> tuple[dict[str, NamedEnvironment], list[str]]:
+    """The names in the usable files, and the errors of the other files."""
+    entries: dict[str, NamedEnvironment] = {}
     problems: list[str] = []
     for scope in SCOPES:
         try:
-            found |= read(scope)
+            entries |= read(scope)
         except ConfigError as error:
             problems.append(str(error))
-    return found, problems
+    return entries, problems
 
 
 def registrations(*, strict: bool) -> dict[str, Registration]:
-    """The names as the registry takes them; `strict` raises `ConfigError` for a file that cannot be used, which is left
-    out otherwise."""
-    named = registered() if strict else readable()[0]
+    """The names as the registry takes them; `strict` raises `ConfigError` for a file that cannot be used, which is
+    skipped otherwise."""
+    entries = read_all() if strict else read_usable()[0]
     target = "envgym.remote.client:RemoteEnvSpec"
-    return {name: Registration(name, target, entry.settings()) for name, entry in named.items()}
+    return {name: Registration(name, target, entry.settings()) for name, entry in entries.items()}
 
 
 def scope_of(name: str) -> Scope | None:
@@ -100,12 +100,12 @@ def read(scope: Scope) -> Mapping[str, NamedEnvironment]:
 
 
 def add(scope: Scope, name: str, entry: NamedEnvironment) -> Path:
-    """Write `entry` down, in place of one of the same name; returns the file."""
+    """Save `entry`, in place of one of the same name; returns the file."""
     return _change(scope, name, entry.model_dump(mode="json", exclude_none=True))
 
 
 def remove(scope: Scope, name: str) -> Path:
-    """Forget `name`; returns the file. Raises `KeyError` where it is not there."""
+    """Remove `name`; returns the file. Raises `KeyError` where it is not there."""
     return _change(scope, name, None)
 
 
@@ -115,7 +115,7 @@ def _with_paths(entry: NamedEnvironment, folder: Path) -> NamedEnvironment:
 
 
 def _change(scope: Scope, name: str, entry: dict[str, Any] | None) -> Path:
-    """Write `entry` for `name`, or remove the name with None. The file is written anew: comments in it are not kept."""
+    """Write `entry` for `name`, or remove the name with None. The file is rewritten without its comments."""
     import yaml
 
     from envgym.yaml_files import read_yaml
@@ -123,8 +123,8 @@ def _change(scope: Scope, name: str, entry: dict[str, Any] | None) -> Path:
     path = file_of(scope)
     with reported_as(ConfigError, f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(path.parent):
-            read(scope)  # what cannot be read is not written over
+        with _locked_folder(path.parent):
+            read(scope)  # never overwrite a file that cannot be read
             entries = dict(read_yaml(path).get("environments", {})) if path.exists() else {}
             if entry is None:
                 del entries[name]
@@ -136,8 +136,8 @@ def _change(scope: Scope, name: str, entry: dict[str, Any] | None) -> Path:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """No other process changes names there meanwhile, where the file system knows locks."""
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Keep other processes from changing names in `folder`, where the file system supports locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

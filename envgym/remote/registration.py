@@ -1,7 +1,7 @@
 """Servers that register: `envgym serve E --register URL` announces a server to a trainer, which then dials it.
 
-A registration is one request to the address where the trainer listens (`env.listen`), and a lease: it is sent again and
-again, so that a trainer that was restarted soon knows of the server.
+A registration is a request to the address where the trainer listens (`env.listen`), and a lease: the server repeats it,
+so that a restarted trainer soon has the server again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aiohttp import web
 from envgym.errors import ConfigError, EnvgymError, reported_as
 from envgym.net.listening import is_loopback, listen, tls_context
 from envgym.net.problems import Problem
-from envgym.net.server import SERVER, Connections, admitted, parse, read_json, running
+from envgym.net.server import SERVER, Connections, authenticate, parse, read_json, serve_requests
 from envgym.net.shared_calls import SharedCalls
 from envgym.net.tokens import ServerClient, Tokens
 
@@ -38,11 +38,11 @@ from .wire import VERSION, Registered, ServerRegistration
 
 PATH = "/v1/servers"
 LEASE_SECONDS = 20.0
-"""After so long without a registration a server gets no new sessions."""
+"""Seconds without a registration after which a server gets no new sessions."""
 RENEWALS = 4
 """Registrations that a server sends within a lease."""
 ANSWER_SECONDS = 60.0
-"""Time limit for a trainer to answer a registration: it asks the server first what it serves."""
+"""Time limit for a trainer to answer a registration: it first asks the server for its environments."""
 MAX_REGISTRATION, BODY_SECONDS = 2**14, 10.0
 """Bytes of the largest registration, and how long it may take to arrive."""
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
+class ListenerSettings:
     """The settings of a listener: an address HOST:PORT, the hosts that are dialled, tokens and TLS."""
 
     address: str
@@ -68,9 +68,9 @@ class Listening:
         return f"{'http' if self.tls_cert is None else 'https'}://{self.address}"
 
     def allows(self, host: str, port: int) -> bool:
-        """Tell whether `host` is one of those in `allow`, on a `port` that is (see `split_port`)."""
+        """Tell whether `allow` contains `host`, with `port` or without a port (see `split_port`)."""
         entries = [split_port(entry) for entry in self.allow]
-        hosts = [entry.lower() for entry, own in entries if own in (None, port)]
+        hosts = [entry.lower() for entry, entry_port in entries if entry_port in (None, port)]
         if host.lower() in hosts:
             return True
         with contextlib.suppress(ValueError):
@@ -81,17 +81,17 @@ class Listening:
 
 
 def split_port(entry: str) -> tuple[str, int | None]:
-    """The host of an entry in `allow` (a name, an address, or a network as `10.0.0.0/8`), and its port where it has one
-    (None: any). Raises `ValueError` for what is no such entry."""
-    found = re.fullmatch(r"(?:\[(.+)\]|([^:]+|[^/]+/\d+))(?::(\d{1,5}))?|([^/]+)", entry)
-    host = "" if found is None else found[1] or found[2] or found[4]
+    """The host of an entry in `allow` (a name, an address, or a network as `10.0.0.0/8`), and its port
+    (None: any). Raises `ValueError` for a malformed entry."""
+    match = re.fullmatch(r"(?:\[(.+)\]|([^:]+|[^/]+/\d+))(?::(\d{1,5}))?|([^/]+)", entry)
+    host = "" if match is None else match[1] or match[2] or match[4]
     if "/" in host:
         ipaddress.ip_network(host)
     elif not re.fullmatch(r"[0-9A-Za-z._-]+|[0-9a-fA-F:.]+", host):
         raise ValueError(
             f"an entry is HOST or HOST:PORT, a name, an address or a network, without scheme: not {entry!r}"
         )
-    return host, int(found[3]) if found is not None and found[3] else None
+    return host, int(match[3]) if match is not None and match[3] else None
 
 
 _Key = tuple[str, str]
@@ -99,8 +99,8 @@ _Key = tuple[str, str]
 
 
 @dataclass(slots=True)
-class _Member:
-    """A server that registered, by its process; `timer` ends its lease."""
+class _RegisteredServer:
+    """A registered server, and its process's `instance`; `timer` ends its lease."""
 
     replica: Replica
     instance: str
@@ -108,56 +108,56 @@ class _Member:
 
 
 class RegisteredServers:
-    """The registrations of one environment: each server is asked what it serves and taken into the `replicas`, and left
-    out when it says so or its lease runs out."""
+    """The registrations of one environment. A server is asked for its description and added to the `replicas`, and
+    removed when it leaves or its lease expires."""
 
-    def __init__(self, replicas: Replicas, name: str, shown: Access, counters: Counters, what: str) -> None:
+    def __init__(self, replicas: Replicas, name: str, access: Access, counters: Counters, label: str) -> None:
         self._replicas = replicas
         self._name = name
-        self._shown = shown
-        self._is_guarded = bool(shown.headers) or shown.tls is not True
+        self._access = access
+        self._is_guarded = bool(access.headers) or access.tls is not True
         self._counters = counters
-        self._what = what
-        self._named = {replica.address.server for replica in replicas.all}
-        self._members: dict[_Key, _Member] = {}
+        self._label = label
+        self._static_servers = {replica.address.server for replica in replicas.servers}
+        self._members: dict[_Key, _RegisteredServer] = {}
         self._dialling: SharedCalls[_Key, None] = SharedCalls()
         self._problems: dict[_Key, str] = {}
 
     async def register(self, registration: ServerRegistration, client: ServerClient) -> str:
-        """Take a server in, renew its lease, or let it go. Returns why it is not used; empty where it is."""
-        if registration.url in self._named:
-            return ""  # it is used anyway
-        key = client.name, registration.url  # so that no server can take another's place
+        """Add a server, renew its lease, or remove it. Returns the reason why it is not used; empty if it is."""
+        if registration.url in self._static_servers:
+            return ""  # it is used without a registration
+        key = client.name, registration.url  # the token's name, so that no server can replace another's
         if registration.leaving:
-            self._leave_out(key, "takes no new sessions")
+            self._remove(key, "takes no new sessions")
             return ""
         member = self._members.get(key)
         if member is None or member.instance != registration.instance:
             try:
-                await self._dialling.result(key, lambda: self._take_in(key, registration, client))
+                await self._dialling.result(key, lambda: self._add(key, registration, client))
             except EnvgymError as error:
                 if self._problems.get(key) != str(error):
-                    logger.warning("%s: %s registered and is left out: %s", self._what, registration.url, error)
+                    logger.warning("%s: %s registered and is not used: %s", self._label, registration.url, error)
                 self._problems[key] = str(error)
-                return f"{self._what}: {error}"
+                return f"{self._label}: {error}"
             self._problems.pop(key, None)
         member = self._members.get(key)
-        if member is not None:  # else it has left meanwhile
+        if member is not None:  # None: it has left meanwhile
             if member.timer is not None:
                 member.timer.cancel()
-            silent = f"has not registered for {LEASE_SECONDS:g} s"
-            member.timer = asyncio.get_running_loop().call_later(LEASE_SECONDS, self._leave_out, key, silent)
+            reason = f"has not registered for {LEASE_SECONDS:g} s"
+            member.timer = asyncio.get_running_loop().call_later(LEASE_SECONDS, self._remove, key, reason)
         return ""
 
-    async def _take_in(self, key: _Key, registration: ServerRegistration, client: ServerClient) -> None:
-        self._leave_out(key, "was started anew")
+    async def _add(self, key: _Key, registration: ServerRegistration, client: ServerClient) -> None:
+        self._remove(key, "was restarted")
         parts = urlsplit(registration.url)
         if self._is_guarded and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
             raise ConfigError(
-                "with env.token_file or env.ca_file a server elsewhere is dialled by https alone, so that nobody on "
-                "the way reads the token: serve with --tls-cert and --tls-key, and --advertise an https address"
+                "with env.token_file or env.ca_file a server elsewhere is dialled by https alone, so that nobody "
+                "reads the token in transit: serve with --tls-cert and --tls-key, and --advertise an https address"
             )
-        transport = Transport(registration.url, self._shown, self._counters)
+        transport = Transport(registration.url, self._access, self._counters)
         address = Address(registration.url, self._name)
         replica = Replica(address, transport, registration.weight, client.max_sessions)
         try:
@@ -166,13 +166,13 @@ class RegisteredServers:
         except BaseException:
             await replica.close()
             raise
-        self._members[key] = _Member(replica, registration.instance)
-        logger.warning("%s: %s is used, with room for %s sessions", self._what, registration.url, replica.room)
+        self._members[key] = _RegisteredServer(replica, registration.instance)
+        logger.warning("%s: %s is used, for up to %s sessions", self._label, registration.url, replica.capacity)
 
-    def _leave_out(self, key: _Key, why: str) -> None:
+    def _remove(self, key: _Key, why: str) -> None:
         member = self._members.pop(key, None)
         if member is not None:
-            logger.warning("%s: %s %s", self._what, key[1], why)
+            logger.warning("%s: %s %s", self._label, key[1], why)
             if member.timer is not None:
                 member.timer.cancel()
             self._replicas.retire(member.replica)
@@ -185,22 +185,22 @@ class RegisteredServers:
 
 
 class Listener:
-    """One address where servers register, for all environments of an event loop that name it."""
+    """One address where servers register, shared by all environments of an event loop with that address."""
 
     _locks: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]] = WeakKeyDictionary()
-    """Held while a listener is opened or closed: an address is free once the listener there has closed."""
+    """Held while a listener opens or closes, so that an address has one listener at a time."""
     _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Listener]]] = WeakKeyDictionary()
 
-    def __init__(self, settings: Listening) -> None:
+    def __init__(self, settings: ListenerSettings) -> None:
         self._settings = settings
         self._tokens = None if settings.token_file is None else Tokens.read(settings.token_file.expanduser())
         self._environments: list[RegisteredServers] = []
-        self._running = contextlib.AsyncExitStack()
+        self._stack = contextlib.AsyncExitStack()
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def subscribed(cls, servers: RegisteredServers, settings: Listening) -> AsyncIterator[None]:
-        """Hand registrations on to `servers`.
+    async def subscription(cls, servers: RegisteredServers, settings: ListenerSettings) -> AsyncIterator[None]:
+        """Pass registrations on to `servers`.
 
         Raises `ConfigError` for an address that is taken, unknown, or public without tokens, and for files that
         cannot be used.
@@ -224,7 +224,7 @@ class Listener:
                 listener._environments.remove(servers)
                 if not listener._environments:
                     del listeners[settings.address]
-                    await listener._running.aclose()
+                    await listener._stack.aclose()
 
     async def _listen(self) -> None:
         settings = self._settings
@@ -237,20 +237,20 @@ class Listener:
         if tls is None and not is_loopback(str(listener.getsockname()[0])):
             logger.warning("servers register at %s without TLS: tokens can be read on the way", settings.address)
         connections = Connections(self._answer, MAX_REGISTRATION)
-        await self._running.enter_async_context(running(connections, listener, tls=tls, drain=1.0))
+        await self._stack.enter_async_context(serve_requests(connections, listener, tls=tls, drain=1.0))
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
-        client = admitted(request, self._tokens)
+        client = authenticate(request, self._tokens)
         if request.method != "POST" or not request.path.endswith(PATH):
             raise Problem(404, "not-found", f"servers register here: envgym serve E --register URL (POST {PATH})")
         body = await read_json(request, MAX_REGISTRATION, BODY_SECONDS)
-        registration = self._checked(parse(ServerRegistration, body))
-        asked = [servers.register(registration, client) for servers in self._environments]
-        problems = tuple(problem for problem in await asyncio.gather(*asked) if problem)
+        registration = self._check(parse(ServerRegistration, body))
+        calls = [servers.register(registration, client) for servers in self._environments]
+        problems = tuple(problem for problem in await asyncio.gather(*calls) if problem)
         answer = encode(Registered(lease_seconds=LEASE_SECONDS, problems=problems))
         return web.Response(body=answer, content_type="application/json", headers={"Server": SERVER})
 
-    def _checked(self, registration: ServerRegistration) -> ServerRegistration:
+    def _check(self, registration: ServerRegistration) -> ServerRegistration:
         if registration.version != VERSION:
             detail = f"the server speaks version {registration.version} of the protocol, the trainer version {VERSION}"
             raise Problem(409, "invalid-request", f"{detail}: install the same envgym on both sides")
@@ -261,7 +261,7 @@ class Listener:
         parts = urlsplit(address.server)
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         if address.name or not self._settings.allows(host, port):
-            detail = f"this trainer dials the hosts in env.allow, and {host} is none of them on port {port}"
+            detail = f"this trainer dials the hosts in env.allow, and {host} is not one of them on port {port}"
             raise Problem(403, "forbidden", f"{detail}; --advertise gives another address of the server")
         return registration.model_copy(update={"url": address.server})
 
@@ -285,28 +285,28 @@ class Announcement:
         """Raise `ConfigError` for an address or a weight that cannot be used."""
         for option, url in (("--register", self.trainer), ("--advertise", self.advertise)):
             with reported_as(ConfigError, option, of=ConfigError):
-                named = "" if url is None else parse_address(url).name
-            if named and option == "--advertise":
+                env_name = "" if url is None else parse_address(url).name
+            if env_name and option == "--advertise":
                 raise ConfigError(f"--advertise is the server's address, without an environment's name: not {url}")
         if not 0 < self.weight <= 1e6:
             raise ConfigError(f"--weight is above 0, and at most 1e6, not {self.weight:g}")
 
 
 class Announcer:
-    """Registers the server at `url`, an address with the port it listens on, until it leaves."""
+    """Registers the server at `url`, its address and port, until it leaves."""
 
     def __init__(self, announcement: Announcement, url: str, on_registered: Callable[[str], None]) -> None:
         self._trainer = announcement.trainer.rstrip("/")
-        own = (announcement.advertise or _reachable(url, self._trainer)).rstrip("/")
-        shown = access([self._trainer], announcement.token_file, announcement.ca_file)
-        self._transport = Transport(self._trainer, shown, Counters())
-        self._registration = ServerRegistration(instance=uuid.uuid4().hex, url=own, weight=announcement.weight)
+        advertised = (announcement.advertise or _reachable_url(url, self._trainer)).rstrip("/")
+        trainer_access = access([self._trainer], announcement.token_file, announcement.ca_file)
+        self._transport = Transport(self._trainer, trainer_access, Counters())
+        self._registration = ServerRegistration(instance=uuid.uuid4().hex, url=advertised, weight=announcement.weight)
         self._on_registered = on_registered
 
     async def run(self) -> None:
-        """Register again and again. Raises `ConfigError` where the trainer refuses the first registration; later, a
-        trainer that refuses or cannot be reached is tried on."""
-        known, last, seconds = False, "", LEASE_SECONDS / RENEWALS
+        """Register, and renew the lease forever. Raises `ConfigError` where the trainer rejects the first registration;
+        later, it is retried after a rejection or a failed connection."""
+        is_registered, last, seconds = False, "", LEASE_SECONDS / RENEWALS
         while True:
             problem = ""
             try:
@@ -314,17 +314,17 @@ class Announcer:
                 seconds = answer.lease_seconds / RENEWALS
                 if answer.problems:
                     problem = f"{self._trainer} does not use this server: {answer.problems[0]}"
-                elif not known:
-                    known, last = True, ""
+                elif not is_registered:
+                    is_registered, last = True, ""
                     self._on_registered(self._registration.url)
             except RemoteError as error:
-                if error.kind == "refused" and not known:
+                if error.kind == "refused" and not is_registered:
                     raise ConfigError(f"--register: {error}") from None
-                problem = f"{error}; the server goes on, and registers once it can"
+                problem = f"{error}; the server keeps running, and retries"
             if problem != last:
                 logger.warning("%s", problem or f"registered at {self._trainer} again")
             last = problem
-            await asyncio.sleep(seconds * random.uniform(0.75, 1.0))  # many servers lose one trainer at once
+            await asyncio.sleep(seconds * random.uniform(0.75, 1.0))  # spreads those of many servers
 
     async def leave(self) -> None:
         """Tell the trainer that no new sessions are taken, if it can be reached."""
@@ -339,22 +339,22 @@ class Announcer:
         return await self._transport.ask(Registered, "POST", PATH, encode(self._registration), seconds=seconds)
 
 
-def _reachable(url: str, trainer: str) -> str:
-    """`url` with the address that this machine has on the way to the trainer, where the server listens on all. Raises
-    `ConfigError` where it listens for its own machine alone, and the trainer is on another."""
-    parts, there = urlsplit(url), urlsplit(trainer)
-    own = parts.hostname or ""
-    if is_loopback(own) and not is_loopback(there.hostname or ""):
+def _reachable_url(url: str, trainer: str) -> str:
+    """`url`, where a server that listens on all addresses has the one by which this machine reaches the trainer. Raises
+    `ConfigError` for a server on a loopback address whose trainer is on another machine."""
+    parts, target = urlsplit(url), urlsplit(trainer)
+    host = parts.hostname or ""
+    if is_loopback(host) and not is_loopback(target.hostname or ""):
         raise ConfigError(
             f"--register: a trainer on another machine cannot dial {url}; give --host 0.0.0.0, or --advertise URL"
         )
-    if not ipaddress.ip_address(own).is_unspecified:
+    if not ipaddress.ip_address(host).is_unspecified:
         return url
     try:
-        family, kind, _, _, address = socket.getaddrinfo(there.hostname, there.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as way:
-            way.connect(address)  # sends nothing
-            own = str(way.getsockname()[0])
+        family, kind, _, _, address = socket.getaddrinfo(target.hostname, target.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            host = str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"--register: no way to {trainer} ({error}); give --advertise URL") from None
-    return f"{parts.scheme}://{f'[{own}]' if ':' in own else own}:{parts.port}"
+        raise ConfigError(f"--register: no route to {trainer} ({error}); give --advertise URL") from None
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"

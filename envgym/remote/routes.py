@@ -53,18 +53,18 @@ ROUTES = (
 )  # fmt: skip
 
 _VARIABLE = 3
-"""Parts of a path that may be in braces: that of `/v1/sessions/{session}/step`, say."""
+"""Index of the path's part that may be in braces, as in `/v1/sessions/{session}/step`."""
 _by_parts: dict[tuple[str, ...], dict[str, Route]] = {}
 for _route in ROUTES:
     _by_parts.setdefault(tuple(re.sub("{.*}", "{}", _route.path).split("/")), {})[_route.method] = _route
 
 
 def match(path: str, method: str) -> tuple[Route, list[str]]:
-    """The route at a path as it was sent (still quoted), and what stands for the braces in it.
+    """The route at a path as it was sent (still quoted), and the values of the braces in it.
 
-    Raises a 404 or a 405 `Problem`. A quoted slash does not part the path. It is not aiohttp's router, since most
-    requests are none of aiohttp's: a message of the channel is a path and a body, and a request object for each would
-    cost more than all else that is done for one.
+    Raises a 404 or a 405 `Problem`. A quoted slash does not separate parts. This is not aiohttp's router: most
+    requests are messages of a channel, a path and a body, and making an aiohttp request for each would cost more than
+    all other work on it.
     """
     parts, values = path.split("/"), []
     routes = _by_parts.get(tuple(parts)) if "{" not in path else None
@@ -92,17 +92,17 @@ EXAMPLES: Mapping[str, Any] = {
     "heartbeat": {"session_ids": [_SESSION]},
     "score_group": {
         "task": {"id": "example"},
-        "episodes": [to_record(Episode("e", Task("example"), Outcome.completed(), reward=1.0))],
+        "episodes": [to_record(Episode("e", Task("example"), Outcome.complete(), reward=1.0))],
     },
 }
-"""Bodies that can be sent as they are, in the order of the routes."""
+"""Valid bodies, in the order of the routes."""
 LINKS: Mapping[str, Any] = {
     "open": {
         "step": {"operationId": "step", "parameters": _SAME_SESSION, "requestBody": _STEP},
         "close": {"operationId": "close", "parameters": _SAME_SESSION},
     }
 }
-"""Requests that an answer leads on to."""
+"""Requests that may follow an answer."""
 _PROBLEM = {
     "description": "A problem (RFC 9457): its `type`, a URN, is of the kinds that docs/serve.md lists",
     "content": {"application/problem+json": {"schema": {"$ref": _REF.format(model="ProblemBody")}}},
@@ -111,11 +111,11 @@ _PROBLEM = {
 
 
 def document(envs: Sequence[str], *, tokens: bool) -> bytes:
-    """The document as JSON, of a server of the environments called `envs`; `tokens`: whether it asks for them."""
+    """The document as JSON, of a server of the environments called `envs`; `tokens`: whether it requires them."""
     models = {model for route in ROUTES for model in (route.body, route.answer) if isinstance(model, type)}
-    wanted: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in models | {ProblemBody}]
-    wanted.sort(key=lambda pair: pair[0].__name__)
-    schemas = models_json_schema(wanted, ref_template=_REF)[1]["$defs"]
+    model_modes: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in models | {ProblemBody}]
+    model_modes.sort(key=lambda pair: pair[0].__name__)
+    schemas = models_json_schema(model_modes, ref_template=_REF)[1]["$defs"]
     schemas["Opening"]["properties"]["env"]["enum"] = ["", *envs]
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
@@ -154,12 +154,12 @@ def _answer(route: Route) -> dict[str, Any]:
 
 
 def _parameters(route: Route, envs: Sequence[str]) -> list[dict[str, Any]]:
-    given: dict[str, dict[str, Any]] = {
+    schemas: dict[str, dict[str, Any]] = {
         "env": {"schema": {"type": "string", "enum": list(envs)}},
         "session": {"schema": {"type": "string"}, "example": _SESSION},
     }
     in_path = [
-        {"name": name, "in": "path", "required": True, **given[name]} for name in re.findall(r"{(\w+)}", route.path)
+        {"name": name, "in": "path", "required": True, **schemas[name]} for name in re.findall(r"{(\w+)}", route.path)
     ]
     query = {"properties": {}} if route.query is None else route.query.model_json_schema()
     in_query = [

@@ -1,4 +1,4 @@
-"""An environment on a server: its description, its tasks by the page, and its judgement of groups."""
+"""An environment on a server: its description, its tasks in pages, and its scoring of groups."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from .wire import EnvDescription, EpisodeVerdict, GroupToScore, Split, TaskPage,
 SPLITS = ("train", "test")
 HASHED, HASH_SECONDS = 5, 5.0
 """Tasks of a split that are hashed, and how long they may take to be read."""
-KEPT_VERDICTS = 256
-"""Judgements kept for groups that are sent again: judges may be slow and dear."""
+CACHED_VERDICTS = 256
+"""Stored verdicts, for groups that are sent again: scoring may be slow and expensive."""
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class ServedEnv:
-    """One environment under its name on the server, with what the server does around every call of it."""
+    """One environment under its name on the server, with time limits, counts and problems for its calls."""
 
     def __init__(self, name: str, spec: EnvSpec, call_seconds: float, metrics: ServerMetrics) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class ServedEnv:
         return EnvDescription(
             name=self.name,
             id=_without_folder(self.spec.id),
-            about=_sendable(self.spec.about),
+            about=_utf8_text(self.spec.summary),
             agent=self.spec.agent,
             splits={split: await self._split(split) for split in SPLITS},
             services={name: type(service).__name__ for name, service in self.spec.services.items()},
@@ -60,30 +60,30 @@ class ServedEnv:
         )
 
     async def _split(self, name: str) -> Split:
-        with UsersCode() as asked:
+        with UsersCode() as reading:
             tasks = self.spec.tasks(name)
             if name not in self._task_hashes:
                 self._task_hashes[name] = await self._hash(tasks)
             return Split(size=tasks.size, tasks=self._task_hashes[name])
-        message = _message(asked.error)  # no held-out file, say: the other split is still of use
-        ours = isinstance(asked.error, EnvgymError)
-        return Split(error=message if ours else f"{type(asked.error).__name__}: {message}")
+        message = _message(reading.error)  # say, a missing held-out file: the other split stays usable
+        is_known_error = isinstance(reading.error, EnvgymError)
+        return Split(error=message if is_known_error else f"{type(reading.error).__name__}: {message}")
 
     async def _hash(self, tasks: TaskSet) -> str:
-        """A hash of some tasks, by which servers of the same ones are told; empty where a task cannot be sent."""
+        """A hash of some tasks, to compare servers by; empty where a task cannot be sent."""
         size = HASHED if tasks.size is None else tasks.size
         indices = sorted({index * max(size - 1, 0) // (HASHED - 1) for index in range(HASHED)}) if size else []
-        with UsersCode() as asked:
+        with UsersCode() as reading:
             async with asyncio.timeout(HASH_SECONDS):
                 page = tuple([await tasks.get(index) for index in indices])
-            # Their prompts: fields may hold paths of this machine.
+            # Without fields, which may hold paths of this machine.
             page = tuple(dataclasses.replace(task, answer=None, fields={}) for task in page)
             return hashlib.sha256(encode(TaskPage(split="", start=0, tasks=page))).hexdigest()[:16]
-        logger.debug("%s: no hash of its tasks", self.name, exc_info=asked.error)
+        logger.debug("%s: no hash of its tasks", self.name, exc_info=reading.error)
         return ""
 
     async def page(self, query: TaskQuery) -> bytes:
-        """The tasks that are asked for, an encoded `TaskPage`."""
+        """The requested tasks, an encoded `TaskPage`."""
 
         async def read() -> bytes:
             tasks = self.spec.tasks(query.split)
@@ -94,49 +94,49 @@ class ServedEnv:
         return await self.call(read(), f"tasks {query.start} to {query.start + query.count} of {query.split}")
 
     async def score_group(self, client: str, group: GroupToScore, body: bytes) -> bytes:
-        """The environment's judgement of a group, encoded `Verdicts`; the same one for a `body` that is sent again."""
+        """The environment's scores of a group, encoded `Verdicts`; the stored ones for a `body` that is sent again."""
         key = hashlib.sha256(client.encode() + b"\0" + body).digest()
-        judging = self._verdicts.get(key)
-        if judging is None:
+        scoring = self._verdicts.get(key)
+        if scoring is None:
             episodes = [_episode(number, record) for number, record in enumerate(group.episodes)]
-            judging = self._verdicts[key] = asyncio.create_task(self._decide(group, episodes))
-            judging.add_done_callback(lambda task: self._forget(key, task))
-            done = [other for other, task in self._verdicts.items() if task.done()]
-            for other in done[:-KEPT_VERDICTS]:
-                del self._verdicts[other]
-        return await asyncio.shield(judging)
+            scoring = self._verdicts[key] = asyncio.create_task(self._score(group, episodes))
+            scoring.add_done_callback(lambda task: self._forget(key, task))
+            finished = [old_key for old_key, task in self._verdicts.items() if task.done()]
+            for old_key in finished[:-CACHED_VERDICTS]:
+                del self._verdicts[old_key]
+        return await asyncio.shield(scoring)
 
     def _forget(self, key: bytes, task: asyncio.Task[bytes]) -> None:
         failed = task.cancelled() or task.exception() is not None
-        if failed and self._verdicts.get(key) is task:  # asked again, the judge may do better
+        if failed and self._verdicts.get(key) is task:  # a repeated request may succeed
             del self._verdicts[key]
 
-    async def _decide(self, group: GroupToScore, episodes: Sequence[Episode]) -> bytes:
-        async def decide() -> bytes:
-            judged = await self.spec.score_group(group.task, episodes)
-            if judged is None:
+    async def _score(self, group: GroupToScore, episodes: Sequence[Episode]) -> bytes:
+        async def score() -> bytes:
+            rewards = await self.spec.score_group(group.task, episodes)
+            if rewards is None:
                 return encode(Verdicts(verdicts=None))
-            if len(judged) != len(episodes):
+            if len(rewards) != len(episodes):
                 raise InvalidStep(
-                    f"{self.spec.id}: score_group must say one thing for each of {len(episodes)} episodes"
+                    f"{self.spec.id}: score_group must return one item for each of {len(episodes)} episodes"
                 )
-            return encode(Verdicts(verdicts=tuple(self._verdict(each) for each in judged)))
+            return encode(Verdicts(verdicts=tuple(self._verdict(reward) for reward in rewards)))
 
-        return await self.call(decide(), "score_group", self._metrics.group_seconds)
+        return await self.call(score(), "score_group", self._metrics.group_seconds)
 
-    def _verdict(self, found: object) -> EpisodeVerdict:
-        judged = as_judgement(found)
-        if isinstance(judged, Exception):
-            return EpisodeVerdict(problem=self.raised(judged, "score_group").body)
-        number = None if judged.reward is None else float(judged.reward)
-        score = None if judged.score is None else float(judged.score)
-        metrics = {name: float(value) for name, value in judged.metrics.items()}
+    def _verdict(self, result: object) -> EpisodeVerdict:
+        reward = as_judgement(result)
+        if isinstance(reward, Exception):
+            return EpisodeVerdict(problem=self.problem_of(reward, "score_group").body)
+        number = None if reward.reward is None else float(reward.reward)
+        score = None if reward.score is None else float(reward.score)
+        metrics = {name: float(value) for name, value in reward.metrics.items()}
         return EpisodeVerdict(reward=number, score=score, metrics=metrics)
 
-    async def call(self, work: Awaitable[T], what: str, seconds: Histogram | None = None) -> T:
+    async def call(self, work: Awaitable[T], label: str, seconds: Histogram | None = None) -> T:
         """The environment's answer within the limit; its exception as a `Problem`, logged here in full."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        start = loop.time()
         deadline = asyncio.timeout(self._call_seconds)
         try:
             with UsersCode(Problem) as called:
@@ -144,49 +144,49 @@ class ServedEnv:
                     return await work
             if deadline.expired():
                 self._metrics.failures.labels(self.name, "environment-timeout").inc()
-                detail = f"{what}: no answer within {self._call_seconds:g} s"
+                detail = f"{label}: no answer within {self._call_seconds:g} s"
                 raise Problem(504, "environment-timeout", detail)
-            raise self.raised(called.error, what)
+            raise self.problem_of(called.error, label)
         finally:
             if seconds is not None:
-                seconds.labels(self.name).observe(loop.time() - began)
+                seconds.labels(self.name).observe(loop.time() - start)
 
-    def raised(self, error: BaseException, what: str) -> Problem:
-        """The problem for an exception of the environment. That is no fault of the server (no 5xx): with other actions
-        the environment may well go on."""
+    def problem_of(self, error: BaseException, label: str) -> Problem:
+        """The problem for an exception of the environment: no 5xx, since the server works, and other actions may not
+        raise."""
         kind = type(error).__name__
         self._metrics.failures.labels(self.name, kind).inc()
         message = _message(error)
         if isinstance(error, EnvgymError):
-            logger.warning("%s: %s raised %s: %s", self.name, what, kind, printable_line(message))
+            logger.warning("%s: %s raised %s: %s", self.name, label, kind, printable_line(message))
         else:
-            logger.error("%s: %s raised", self.name, what, exc_info=error)
-        more: dict[str, Any] = {}
+            logger.error("%s: %s raised", self.name, label, exc_info=error)
+        fields: dict[str, Any] = {}
         if isinstance(error, InvalidOutcome):
-            more = {"failure": error.kind, "retryable": error.retryable}
-        return Problem(422, "environment-error", message, error=kind, **more)
+            fields = {"failure": error.kind, "retryable": error.retryable}
+        return Problem(422, "environment-error", message, error=kind, **fields)
 
 
 def _episode(number: int, record: dict[str, Any]) -> Episode:
     try:
         return from_record(record)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        detail = f"episodes.{number}: not an episode's record ({type(error).__name__}: {_sendable(str(error))})"
+        detail = f"episodes.{number}: not an episode's record ({type(error).__name__}: {_utf8_text(str(error))})"
         raise Problem(422, "invalid-request", detail) from None
 
 
 def _message(error: BaseException) -> str:
     try:
-        return _sendable(str(error))
+        return _utf8_text(str(error))
     except Exception:
         return f"a {type(error).__name__} that cannot be printed"
 
 
 def _without_folder(id: str) -> str:
-    """An environment's id; where it is a file, its name: where things lie on this machine is nobody's business."""
+    """An environment's id; of a file its name alone, since clients need not know this machine's folders."""
     return id.rpartition("/")[2] if names_file(id) else id
 
 
-def _sendable(text: str) -> str:
-    """`text` without what UTF-8 cannot say."""
+def _utf8_text(text: str) -> str:
+    """`text` with `?` for characters that UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()

@@ -47,12 +47,12 @@ async def serve(
 ) -> None:
     """Serve the environments, by their names, at `host:port` until SIGINT or SIGTERM.
 
-    Then sessions may go on for `limits.drain_seconds` while new ones are refused; what is left is closed. A second
-    signal ends it at once. `on_ready` gets the server's URL once it answers; port 0 picks a free one. With an
+    Then sessions may continue for `limits.drain_seconds` while new ones are rejected; the rest is closed. A second
+    signal ends it immediately. `on_ready` gets the server's URL once it answers; port 0 picks a free one. With an
     `announcement` the server registers at a trainer, and `on_registered` gets the URL that it gave there.
 
     Raises `ConfigError` for an address that is taken, unknown, or public without tokens, for a token file or a
-    certificate that cannot be used, for an environment that cannot be served, and where the trainer refuses the server.
+    certificate that cannot be used, for an environment that cannot be served, and where the trainer rejects the server.
     """
     for name, spec in specs.items():
         check_name(name)
@@ -76,7 +76,7 @@ async def serve(
         for spec in specs.values():
             await stack.enter_async_context(start_services(spec))
         application = Application(specs, limits, tokens)
-        await stack.enter_async_context(application.running(listener, tls))
+        await stack.enter_async_context(application.serve_requests(listener, tls))
         url = url_of(listener, tls)
         announcer = None if announcement is None else Announcer(announcement, url, on_registered)
         on_ready(url)
@@ -90,11 +90,11 @@ async def serve(
 
 
 def allow_open_files() -> None:
-    """Raise the process's own limit on open files, which is often 1,024: each client's connection is one."""
+    """Raise the process's own limit on open files (often 1,024): each client's connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def name_of(spec: EnvSpec) -> str:

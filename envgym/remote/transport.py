@@ -19,47 +19,48 @@ from envgym.net.server import MAX_BODY
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.deadline import Deadline
 
-from .access import DIAL_SECONDS, Access, unreachable
-from .channel import CHANNEL_BODY, CHANNEL_PATH, MAX_MESSAGE, PING_SECONDS, Asking
+from .access import DIAL_SECONDS, Access, connection_failure
+from .channel import CHANNEL_BODY, CHANNEL_PATH, MAX_MESSAGE, PING_SECONDS, ChannelClient
 from .wire import Answer, Method
 
 FIRST_PAUSE = 0.2
 """Seconds before the second try; doubled before each further one."""
 LONGEST_PAUSE = 5.0
 NO_CHANNEL_SECONDS = 60.0
-"""After so long a server that took no WebSocket is tried with one again."""
+"""Seconds after which a server without a WebSocket is tried with one again."""
 
 ENVS = "/v1/envs"
 """Path of the first request to a server."""
 OPENENV_PATHS = {"/reset", "/step", "/state", "/schema"}
 
-OF_ENVIRONMENTS = {error.__name__: error for error in (CallTimeout, ConfigError, DataError, InvalidStep, ResetNeeded)}
-"""Errors that are the environment's own wherever it runs: a worker's, say, would be taken for that of our worker."""
+_SAME_HERE = (CallTimeout, ConfigError, DataError, InvalidStep, ResetNeeded)
+ENVIRONMENT_ERRORS = {error.__name__: error for error in _SAME_HERE}
+"""Errors that are raised here by their own class. Others are not: a `WorkerError` would name the wrong worker."""
 
-OF_PROBLEMS = {
+ERROR_KINDS = {
     "environment-timeout": "timeout",
     "session-not-found": "session_lost",
     "shutting-down": "connection",
-    **dict.fromkeys(("internal-error", "too-slow", "environment-not-found"), "server"),  # it said that it serves it
+    **dict.fromkeys(("internal-error", "too-slow", "environment-not-found"), "server"),  # it listed the environment
 }
-"""The kinds of `RemoteError` that problems become; others are refusals."""
+"""The kind of `RemoteError` for each kind of problem; any other is `refused`."""
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
 
 
 class RemoteError(InvalidOutcome):
-    """A remote environment could not do what was asked; its episode fails with `kind`.
+    """A failed request to a remote environment. Its episode fails with `kind`.
 
     | kind | what happened | retryable |
     |---|---|---|
-    | `connection` | the server cannot be reached, or says nothing any more | yes |
+    | `connection` | the server cannot be reached, or answers no more | yes |
     | `no_server` | no server has registered, or all have gone | yes |
     | `session_lost` | the server does not know the session (any more): it was restarted, or the lease ran out | yes |
-    | `capacity` | no place became free in time | yes |
+    | `capacity` | no slot became free in time | yes |
     | `timeout` | no answer in time, of the server or of the environment | yes |
     | `server` | the answer is not one of an envgym server, or the server has a defect | yes |
-    | `refused` | the server does not take the request: a wrong token, other tasks than it had | no |
+    | `refused` | the server rejects the request: a wrong token, other tasks than it had | no |
     | `environment` | the environment raised | no |
     """
 
@@ -67,8 +68,8 @@ class RemoteError(InvalidOutcome):
         super().__init__(kind, message, retryable=kind not in ("refused", "environment"))
 
 
-class Full(RemoteError):
-    """The server has no place for a session just now; one may be free in `retry_after` seconds."""
+class ServerFull(RemoteError):
+    """The server has no free slot for a session; one may be free in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__("capacity", message)
@@ -77,14 +78,14 @@ class Full(RemoteError):
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of a client since it was made."""
+    """Counts of a client since its creation."""
 
     requests: int = 0
     """Requests sent, repeats included."""
     retries: int = 0
     """Repeats among them."""
     failures: int = 0
-    """Calls that came to nothing, whatever was tried."""
+    """Calls that failed after all retries."""
     heartbeats: int = 0
     """Requests among them that kept sessions alive."""
     dropped_info: int = 0
@@ -104,7 +105,7 @@ class Transport:
         """The loop's time of the last answer of any kind."""
         self.counters = counters
         redirected = aiohttp.TraceConfig()
-        redirected.on_request_redirect.append(_refuse)  # those of a WebSocket are followed else
+        redirected.on_request_redirect.append(_reject_redirect)  # `allow_redirects` does not hold for WebSockets
         # No limit: each running episode has at most one request in flight, and none should wait for another's step.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=access.tls),
@@ -117,8 +118,8 @@ class Transport:
         self._waiting: dict[Deadline, RemoteError | None] = {}
         """The error of each call whose deadline was ended early; None while it was not."""
         self._closed = False
-        self._asking: Asking | None = None
-        self._dialling: SharedCalls[str, Asking | None] = SharedCalls()
+        self._asking: ChannelClient | None = None
+        self._dialling: SharedCalls[str, ChannelClient | None] = SharedCalls()
         self._listening: set[asyncio.Task[None]] = set()
         self._no_channel_until = 0.0
 
@@ -134,9 +135,9 @@ class Transport:
 
     def give_up(self, seconds: float) -> None:
         """Fail every call that waits: the server has given no sign of life for so long."""
-        what = f"the server has given no sign of life for {seconds:.0f} s"
+        message = f"the server has given no sign of life for {seconds:.0f} s"
         for deadline in self._waiting:
-            self._waiting[deadline] = RemoteError("connection", f"{self.url}: {what}")
+            self._waiting[deadline] = RemoteError("connection", f"{self.url}: {message}")
             deadline.expire()
         self._drop_channel()
 
@@ -150,14 +151,15 @@ class Transport:
         seconds: float,
         patience: float = 0.0,
     ) -> B:
-        """The server's answer as a `model`. Raises as `call` does, also for what is no such answer."""
+        """The server's answer as a `model`. Raises as `call` does, and `RemoteError` for any other answer."""
         content = await self.call(method, path, body, seconds=seconds, patience=patience)
         try:
             return model.model_validate_json(content, strict=True)
         except ValidationError as error:
             self.counters.failures += 1
-            what = f"the answer to {method} {path} is not one of an envgym server ({error.errors()[0]['msg'].lower()})"
-            raise RemoteError("server", f"{self.url}: {what}; check the address") from None
+            reason = error.errors()[0]["msg"].lower()
+            message = f"the answer to {method} {path} is not one of an envgym server ({reason}); check the address"
+            raise RemoteError("server", f"{self.url}: {message}") from None
 
     async def call(
         self, method: Method, path: str, body: bytes | None = None, *, seconds: float, patience: float = 0.0
@@ -165,7 +167,7 @@ class Transport:
         """The body of a successful answer, within `seconds` for all tries together.
 
         A connection that cannot be made, or drops, is tried again for `patience` seconds. Raises the server's own
-        `EnvgymError` where it names one, and else `RemoteError`; `Full` where a session finds no place.
+        `EnvgymError` where it names one, and else `RemoteError`; `ServerFull` where no slot is free.
         """
         deadline = Deadline(seconds)
         self._waiting[deadline] = None
@@ -174,10 +176,10 @@ class Transport:
                 return await self._call(method, path, body, patience)
         except TimeoutError:
             self.counters.failures += 1
-            what = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
-            raise self._waiting[deadline] or RemoteError("timeout", f"{self.url}: {what}") from None
-        except Full:
-            raise  # whoever asks for a place waits for it
+            message = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
+            raise self._waiting[deadline] or RemoteError("timeout", f"{self.url}: {message}") from None
+        except ServerFull:
+            raise  # no failure: the caller waits for a slot
         except EnvgymError:
             self.counters.failures += 1
             raise
@@ -185,10 +187,10 @@ class Transport:
             del self._waiting[deadline]
 
     async def _call(self, method: Method, path: str, body: bytes | None, patience: float) -> bytes:
-        now = asyncio.get_running_loop().time
+        clock = asyncio.get_running_loop().time
         waits, give_up_at = pauses(FIRST_PAUSE, LONGEST_PAUSE), 0.0
         while True:
-            if self._closed:  # a server that left for good, say
+            if self._closed:  # say, by a server that has left permanently
                 raise RemoteError("connection", f"{self.url}: the connection was closed here")
             self.counters.requests += 1
             try:
@@ -200,8 +202,8 @@ class Transport:
                 if error.kind != "connection":
                     raise
                 logger.debug("%s %s: %s", method, path, error)
-                wait, give_up_at = next(waits), give_up_at or now() + patience
-                if now() + wait > give_up_at:
+                wait, give_up_at = next(waits), give_up_at or clock() + patience
+                if clock() + wait > give_up_at:
                     raise
             self.counters.retries += 1
             await asyncio.sleep(wait)
@@ -214,31 +216,31 @@ class Transport:
         if answer.status < 400:
             return answer
         if answer.status == 404 and path == ENVS and await self._is_openenv():
-            what = "this is a server of OpenEnv, whose protocol is not spoken here: write an Env that calls its"
-            raise RemoteError("refused", f"{self.url}: {what} own client")
-        failure = self._refused(method, path, answer)
-        if answer.status == 429 and not isinstance(failure, Full):
+            message = "this is a server of OpenEnv, whose protocol is not spoken here: write an Env that calls its"
+            raise RemoteError("refused", f"{self.url}: {message} own client")
+        failure = self._error_of(method, path, answer)
+        if answer.status == 429 and not isinstance(failure, ServerFull):
             return answer
         raise failure
 
     async def _is_openenv(self) -> bool:
-        """Tell whether the server, which knows no environments of ours, is one of OpenEnv."""
+        """Tell whether a server without envgym's routes is one of OpenEnv."""
         try:
             document = json.loads((await self._send("GET", "/openapi.json", None)).content)
             return set(document["paths"]) >= OPENENV_PATHS
         except (RemoteError, ValueError, TypeError, KeyError):
             return False
 
-    def _refused(self, method: Method, path: str, answer: Answer) -> EnvgymError:
+    def _error_of(self, method: Method, path: str, answer: Answer) -> EnvgymError:
         if answer.content_type == "application/problem+json":
             try:
                 return as_error(self.url, ProblemBody.model_validate_json(answer.content))
             except ValidationError:
                 pass
-        kind = "connection" if answer.status in (502, 503, 504) else "server"  # what a proxy says of no server
+        kind = "connection" if answer.status in (502, 503, 504) else "server"  # a proxy without its server
         phrase = http.client.responses.get(answer.status, "")
-        what = f"answered {method} {path} with {answer.status} {phrase}".rstrip() + ", not as an envgym server would"
-        return RemoteError(kind, f"{self.url}: {what}; check the address, its port and its path")
+        message = f"answered {method} {path} with {answer.status} {phrase}".rstrip() + ", not as an envgym server would"
+        return RemoteError(kind, f"{self.url}: {message}; check the address, its port and its path")
 
     async def _send(self, method: Method, path: str, body: bytes | None) -> Answer:
         if path.startswith("/v1/sessions") and len(body or b"") <= CHANNEL_BODY:
@@ -247,7 +249,7 @@ class Transport:
                 try:
                     answer = await channel.ask(method, path, body or b"")
                 except ConnectionError as error:
-                    raise self._unreachable(error) from None
+                    raise self._connection_error(error) from None
                 if answer.status != 413:  # too large an answer for the channel
                     return answer
         try:
@@ -256,12 +258,12 @@ class Transport:
         except aiohttp.InvalidURL:
             raise ConfigError(f"{self.url}: not a usable URL; it looks like http://127.0.0.1:8000/NAME") from None
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise self._unreachable(error) from None
-        again = response.headers.get("Retry-After", 1.0) if response.status == 429 else 1.0
-        return Answer(response.status, response.content_type, content, _pause(again))
+            raise self._connection_error(error) from None
+        retry_after = response.headers.get("Retry-After", 1.0) if response.status == 429 else 1.0
+        return Answer(response.status, response.content_type, content, _pause(retry_after))
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        """The body, which may have no end."""
+        """The body, of at most `MAX_BODY` bytes."""
         content = bytearray()
         async for part in response.content.iter_any():
             content += part
@@ -270,91 +272,91 @@ class Transport:
                 raise RemoteError("server", f"{self.url}: an answer of more than {MAX_BODY} bytes")
         return bytes(content)
 
-    async def _channel(self) -> Asking | None:
+    async def _channel(self) -> ChannelClient | None:
         """The channel; None where the server, or a proxy before it, takes no WebSocket."""
         if self._asking is not None and self._asking.is_open:
             return self._asking
         if asyncio.get_running_loop().time() < self._no_channel_until:
             return None
-        closed = self._unreachable(ConnectionError("it was closed here"))
+        closed = self._connection_error(ConnectionError("it was closed here"))
         return await self._dialling.result(CHANNEL_PATH, self._dial, closed=closed)
 
-    async def _dial(self) -> Asking | None:
+    async def _dial(self) -> ChannelClient | None:
         try:
             async with asyncio.timeout(DIAL_SECONDS):
                 socket = await self._session.ws_connect(
                     self.url + CHANNEL_PATH, heartbeat=PING_SECONDS, max_msg_size=MAX_MESSAGE
                 )
         except aiohttp.InvalidURL:
-            return None  # the request says so
+            return None  # the request raises the error
         except aiohttp.ClientResponseError as error:
-            self._without_channel(f"it answers {error.status}")
+            self._disable_channel(f"it answers {error.status}")
             return None
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise self._unreachable(error) from None
+            raise self._connection_error(error) from None
         except TimeoutError:
-            self._without_channel(f"no answer within {DIAL_SECONDS:g} s")
+            self._disable_channel(f"no answer within {DIAL_SECONDS:g} s")
             return None
-        asking = self._asking = Asking(socket)
+        asking = self._asking = ChannelClient(socket)
         listening = asyncio.create_task(self._listen(asking))
         self._listening.add(listening)
         listening.add_done_callback(self._listening.discard)
         return asking
 
-    def _without_channel(self, why: str) -> None:
+    def _disable_channel(self, why: str) -> None:
         logger.debug("%s takes no WebSocket (%s): every session gets a connection", self.url, why)
         self._no_channel_until = asyncio.get_running_loop().time() + NO_CHANNEL_SECONDS
 
-    async def _listen(self, asking: Asking) -> None:
+    async def _listen(self, asking: ChannelClient) -> None:
         try:
-            answered = await asking.listen()
+            has_answers = await asking.listen()
         except ValueError:
-            logger.warning("%s sent what is no answer; the connection is closed", self.url)
-            answered = False
-        if not answered:  # something on the way takes it and cannot carry it
-            self._without_channel("it carried nothing")
+            logger.warning("%s sent a malformed answer; the connection is closed", self.url)
+            has_answers = False
+        if not has_answers:  # a proxy accepts WebSockets and cannot carry them
+            self._disable_channel("it carried nothing")
 
     def _drop_channel(self) -> list[asyncio.Task[Any]]:
         for task in self._listening:
             task.cancel()
         return [*self._listening, *self._dialling.cancel()]
 
-    def _unreachable(self, error: Exception) -> RemoteError:
-        return RemoteError("connection", f"{self.url}: {unreachable(self.url, error)}")
+    def _connection_error(self, error: Exception) -> RemoteError:
+        return RemoteError("connection", f"{self.url}: {connection_failure(self.url, error)}")
 
 
-async def _refuse(
+async def _reject_redirect(
     session: aiohttp.ClientSession, context: object, redirect: aiohttp.TraceRequestRedirectParams
 ) -> None:
-    """Follow no redirect: only servers that were named, or allowed, are dialled."""
-    moved = redirect.response
-    moved.close()
-    raise aiohttp.TooManyRedirects(moved.request_info, (moved,), status=moved.status)
+    """Raise for a redirect: only configured and allowed servers are dialled."""
+    response = redirect.response
+    response.close()
+    raise aiohttp.TooManyRedirects(response.request_info, (response,), status=response.status)
 
 
 def as_error(url: str, problem: ProblemBody) -> EnvgymError:
-    """The exception for a problem: the environment's own error where it is one of ours, else a `RemoteError`."""
-    what = f"{url}: {problem.detail}"
+    """The exception for a problem: an error of envgym's that the environment raised, else a `RemoteError`."""
+    message = f"{url}: {problem.detail}"
     if problem.kind == "environment-error":
-        return _of_environment(url, problem)
+        return _environment_error(url, problem)
     if problem.kind in ("server-full", "quota-exceeded"):
-        return Full(what, _pause(problem.retry_after or 1.0))
+        return ServerFull(message, _pause(problem.retry_after or 1.0))
     if problem.kind == "unauthorized":
-        what += " (the setting token_file, --token-file or --register-token-file names the file that holds it)"
-    return RemoteError(OF_PROBLEMS.get(problem.kind, "refused"), what)
+        message += " (the setting token_file, --token-file or --register-token-file names the file that holds it)"
+    return RemoteError(ERROR_KINDS.get(problem.kind, "refused"), message)
 
 
-def _of_environment(url: str, problem: ProblemBody) -> EnvgymError:
-    if problem.failure:  # an episode that says nothing, by the environment's own word
+def _environment_error(url: str, problem: ProblemBody) -> EnvgymError:
+    if problem.failure:  # the environment itself made the episode invalid
         return InvalidOutcome(problem.failure, problem.detail, retryable=problem.retryable)
-    if problem.error in OF_ENVIRONMENTS:
-        return OF_ENVIRONMENTS[problem.error](problem.detail)
+    if problem.error in ENVIRONMENT_ERRORS:
+        return ENVIRONMENT_ERRORS[problem.error](problem.detail)
     return RemoteError("environment", f"{url}: the environment raised {problem.error}: {problem.detail}")
 
 
-def _pause(given: str | float) -> float:
-    """Seconds to wait, as a server or a proxy gave them, within bounds."""
+def _pause(value: str | float) -> float:
+    """Seconds to wait from a `Retry-After` value, within bounds."""
     try:
-        return min(max(0.1, float(given)), 60.0)  # in this order: not a number is 0.1
+        return min(max(0.1, float(value)), 60.0)  # in this order: NaN becomes 0.1
     except ValueError:  # a date
         return 1.0

@@ -1,10 +1,10 @@
 """The protocol of server and client: JSON bodies over HTTP/1.1, version 4. `routes` has the requests.
 
 The client chooses a session's id and numbers its steps, so that every request can be sent again: the server
-answers a repeated one with what it answered before and does nothing twice. Tasks, observations and actions
-travel as the fields of their dataclasses, what JSON does not have as `encode` of `envgym.episodes.record` writes it,
-episodes as its `to_record` does. Errors are RFC 9457 problem details (`Problem`). A reader ignores fields that it does
-not know: a newer peer may say more.
+answers a repeated one with its stored answer and does nothing twice. Tasks, observations and actions
+travel as the fields of their dataclasses, values that JSON lacks by `encode` of `envgym.episodes.record`, episodes by
+its `to_record`. Errors are RFC 9457 problem details (`Problem`). A reader ignores unknown
+fields: a newer peer may send more.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ MAX_GROUP = 1024
 MAX_HEARTBEAT = 10_000
 """Sessions in the largest heartbeat."""
 MAX_INDEX = 2**53
-"""Above this not every reader of JSON tells whole numbers apart."""
+"""Some readers of JSON cannot represent larger integers."""
 
 Method = Literal["GET", "POST", "DELETE"]
 SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 def _encoded_task(task: Task, write: Callable[[Task], dict[str, Any]]) -> dict[str, Any]:
-    rest = write(dataclasses.replace(task, answer=None, fields={}))
-    return {**rest, "answer": encode(task.answer), "fields": encode(task.fields)}
+    record = write(dataclasses.replace(task, answer=None, fields={}))
+    return {**record, "answer": encode(task.answer), "fields": encode(task.fields)}
 
 
 def _decoded_task(task: Task, info: ValidationInfo) -> Task:
-    if info.mode != "json":  # made here
+    if info.mode != "json":  # constructed, not parsed
         return task
     return dataclasses.replace(task, answer=decode(task.answer), fields=decode_mapping(task.fields))
 
@@ -64,8 +64,8 @@ class Wire(BaseModel):
 
 
 class Split(Wire):
-    """`size` is None where there is no end; `error` says why the split cannot be read, where it cannot. `tasks` is a
-    hash of some of its tasks; empty where they cannot be sent."""
+    """`size` is None for an endless split; `error` is the reason why it cannot be read. `tasks` is a hash of a few of
+    its tasks; empty where they cannot be sent."""
 
     size: int | None = None
     tasks: str = ""
@@ -73,12 +73,12 @@ class Split(Wire):
 
 
 class EnvDescription(Wire):
-    """One environment that is served: `name` in this server's addresses, `id` the environment's id there (of a file
-    without its folder), `about` what it is in its author's words.
+    """One served environment: `name` in this server's addresses, `id` the environment's id there (of a file without its
+    folder), `about` its author's summary.
 
-    `agent` is the agent that plays it unless told otherwise; `services` the models it uses on the server;
-    `concurrency` how many sessions of it may be open at once (None: any); `scores_groups` whether finished episodes
-    are to be sent to it; `fingerprint` hashes of its code and settings.
+    `agent` is the default agent; `services` the models it uses on the server; `concurrency` the maximum of open
+    sessions (None: any); `scores_groups` whether finished episodes are to be sent to it; `fingerprint` hashes of its
+    code and settings.
     """
 
     name: Line
@@ -94,7 +94,7 @@ class EnvDescription(Wire):
 
 class EnvList(Wire):
     """The environments of a server. A session is closed after `lease_seconds` without a request or a heartbeat; the
-    client may have `max_sessions` at once."""
+    client may have `max_sessions` open."""
 
     protocol: Literal["envgym"] = "envgym"
     version: int = VERSION
@@ -120,14 +120,14 @@ class TaskPage(Wire):
 
 
 class GroupToScore(Wire):
-    """Finished episodes of one task, to be judged together; each as `envgym.episodes.record.to_record` writes it."""
+    """Finished episodes of one task, to be scored together; each as `envgym.episodes.record.to_record` writes it."""
 
     task: ExactTask
     episodes: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_GROUP)
 
 
 class EpisodeVerdict(Wire):
-    """The verdict on one episode: a judgement, or in `problem` why it could not be judged."""
+    """The verdict on one episode: a reward with its score and metrics, or in `problem` why there is none."""
 
     reward: float | None = None
     score: float | None = None
@@ -136,7 +136,7 @@ class EpisodeVerdict(Wire):
 
 
 class Verdicts(Wire):
-    """One verdict for each episode, in their order; None where the environment does not judge this group."""
+    """One verdict for each episode, in their order; None where the environment does not score this group."""
 
     verdicts: tuple[EpisodeVerdict, ...] | None
 
@@ -148,7 +148,7 @@ class Verdicts(Wire):
 class Opening(Wire):
     """Make an instance and reset it with `seed` and `options`; without a `task` the seed draws one.
 
-    `env` may be left out where the server serves one environment.
+    `env` may be omitted where the server serves one environment.
     """
 
     session_id: SessionId
@@ -159,7 +159,7 @@ class Opening(Wire):
 
 
 class Opened(Wire):
-    """The result of `reset`, and the task it posed. `dropped` names the `info` entries JSON cannot carry."""
+    """The result of `reset`, and its task. `dropped` names the `info` entries JSON cannot carry."""
 
     task: ExactTask
     observation: Observation
@@ -188,13 +188,13 @@ class Stepped(Wire):
 
 
 class Heartbeat(Wire):
-    """Sessions that are still wanted."""
+    """Sessions in use."""
 
     session_ids: tuple[SessionId, ...] = Field(max_length=MAX_HEARTBEAT)
 
 
 class Alive(Wire):
-    """Those of a heartbeat's sessions that are there; their leases begin anew. The others are lost."""
+    """The open ones among a heartbeat's sessions, whose leases restart. The others are lost."""
 
     alive: tuple[str, ...]
 
@@ -205,7 +205,7 @@ class Alive(Wire):
 
 class ServerRegistration(Wire):
     """A server that a trainer may dial at `url`, without an environment's name. `instance` is drawn when its process
-    starts; `leaving` says that it takes no new sessions."""
+    starts; `leaving`: it takes no new sessions."""
 
     version: int = VERSION
     instance: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]

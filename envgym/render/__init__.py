@@ -1,8 +1,8 @@
 """Rendering: observations to token ids, and a policy's token ids back to text and tool calls.
 
-One interface, twice: the tokenizer's own chat template, and plain text for models that have none. What the policy
-sampled is never rendered again: its token ids are kept as the engine returned them, and what an environment says
-later is appended to them, or begins a new row where the template would have it otherwise.
+Two implementations of one interface: the tokenizer's own chat template, and plain text for models without one. Sampled
+tokens are never rendered again: they stay as the engine returned them, and later observations are appended, or begin a
+new token sequence if the template would render the earlier turns differently.
 """
 
 from typing import Any, Literal
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def make_renderer(kind: RenderKind, tokenizer: Any) -> Renderer:
-    """The renderer of a kind; `auto` takes the chat template where the tokenizer has one."""
+    """The renderer of a kind; `auto` takes the tokenizer's chat template if it has one."""
     if kind == "chat" or (kind == "auto" and tokenizer.chat_template):
         return ChatRenderer(tokenizer)
     return RawRenderer(tokenizer) if kind == "raw" else TextRenderer(tokenizer)

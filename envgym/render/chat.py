@@ -11,8 +11,8 @@ from envgym.types import Message, Observation, ToolCall
 
 from .dialogue import Dialogue, Extension
 from .renderer import Renderer
-from .spelling import BREAK, rewritten
-from .template import Template, Written
+from .spelling import BREAK, rewrite
+from .template import ChatMessage, Template
 from .tool_calls import Reading, read_calls
 
 
@@ -24,8 +24,8 @@ class ChatRenderer(Renderer):
         if not tokenizer.chat_template:
             raise ConfigError(f"{tokenizer.name_or_path} has no chat template: set render=text")
         self.template = Template(tokenizer, tuple(self.added_tokens.values()))
-        ended = self.encode_after(self.tokenizer.eos_token_id, self.template.end_of_turn)[-1:]
-        self.stop_token_ids = tuple(dict.fromkeys([*self.stop_token_ids, *ended]))
+        end_tokens = self.encode_after(self.tokenizer.eos_token_id, self.template.end_of_turn)[-1:]
+        self.stop_token_ids = tuple(dict.fromkeys([*self.stop_token_ids, *end_tokens]))
 
     def dialogue(self) -> ChatDialogue:
         return ChatDialogue(self)
@@ -35,13 +35,12 @@ class ChatRenderer(Renderer):
             raise InvalidStep("the first observation has neither messages nor text")
         # Text first, then ids: templates write their special tokens as text, and `add_special_tokens` would
         # put a second beginning-of-sequence token before them.
-        return self.template.render(self.template.written(observation.messages), observation.tools)
+        return self.template.render(self.template.to_template(observation.messages), observation.tools)
 
 
 class ChatDialogue(Dialogue):
-    """Renders the whole conversation for each reply. Where that text goes on from exactly what the policy was shown
-    and said, what is new is appended; where it does not (a template that strips earlier thoughts, or trims), the
-    conversation forks."""
+    """Renders the whole conversation for each observation. If that text continues the policy's exact token sequence,
+    the new part is appended; if not (a template strips earlier thoughts, or trims), the conversation forks."""
 
     renderer: ChatRenderer
 
@@ -49,26 +48,25 @@ class ChatDialogue(Dialogue):
         super().__init__(renderer)
         self._template = renderer.template
         self._text = ""  # the conversation so far, exactly
-        self._raw = False  # whether it holds text that no template wrote
-        self._turns: list[Written] = []
+        self._raw = False  # True if it holds raw text
+        self._turns: list[ChatMessage] = []
         self._last_turn: tuple[Message, Sequence[int], Reading | None] | None = None  # the policy's, not yet answered
 
     def _on_begin(self, observation: Observation, text: str) -> None:
         self._text = text
         self._raw = observation.text is not None
-        self._turns = self._template.written(observation.messages)
+        self._turns = self._template.to_template(observation.messages)
 
     def _read(self, text: str) -> Reading:
         return read_calls(text, self._template.call_format, self.tools, thinking=self._opens_thought)
 
     @property
     def _opens_thought(self) -> bool:
-        """True where the prompt begins the policy's turn with a thought."""
+        """True if the prompt begins the policy's turn with a thought."""
         return self._text[-32:].rstrip().endswith("<think>")
 
     def _with_opening(self, content: str) -> str:
-        """A turn's content, with the beginning of the thought that the prompt had opened: templates look for both
-        ends."""
+        """A turn's content, with the opening mark of a thought begun by the prompt: templates search for both marks."""
         thought, closed, _ = content.partition("</think>")
         return f"<think>\n{content}" if self._opens_thought and closed and "<think>" not in thought else content
 
@@ -76,51 +74,51 @@ class ChatDialogue(Dialogue):
         self._take_last_turn()
         end = self._template.end_of_turn or self.renderer.tokenizer.eos_token or ""
         if self._raw:
-            return turn.text + (self._written("", turn.tool_calls) if turn.tool_calls else "") + end
-        [written] = self._template.written([turn])
-        whole = self._template.render([*self._turns, written], self.tools, open_turn=False)
-        if whole.startswith(self._text):
-            return self._template.unended(whole[len(self._text) :]) + end
-        # The template would not have shown what the policy was shown: a thought that it opens and then drops.
+            return turn.text + (self._assistant_text("", turn.tool_calls) if turn.tool_calls else "") + end
+        [message] = self._template.to_template([turn])
+        conversation = self._template.render([*self._turns, message], self.tools, open_turn=False)
+        if conversation.startswith(self._text):
+            return self._template.strip_end_of_turn(conversation[len(self._text) :]) + end
+        # The template opens a thought in the prompt, but drops it in earlier turns.
         thought, closed, answer = turn.text.rpartition("</think>")
-        written_answer = self._written(answer, turn.tool_calls)
+        answer_text = self._assistant_text(answer, turn.tool_calls)
         if self._opens_thought and not closed:
-            return f"\n</think>\n\n{written_answer}{end}"
+            return f"\n</think>\n\n{answer_text}{end}"
         thought = thought.removeprefix("<think>").removeprefix("\n") if self._opens_thought else thought
-        return thought + closed + written_answer + end
+        return thought + closed + answer_text + end
 
-    def _written(self, content: str, calls: Sequence[ToolCall]) -> str:
+    def _assistant_text(self, content: str, calls: Sequence[ToolCall]) -> str:
         return self._template.turn(self._template.assistant(content, calls))
 
     def _on_policy_turn(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
         self._take_last_turn()
-        self._last_turn = message, token_ids, reading  # most episodes end here, and nothing more is asked of it
+        self._last_turn = message, token_ids, reading  # rendered later: most episodes end here
 
-    def _take_last_turn(self) -> list[Written]:
-        """Add the policy's last turn to the text. Returns the forms in which it may be given to the template."""
+    def _take_last_turn(self) -> list[ChatMessage]:
+        """Add the policy's last turn to the text. Returns the candidate forms of it for the template."""
         if self._last_turn is None:
             return []
         (message, token_ids, reading), self._last_turn = self._last_turn, None
-        exact = self.renderer.decode_spelled(self._body(token_ids))
-        write = self.renderer.speller.of_policy if BREAK in exact else str
-        calls = rewritten(replace(message, from_others=True), write).tool_calls
-        # Special tokens that write calls must not be lost; other than that they are no part of what is said.
+        exact = self.renderer.decode_escaped(self._body(token_ids))
+        write = self.renderer.speller.escape_policy_text if BREAK in exact else str
+        calls = rewrite(replace(message, from_others=True), write).tool_calls
+        # Special tokens that mark calls must be preserved; others are no part of the content.
         contents = [exact, write(message.text)] if message.tool_calls else [write(message.text), exact]
         forms = [self._template.assistant(self._with_opening(content)) for content in contents]
-        if reading is not None and reading.complete:
+        if reading is not None and reading.is_complete:
             content = self._with_opening(write(reading.content.rstrip()))
             forms.insert(0, self._template.assistant(content, calls))
         elif self._opens_thought and "</think>" not in exact:
             forms.insert(0, {**self._template.assistant(""), "reasoning_content": exact})
-        self._text += self.renderer.decode_spelled(token_ids)
-        return [form for at, form in enumerate(forms) if form not in forms[:at]]
+        self._text += self.renderer.decode_escaped(token_ids)
+        return [form for index, form in enumerate(forms) if form not in forms[:index]]
 
     def _on_text(self, text: str) -> None:
         self._take_last_turn()
         self._raw = True
         self._text += text
 
-    def _takes(self, turns: list[Written]) -> bool:
+    def _accepts(self, turns: list[ChatMessage]) -> bool:
         try:
             self._template.render(turns, self.tools)
         except InvalidStep:
@@ -130,12 +128,12 @@ class ChatDialogue(Dialogue):
     def _extend(self, observation: Observation) -> Extension:
         if self._raw:
             raise InvalidStep(
-                "an observation of messages follows one of raw text, and the chat template cannot go on from that: "
+                "an observation of messages follows one of raw text, and the chat template cannot continue it: "
                 "return messages or text throughout, or set render=text"
             )
-        new = self._template.written(observation.messages)
+        new = self._template.to_template(observation.messages)
         forms = self._take_last_turn()
-        rendered: list[tuple[str, list[Written]]] = []
+        rendered: list[tuple[str, list[ChatMessage]]] = []
         refusal: InvalidStep | None = None
         for last_turn in [[form] for form in forms] or [[]]:
             turns = [*self._turns, *last_turn, *new]
@@ -148,11 +146,11 @@ class ChatDialogue(Dialogue):
                 break
         if not rendered:
             assert refusal is not None
-            if forms and self._takes([*self._turns, self._template.assistant("text"), *new]):
-                raise TurnRefused("the chat template does not take what the policy said, an empty turn perhaps")
+            if forms and self._accepts([*self._turns, self._template.assistant("text"), *new]):
+                raise TurnRefused("the chat template rejects the policy's completion, which may be empty")
             raise refusal
         text, self._turns = rendered[-1] if rendered[-1][0].startswith(self._text) else rendered[0]
-        before, self._text = self._text, text
-        if text.startswith(before):
-            return Extension(self.renderer.encode_after(self._last, text[len(before) :]))
+        previous_text, self._text = self._text, text
+        if text.startswith(previous_text):
+            return Extension(self.renderer.encode_after(self._last, text[len(previous_text) :]))
         return Extension(self.renderer.encode(text), fork=True)

@@ -1,4 +1,4 @@
-"""One episode's conversation, as tokens: what the policy was shown and what it said, turn by turn."""
+"""One episode's conversation as tokens: observations and completions, turn by turn."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from .tool_calls import Reading
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """The tokens that an observation adds: those to append to the row, or with `fork` the whole prompt of a new row."""
+    """The tokens of an observation: to append to the token sequence, or with `fork` the prompt of a new sequence."""
 
     token_ids: list[int]
     fork: bool = False
 
 
 class Dialogue(ABC):
-    """One episode's conversation: `begin`, then `add_policy_turn` (or `add_demonstration`) and `add_observation` in
-    turns.
+    """One episode's conversation: `start`, then `add_policy_turn` (or `add_demonstration`) and `add_observation`
+    alternately.
 
-    `messages` is the conversation so far, for people. Observations of raw text are appended as text, without what a
-    template would put around them.
+    `messages` is the readable conversation so far. Observations of raw text are appended without a template's marks.
     """
 
     def __init__(self, renderer: Renderer) -> None:
@@ -35,23 +34,23 @@ class Dialogue(ABC):
         self.messages: list[Message] = []
         self.tools: tuple[ToolSpec, ...] = ()
         self.content = ""
-        """The text of the policy's last turn before its tool calls; all of it where it makes none."""
+        """The text of the policy's last turn before its tool calls; the whole text without calls."""
         self._last: int | None = None
-        """The token that stands last, which decides how text after it is encoded."""
+        """The last token, which determines the encoding of the text after it."""
         self._call_ids: set[str] = set()
 
-    def begin(self, observation: Observation) -> list[int]:
+    def start(self, observation: Observation) -> list[int]:
         """Token ids of the first observation, up to where the policy's turn begins."""
         self.tools = observation.tools
-        spelled = replace(observation, messages=self.renderer.spelled(observation.messages))
-        text, token_ids = self.renderer.opening(spelled)
-        self._on_begin(spelled, text)
+        escaped = replace(observation, messages=self.renderer.escape(observation.messages))
+        text, token_ids = self.renderer.opening(escaped)
+        self._on_begin(escaped, text)
         self._append_observation(observation, token_ids)
         return list(token_ids)
 
     def add_policy_turn(self, token_ids: Sequence[int]) -> Message:
-        """Add the token ids of the policy's turn and return it as a message. Where tools were offered its calls are
-        parsed; those that cannot be read have an `error`."""
+        """Add the token ids of the policy's turn and return it as a message. Its calls are parsed if tools are offered;
+        unreadable calls have an `error`."""
         reading = self._read(self.renderer.decode_after(self._body(token_ids))) if self.tools else Reading("")
         reading = replace(reading, calls=self._with_ids(reading.calls))
         message = self._append_turn(token_ids, reading if reading.calls else None)
@@ -59,53 +58,53 @@ class Dialogue(ABC):
         return message
 
     def add_demonstration(self, turn: str | Message) -> list[int]:
-        """Add a recorded turn of the assistant in place of a policy's and return its token ids, the end-of-turn token
-        included."""
+        """Add a recorded turn of the assistant in place of the policy's and return its token ids, with the end-of-turn
+        token."""
         recorded = Message.of("assistant", turn) if isinstance(turn, str) else turn
         recorded = replace(recorded, tool_calls=self._with_ids(recorded.tool_calls))
-        token_ids = self.renderer.encode_after(self._last, self._demonstration(*self.renderer.spelled([recorded])))
+        token_ids = self.renderer.encode_after(self._last, self._demonstration(*self.renderer.escape([recorded])))
         self._append_turn(token_ids, Reading(recorded.text, recorded.tool_calls))
         return token_ids
 
     def add_observation(self, observation: Observation) -> Extension:
-        """Add what the environment answers, up to where the policy's next turn begins.
+        """Add the environment's observation, up to where the policy's next turn begins.
 
-        Raises `InvalidStep` where it cannot be rendered, `TurnRefused` where that is for what the policy said.
+        Raises `InvalidStep` if it cannot be rendered, `TurnRefused` if the policy's completion is the reason.
         """
         self.tools = observation.tools or self.tools
         if observation.text is not None:
             extension = Extension(self.renderer.encode_after(self._last, observation.text))
             self._on_text(observation.text)
         else:
-            others = self.renderer.others_answer
-            answers = [replace(message, from_others=others or message.from_others) for message in observation.messages]
-            extension = self._extend(replace(observation, messages=self.renderer.spelled(answers)))
+            mark = self.renderer.others_answer
+            messages = [replace(message, from_others=mark or message.from_others) for message in observation.messages]
+            extension = self._extend(replace(observation, messages=self.renderer.escape(messages)))
         self._append_observation(observation, extension.token_ids)
         return extension
 
-    # -- what the kinds differ in -------------------------------------------------------------------------------
+    # -- overridden by the kinds --------------------------------------------------------------------------------
 
     @abstractmethod
     def _read(self, text: str) -> Reading:
-        """Find the tool calls in what the policy said, special tokens included."""
+        """Parse the tool calls of a completion, given with its special tokens."""
 
     @abstractmethod
     def _demonstration(self, turn: Message) -> str:
-        """A turn of the assistant as text, up to and including its end-of-turn."""
+        """The text of an assistant's turn, with its end-of-turn."""
 
     @abstractmethod
     def _on_policy_turn(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
-        """The policy took its turn; `reading` is what its text consists of, where that is known."""
+        """Called after the policy's turn; `reading` is its parsed text, if any."""
 
     @abstractmethod
     def _extend(self, observation: Observation) -> Extension:
         """Render new messages."""
 
     def _on_begin(self, observation: Observation, text: str) -> None:
-        """The conversation begins, with this text."""
+        """Called at the start of the conversation with its text."""
 
     def _on_text(self, text: str) -> None:
-        """Raw text was appended."""
+        """Called after raw text was appended."""
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
 
@@ -124,12 +123,12 @@ class Dialogue(ABC):
         self._last = token_ids[-1] if token_ids else self._last
 
     def _body(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """A turn without the token that ended it."""
+        """A turn without its end-of-turn token."""
         return token_ids[:-1] if token_ids and self.renderer.ends_turn(token_ids[-1]) else token_ids
 
     def _with_ids(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-        """The calls with ids that are unique in this conversation and of the form that every template takes: nine
-        letters or digits. A call's own id is kept where it is that."""
+        """The calls with ids that are unique in this conversation and valid in every template: nine letters or digits.
+        A call with such an id keeps it."""
         result = []
         for call in calls:
             candidates = chain([call.id], (f"call{number:05d}" for number in count(len(self._call_ids))))

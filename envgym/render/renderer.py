@@ -1,4 +1,4 @@
-"""Base of the renderers: loading the tokenizer, exact encoding and decoding in context, the tokens that end a turn."""
+"""Base of the renderers: loading the tokenizer, exact encoding and decoding in context, end-of-turn tokens."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from envgym.errors import ConfigError, InvalidStep, needs
 from envgym.types import Message, Observation
 
-from .spelling import BREAK, IN_APIS, Speller, rewritten
+from .spelling import BREAK, IN_APIS, Speller, rewrite
 
 if TYPE_CHECKING:
     from .dialogue import Dialogue
 
 
 class Renderer(ABC):
-    """Turns what an environment says into the tokens a policy reads.
+    """Converts an environment's observations to the policy's tokens.
 
-    One renderer serves every episode of a run; `dialogue` is one episode's conversation. `stop_token_ids` are the
-    ids that end the policy's turn.
+    One renderer serves every episode of a run; `dialogue` creates one episode's conversation. `stop_token_ids` are
+    the ids that end the policy's turn.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -33,11 +33,11 @@ class Renderer(ABC):
         self.added_tokens: dict[int, str] = {
             index: str(token.content) for index, token in tokenizer.added_tokens_decoder.items()
         }
-        """Tokens that the tokenizer finds in any text before it looks at the rest (special ones among them), by id."""
+        """Tokens that the tokenizer finds in any text before it splits the rest (special ones among them), by id."""
         self.speller = Speller(tokenizer.added_tokens_decoder)
         decodes = getattr(type(tokenizer), "_decode", None)
-        # Where transformers only hands ids on, they are given straight to what decodes: it looks at each of them first,
-        # which takes longer than decoding. (Some classes decode in a way of their own.)
+        # The backend decodes directly where transformers only passes ids on to it: transformers checks each id first,
+        # which takes longer than decoding. (Some classes have their own decoding.)
         hands_on = getattr(decodes, "__module__", "") == "transformers.tokenization_utils_tokenizers"
         self._backend = tokenizer.backend_tokenizer if hands_on else None
         self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -45,7 +45,7 @@ class Renderer(ABC):
         self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
     others_answer = True
-    """Messages after the first observation hold others' words, whatever they say of themselves."""
+    """True if all messages after the first observation count as written by others, whatever their `from_others`."""
 
     @abstractmethod
     def dialogue(self) -> Dialogue:
@@ -53,11 +53,11 @@ class Renderer(ABC):
 
     def prompt(self, observation: Observation) -> list[int]:
         """Token ids of an episode's first observation, up to where the policy's turn begins."""
-        return self.dialogue().begin(observation)
+        return self.dialogue().start(observation)
 
     def opening(self, observation: Observation) -> tuple[str, list[int]]:
         """An episode's first observation as text and as token ids."""
-        # The members of a group start one after the other, from the same observation.
+        # Cached: the members of a group start one after the other from the same observation.
         if self._opening[0] != observation:
             raw = observation.text
             text = self._open(observation) if raw is None else raw
@@ -74,45 +74,44 @@ class Renderer(ABC):
 
     @property
     def _bos_before_messages(self) -> bool:
-        """True where a beginning-of-sequence token is put before the first messages where they do not begin with
-        one."""
+        """True if a beginning-of-sequence token is put before first messages that do not begin with one."""
         return False
 
     @cached_property
     def _bos_before_text(self) -> bool:
-        """True where one is put before raw text, as the tokenizer does itself."""
+        """True if one is put before raw text, as the tokenizer does by default."""
         bos = self.tokenizer.bos_token_id
         return bos is not None and self.tokenizer.encode("a")[0] == bos
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of a policy's turn without special tokens, as an environment gets it."""
+        """The text of a policy's turn without special tokens, as environments get it."""
         return self._decode(token_ids, skip_special_tokens=True)
 
     def ends_turn(self, token_id: int) -> bool:
-        """True for a token that, standing last in a turn, ended it and is no part of its text. An engine may stop
-        at more special tokens than ours."""
+        """True for a token that ends a turn and is no part of its text. Engines may stop at other special tokens than
+        `stop_token_ids`."""
         return token_id in self.stop_token_ids or token_id in self._special
 
-    def spelled(self, messages: Iterable[Message]) -> tuple[Message, ...]:
-        """The messages as they are rendered: with a `BREAK` in each special token that others have spelled out."""
-        speller = self.speller
-        return tuple(rewritten(m, speller.of_policy if m.role == "assistant" else speller.of_all) for m in messages)
+    def escape(self, messages: Iterable[Message]) -> tuple[Message, ...]:
+        """Escape messages for rendering: insert a `BREAK` into every special token that others have spelled out."""
+        policy_text, text = self.speller.escape_policy_text, self.speller.escape
+        return tuple(rewrite(m, policy_text if m.role == "assistant" else text) for m in messages)
 
     def spells(self, text: str) -> bool:
-        """True where an answer of the policy spells out a special token."""
-        return self.speller.of_policy(text) != text
+        """True if a completion spells out a special token."""
+        return self.speller.escape_policy_text(text) != text
 
     # -- text that stands in the middle of a conversation -------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text that begins a sequence. Special tokens that stand in it are those tokens, but for those
-        with a `BREAK`."""
+        """Token ids of a text that begins a sequence. Special tokens in it are encoded as such, except those with a
+        `BREAK`."""
         if BREAK in text:
-            # The surest is a space. It is kept where characters would become the token all the same: where it is in the
-            # model's vocabulary too, or where the tokenizer looks for it only after it has rewritten the text.
+            # A space is the safest escape. It is used if the token would be encoded despite the `BREAK`: because it is
+            # in the model's vocabulary too, or the tokenizer looks for it only after it has normalised the text.
             safe = self.encode(text.replace(BREAK, " "), add_special_tokens=add_special_tokens)
-            ids = self._breaking.encode(text, add_special_tokens=add_special_tokens).ids if self._breaking else safe
-            return ids if self._added_among(ids) == self._added_among(safe) else safe
+            ids = self._unbreaking.encode(text, add_special_tokens=add_special_tokens).ids if self._unbreaking else safe
+            return ids if self._added_in(ids) == self._added_in(safe) else safe
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except TypeError:
@@ -123,68 +122,69 @@ class Renderer(ABC):
     def encode_after(self, last: int | None, text: str) -> list[int]:
         """Token ids of a text that follows token `last`.
 
-        Some tokenizers write a text's first word in another way than words that follow (with a space that nobody
-        wrote), so the text is encoded behind something, which is then cut off.
+        Some tokenizers encode a text's first word differently from the following ones (with an added space), so the
+        text is encoded behind an anchor, which is then removed.
         """
         if not text:
             return []
         if last in self.added_tokens:
-            # The tokenizer splits there, so these are the ids of the whole.
+            # The tokenizer splits after an added token, so the ids are exact.
             ids = self.encode(self.added_tokens[last] + text)
             if ids[0] == last:
                 return ids[1:]
         cuts: list[list[int]] = []
-        for before, anchor in self._anchors.items():
-            ids = self.encode(before + text)
-            if ids[: len(anchor)] != anchor:
+        for anchor_text, anchor_ids in self._anchors.items():
+            ids = self.encode(anchor_text + text)
+            if ids[: len(anchor_ids)] != anchor_ids:
                 continue
-            cuts.append(ids[len(anchor) :])
-            if self._decode(ids) == self._decode(anchor) + text.replace(BREAK, ""):
+            cuts.append(ids[len(anchor_ids) :])
+            if self._decode(ids) == self._decode(anchor_ids) + text.replace(BREAK, ""):
                 return cuts[-1]
         return cuts[0] if cuts else self.encode(text)
 
     def decode_after(self, token_ids: Sequence[int]) -> str:
         """The text that ids add to a conversation, special tokens included: also a space before the first word, which
-        decoding alone takes away with some tokenizers. What is no text is U+FFFD."""
-        anchor, before = self._anchor
-        whole = self._decode([*anchor, *token_ids])
-        return whole[len(before) :] if whole.startswith(before) else self._decode(token_ids)
+        some tokenizers remove when they decode the ids alone. Bytes that are no text become U+FFFD."""
+        anchor, anchor_text = self._anchor
+        text = self._decode([*anchor, *token_ids])
+        return text[len(anchor_text) :] if text.startswith(anchor_text) else self._decode(token_ids)
 
-    def decode_spelled(self, token_ids: Sequence[int]) -> str:
-        """The same, with a `BREAK` in what a policy spelled out by other tokens than those added."""
+    def decode_escaped(self, token_ids: Sequence[int]) -> str:
+        """Like `decode_after`, with a `BREAK` in every added token that the policy spelled out by other tokens."""
         text = self.decode_after(token_ids)
-        broken = self.speller.of_policy(text)
-        if broken == text:
+        escaped = self.speller.escape_policy_text(text)
+        if escaped == text:
             return text
-        runs = [(added, self.decode_after([*run])) for added, run in groupby(token_ids, self.added_tokens.__contains__)]
-        pieces = [run if added else self.speller.of_policy(run) for added, run in runs]
-        return "".join(pieces) if "".join(run for _, run in runs) == text else broken
+        groups = groupby(token_ids, self.added_tokens.__contains__)
+        runs = [(is_added, self.decode_after([*run])) for is_added, run in groups]
+        pieces = [run if is_added else self.speller.escape_policy_text(run) for is_added, run in runs]
+        return "".join(pieces) if "".join(run for _, run in runs) == text else escaped
 
     @cached_property
-    def _breaking(self) -> Any:
-        """A copy of what encodes that takes `BREAK`s out once it has looked for added tokens; None where there is no
-        such."""
+    def _unbreaking(self) -> Any:
+        """A copy of the tokenizer's backend that removes `BREAK`s after the search for added tokens; None without a
+        backend."""
         from tokenizers import normalizers
 
         copied = deepcopy(getattr(self.tokenizer, "backend_tokenizer", None))
         if copied is not None:
-            own = [copied.normalizer] if copied.normalizer is not None else []
-            copied.normalizer = normalizers.Sequence([normalizers.Replace(BREAK, ""), *own])
+            normalizer = [copied.normalizer] if copied.normalizer is not None else []
+            copied.normalizer = normalizers.Sequence([normalizers.Replace(BREAK, ""), *normalizer])
         return copied
 
-    def _added_among(self, token_ids: Sequence[int]) -> list[int]:
+    def _added_in(self, token_ids: Sequence[int]) -> list[int]:
         return [token for token in token_ids if token in self.added_tokens]
 
     @cached_property
     def _anchors(self) -> dict[str, list[int]]:
-        """Texts behind which another can be encoded, with their ids: a special token, or a line break where there is
-        none or the tokenizer puts a space after special tokens too."""
+        """Texts behind which another text can be encoded, with their ids: the special tokens, and a line break if there
+        are none or the tokenizer adds a space after them too."""
         special = [token for token in (self.tokenizer.eos_token, self.tokenizer.bos_token) if token is not None]
-        return {before: self.encode(before) for before in [*special, "\n"]}
+        return {text: self.encode(text) for text in [*special, "\n"]}
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
-        """Ids that ids can be decoded behind, and what they are decoded to by themselves."""
+        """The ids behind which others are decoded, and their own text."""
         ids = next(iter(self._anchors.values()))
         return ids, self._decode(ids)
 
@@ -198,7 +198,7 @@ class Renderer(ABC):
 
 
 class NoRenderer(Renderer):
-    """The renderer of agents whose engine takes messages as they are: there are no tokens to render."""
+    """The renderer of agents with an engine that takes messages: there are no tokens to render."""
 
     def __init__(self) -> None:
         self.stop_token_ids = ()
@@ -214,14 +214,14 @@ class NoRenderer(Renderer):
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model folder or hub id. Raises `ConfigError` where there is none."""
+    """Load the tokenizer of a model folder or hub id. Raises `ConfigError` if that fails."""
     with needs("transformers", "train", "rendering prompts"):
-        # With the class that most tokenizers have, torch and all of transformers' models need not be imported.
+        # The common class loads without importing torch and all of transformers' models.
         if _is_common(Path(model)):
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each retry; the line below says all
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry; the error below is enough
     try:
         return Tokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
@@ -230,7 +230,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def _is_common(folder: Path) -> bool:
-    """True where a folder's tokenizer is of transformers' common class, which `tokenizer.json` describes."""
+    """True if a folder's tokenizer is of transformers' common class, described by `tokenizer.json`."""
     try:
         saved = json.loads((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):

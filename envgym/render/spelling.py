@@ -1,9 +1,9 @@
-"""Special tokens that somebody spells out in text. What the policy, a tool or another player wrote holds none: there
-`<|im_end|>` is ten characters, or else whoever writes it could end his turn and begin another's.
+"""Escaping of special tokens that are spelled out in text. In text by the policy, a tool or another player `<|im_end|>`
+is ten characters: otherwise its author could end the turn and begin another role's.
 
-Where text becomes tokens here, a `BREAK` is put into what spells an added token. It keeps the tokenizer from finding
-that token, and is taken out of the text before the rest of it is encoded. APIs that parse text themselves get a space
-instead.
+Before such text is encoded here, a `BREAK` is inserted into every spelled-out added token. It keeps the tokenizer from
+finding that token, and is removed before the rest of the text is encoded. For APIs, which parse text themselves, a
+space is inserted instead.
 """
 
 from __future__ import annotations
@@ -16,80 +16,80 @@ from typing import Any
 from envgym.types import Message, TextPart
 
 BREAK = "\ufdd0\ufdef"
-"""Two code points that Unicode keeps from ever being characters. Where somebody writes them they are left out."""
+"""Two code points that Unicode reserves as noncharacters. They are removed from a text that contains them."""
 POLICYS = frozenset(
     ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 )
-"""Marks of thoughts and calls, which a policy may write: in its own words they stay what they are."""
+"""Marks of thoughts and calls, which a policy may generate: in its own text they stay unescaped."""
 IN_APIS = re.compile(
     r"<(?=[|｜][^<>]{1,64}[|｜]>|/?s>|(bos|eos|pad|unk|sop|eop|start_of_turn|end_of_turn|/?tool_response|SPECIAL_\d+)>)"
     r"|\[(?=/?(INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(CALLS|RESULTS|CONTENT)|MODEL_SETTINGS|gMASK)\])"
 )
-"""The beginning of what spells a special token of a tokenizer that is not here."""
+"""The beginning of a spelled-out special token, for unknown tokenizers."""
 
 
-def broken_up(text: str) -> str:
-    """The text with a space in what spells a special token, for APIs."""
+def escape_for_api(text: str) -> str:
+    """Insert a space into every spelled-out special token."""
     return IN_APIS.sub(r"\g<0> ", text)
 
 
-def by_others(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """The messages, as others' words."""
+def mark_from_others(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Mark messages as written by others (`from_others`)."""
     return tuple(replace(message, from_others=True) for message in messages)
 
 
-def after_prompt(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages, those from the first answer on as others' words."""
-    first = next((at for at, message in enumerate(messages) if message.role == "assistant"), len(messages))
-    return (*messages[:first], *by_others(messages[first:]))
+def mark_after_prompt(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Mark the messages from the first assistant's on as written by others."""
+    first = next((index for index, message in enumerate(messages) if message.role == "assistant"), len(messages))
+    return (*messages[:first], *mark_from_others(messages[first:]))
 
 
-def rewritten(message: Message, change: Callable[[str], str]) -> Message:
-    """The message with `change` made to all of its words, where others wrote them, and no longer said to be theirs."""
+def rewrite(message: Message, change: Callable[[str], str]) -> Message:
+    """Apply `change` to all text of a message by others, and remove the mark `from_others`; other messages stay."""
     if not message.from_others and message.role != "tool":
         return message
     calls = tuple(
-        replace(call, name=change(call.name), arguments=_changed(call.arguments, change)) for call in message.tool_calls
+        replace(call, name=change(call.name), arguments=_apply(call.arguments, change)) for call in message.tool_calls
     )
     return replace(message, content=(TextPart(change(message.text)),), tool_calls=calls, from_others=False)
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
+def _apply(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
-        return {change(key): _changed(item, change) for key, item in value.items()}
+        return {change(key): _apply(item, change) for key, item in value.items()}
     if isinstance(value, list):
-        return [_changed(item, change) for item in value]
+        return [_apply(item, change) for item in value]
     return change(value) if isinstance(value, str) else value
 
 
 class Speller:
-    """Puts `BREAK`s into what spells one of a tokenizer's added tokens (`added_tokens_decoder`): the special ones and
-    those in brackets. Others are words or spaces that somebody added to a vocabulary."""
+    """Inserts `BREAK`s into spelled-out added tokens of a tokenizer (`added_tokens_decoder`): special tokens and tokens
+    in brackets. Other added tokens are ordinary words or spaces."""
 
-    def __init__(self, added: Mapping[int, Any]) -> None:
+    def __init__(self, decoder: Mapping[int, Any]) -> None:
         texts = [
-            str(token.content) for token in added.values() if token.special or str(token.content)[:1] in ("<", "[")
+            str(token.content) for token in decoder.values() if token.special or str(token.content)[:1] in ("<", "[")
         ]
         self._tokens = sorted((text for text in texts if len(text.strip()) > 1), key=len, reverse=True)
         self._beginnings = {token[:2] for token in self._tokens}
         self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or "(?!)")
 
-    def of_policy(self, text: str) -> str:
-        """The policy's own text, in which nothing but `POLICYS` is an added token any more."""
-        return self.of_all(text, POLICYS)
+    def escape_policy_text(self, text: str) -> str:
+        """Escape all added tokens in the policy's own text, except `POLICYS`."""
+        return self.escape(text, POLICYS)
 
-    def of_all(self, text: str, but: frozenset[str] = frozenset()) -> str:
-        """Text, in which nothing is an added token any more."""
+    def escape(self, text: str, but: frozenset[str] = frozenset()) -> str:
+        """Escape all added tokens in a text, except those in `but`."""
 
-        def broken(match: re.Match[str]) -> str:
-            found = match.group()
-            return found if found in but else f"{found[0]}{BREAK}{found[1:]}"
+        def escape_token(match: re.Match[str]) -> str:
+            token = match.group()
+            return token if token in but else f"{token[0]}{BREAK}{token[1:]}"
 
-        before = ""
-        while text != before and self._is_spelled_in(text):
-            before, text = text, self._pattern.sub(broken, text)  # again, for what overlaps
+        previous = ""
+        while text != previous and self._is_spelled_in(text):
+            previous, text = text, self._pattern.sub(escape_token, text)  # again, for overlapping tokens
         return text
 
     def _is_spelled_in(self, text: str) -> bool:
-        # There may be a thousand tokens, with few beginnings: most texts have none of these.
+        # A thousand tokens may have few beginnings: most texts contain none of these.
         return any(start in text for start in self._beginnings) and any(token in text for token in self._tokens)

@@ -1,4 +1,4 @@
-"""Stop texts: an observation may ask for the policy's turn to end with the first token that holds a text."""
+"""Stop texts: an observation may request that the policy's turn ends with the first token that contains a text."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .renderer import Renderer
 
 
 def sampling_of(observation: Observation, renderer: Renderer) -> Mapping[str, Any] | None:
-    """The sampling parameters that an observation sets, its `stop` as the tokens that hold that text.
+    """The sampling parameters of an observation, with its `stop` converted to the tokens that contain that text.
 
-    Raises `InvalidStep` where no token holds it.
+    Raises `InvalidStep` if no token contains it.
     """
-    wanted = observation.sampling
-    if not wanted or "stop" not in wanted:
-        return wanted
-    stop = (*renderer.stop_token_ids, *tokens_with(wanted["stop"], renderer))
-    return {name: value for name, value in wanted.items() if name != "stop"} | {"stop_token_ids": stop}
+    parameters = observation.sampling
+    if not parameters or "stop" not in parameters:
+        return parameters
+    stop = (*renderer.stop_token_ids, *tokens_with(parameters["stop"], renderer))
+    return {name: value for name, value in parameters.items() if name != "stop"} | {"stop_token_ids": stop}
 
 
-@lru_cache(maxsize=64)  # every token of the vocabulary is looked at
+@lru_cache(maxsize=64)  # it decodes every token of the vocabulary
 def tokens_with(text: str, renderer: Renderer) -> tuple[int, ...]:
-    """Ids of the tokens whose own text holds `text`. Raises `InvalidStep` where there is none."""
+    """Ids of the tokens that contain `text`. Raises `InvalidStep` if there are none."""
     ids = tuple(token for token in range(len(renderer.tokenizer)) if text in renderer.text([token]))
     if not ids:
-        raise InvalidStep(f"no token of the policy's tokenizer holds {text!r}, so that no turn can stop there")
+        raise InvalidStep(f"no token of the policy's tokenizer contains {text!r}, so that no turn can stop there")
     return ids

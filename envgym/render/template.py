@@ -1,7 +1,7 @@
-"""A tokenizer's chat template: its behaviour is found out by rendering with it.
+"""A tokenizer's chat template; probes that are rendered with it reveal its behaviour.
 
-Templates are programs: some end a turn with a token of their own, some show no tools, some refuse a role or want a
-call's arguments as text. Nothing here goes by a model's name.
+Templates are programs: some end a turn with their own token, some show no tools, some reject a role or take a call's
+arguments as text. Nothing here depends on a model's name.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from envgym.types import Message, ToolCall, ToolSpec
 
 from .tool_calls import EXAMPLE, CallForm, Format, describe, find_format, read_hermes, write_hermes
 
-# Words that no template writes by itself.
+# Texts that no template contains.
 QUESTION, ANSWER, QUESTION_2, RESULT = "qx1asked", "qx2said", "qx3again", "qx4result"
 PROBE = ToolSpec("qx5tool", "qx5tool", {"type": "object", "properties": {"argument": {"type": "string"}}})
 
-Written = dict[str, Any]
-"""A message as a template takes it."""
-EXCHANGE: list[Written] = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+ChatMessage = dict[str, Any]
+"""A message in the form that a template takes."""
+EXCHANGE: list[ChatMessage] = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
 
 
 class Template:
@@ -32,18 +32,18 @@ class Template:
         self._added_tokens = added_tokens
         self._name = tokenizer.name_or_path or "the tokenizer"
 
-    def render(self, messages: Sequence[Written], tools: Sequence[ToolSpec] = (), *, open_turn: bool = True) -> str:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = (), *, open_turn: bool = True) -> str:
         """The text of a conversation; with `open_turn`, up to where the policy's turn begins.
 
-        Raises `InvalidStep` where the template refuses the conversation.
+        Raises `InvalidStep` if the template rejects the conversation.
         """
         if tools and not self._shows_tools:
             messages, tools = self._with_description(messages, tools), ()
         return self._render(messages, tools, open_turn)
 
-    def written(self, messages: Sequence[Message]) -> list[Written]:
-        """Messages as this template takes them."""
-        result: list[Written] = []
+    def to_template(self, messages: Sequence[Message]) -> list[ChatMessage]:
+        """Convert messages to the form that this template takes."""
+        result: list[ChatMessage] = []
         for message in messages:
             if message.role == "assistant":
                 result.append(self.assistant(message.text, message.tool_calls))
@@ -57,7 +57,7 @@ class Template:
                 result.append(message.as_dict())
         return result
 
-    def assistant(self, content: str, calls: Sequence[ToolCall] = ()) -> Written:
+    def assistant(self, content: str, calls: Sequence[ToolCall] = ()) -> ChatMessage:
         """An assistant's message."""
         if not calls:
             return {"role": "assistant", "content": content}
@@ -68,37 +68,37 @@ class Template:
             return {"role": "assistant", "content": content + self.turn(form("", calls))}
         return form(content, calls)
 
-    def turn(self, message: Written) -> str:
-        """An assistant's message alone as the template writes it, without its end-of-turn."""
+    def turn(self, message: ChatMessage) -> str:
+        """The text of a single assistant's message, without its end-of-turn."""
         header = self._try(EXCHANGE, ()).rpartition(ANSWER)[0]
         text = self._try([EXCHANGE[0], message], ())
         if not header or not text.startswith(header):
             return str(message["content"] or "")
-        return self.unended(text.removeprefix(header))
+        return self.strip_end_of_turn(text.removeprefix(header))
 
-    def unended(self, text: str) -> str:
-        """A text that ends with the assistant's turn, without what the template writes after what was said."""
+    def strip_end_of_turn(self, text: str) -> str:
+        """Remove the end-of-turn from a text that ends with the assistant's turn."""
         if text.endswith(self._after_last_turn) or not self.end_of_turn:
             return text.removesuffix(self._after_last_turn)
-        before, end, _ = text.rpartition(self.end_of_turn)
-        return before if end else text
+        content, end, _ = text.rpartition(self.end_of_turn)
+        return content if end else text
 
-    # -- found out ----------------------------------------------------------------------------------------------
+    # -- probes -------------------------------------------------------------------------------------------------
 
     @cached_property
     def end_of_turn(self) -> str:
-        """The text that the template writes after an assistant's content, up to and including the token that ends the
-        turn; empty where it writes no such token."""
-        again = self._try([*EXCHANGE, {"role": "user", "content": QUESTION_2}], ())
-        # What stands there both at the end and before another message: some templates end conversations too.
-        common = _common_beginning(self._after_last_turn, again.rpartition(ANSWER)[2])
+        """The text after an assistant's content, up to and including the token that ends the turn; "" without such a
+        token."""
+        followed = self._try([*EXCHANGE, {"role": "user", "content": QUESTION_2}], ())
+        # The text common to the last turn and an earlier one: some templates end conversations too.
+        common = _common_beginning(self._after_last_turn, followed.rpartition(ANSWER)[2])
         eos = self.tokenizer.eos_token
         ends = [eos] if eos and eos in common else [token for token in self._added_tokens if token.strip()]
-        found = [(common.find(token), -len(token), token) for token in ends if token in common]
-        if not found:
+        matches = [(common.find(token), -len(token), token) for token in ends if token in common]
+        if not matches:
             return ""
-        at, _, token = min(found)
-        return common[:at] + token
+        start, _, token = min(matches)
+        return common[:start] + token
 
     @cached_property
     def _after_last_turn(self) -> str:
@@ -106,66 +106,66 @@ class Template:
 
     @property
     def call_format(self) -> Format:
-        """The format in which calls are read."""
+        """The format in which calls are parsed."""
         return read_hermes if self._calls is None else self._calls[1]
 
     @cached_property
     def _calls(self) -> tuple[CallForm, Format] | None:
-        """In which form the template takes calls and in which it writes them; None where it does not, or in a form
-        that cannot be read. Then tools are described in words, and called in the Hermes format."""
+        """The form in which the template takes calls, and the format in which it writes them; None if it writes none
+        or in an unknown format. Then tools are described in plain text, and called in the Hermes format."""
         return find_format(self.turn)
 
     @cached_property
     def _writes_both(self) -> bool:
-        """True where the template writes content and calls of one message. Some drop one of them, or refuse."""
+        """True if the template writes both content and calls of one message. Some drop one of them, or raise."""
         assert self._calls is not None
-        form, written = self._calls
-        reading = written(self.turn(form(ANSWER, [EXAMPLE])), {})
+        form, read = self._calls
+        reading = read(self.turn(form(ANSWER, [EXAMPLE])), {})
         return ANSWER in reading.content and len(reading.calls) == 1
 
     @cached_property
     def _shows_tools(self) -> bool:
-        """True where the template tells the policy which tools there are and how to call them."""
+        """True if the template describes the tools and how to call them."""
         return self._calls is not None and PROBE.name in self._try([EXCHANGE[0]], [PROBE])
 
     @cached_property
     def _shows_results(self) -> bool:
-        """True where the template takes messages of the role `tool`."""
+        """True if the template takes messages of the role `tool`."""
         call = self.assistant("", [EXAMPLE])
         result = {"role": "tool", "content": RESULT, "tool_call_id": EXAMPLE.id, "name": EXAMPLE.name}
         return self._try([EXCHANGE[0], call, result], [PROBE]).count(RESULT) == 1
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """True where the template takes a message's content as a list of parts alone."""
-        shown = []
+        """True if the template takes a message's content only as a list of parts."""
+        is_shown = []
         for content in (QUESTION, _parts(QUESTION)):
             try:
-                shown.append(QUESTION in self._apply([{"role": "user", "content": content}], (), False))
+                is_shown.append(QUESTION in self._apply([{"role": "user", "content": content}], (), False))
             except Exception:
-                shown.append(False)
-        return shown == [False, True]
+                is_shown.append(False)
+        return is_shown == [False, True]
 
-    def _try(self, messages: Sequence[Written], tools: Sequence[ToolSpec]) -> str:
+    def _try(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> str:
         try:
             return self._render(messages, tools, False)
         except InvalidStep:
             return ""
 
-    def _render(self, messages: Sequence[Written], tools: Sequence[ToolSpec], open_turn: bool) -> str:
+    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], open_turn: bool) -> str:
         if self._wants_parts:
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
         try:
             return self._apply(messages, tools, open_turn)
-        except Exception as error:  # whatever a template's code runs into
+        except Exception as error:  # a template's code can raise any error
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             roles = ", ".join(message["role"] for message in messages)
             raise InvalidStep(
-                f"the chat template of {self._name} refuses the conversation ({reason}; its roles: {roles}): "
-                "say it in roles that the template takes, or set render=text"
+                f"the chat template of {self._name} rejects the conversation ({reason}; its roles: {roles}): "
+                "use roles that the template takes, or set render=text"
             ) from None
 
-    def _apply(self, messages: Sequence[Written], tools: Sequence[ToolSpec], open_turn: bool) -> str:
+    def _apply(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], open_turn: bool) -> str:
         text = self.tokenizer.apply_chat_template(
             list(messages),
             tools=[tool.as_dict() for tool in tools] or None,
@@ -174,19 +174,19 @@ class Template:
         )
         return str(text)
 
-    def _with_description(self, messages: Sequence[Written], tools: Sequence[ToolSpec]) -> list[Written]:
-        """The messages with the tools described in the first of them, whatever its role."""
+    def _with_description(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[ChatMessage]:
+        """Add a description of the tools to the first message, of any role."""
         text = describe(tools, self.turn(self.assistant("", [EXAMPLE])).strip())
-        first, *others = messages
+        first, *remaining = messages
         if first["role"] == "system":
-            return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
-        return [{**first, "content": f"{text}\n\n{first['content']}"}, *others]
+            return [{**first, "content": f"{first['content']}\n\n{text}"}, *remaining]
+        return [{**first, "content": f"{text}\n\n{first['content']}"}, *remaining]
 
 
 def _parts(content: str | None) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}] if content else []
 
 
-def _common_beginning(one: str, other: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:at]
+def _common_beginning(first: str, second: str) -> str:
+    end = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    return first[:end]

@@ -1,4 +1,4 @@
-"""Conversations as plain text, for base models: `System: …`, `User: …`, then `Assistant:`; or with nothing between."""
+"""Conversations as plain text, for base models: `System: …`, `User: …`, then `Assistant:`; or without any marks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .tool_calls import EXAMPLE, Reading, describe, read_calls, read_hermes, wri
 
 
 class TextRenderer(Renderer):
-    """Messages as lines that begin with who speaks. Tools are described before them and called in the Hermes format.
+    """Messages as lines that begin with the role. Tools are described before them and called in the Hermes format.
 
-    The assistant's turns end with the tokenizer's end-of-sequence token, and nothing ever forks.
+    The assistant's turns end with the tokenizer's end-of-sequence token, and conversations never fork.
     """
 
-    between = "\n"
-    """Text between a turn of the assistant and what follows it."""
+    separator = "\n"
+    """The text between an assistant's turn and the next message."""
 
     def dialogue(self) -> TextDialogue:
         return TextDialogue(self)
@@ -47,9 +47,9 @@ class TextRenderer(Renderer):
 
 
 class RawRenderer(TextRenderer):
-    """The messages' texts, one directly after the other, for prompts that are written as the model is to read them."""
+    """The messages' texts without separators, for prompts that are complete model inputs."""
 
-    between = ""
+    separator = ""
     others_answer = False
 
     @property
@@ -64,11 +64,11 @@ class RawRenderer(TextRenderer):
 
 
 class TextDialogue(Dialogue):
-    """Every reply is appended."""
+    """A dialogue that appends every observation."""
 
     renderer: TextRenderer
 
-    _cut = False
+    _is_truncated = False
 
     def _read(self, text: str) -> Reading:
         return read_calls(text, read_hermes, self.tools, thinking=False)
@@ -77,10 +77,10 @@ class TextDialogue(Dialogue):
         return self.renderer.turn(turn)
 
     def _on_policy_turn(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
-        self._cut = len(self._body(token_ids)) == len(token_ids)
+        self._is_truncated = len(self._body(token_ids)) == len(token_ids)
 
     def _extend(self, observation: Observation) -> Extension:
-        end = self.renderer.end_of_turn if self._cut else ""
+        end = self.renderer.end_of_turn if self._is_truncated else ""
         return Extension(
             self.renderer.encode_after(
                 self._last, f"{end}{self.renderer.between}{self.renderer.lines(observation.messages)}"

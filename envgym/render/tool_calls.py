@@ -2,8 +2,8 @@
 Mistral, DeepSeek) and tags, one for each argument (Qwen's and NVIDIA's later models, GLM). The format of a chat
 template is found by rendering a probe (`find_format`).
 
-A reader never raises on what a policy wrote: a call that cannot be read comes back with an `error`, one sentence to
-tell the policy.
+A reader raises no error on a completion: an unreadable call is returned with an `error`, one sentence for the
+policy.
 """
 
 from __future__ import annotations
@@ -23,68 +23,68 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The text of a turn, taken apart: what stands before the first call, the calls, what stands after and between."""
+    """The parsed text of a turn: `content` before the first call, the calls, and the text after and between them."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
-    rest: str = ""
+    remainder: str = ""
 
     @property
-    def complete(self) -> bool:
-        """True where content and calls are all there is, and all could be read."""
-        return not self.rest.strip() and not any(call.error for call in self.calls)
+    def is_complete(self) -> bool:
+        """True if there is no other text than content and calls, and every call could be read."""
+        return not self.remainder.strip() and not any(call.error for call in self.calls)
 
 
 Format = Callable[[str, Mapping[str, ToolSpec]], Reading]
-"""Finds the calls in a text, given the tools on offer by name."""
+"""A function that finds the calls in a text, given the offered tools by name."""
 
 
-def malformed(error: str, name: str = "") -> ToolCall:
-    """A call that cannot be read."""
+def malformed_call(error: str, name: str = "") -> ToolCall:
+    """An unreadable call."""
     return ToolCall("", name, error=error)
 
 
-def skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+def skip_space(text: str, pos: int) -> int:
+    while pos < len(text) and text[pos].isspace():
+        pos += 1
+    return pos
 
 
-def json_at(text: str, at: int) -> tuple[Any, int, str]:
-    """The JSON value at `at` or after spaces there: (value, where it ends, what is wrong with it or nothing)."""
-    at = skip_space(text, at)
+def parse_json(text: str, pos: int) -> tuple[Any, int, str]:
+    """Parse the JSON value at `pos`, after optional spaces: (value, its end, error message or "")."""
+    pos = skip_space(text, pos)
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = _DECODER.raw_decode(text, pos)
         if _depth(value) > MAX_DEPTH:
             raise RecursionError
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(value, ensure_ascii=False).encode()  # an unpaired surrogate cannot be encoded
     except json.JSONDecodeError as error:
-        near = text[error.pos : error.pos + 20]
-        where = f"at {near!r}" if near else "at its end"
-        return None, at, f"The tool call is not valid JSON: {error.msg} {where}."
+        excerpt = text[error.pos : error.pos + 20]
+        location = f"at {excerpt!r}" if excerpt else "at its end"
+        return None, pos, f"The tool call is not valid JSON: {error.msg} {location}."
     except RecursionError:
-        return None, at, "The tool call is not valid JSON: it is nested too deeply."
-    except ValueError as error:  # numbers beyond measure, half characters
-        return None, at, f"The tool call is not valid JSON: {error}."
+        return None, pos, "The tool call is not valid JSON: it is nested too deeply."
+    except ValueError as error:  # infinite numbers, unpaired surrogates
+        return None, pos, f"The tool call is not valid JSON: {error}."
     return value, end, ""
 
 
-def call_of(value: Any, *keys: str) -> ToolCall:
-    """A call written as a JSON object with its arguments under one of `keys`."""
+def to_call(value: Any, *keys: str) -> ToolCall:
+    """Convert a JSON object with its arguments under one of `keys` to a call."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
-        return malformed(f'A tool call is a JSON object with "name", a string, and "{keys[0]}".')
+        return malformed_call(f'A tool call is a JSON object with "name", a string, and "{keys[0]}".')
     arguments = next((value[key] for key in keys if key in value), None)
     if not isinstance(arguments, dict):
-        return malformed(f'The call of {name[:80]!r} lacks "{keys[0]}", a JSON object.', name)
+        return malformed_call(f'The call of {name[:80]!r} lacks "{keys[0]}", a JSON object.', name)
     call_id = value.get("id")
     return ToolCall(call_id if isinstance(call_id, str) else "", name, arguments)
 
 
-def call_at(text: str, at: int, *keys: str) -> tuple[ToolCall, int]:
-    """The call written as a JSON object at `at`, and where it ends."""
-    value, end, error = json_at(text, at)
-    return (malformed(error) if error else call_of(value, *keys)), end
+def parse_call(text: str, pos: int, *keys: str) -> tuple[ToolCall, int]:
+    """Parse the call written as a JSON object at `pos`; return it and its end."""
+    value, end, error = parse_json(text, pos)
+    return (malformed_call(error) if error else to_call(value, *keys)), end
 
 
 def _number(text: str) -> float:
@@ -107,34 +107,34 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def read_calls(text: str, written: Format, tools: Sequence[ToolSpec], *, thinking: bool) -> Reading:
+def read_calls(text: str, read: Format, tools: Sequence[ToolSpec], *, thinking: bool) -> Reading:
     """Find the tool calls in a turn's text, special tokens included.
 
-    What the model only thinks (up to the last `</think>`) holds no calls; `thinking`: the prompt had opened a thought.
+    Thoughts (up to the last `</think>`) hold no calls; `thinking` is True if the prompt opened a thought.
     """
-    before, thought, answer = text.rpartition("</think>")
+    thoughts, thought, answer = text.rpartition("</think>")
     if not thought and (thinking or "<think>" in text):
         return Reading(text)
     by_name = {tool.name: tool for tool in tools}
-    reading = written(answer, by_name)
-    calls = tuple(_known(call, by_name) for call in reading.calls)
-    return Reading(before + thought + reading.content, calls, reading.rest)
+    reading = read(answer, by_name)
+    calls = tuple(_check_name(call, by_name) for call in reading.calls)
+    return Reading(thoughts + thought + reading.content, calls, reading.remainder)
 
 
-def written_call(name: Any, arguments: Any, tools: Sequence[ToolSpec]) -> ToolCall:
-    """A call as OpenAI-compatible APIs write it: the tool's name, and its arguments as JSON text."""
+def parse_api_call(name: Any, arguments: Any, tools: Sequence[ToolSpec]) -> ToolCall:
+    """Parse a call in the form of OpenAI-compatible APIs: the tool's name, and its arguments as JSON text."""
     if not isinstance(name, str) or not name:
-        return malformed("A tool call names a tool.")
+        return malformed_call("A tool call names a tool.")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-    value, end, error = json_at(text, 0) if text.strip() else ({}, len(text), "")
+    value, end, error = parse_json(text, 0) if text.strip() else ({}, len(text), "")
     if not error and (not isinstance(value, dict) or text[end:].strip()):
         error = f"The arguments of {name[:80]!r} are not one JSON object."
     if error:
-        return malformed(error, name)
-    return _known(ToolCall("", name, value), {tool.name: tool for tool in tools})
+        return malformed_call(error, name)
+    return _check_name(ToolCall("", name, value), {tool.name: tool for tool in tools})
 
 
-def _known(call: ToolCall, tools: Mapping[str, ToolSpec]) -> ToolCall:
+def _check_name(call: ToolCall, tools: Mapping[str, ToolSpec]) -> ToolCall:
     if call.error or call.name in tools:
         return call
     error = f"There is no tool {call.name[:80]!r}; the tools are: {', '.join(tools)}."
@@ -142,7 +142,7 @@ def _known(call: ToolCall, tools: Mapping[str, ToolSpec]) -> ToolCall:
 
 
 def describe(tools: Sequence[ToolSpec], example: str) -> str:
-    """Tools in plain text, for templates that show none; `example` is a call as it is to be written."""
+    """Describe tools in plain text, for templates that show none; `example` is a call in the expected format."""
     lines = [json.dumps(tool.as_dict()["function"], ensure_ascii=False) for tool in tools]
     return "\n".join(["You may call these tools:", *lines, "To call one, write:", example])
 
@@ -159,18 +159,18 @@ def write_hermes(content: str, calls: Sequence[ToolCall]) -> str:
 
 def read_hermes(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, once for each call."""
-    calls, rest = [], []
-    first = at = text.find("<tool_call>")
-    while at >= 0:
-        call, end = call_at(text, at + len("<tool_call>"), "arguments")
+    calls, remainder = [], []
+    first = pos = text.find("<tool_call>")
+    while pos >= 0:
+        call, end = parse_call(text, pos + len("<tool_call>"), "arguments")
         close = text.find("</tool_call>", end)
         if not call.error and (close < 0 or text[end:close].strip()):
-            call = malformed("The tool call does not end with </tool_call> after its JSON.", call.name)
+            call = malformed_call("The tool call does not end with </tool_call> after its JSON.", call.name)
         calls.append(call)
-        after = close + len("</tool_call>") if close >= 0 else len(text)
-        at = text.find("<tool_call>", after)
-        rest.append(text[after : at if at >= 0 else None])
-    return Reading(text[:first] if calls else text, tuple(calls), "".join(rest))
+        end_of_call = close + len("</tool_call>") if close >= 0 else len(text)
+        pos = text.find("<tool_call>", end_of_call)
+        remainder.append(text[end_of_call : pos if pos >= 0 else None])
+    return Reading(text[:first] if calls else text, tuple(calls), "".join(remainder))
 
 
 def read_llama(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
@@ -181,17 +181,17 @@ def read_llama(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
     if not tagged and not (body.startswith("{") and ('"name"' in body or '"parameters"' in body)):
         return Reading(text)
     calls: list[ToolCall] = []
-    at = 0
-    while at < len(body):
-        if calls and not body.startswith("{", at):
+    pos = 0
+    while pos < len(body):
+        if calls and not body.startswith("{", pos):
             break
-        call, at = call_at(body, at, "parameters", "arguments")
+        call, pos = parse_call(body, pos, "parameters", "arguments")
         calls.append(call)
         if call.error:
-            at = len(body)  # nobody knows where it ends
-        at = skip_space(body, at)
-        at = skip_space(body, at + 1) if body.startswith((";", ","), at) else at
-    return Reading("", tuple(calls), body[at:])
+            pos = len(body)  # its end is unknown
+        pos = skip_space(body, pos)
+        pos = skip_space(body, pos + 1) if body.startswith((";", ","), pos) else pos
+    return Reading("", tuple(calls), body[pos:])
 
 
 def read_mistral(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
@@ -199,21 +199,22 @@ def read_mistral(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
     call, `name[ARGS]{…}`."""
     content, *parts = text.split("[TOOL_CALLS]")
     calls: list[ToolCall] = []
-    rest = []
+    remainder = []
     for part in parts:
         start = skip_space(part, 0)
         if part.startswith(("[", "{"), start):
-            value, end, error = json_at(part, start)
-            found = value if isinstance(value, list) else [value]
-            calls += [malformed(error)] if error else [call_of(item, "arguments") for item in found]
+            value, end, error = parse_json(part, start)
+            items = value if isinstance(value, list) else [value]
+            calls += [malformed_call(error)] if error else [to_call(item, "arguments") for item in items]
         else:
             brace = part.find("{")
             head = part if brace < 0 else part[:brace]
             name = head.partition("[ARGS]")[0].partition("[CALL_ID]")[0].strip()
-            value, end, error = json_at(part, len(head))
-            calls.append(malformed(error, name) if error else call_of({"name": name, "arguments": value}, "arguments"))
-        rest.append("" if calls and calls[-1].error else part[end:])
-    return Reading(content, tuple(calls), "".join(rest))
+            value, end, error = parse_json(part, len(head))
+            call = {"name": name, "arguments": value}
+            calls.append(malformed_call(error, name) if error else to_call(call, "arguments"))
+        remainder.append("" if calls and calls[-1].error else part[end:])
+    return Reading(content, tuple(calls), "".join(remainder))
 
 
 def read_deepseek(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
@@ -222,25 +223,25 @@ def read_deepseek(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
     head, *parts = text.split("<｜tool▁call▁begin｜>")
     if not parts:
         return Reading(text)
-    calls, rest = [], []
+    calls, remainder = [], []
     for part in parts:
-        body, closed, after = part.partition("<｜tool▁call▁end｜>")
+        body, closed, tail = part.partition("<｜tool▁call▁end｜>")
         first, _, second = body.partition("<｜tool▁sep｜>")
         brace = second.find("{")
-        between = second if brace < 0 else second[:brace]
-        name = between.partition("```")[0].strip() or first.strip()
-        value, end, error = json_at(second, len(between))
+        separator = second if brace < 0 else second[:brace]
+        name = separator.partition("```")[0].strip() or first.strip()
+        value, end, error = parse_json(second, len(separator))
         if error:
-            calls.append(malformed(error, name))
+            calls.append(malformed_call(error, name))
         elif not closed or second[end:].strip().strip("`"):
-            calls.append(malformed("The tool call does not end after its JSON.", name))
+            calls.append(malformed_call("The tool call does not end after its JSON.", name))
         else:
-            calls.append(call_of({"name": name, "arguments": value}, "arguments"))
-        rest.append(after.replace("<｜tool▁calls▁end｜>", ""))
-    return Reading(head.removesuffix("<｜tool▁calls▁begin｜>"), tuple(calls), "".join(rest))
+            calls.append(to_call({"name": name, "arguments": value}, "arguments"))
+        remainder.append(tail.replace("<｜tool▁calls▁end｜>", ""))
+    return Reading(head.removesuffix("<｜tool▁calls▁begin｜>"), tuple(calls), "".join(remainder))
 
 
-# -- Tags: arguments are written as they are, so that only a tool's schema tells the string 5 from the number ------
+# -- Tags: arguments are not quoted, so that only a tool's schema distinguishes the string 5 from the number ------
 
 Pairs = list[tuple[str, str]]
 
@@ -249,8 +250,8 @@ def read_function_tags(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`"""
 
     def parse(block: str) -> tuple[str, Pairs] | None:
-        whole = re.fullmatch(r"\s*<function=([^>\n]*)>(.*)</function>\s*", block, re.DOTALL)
-        return whole and _name_and_pairs(whole[1], whole[2], _PARAMETER)
+        match = re.fullmatch(r"\s*<function=([^>\n]*)>(.*)</function>\s*", block, re.DOTALL)
+        return match and _name_and_pairs(match[1], match[2], _PARAMETER)
 
     return _read_tags(text, tools, parse, "<function=NAME><parameter=KEY>VALUE</parameter></function>")
 
@@ -259,8 +260,8 @@ def read_argument_tags(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
     """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>`"""
 
     def parse(block: str) -> tuple[str, Pairs] | None:
-        name, opened, pairs = block.partition("<arg_key>")
-        return _name_and_pairs(name, opened + pairs, _ARGUMENT)
+        name, opening, pairs = block.partition("<arg_key>")
+        return _name_and_pairs(name, opening + pairs, _ARGUMENT)
 
     return _read_tags(text, tools, parse, "NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
 
@@ -270,33 +271,33 @@ _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_val
 
 
 def _name_and_pairs(name: str, text: str, pair: re.Pattern[str]) -> tuple[str, Pairs] | None:
-    """A name and the pairs that a text consists of; None where there is anything else in it."""
-    pairs, at = [], 0
-    while at < len(text) and (found := pair.match(text, at)):
-        pairs.append((found[1].strip(), found[2]))
-        at = found.end()
-    return (name.strip(), pairs) if name.strip() and not text[at:].strip() else None
+    """A name and the pairs of a text; None if it contains anything else."""
+    pairs, pos = [], 0
+    while pos < len(text) and (match := pair.match(text, pos)):
+        pairs.append((match[1].strip(), match[2]))
+        pos = match.end()
+    return (name.strip(), pairs) if name.strip() and not text[pos:].strip() else None
 
 
 def _read_tags(
     text: str, tools: Mapping[str, ToolSpec], parse: Callable[[str], tuple[str, Pairs] | None], form: str
 ) -> Reading:
     content, *parts = text.split("<tool_call>")
-    calls, rest = [], []
+    calls, remainder = [], []
     for part in parts:
-        block, closed, after = part.partition("</tool_call>")
-        taken = parse(block) if closed else None
-        if taken is None:
-            calls.append(malformed(f"A tool call has the form <tool_call>{form}</tool_call>."))
+        block, closed, tail = part.partition("</tool_call>")
+        parsed = parse(block) if closed else None
+        if parsed is None:
+            calls.append(malformed_call(f"A tool call has the form <tool_call>{form}</tool_call>."))
         else:
-            calls.append(_call(*taken, tools))
-        rest.append(after)
-    return Reading(content, tuple(calls), "".join(rest))
+            calls.append(_call(*parsed, tools))
+        remainder.append(tail)
+    return Reading(content, tuple(calls), "".join(remainder))
 
 
 def _call(name: str, pairs: Iterable[tuple[str, str]], tools: Mapping[str, ToolSpec]) -> ToolCall:
     properties = tools[name].parameters.get("properties", {}) if name in tools else {}
-    return ToolCall("", name, {key: _value(text, properties.get(key)) for key, text in pairs})
+    return ToolCall("", name, {key: _convert(text, properties.get(key)) for key, text in pairs})
 
 
 _PYTHON = {"True": True, "False": False, "None": None}
@@ -305,14 +306,14 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def _value(text: str, schema: Any) -> Any:
-    """An argument, by what its schema says it is: a string as it stands, anything else from JSON."""
+def _convert(text: str, schema: Any) -> Any:
+    """Convert an argument to the type in its schema: a string unmodified, other types from JSON."""
     declared = schema.get("type") if isinstance(schema, Mapping) else None
     types = {declared} if isinstance(declared, str) else set(declared or ())
     if types == {"string"}:
         return text
-    value, end, error = json_at(text, 0)
-    if text.strip() in _PYTHON:  # as some templates write them
+    value, end, error = parse_json(text, 0)
+    if text.strip() in _PYTHON:  # some templates write Python literals
         value, end, error = _PYTHON[text.strip()], len(text), ""
     if error or text[end:].strip():
         return text
@@ -327,32 +328,32 @@ FORMATS: tuple[Format, ...] = (
     read_hermes, read_function_tags, read_argument_tags, read_mistral, read_deepseek, read_llama,
 )  # fmt: skip
 EXAMPLE = ToolCall("call00000", "tool_name", {"argument": "value"})
-"""The probe, and what policies are shown."""
+"""The probe, and the example shown to policies."""
 
 
 CallForm = Callable[[str, Sequence[ToolCall]], dict[str, Any]]
-"""The form in which a template takes content and calls."""
+"""A function that builds the message that a template takes for content and calls."""
 
 
-def _with_calls(empty: str | None, as_text: bool, content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """An assistant's message: `empty` in place of a content that says nothing, arguments as text or not."""
-    message = Message("assistant", (), tuple(calls)).as_dict() | {"content": content or empty}
+def _with_calls(placeholder: str | None, as_text: bool, content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """An assistant's message: `placeholder` in place of an empty content, arguments as text with `as_text`."""
+    message = Message("assistant", (), tuple(calls)).as_dict() | {"content": content or placeholder}
     for call in message["tool_calls"] if as_text else ():
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return message
 
 
 def find_format(turn: Callable[[dict[str, Any]], str]) -> tuple[CallForm, Format] | None:
-    """The form in which a chat template takes calls and the format in which it writes them, found by rendering
-    `EXAMPLE` with `turn`. None where it does not, or in a format that cannot be read."""
+    """Find the form in which a chat template takes calls and the format in which it writes them, by rendering `EXAMPLE`
+    with `turn`. None if it writes no calls, or in an unknown format."""
     tools = {EXAMPLE.name: ToolSpec(EXAMPLE.name, "", {"properties": {"argument": {"type": "string"}}})}
-    for empty in ("", None):
+    for placeholder in ("", None):
         for as_text in (False, True):
-            form = partial(_with_calls, empty, as_text)
-            written = turn(form("", [EXAMPLE]))
+            form = partial(_with_calls, placeholder, as_text)
+            text = turn(form("", [EXAMPLE]))
             for read in FORMATS:
-                reading = read(written, tools)
-                if reading.complete and [(c.name, c.arguments) for c in reading.calls] == [
+                reading = read(text, tools)
+                if reading.is_complete and [(c.name, c.arguments) for c in reading.calls] == [
                     (EXAMPLE.name, EXAMPLE.arguments)
                 ]:
                     return form, read

@@ -7,8 +7,10 @@
 (The folder is not called `reward`, which in this package is the decorator.)
 """
 
+from envgym.types import Reward
+
 from .environments import GroupRewardSpec, RewardConfig, RewardSpec, reward
-from .functions import Reward, as_reward, as_rewards, prompt_text
+from .functions import as_reward, as_rewards, prompt_text
 
 __all__ = [
     "GroupRewardSpec", "Reward", "RewardConfig", "RewardSpec", "as_reward", "as_rewards", "prompt_text", "reward",

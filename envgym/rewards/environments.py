@@ -12,16 +12,16 @@ from typing import Any, ClassVar, TypeVar, overload
 
 from pydantic import Field
 
-from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
+from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import CallTimeout, ConfigError, DataError, InvalidStep
 from envgym.processes.pool import Processes
-from envgym.processes.threads import OwnThread
+from envgym.processes.threads import DedicatedThread
 from envgym.tasks import DataEnvConfig, DataEnvSpec, prompt_key
 from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
 from envgym.tasks.config import SourceConfig
-from envgym.types import Action, Episode, Message, Observation, Task, as_messages
+from envgym.types import Action, Episode, Message, Observation, Reward, Task, as_messages
 
-from .functions import Parameters, Reward, as_reward, as_rewards, conversation, prompt_text
+from .functions import Parameters, as_reward, as_rewards, conversation, prompt_text
 
 TEST_FRACTION = 0.1
 """Share of the prompts given in Python that is held out."""
@@ -149,10 +149,10 @@ class RewardSpec(DataEnvSpec):
             await self._processes.start()
             self.closing.push_async_callback(self._processes.close)
 
-    def own_tasks(self, split: str) -> TaskSet:
+    def default_tasks(self, split: str) -> TaskSet:
         if self.given_tasks is None:
             raise ConfigError(f"environment {self.id} needs tasks: data.path=FILE, or tasks=… in its decorator")
-        return ListTasks(self._given_splits[split])
+        return TaskList(self._given_splits[split])
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         """The task's answer, where it is text or a number."""
@@ -222,7 +222,7 @@ class GroupRewardSpec(RewardSpec):
             return as_rewards(await self._call(columns, timeout), len(rows), self.name)
 
     async def _call(self, columns: dict[str, list[Any]], timeout: float) -> Any:
-        thread = OwnThread(self.name)
+        thread = DedicatedThread(self.name)
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:

@@ -13,12 +13,10 @@ from typing import Any
 from envgym.env.checked import finite_metrics, shown
 from envgym.errors import ConfigError, DataError, InvalidStep, did_you_mean
 from envgym.loading import load_function
-from envgym.types import Judgement, Message, Task, as_messages
+from envgym.types import Message, Reward, Task, as_messages
 
 ARGUMENTS = ("completion", "prompt", "answer", "task", "messages", "action")
 """Parameters that a reward function may have besides the fields of the data row."""
-
-Reward = Judgement
 
 
 class Parameters:

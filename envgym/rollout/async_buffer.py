@@ -16,7 +16,7 @@ Play = Callable[[Task, str], Awaitable[Group]]
 """Plays a task as one group; is given the group's name."""
 
 
-class Supply:
+class AsyncRollouts:
     """Keeps tasks in play so that a step finds its groups ready, or nearly so.
 
     A step takes B groups, `rollout.tasks`. Those begun by the time version v is sampled from number (v + 1 + K) B at
@@ -128,4 +128,4 @@ def version_of(group: str) -> int:
 
 def _unplayed(task: Task) -> Group:
     """A task in the form that checkpoints keep tasks in."""
-    return Group("", task, [Episode("", task, Outcome.failed("unplayed", "it was in play"))])
+    return Group("", task, [Episode("", task, Outcome.fail("unplayed", "it was in play"))])

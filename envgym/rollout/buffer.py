@@ -12,7 +12,7 @@ from envgym.tasks.cursor import TaskCursor
 from envgym.types import Episode, Group, Task
 
 from .config import RolloutConfig
-from .filter import FilterConfig, filtered_by
+from .filter import FilterConfig, drop_reason
 
 MAX_ROUNDS = 4
 """Times a step plays tasks without a filter: once, and again where too many groups fell short of members."""
@@ -44,13 +44,13 @@ class Buffer:
         """Take in the groups that can be learned from; returns how many those are."""
         before = len(self._groups)
         for group in groups:
-            self.failures.update(e.outcome.reason for e in [*group.episodes, *group.lost] if e.failed)
-            self.played_again += len(group.lost)
+            self.failures.update(e.outcome.reason for e in [*group.episodes, *group.superseded] if e.failed)
+            self.played_again += len(group.superseded)
             self.refills += group.refills
             members = [e for e in group.episodes if not e.failed and (e.reward is not None or not self.needs_reward)]
             if len(members) < self._min_group_size:
                 self.dropped_groups += 1
-            elif reason := filtered_by(self._filter, members):
+            elif reason := drop_reason(self._filter, members):
                 self.filtered[reason] += 1
             else:
                 self._groups.append(Group(group.id, group.task, members))

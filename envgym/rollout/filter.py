@@ -38,7 +38,7 @@ class FilterConfig(Settings):
         return self
 
 
-def filtered_by(config: FilterConfig, members: Sequence[Episode]) -> str:
+def drop_reason(config: FilterConfig, members: Sequence[Episode]) -> str:
     """The reason, in one word, not to learn from a group of finished episodes; empty where there is none.
 
     Source: Q. Yu et al., "DAPO" (2025), section 3.2, which keeps 0 < accuracy < 1. Rewards stand in for scores where

@@ -27,11 +27,11 @@ from envgym.loading import users_line
 from envgym.processes import cancellation
 from envgym.processes.cancellation import StillRunning, run_to_end
 from envgym.processes.deadline import Deadline
-from envgym.services.policy import WAVES
-from envgym.types import Episode, Group, Judgement, Outcome, Span, Task, timed
+from envgym.services.policy import LOCKSTEP
+from envgym.types import Episode, Group, Outcome, Reward, Span, Task, timed
 
 from .config import RolloutConfig
-from .sampler import EpisodeSampler, Waves
+from .sampler import EpisodeSampler, LockstepBatcher
 
 T = TypeVar("T")
 Progress = Callable[[int, int, Mapping[str, int]], None]
@@ -138,7 +138,7 @@ class Runner:
             # A wave waits for every episode in play, so none of these may wait for an environment's own limit.
             most = self.config.concurrency
             concurrency = min(most, self.spec.concurrency_bound() or most)
-            waves, slots = Waves(self.engine, tally.total, concurrency), asyncio.Semaphore(concurrency)
+            waves, slots = LockstepBatcher(self.engine, tally.total, concurrency), asyncio.Semaphore(concurrency)
 
         async def play(group: Group, member: int) -> None:
             try:
@@ -182,7 +182,9 @@ class Runner:
         """Take back the scores of environments whose rewards are none; returns the episodes that lost theirs."""
         return withdraw((episode for group in groups for episode in group.episodes), self.unscored)
 
-    async def _play_member(self, group: Group, member: int, plan: SamplingPlan, waves: Waves | None) -> Episode:
+    async def _play_member(
+        self, group: Group, member: int, plan: SamplingPlan, waves: LockstepBatcher | None
+    ) -> Episode:
         """Play a member until an attempt does not fail: each may be retried where the failure may pass, and the group
         as a whole may fill a few places anew."""
         retries = 0
@@ -196,13 +198,13 @@ class Runner:
                 group.refills += 1
             else:
                 break
-            group.lost.append(episode)
+            group.superseded.append(episode)
         return episode
 
     async def _play_once(
-        self, group: Group, member: int, attempt: int, plan: SamplingPlan, waves: Waves | None
+        self, group: Group, member: int, attempt: int, plan: SamplingPlan, waves: LockstepBatcher | None
     ) -> Episode:
-        task, spec = group.task, self.spec.of(group.task)
+        task, spec = group.task, self.spec.spec_for(group.task)
         if self._task_hash[0] is not task:  # the members of a group start one after the other
             self._task_hash = (task, task_hash(task))
         fingerprint = self._task_hash[1]
@@ -213,16 +215,16 @@ class Runner:
         if self.engine is not None:
             sampling_seed = derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None
             sampler = EpisodeSampler(waves or self.engine, episode_id, plan.sampling, self.max_model_len, sampling_seed)
-        WAVES.set(waves)  # for opponents; each episode has a task, and so a context, of its own
+        LOCKSTEP.set(waves)  # for opponents; each episode has a task, and so a context, of its own
 
         def play(env: CheckedEnv) -> Coroutine[Any, Any, Episode]:
             if self.agent.uses_policy:
                 return self.agent.run(env, task, sampler, seed=seed)
             # A replay picks among demonstrations by its seed, so members and purposes must differ in it.
-            return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), member=member)
+            return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), recording_index=member)
 
         episode = await play_episode(self.spec, task, play, self.config.episode_timeout, sampler)
-        episode.id, episode.env, episode.group = episode_id, task.env or spec.id, group.id
+        episode.id, episode.env, episode.group_id = episode_id, task.env or spec.id, group.id
         episode.member, episode.attempt, episode.seed = member, attempt, seed
         episode.fingerprints = {**self._fingerprint(spec), "task": fingerprint}
         return episode
@@ -265,7 +267,7 @@ async def play_episode(
     Whatever goes wrong is its outcome. It has no id yet, and was not judged with others. Raises `WorkerDied`: the
     engine is gone, and no episode can go on.
     """
-    spec, name = spec.of(task), task.env or spec.id
+    spec, name = spec.spec_for(task), task.env or spec.id
     env: CheckedEnv | None = None
     result: Episode | Outcome | None = None
     waiting: list[Span] = []
@@ -304,7 +306,7 @@ class _Closing:
                 with UsersCode():
                     await run_to_end(self._close(goes_on))
         finally:
-            self._env.leave()
+            self._env.release()
 
     async def _close(self, goes_on: bool) -> None:
         # One that is still at work may well not close either.
@@ -318,7 +320,7 @@ async def compare(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
     finished = [episode for episode in group.episodes if not episode.failed]
     if not finished:
         return []
-    spec = spec.of(group.task)
+    spec = spec.spec_for(group.task)
     judging: list[Span] = []
     try:
         with timed(judging, "score"):
@@ -331,7 +333,7 @@ async def compare(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
     of_each = [verdicts] * len(finished) if isinstance(verdicts, Outcome) else verdicts
     for episode, verdict in zip(finished, of_each, strict=True):
         episode.spans = [*episode.spans, *judging]
-        if isinstance(verdict, Judgement):
+        if isinstance(verdict, Reward):
             apply_judgement(episode, verdict)
         else:
             episode.outcome = verdict if isinstance(verdict, Outcome) else _failure(spec, verdict)
@@ -339,7 +341,7 @@ async def compare(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
     return finished
 
 
-async def _verdicts(spec: EnvSpec, task: Task, finished: list[Episode]) -> list[Judgement | Exception] | None:
+async def _verdicts(spec: EnvSpec, task: Task, finished: list[Episode]) -> list[Reward | Exception] | None:
     """The environment's verdict on each of the finished members, or None where it judges no groups."""
     judged = await spec.score_group(task, finished)
     if judged is not None and len(judged) != len(finished):
@@ -357,7 +359,7 @@ async def _in_time(spec: EnvSpec, work: Coroutine[Any, Any, T], seconds: float, 
             raise TimeoutError
         return result
     if deadline.expired():
-        return Outcome.failed("timeout", f"the episode took longer than {seconds:g} s", retryable=True)
+        return Outcome.fail("timeout", f"the episode took longer than {seconds:g} s", retryable=True)
     return _failure(spec, call.error)
 
 
@@ -367,22 +369,22 @@ def _failure(spec: EnvSpec, error: BaseException) -> Outcome:
     if isinstance(error, StillRunning):  # not tried again: the next would go on as well
         grace = cancellation.GRACE_SECONDS
         message = f"{spec.id} goes on {grace:g} s after it was cancelled, and is left to itself"
-        return Outcome.failed("does_not_end", message)
+        return Outcome.fail("does_not_end", message)
     if isinstance(error, InvalidOutcome):
-        return Outcome.failed(error.kind, message, retryable=error.retryable)
+        return Outcome.fail(error.kind, message, retryable=error.retryable)
     for expected, kind in FAILURES.items():
         if isinstance(error, expected):
-            return Outcome.failed(kind, message, retryable=expected is CallTimeout)
+            return Outcome.fail(kind, message, retryable=expected is CallTimeout)
     where = f" ({line})" if (line := users_line(error)) else ""
     message = f"{type(error).__name__}: {message}{where}"
-    return Outcome.failed("environment", message, retryable=bool(getattr(error, "retryable", False)))
+    return Outcome.fail("environment", message, retryable=bool(getattr(error, "retryable", False)))
 
 
-def as_judgement(verdict: object) -> Judgement | Exception:
+def as_judgement(verdict: object) -> Reward | Exception:
     """The judgement of `score_group` on one episode. Raises `InvalidStep` for what is not a finite number."""
     if isinstance(verdict, Exception):
         return verdict
-    judged = verdict if isinstance(verdict, Judgement) else Judgement(verdict)  # type: ignore[arg-type]
+    judged = verdict if isinstance(verdict, Reward) else Reward(verdict)  # type: ignore[arg-type]
     numbers = [judged.reward, judged.score, *judged.metrics.values()]
     try:
         if not all(number is None or math.isfinite(number) for number in numbers):
@@ -394,7 +396,7 @@ def as_judgement(verdict: object) -> Judgement | Exception:
     return judged
 
 
-def apply_judgement(episode: Episode, judged: Judgement) -> None:
+def apply_judgement(episode: Episode, judged: Reward) -> None:
     """Let a judgement stand in place of what the steps of `episode` paid."""
     own_score = None if episode.score_is_reward or episode.reward is not None else episode.score
     reward = None if judged.reward is None else float(judged.reward)

@@ -15,7 +15,7 @@ from envgym.hashing import derived_seed
 from envgym.types import Limit, Message, Span, ToolSpec, int_array, timed
 
 
-class Waves:
+class LockstepBatcher:
     """Holds requests back until every episode in play waits for one, then submits them together, sorted.
 
     In that order, and with a seed each, an engine gives the same bits again: which requests share a batch no
@@ -72,7 +72,7 @@ class EpisodeSampler:
     too little waits for the others, and is cut only where they have left no more.
     """
 
-    engine: Engine | Waves | ChatEngine
+    engine: Engine | LockstepBatcher | ChatEngine
     episode_id: str
     sampling: SamplingParams
     max_model_len: int

@@ -22,7 +22,7 @@ def in_order(actions: Sequence[Action]) -> Script:
 
 
 NO_ACTIONS = in_order(())
-OUT_OF_TURNS = Outcome.truncated(Limit.TURNS)
+OUT_OF_TURNS = Outcome.truncate(Limit.TURNS)
 
 
 def action_of(turn: str | Message, token_ids: Sequence[int]) -> Action:
@@ -110,5 +110,5 @@ class Scripted(Agent):
         super().__init__(NoRenderer(), AgentConfig())
         self._episode_of = episode_of
 
-    async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
+    async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:
         return await self._episode_of(task).play(env)

@@ -113,7 +113,7 @@ class Transcript:
         part of an answer.
         """
         if self.stop_reason is StopReason.LENGTH and outcome.reason in ("", Limit.TURNS):
-            outcome = Outcome.truncated(Limit.LENGTH)
+            outcome = Outcome.truncate(Limit.LENGTH)
         for row in self.rows:  # what the policy never answered, and perhaps never had room to read
             while row.segments and row.segments[-1].role != "action":
                 row.segments.pop()

@@ -1,4 +1,4 @@
-"""Other people's programs, each in a process apart from this machine's files, users and network."""
+"""Untrusted programs, each in a process that is isolated from the host's files, users and network."""
 
 from .sandbox import Execution, Limits, Sandbox
 from .tool import python_tool

@@ -1,10 +1,10 @@
-"""Runs untrusted Python programs: a process each, with limits, apart from this machine's files, users and network.
+"""Runs untrusted Python programs, each in a process with limits, isolated from the host's files, users and network.
 
     async with Sandbox(Limits(cpu_seconds=2)) as sandbox:
-        done = await sandbox.run("print(input()[::-1])", stdin="hello")
-        done.stdout, done.reason         # 'olleh\n', 'ok'
+        execution = await sandbox.run("print(input()[::-1])", stdin="hello")
+        execution.stdout, execution.reason         # 'olleh\n', 'ok'
 
-A small server process, which knows nothing of the one that trains, forks for every program (see `jail`).
+A small server process, which shares no memory with the training process, forks for every program (see `jail`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .jail import wire
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 30.0
-"""Time that a program's report may be late: its supervisor ends it at the limit."""
-_DYING_SECONDS = 0.5  # until a killed server is seen to be dead
+"""Maximum delay of a program's report after its wall time, at which the supervisor ends it."""
+_DYING_SECONDS = 0.5  # until a killed server is detected
 KIND = "sandbox"
-"""The kind of the outcome where the sandbox itself is in trouble."""
+"""The kind of the outcome if the sandbox itself fails."""
 
 Reason = Literal["ok", "error", "timeout", "memory", "output", "processes"]
 
@@ -47,33 +47,33 @@ _ALSO_SHARED = "see which files exist, share the disk with everybody, and can st
 
 
 class Limits(Settings):
-    """Limits of one program. A program that passes a limit is ended, or refused what it asked for."""
+    """Limits of one program. A program that exceeds a limit is ended, or its request to the kernel fails."""
 
     model_config = ConfigDict(frozen=True)
 
     cpu_seconds: float = Field(5.0, gt=0)
-    """CPU time, of all its threads and processes together."""
+    """CPU time of all its threads and processes together."""
     wall_seconds: float = Field(15.0, gt=0)
-    """Time from start to end. Leave room: a busy machine gives a program less than a CPU."""
+    """Time from start to end. Leave headroom: a busy machine gives a program less than one CPU."""
     memory_mb: int = Field(512, ge=64)
-    """Address space of each process, and memory of all of them together (looked at every 0.2 s)."""
+    """Address space of each process, and memory of all of them together (checked every 0.2 s)."""
     output_kb: int = Field(1024, ge=1)
-    """Output, errors included."""
+    """Output, standard error included."""
     disk_mb: int = Field(64, ge=1)
-    """Size of its files, all together. They lie in memory."""
+    """Total size of its files, which are held in memory."""
     files: int = Field(1000, ge=10)
-    """Files and folders it may make."""
+    """Files and folders that it may make."""
     open_files: int = Field(64, ge=16)
     """Files each process may have open."""
     processes: int = Field(16, ge=1)
-    """Threads and processes at a time."""
+    """Concurrent threads and processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
     """The end of a program.
 
-    `reason`: `ok` (exit status 0), `error` (any other, or a signal), or the limit it passed. `exit` is the status,
+    `reason`: `ok` (exit status 0), `error` (any other, or a signal), or the exceeded limit. `exit` is the status,
     negative for a signal. `seconds` of wall time, `cpu` seconds (0 where its limit ended it). Output that is not UTF-8
     has replacement characters.
     """
@@ -88,23 +88,23 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The isolation of programs from this machine: by `namespaces`, or `landlock` where there are none; why, and what
-    is shared all the same."""
+    """The isolation of programs from the host: its kind, `landlock` where namespaces are unavailable, and the reason;
+    `not_isolated` lists what is still shared."""
 
-    by: Literal["namespaces", "landlock"]
+    kind: Literal["namespaces", "landlock"]
     not_isolated: tuple[str, ...]
-    why: str = ""
+    reason: str = ""
 
     def __str__(self) -> str:
-        return f"sandbox ({self.by}): {', '.join(self.not_isolated)}{self.why and f' ({self.why})'}"
+        return f"sandbox ({self.kind}): {', '.join(self.not_isolated)}{self.reason and f' ({self.reason})'}"
 
 
 class Sandbox:
-    """Runs programs, at most `concurrency` at a time (default: two for each CPU); others wait their turn.
+    """Runs programs, at most `concurrency` at a time (default: two for each CPU); others wait.
 
-    `packages` are import names that programs may use besides the standard library; what those import must be named
-    as well. It starts with the first program, or by `start`; it belongs to no event loop. Trouble of the sandbox
-    itself raises `InvalidOutcome`, never looks like a program's failure.
+    `packages` are import names that programs may use besides the standard library; the packages that those import must
+    be listed as well. The sandbox starts with the first program or by `start`, and works in any event loop. A failure
+    of the sandbox itself raises `InvalidOutcome`, so it is never taken for a failure of the program.
     """
 
     def __init__(
@@ -115,32 +115,32 @@ class Sandbox:
         self.limits = limits or Limits()
         self.isolation: Isolation | None = None
         self._concurrency = concurrency or 2 * len(os.sched_getaffinity(0))
-        self._packages = {name: path for package in packages for name, path in _locate(package).items()}
+        self._packages = {name: path for package in packages for name, path in _find_files(package).items()}
         self._ways = _WAYS
         self._lock = threading.Lock()
         self._server: _Server | None = None
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def start(self) -> Isolation:
-        """Start, if that has not happened; log what is not isolated on this machine in one line, and return it.
+        """Start unless running; log in one line what is not isolated on this machine, and return it.
 
-        Raises `ConfigError` where programs cannot be isolated here.
+        Raises `ConfigError` if programs cannot be isolated here.
         """
-        await self._running()
+        await self._ensure_server()
         assert self.isolation is not None
         return self.isolation
 
     async def run(self, source: str, stdin: str = "", files: Mapping[str, str | bytes] | None = None) -> Execution:
-        """Run a program to its end, in an empty folder but for itself (`main.py`) and `files` (relative names).
+        """Run a program to its end, in a folder with only itself (`main.py`) and `files` (relative names).
 
-        Raises `InvalidOutcome` where the sandbox is in trouble. Who stops waiting ends the program.
+        Raises `InvalidOutcome` if the sandbox fails. Cancelling the call ends the program.
         """
-        given = {_checked(name): _encoded(content) for name, content in (files or {}).items()}
-        request = wire.pack(self._request(list(given)), (_encoded(source), _encoded(stdin), *given.values()))
+        contents = {_check_name(name): _encode(content) for name, content in (files or {}).items()}
+        request = wire.pack(self._request(list(contents)), (_encode(source), _encode(stdin), *contents.values()))
         async with self._slot():
             try:
                 report, output = await self._ask(request)
-            except _Died:  # somebody killed it, or its server; once, that is made good
+            except _Died:  # it or its server was killed: retry once
                 await asyncio.sleep(_DYING_SECONDS)
                 try:
                     report, output = await self._ask(request)
@@ -152,7 +152,7 @@ class Sandbox:
         return Execution(stdout, stderr, report["exit"], report["reason"], report["seconds"], report["cpu"])
 
     async def close(self) -> None:
-        """End the server. Programs under way run to their end."""
+        """End the server. Running programs continue to their end."""
         with self._lock:
             server, self._server = self._server, None
         if server is not None:
@@ -180,8 +180,8 @@ class Sandbox:
         return self._slots[1]
 
     async def _ask(self, request: bytes) -> tuple[dict[str, Any], list[bytes]]:
-        """Have a new supervisor run a program. Raises `_Died` where that one died before its report."""
-        server = await self._running()
+        """Run a program by a new supervisor. Raises `_Died` if the supervisor died before its report."""
+        server = await self._ensure_server()
         try:
             connection = server.connect()
         except OSError:
@@ -191,15 +191,15 @@ class Sandbox:
             async with asyncio.timeout(self.limits.wall_seconds + GRACE_SECONDS):
                 writer.write(request)
                 await writer.drain()
-                return await _answer(reader)
+                return await _read_report(reader)
         except TimeoutError:
             raise InvalidOutcome(KIND, "the supervisor of a program does not answer", retryable=True) from None
         except (asyncio.IncompleteReadError, OSError):
             raise _Died from None
         finally:
-            writer.close()  # a program that still runs is ended
+            writer.close()  # ends a program that is still running
 
-    async def _running(self) -> _Server:
+    async def _ensure_server(self) -> _Server:
         server = self._server
         return server if server is not None and server.alive() else await asyncio.to_thread(self._start)
 
@@ -209,28 +209,28 @@ class Sandbox:
                 self._server = _Server(self._packages, self._ways)
                 if self.isolation is None:
                     self.isolation = self._server.isolation
-                    level = logging.INFO if self.isolation.by == "namespaces" else logging.WARNING
+                    level = logging.INFO if self.isolation.kind == "namespaces" else logging.WARNING
                     logging.getLogger(__name__).log(level, "%s", self.isolation)
             return self._server
 
 
 class _Died(Exception):
-    """A supervisor, or the server that was to fork it."""
+    """A supervisor died, or the server that should fork it."""
 
 
 class _Server:
-    """The server process and the socket over which it is handed connections."""
+    """The server process and the socket over which it receives connections."""
 
     def __init__(self, packages: Mapping[str, str], ways: Sequence[str]) -> None:
-        self._control, theirs = socket.socketpair()
+        self._control, server_end = socket.socketpair()
         command = [sys.executable, "-s", "-S", "-P", "-c", _SERVER, str(Path(__file__).parent)]
-        with theirs, tempfile.TemporaryFile() as errors:
-            # No variables, no open files, no terminal, no signals of ours.
+        with server_end, tempfile.TemporaryFile() as errors:
+            # It inherits no variables, open files, terminal or signals.
             self._process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=errors, env={}, cwd="/",
+                command, stdin=server_end.fileno(), stdout=subprocess.DEVNULL, stderr=errors, env={}, cwd="/",
                 start_new_session=True,
             )  # fmt: skip
-            theirs.close()
+            server_end.close()
             try:
                 self.isolation = self._greet(packages, ways)
             except (EOFError, OSError) as error:
@@ -245,15 +245,15 @@ class _Server:
         return self._process.poll() is None
 
     def connect(self) -> socket.socket:
-        """Raises `OSError` where the server has died."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        """Open a connection to a new supervisor. Raises `OSError` if the server has died."""
+        caller_end, server_end = socket.socketpair()
+        with server_end:
             try:
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                socket.send_fds(self._control, [b"+"], [server_end.fileno()])
             except OSError:
-                ours.close()
+                caller_end.close()
                 raise
-        return ours
+        return caller_end
 
     def close(self) -> None:
         self._control.close()
@@ -266,41 +266,41 @@ class _Server:
     def _greet(self, packages: Mapping[str, str], ways: Sequence[str]) -> Isolation:
         self._control.settimeout(START_SECONDS)
         self._control.sendall(wire.pack({"packages": packages, "ways": ways, "temporary": tempfile.gettempdir()}))
-        found, _ = wire.receive(self._control)
-        why = "; ".join(found["errors"].values())
-        if not found["way"]:
+        report, _ = wire.receive(self._control)
+        reason = "; ".join(report["errors"].values())
+        if not report["way"]:
             needs = "Linux 5.14 with user namespaces, or with Landlock"
-            raise ConfigError(f"the sandbox cannot isolate programs here ({why}): it needs {needs}")
-        if found["way"] == "confined":
-            return Isolation("landlock", (_SHARED, _ALSO_SHARED), why and f"no namespaces: {why}")
+            raise ConfigError(f"the sandbox cannot isolate programs here ({reason}): it needs {needs}")
+        if report["way"] == "confined":
+            return Isolation("landlock", (_SHARED, _ALSO_SHARED), reason and f"no namespaces: {reason}")
         return Isolation("namespaces", (_SHARED,))
 
 
-async def _answer(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[bytes]]:
+async def _read_report(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[bytes]]:
     [length] = wire.LENGTH.unpack(await reader.readexactly(wire.LENGTH.size))
     report, sizes = json.loads(await reader.readexactly(length))
     return report, [await reader.readexactly(size) for size in sizes]
 
 
-def _locate(package: str) -> dict[str, str]:
-    """The paths of a package's files, and those of the libraries that wheels put beside it."""
+def _find_files(package: str) -> dict[str, str]:
+    """The path of a package, and of the folder of libraries (NAME.libs) that its wheel installs next to it."""
     spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     place = os.path.realpath(folders[0] if folders else (spec and spec.origin) or "")
     if spec is None or not (folders or os.path.isfile(place)):
-        raise ConfigError(f"the sandbox was to offer the package {package!r}, which is not installed")
+        raise ConfigError(f"the sandbox needs the package {package!r}, which is not installed")
     libraries = f"{place}.libs"
     return {package: place} | ({f"{package}.libs": libraries} if os.path.isdir(libraries) else {})
 
 
-def _checked(name: str) -> str:
+def _check_name(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError(f"a file of a program has a relative name without '..', not {name!r}")
     return name
 
 
-def _encoded(text: str | bytes) -> bytes:
+def _encode(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode(errors="replace")
 
 

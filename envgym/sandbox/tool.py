@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from .sandbox import Execution, Sandbox
 
-_WHY = {
+_REASONS = {
     "timeout": "The program was ended: it ran out of time.",
     "memory": "The program needed more memory than allowed.",
     "output": "The program was ended: it printed more than allowed.",
@@ -15,9 +15,9 @@ _WHY = {
 
 
 def python_tool(sandbox: Sandbox, *, max_characters: int = 4000) -> Callable[[str], Awaitable[str]]:
-    """A function for `Tool.of` that runs programs in `sandbox`. Each starts anew; nothing is kept between calls.
+    """A function for `Tool.from_function` that runs programs in `sandbox`, without state between calls.
 
-    Of longer results the middle is left out.
+    The middle of longer results is omitted.
     """
 
     async def python(code: str) -> str:
@@ -26,22 +26,22 @@ def python_tool(sandbox: Sandbox, *, max_characters: int = 4000) -> Callable[[st
         Args:
             code: The whole program. Use print() to see values.
         """
-        return _shortened(_report(await sandbox.run(code)), max_characters)
+        return _shorten(_format(await sandbox.run(code)), max_characters)
 
     return python
 
 
-def _report(done: Execution) -> str:
-    """The output, then the errors, then what there is to say about the end."""
-    parts = [done.stdout.strip("\n"), done.stderr.strip("\n")]
-    if done.reason in _WHY:
-        parts.append(_WHY[done.reason])
-    elif done.exit and not done.stderr.strip():
-        parts.append(f"The program ended with exit status {done.exit}.")
+def _format(execution: Execution) -> str:
+    """The output, the errors, and the reason of the end."""
+    parts = [execution.stdout.strip("\n"), execution.stderr.strip("\n")]
+    if execution.reason in _REASONS:
+        parts.append(_REASONS[execution.reason])
+    elif execution.exit and not execution.stderr.strip():
+        parts.append(f"The program ended with exit status {execution.exit}.")
     return "\n".join(part for part in parts if part) or "The program printed nothing."
 
 
-def _shortened(text: str, limit: int) -> str:
+def _shorten(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     head, tail = text[: limit // 2], text[-(limit // 2) :]

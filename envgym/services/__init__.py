@@ -1,6 +1,6 @@
 """Models that environments use: reward models, judges, user simulators, opponents.
 
-An environment declares what it needs in `EnvSpec.services` and calls the client it is handed in `EnvSpec.clients`:
+An environment declares its models in `EnvSpec.services` and calls their clients in `EnvSpec.clients`:
 
     @property
     def services(self):
@@ -8,7 +8,7 @@ An environment declares what it needs in `EnvSpec.services` and calls the client
     ...
     reward = await self.spec.clients["reward"].score_one(messages)
 
-Whoever plays the environment starts them with `start_services`. Environments never load a model themselves.
+The code that runs the environment starts them with `start_services`. Environments never load a model themselves.
 """
 
 from .client import Assessment, ChatClient, Client, Conversation, RewardClient, preference

@@ -1,4 +1,4 @@
-"""Collects what concurrent callers ask for into batches."""
+"""Collects the requests of concurrent callers into batches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Result = TypeVar("Result")
 WINDOW = 0.005
 """Seconds without a new item after which a batch is closed."""
 WINDOWS = 20
-"""Windows a batch waits for more items at most."""
+"""Maximum number of windows for which a batch waits for more items."""
 
 
 class Batcher(Generic[Item, Result]):
     """Calls `send` with the items of many callers and hands each its result.
 
     While a batch is being sent the next one fills, so that it grows with the load. At most `size` items are in a
-    batch, the longest waiting first, ordered by their `repr`; at most `in_flight` batches are sent at once. `send`
+    batch, the longest waiting first, ordered by their `repr`; at most `in_flight` batches are sent concurrently. `send`
     returns a result or an exception for each item, in order; one that raises fails all of them.
     """
 
@@ -44,7 +44,7 @@ class Batcher(Generic[Item, Result]):
         return await future
 
     async def close(self) -> None:
-        """Stop sending; whoever still waits is told."""
+        """Stop sending; waiting callers get a `WorkerError`."""
         tasks = [*self._tasks, *([self._pumping] if self._pumping is not None else [])]
         for task in tasks:
             task.cancel()
@@ -75,7 +75,7 @@ class Batcher(Generic[Item, Result]):
         except asyncio.CancelledError:
             _fail(batch)
             raise
-        except Exception as error:  # handed on to those who asked
+        except Exception as error:  # passed on to the callers
             results = [error] * len(batch)
         finally:
             self._slots.release()
@@ -92,4 +92,4 @@ def _fail(batch: Sequence[tuple[Any, asyncio.Future[Any]]]) -> None:
     for _, future in batch:
         if not future.done():
             future.set_exception(WorkerError("the service was closed while it was being asked"))
-            future.exception()  # mark as seen: the caller may be gone
+            future.exception()  # marks it as retrieved: the caller may be gone

@@ -1,4 +1,4 @@
-"""Chat completions of an OpenAI-compatible API, and the client of environments, which keeps repeatable answers."""
+"""Chat completions of an OpenAI-compatible API, and the client of environments, which stores repeatable answers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from envgym.errors import ConfigError, InvalidOutcome, reported_as
 from envgym.net.client import JsonCaller
 from envgym.net.shared_calls import SharedCalls
 from envgym.net.tokens import api_key
-from envgym.render.spelling import broken_up, by_others, rewritten
+from envgym.render.spelling import escape_for_api, mark_from_others, rewrite
 from envgym.types import Message, as_messages
 
 from .client import ChatClient, Conversation
 from .declarations import Chat
 
-IN_MEMORY = 20_000
-"""Repeatable answers kept in memory; the longest unused goes first."""
+MAX_STORED = 20_000
+"""Repeatable answers stored in memory; the least recently used is dropped first."""
 
 
 class ChatCompletions(JsonCaller):
@@ -45,16 +45,16 @@ class ChatCompletions(JsonCaller):
         self._chat = chat
 
     def body(self, messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
-        """The body of a request, with fields added or replaced by `extra`; those that are None are left out."""
-        written = [rewritten(message, broken_up).as_dict(arguments_as_text=True) for message in messages]
-        body = {"model": self._chat.model, "messages": written, **fields, **self._chat.extra}
+        """The body of a request, with fields added or replaced by `extra`; fields that are None are omitted."""
+        dicts = [rewrite(message, escape_for_api).as_dict(arguments_as_text=True) for message in messages]
+        body = {"model": self._chat.model, "messages": dicts, **fields, **self._chat.extra}
         return {name: value for name, value in body.items() if value is not None}
 
     async def ask(
-        self, body: Mapping[str, Any], *, wrong: Callable[[Any], str] = lambda answer: "", tries: int | None = None
+        self, body: Mapping[str, Any], *, defect: Callable[[Any], str] = lambda answer: "", tries: int | None = None
     ) -> Any:
         """The API's answer; see `post`. Counts its tokens."""
-        answer = await self.post(f"{self._chat.base_url}/chat/completions", body, wrong=wrong, tries=tries)
+        answer = await self.post(f"{self._chat.base_url}/chat/completions", body, defect=defect, tries=tries)
         self.counters.update({name: count or 0 for name, count in usage_of(answer).items()})
         return answer
 
@@ -69,7 +69,7 @@ def first_choice(answer: Any) -> Mapping[str, Any] | None:
 
 
 def usage_of(answer: Any) -> dict[str, int | None]:
-    """`prompt_tokens` and `completion_tokens`; None for what the API does not say, or is no number of tokens."""
+    """`prompt_tokens` and `completion_tokens`; None where the API gives no valid number."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
     counts = {
         name: usage.get(name) if isinstance(usage, dict) else None for name in ("prompt_tokens", "completion_tokens")
@@ -80,8 +80,8 @@ def usage_of(answer: Any) -> dict[str, int | None]:
 class OpenAIChatClient(ChatClient):
     """Asks the API that a `Chat` declares.
 
-    An answer that is repeatable (greedy, or sampled with a seed) is asked for once: the same question gets the kept
-    one, also from several episodes at the same time. Raises `ConfigError` where the key's variable is not set.
+    A repeatable answer (greedy, or sampled with a seed) is requested once: the same request gets the stored answer,
+    also from concurrent episodes. Raises `ConfigError` where the key's variable is not set.
     """
 
     def __init__(self, chat: Chat) -> None:
@@ -92,37 +92,37 @@ class OpenAIChatClient(ChatClient):
             with reported_as(ConfigError, f"cache_dir: {self._cache} cannot be made"):
                 self._cache.mkdir(parents=True, exist_ok=True)
         self._api = ChatCompletions(chat, self.counters)
-        self._kept: OrderedDict[str, str] = OrderedDict()
+        self._answers: OrderedDict[str, str] = OrderedDict()
         self._asking: SharedCalls[str, str] = SharedCalls()
 
     async def complete(
         self, messages: Conversation, *, max_tokens: int = 512, temperature: float = 1.0, seed: int | None = None
     ) -> str:
-        asked = by_others(as_messages(messages))
-        body = self._api.body(asked, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        prompt = mark_from_others(as_messages(messages))
+        body = self._api.body(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
         repeatable = temperature == 0 or seed is not None
-        return await self._at_home(self._kept_or_asked(body) if repeatable else self._ask(body))
+        return await self._in_home_loop(self._complete_once(body) if repeatable else self._ask(body))
 
     async def close(self) -> None:
         await self._asking.close()
         await self._api.close()
 
-    async def _kept_or_asked(self, body: Mapping[str, Any]) -> str:
+    async def _complete_once(self, body: Mapping[str, Any]) -> str:
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
-        if (kept := self._find(key)) is not None:
+        if (text := self._stored(key)) is not None:
             self.counters["cached"] += 1
-            return kept
+            return text
         if key in self._asking:
             self.counters["cached"] += 1
-        return await self._asking.result(key, lambda: self._ask_and_keep(key, body))
+        return await self._asking.result(key, lambda: self._ask_and_store(key, body))
 
-    async def _ask_and_keep(self, key: str, body: Mapping[str, Any]) -> str:
+    async def _ask_and_store(self, key: str, body: Mapping[str, Any]) -> str:
         text = await self._ask(body)
-        self._remember(key, text)
+        self._store(key, text)
         if self._cache is not None:
             try:
                 _write(_file(self._cache, key), text)
-            except OSError:  # a full disk costs the next run a question, not this one its answer
+            except OSError:  # a full disk costs the next run a request, never this one its answer
                 self.counters["not_cached"] += 1
         return text
 
@@ -134,21 +134,21 @@ class OpenAIChatClient(ChatClient):
             raise InvalidOutcome("service", f"{self._api.name} answers without any text")
         return text
 
-    # -- answers that are kept ----------------------------------------------------------------------------
+    # -- stored answers ---------------------------------------------------------------------------------
 
-    def _find(self, key: str) -> str | None:
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+    def _stored(self, key: str) -> str | None:
+        if key in self._answers:
+            self._answers.move_to_end(key)
+            return self._answers[key]
         if self._cache is None or (text := _read(_file(self._cache, key))) is None:
             return None
-        self._remember(key, text)
+        self._store(key, text)
         return text
 
-    def _remember(self, key: str, text: str) -> None:
-        self._kept[key] = text
-        if len(self._kept) > IN_MEMORY:
-            self._kept.popitem(last=False)
+    def _store(self, key: str, text: str) -> None:
+        self._answers[key] = text
+        if len(self._answers) > MAX_STORED:
+            self._answers.popitem(last=False)
 
 
 def _file(folder: Path, key: str) -> Path:
@@ -158,13 +158,13 @@ def _file(folder: Path, key: str) -> Path:
 def _read(path: Path) -> str | None:
     try:
         text = json.loads(path.read_text(encoding="utf-8"))["answer"]
-    except (OSError, ValueError, KeyError, TypeError):  # none, or one that a full disk cut short
+    except (OSError, ValueError, KeyError, TypeError):  # no file, or one that a full disk truncated
         return None
     return text if isinstance(text, str) else None
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: other processes may share the folder."""
+    """Write the file atomically: other processes may share the folder."""
     path.parent.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
         json.dump({"answer": text}, file)

@@ -1,4 +1,4 @@
-"""The clients that environments are handed for the services they declared."""
+"""The clients that environments get for their declared services."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ T = TypeVar("T")
 Conversation = str | Sequence[Message | Mapping[str, Any]]
 """Plain text, or chat messages."""
 Text = str | list[dict[str, Any]] | dict[str, Any]
-"""A conversation as plain text or in the form that chat templates take; or an answer in steps: the messages `before`
-it, its `steps` so far, and `is_last`, whether it ends with them."""
+"""A conversation as plain text or as chat templates take it; or an answer in steps: the messages `before` it, its first
+`steps`, and `is_last`, whether they complete it."""
 
 
 class Client:
     """Base of the clients. Make one inside the event loop of the run.
 
-    Calls may come from any event loop or thread: a blocking environment, which has a thread of its own, writes
+    Calls may come from any event loop or thread: a blocking environment, which has its own thread, writes
     `asyncio.run(client.complete(…))`. `counters` counts requests, retries, failures and the like.
     """
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
-        self._home = asyncio.get_running_loop()
+        self._home_loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
-        """Start what the service needs. Calls do this too; asked for early, it is in nobody's deadline."""
+        """Start the service before the first call, whose deadline would otherwise include the start."""
 
     async def close(self) -> None:
-        """Release it. Safe to call twice."""
+        """Release the service. Safe to call twice."""
 
-    async def _at_home(self, call: Coroutine[Any, Any, T]) -> T:
+    async def _in_home_loop(self, call: Coroutine[Any, Any, T]) -> T:
         """Await `call` in the event loop that the client belongs to."""
-        if asyncio.get_running_loop() is self._home:
+        if asyncio.get_running_loop() is self._home_loop:
             return await call
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home_loop))
 
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """A reward service's answer to a conversation: a reward; a score in [0, 1] where it gave one; numbers to report.
+    """A reward service's answer to a conversation: a reward, a score in [0, 1] if it gave one, and numbers to report.
 
     A reward model's score is `preference(reward)`.
     """
@@ -58,24 +58,24 @@ class Assessment:
 
 
 def preference(reward: float) -> float:
-    """The probability, as a reward model trained on preferences sees it, that an answer with this reward is preferred
-    to one with reward 0: the logistic function, of Bradley and Terry's model (1952)."""
+    """The probability, by a reward model trained on preferences, that an answer with this reward is preferred to one
+    with reward 0: the logistic function, of Bradley and Terry's model (1952)."""
     return 0.5 * (1.0 + math.tanh(0.5 * reward))  # does not overflow
 
 
 class RewardClient(Client, ABC):
-    """Scores conversations; those that concurrent episodes ask about are scored together."""
+    """Scores conversations, those of concurrent episodes in batches."""
 
     @abstractmethod
     async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:
-        """Judge the last message of a conversation. `label` is the task's answer, for services that compare with it.
+        """Score the last message of a conversation. `label` is the reference answer, for services that compare with it.
 
-        Raises `InvalidOutcome` where no reward can be had: the episode then fails, it is not worth zero.
+        Raises `InvalidOutcome` where there is no reward: the episode then fails, and does not get reward 0.
         """
 
     async def assess_step(self, prompt: Conversation, steps: Sequence[str], *, is_last: bool) -> float:
-        """The probability of the last of an answer's steps so far being right. Only process reward models say."""
-        raise ConfigError("this reward service judges whole answers: steps want a process reward model, here")
+        """The probability that the last of an answer's `steps` is right. Process reward models only."""
+        raise ConfigError("this reward service scores complete answers: steps need a process reward model")
 
     async def score_one(self, conversation: Conversation) -> float:
         """The reward of one conversation."""
@@ -89,8 +89,8 @@ class ChatClient(Client, ABC):
     async def complete(
         self, messages: Conversation, *, max_tokens: int = 512, temperature: float = 1.0, seed: int | None = None
     ) -> str:
-        """The assistant's next message. Raises `InvalidOutcome` where none can be had.
+        """The assistant's next message. Raises `InvalidOutcome` where there is none.
 
-        Give a seed of the environment's own (`self.rng.getrandbits(31)`) where an answer that is sampled should be
-        the same again in a deterministic run.
+        Give a seed from the environment (`self.rng.getrandbits(31)`) to make sampled answers the same in every
+        deterministic run.
         """

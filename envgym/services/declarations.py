@@ -1,4 +1,4 @@
-"""Declarations of the services an environment needs. Settings without heavy imports, so that they are checked early.
+"""Declarations of the services an environment needs. Settings without heavy imports, so that they can be checked early.
 
 No secret is ever a setting: a key is named by its environment variable, a token by its file.
 """
@@ -35,7 +35,7 @@ def _checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _one_as_tuple(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
@@ -92,7 +92,7 @@ class RewardEndpoint(Service):
     client is a `RewardClient`.
     """
 
-    urls: Annotated[tuple[Url, ...], BeforeValidator(_one_as_tuple)] = Field(min_length=1)
+    urls: Annotated[tuple[Url, ...], BeforeValidator(_as_tuple)] = Field(min_length=1)
     """Addresses of equal servers (`http://host:5000/get_reward`), asked in turn."""
     token_file: str | None = None
     """File that holds the token the servers ask for."""

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 
 from envgym.engine import Engine, Request, SamplingParams
 from envgym.errors import InvalidOutcome, PromptTooLong, reported_as
-from envgym.render.spelling import by_others
+from envgym.render.spelling import mark_from_others
 from envgym.types import Observation, as_messages, int_array
 
 from .client import ChatClient, Conversation
 
 if TYPE_CHECKING:
     from envgym.render import Renderer
-    from envgym.rollout.sampler import Waves
+    from envgym.rollout.sampler import LockstepBatcher
 
-WAVES: ContextVar[Waves | None] = ContextVar("WAVES", default=None)
-"""The waves in which the asking episode's requests wait for those of others, in a deterministic run. The runner sets
-it: what an opponent samples is then part of the same waves, and as repeatable."""
+LOCKSTEP: ContextVar[LockstepBatcher | None] = ContextVar("LOCKSTEP", default=None)
+"""In a deterministic run, the batcher that holds an episode's requests until those of the other episodes have come. The
+runner sets it, so that opponents sample in the same batches, repeatably."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """The engine that samples the policy, and how it is asked."""
+class PolicyEngine:
+    """The engine that samples the policy, and its settings."""
 
     renderer: Renderer
     engine: Engine
@@ -41,39 +41,44 @@ class PolicyClient(ChatClient):
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        self._bound: Bound | None = None
+        self._bound: PolicyEngine | None = None
 
-    def bind(self, bound: Bound) -> None:
-        """Sample with these from now on."""
+    def bind(self, bound: PolicyEngine) -> None:
+        """Sample with `bound` from now on."""
         self._bound = bound
 
     async def complete(
         self, messages: Conversation, *, max_tokens: int = 512, temperature: float = 1.0, seed: int | None = None
     ) -> str:
-        waves = WAVES.get()  # here, in the task of the episode that asks
-        return await self._at_home(self._complete(messages, max_tokens, temperature, seed, waves))
+        lockstep = LOCKSTEP.get()  # here, in the task of the episode that asks
+        return await self._in_home_loop(self._sample(messages, max_tokens, temperature, seed, lockstep))
 
-    async def _complete(
-        self, messages: Conversation, max_tokens: int, temperature: float, seed: int | None, waves: Waves | None
+    async def _sample(
+        self,
+        messages: Conversation,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        lockstep: LockstepBatcher | None,
     ) -> str:
         if self._bound is None:
             raise InvalidOutcome(
-                "service", f"service {self._name} is the policy in training, and none is being sampled here"
+                "service", f"service {self._name} is the policy in training, which no engine samples here"
             )
         bound = self._bound
         dialogue = bound.renderer.dialogue()
-        ids = dialogue.begin(Observation(messages=by_others(as_messages(messages))))
+        ids = dialogue.start(Observation(messages=mark_from_others(as_messages(messages))))
         stop = tuple(bound.renderer.stop_token_ids)
         sampling = SamplingParams(max_tokens, temperature, stop_token_ids=stop)
         with reported_as(PromptTooLong, f"service {self._name}", of=PromptTooLong):
             sampling = sampling.within(bound.max_model_len, len(ids))
         self.counters["requests"] += 1
-        asked = hashlib.sha256(json.dumps([bound.seed, seed, ids]).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([bound.seed, seed, ids]).encode()).hexdigest()
         if seed is None and bound.deterministic:
-            seed = int(asked[:8], 16) >> 1  # the same question, the same answer
+            seed = int(digest[:8], 16) >> 1  # the same request gets the same answer
         sampling = replace(sampling, seed=seed)
-        # Waves are sorted by id: what is asked comes first in it, so that the order does not depend on timing. The
-        # count makes it unique; it decides only between equal requests.
-        request = Request(f"{self._name}.{asked[:16]}.{self.counters['requests']:08d}", int_array(ids), sampling)
-        generation = await (waves or bound.engine).generate(request)
+        # Lockstep batches are sorted by id: the digest comes first in it, so that the order does not depend on timing.
+        # The count makes it unique, and decides only between equal requests.
+        request = Request(f"{self._name}.{digest[:16]}.{self.counters['requests']:08d}", int_array(ids), sampling)
+        generation = await (lockstep or bound.engine).generate(request)
         return dialogue.add_policy_turn(generation.token_ids).text

@@ -11,24 +11,24 @@ from itertools import cycle
 from typing import Any
 
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
-from envgym.net.client import JsonCaller, Refused
+from envgym.net.client import JsonCaller, RequestRejected
 from envgym.net.tokens import read_secret
 from envgym.processes.runtime import Runtime, WorkerHandle
-from envgym.render.spelling import after_prompt, broken_up, rewritten
+from envgym.render.spelling import escape_for_api, mark_after_prompt, rewrite
 from envgym.types import as_messages
 
 from .batches import Batcher
 from .client import Assessment, Conversation, RewardClient, Text, preference
 from .declarations import RewardEndpoint, RewardModel
 
-BATCHES_A_ROUND = 8
-"""Batches of a reward model sent to its worker together, which sorts them by length."""
+BATCHES_PER_ROUND = 8
+"""Batches of a reward model per call of its worker, which sorts them by length."""
 
 
 class RewardModelClient(RewardClient):
-    """Starts the model's worker when it is first needed, and scores what concurrent episodes ask for in batches.
+    """Scores the conversations of concurrent episodes in batches, in a worker that starts at the first call.
 
-    It starts in `runtime` as a worker named `name`.
+    The worker runs in `runtime` and is named `name`.
     """
 
     def __init__(self, declared: RewardModel, name: str, runtime: Runtime, *, deterministic: bool = False) -> None:
@@ -38,19 +38,20 @@ class RewardModelClient(RewardClient):
         self._runtime = runtime
         self._deterministic = deterministic
         self._starting: asyncio.Task[WorkerHandle] | None = None
-        self._batcher: Batcher[Text, Assessment] = Batcher(self._send, size=BATCHES_A_ROUND * declared.batch_size)
+        self._batcher: Batcher[Text, Assessment] = Batcher(self._send, size=BATCHES_PER_ROUND * declared.batch_size)
 
     async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:
         text = conversation if isinstance(conversation, str) else [m.as_dict() for m in as_messages(conversation)]
-        return await self._at_home(self._batcher.submit(text))
+        return await self._in_home_loop(self._batcher.submit(text))
 
     async def assess_step(self, prompt: Conversation, steps: Sequence[str], *, is_last: bool) -> float:
-        before = [message.as_dict() for message in as_messages(prompt)]
-        found = await self._at_home(self._batcher.submit({"before": before, "steps": [*steps], "is_last": is_last}))
-        return preference(found.reward)
+        prompt_messages = [message.as_dict() for message in as_messages(prompt)]
+        text: Text = {"before": prompt_messages, "steps": [*steps], "is_last": is_last}
+        assessment = await self._in_home_loop(self._batcher.submit(text))
+        return preference(assessment.reward)
 
     async def start(self) -> None:
-        await self._at_home(self._worker())
+        await self._in_home_loop(self._worker())
 
     async def close(self) -> None:
         await self._batcher.close()
@@ -80,7 +81,7 @@ class RewardModelClient(RewardClient):
             async with asyncio.timeout(self._declared.timeout):
                 scored = await worker.call("score", texts)
         except WorkerDied:
-            raise  # the run cannot go on without it
+            raise  # the run cannot continue without it
         except TimeoutError:
             self.counters["failures"] += len(texts)
             seconds = self._declared.timeout
@@ -93,17 +94,17 @@ class RewardModelClient(RewardClient):
         return [self._assessment(*result) for result in scored]
 
     def _assessment(self, reward: float | None, tokens: int, cut: bool) -> Assessment | Exception:
-        where = f"reward model {self._declared.model}"
+        label = f"reward model {self._declared.model}"
         if reward is None and not tokens:
-            return InvalidOutcome("service", f"{where}: there is nothing to score, the text is empty")
+            return InvalidOutcome("service", f"{label}: there is nothing to score, the text is empty")
         if reward is None:
             return InvalidOutcome(
                 "too_long",
-                f"{where}: {tokens} tokens are more than it can score: raise max_length, lower rollout.max_tokens, or "
+                f"{label}: {tokens} tokens are more than it can score: raise max_length, lower rollout.max_tokens, or "
                 "let it lose the beginning with too_long=cut",
             )
         if not math.isfinite(reward):
-            return InvalidOutcome("service", f"{where} gives {reward}")
+            return InvalidOutcome("service", f"{label} gives {reward}")
         self.counters["cut"] += cut
         metrics = {"cut": float(cut)} if self._declared.too_long == "cut" else {}
         return Assessment(reward, preference(reward), metrics)
@@ -111,7 +112,7 @@ class RewardModelClient(RewardClient):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A conversation as it is written for an endpoint."""
+    """A conversation in the form for an endpoint."""
 
     query: Text
     prompt: str
@@ -119,7 +120,7 @@ class Query:
 
 
 class RewardEndpointClient(RewardClient):
-    """Asks servers of the `/get_reward` form, in turn, what concurrent episodes ask for.
+    """Sends the conversations of concurrent episodes, in batches, to `/get_reward` servers in turn.
 
     Raises `ConfigError` where the token file cannot be read.
     """
@@ -147,7 +148,7 @@ class RewardEndpointClient(RewardClient):
         )
 
     async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:
-        return await self._at_home(self._batcher.submit(self._query(conversation, label)))
+        return await self._in_home_loop(self._batcher.submit(self._query(conversation, label)))
 
     async def close(self) -> None:
         await self._batcher.close()
@@ -157,25 +158,26 @@ class RewardEndpointClient(RewardClient):
         template = self._declared.template
         if isinstance(conversation, str):
             return Query(conversation, "", label)
-        messages = [rewritten(message, broken_up).as_dict() for message in after_prompt(as_messages(conversation))]
+        marked = mark_after_prompt(as_messages(conversation))
+        messages = [rewrite(message, escape_for_api).as_dict() for message in marked]
         answer = str(messages[-1]["content"])
         prompt = "\n".join(str(message["content"]) for message in messages[:-1])
         if template is None:
             return Query(messages, prompt, label)
-        before, _, after = template.partition("{answer}")
-        return Query(before.replace("{prompt}", prompt) + answer + after.replace("{prompt}", prompt), prompt, label)
+        prefix, _, suffix = template.partition("{answer}")
+        return Query(prefix.replace("{prompt}", prompt) + answer + suffix.replace("{prompt}", prompt), prompt, label)
 
     async def _send(self, queries: list[Query]) -> Sequence[Assessment | Exception]:
         url = next(self._next_url)
         try:
             return await self._ask(url, queries)
-        except Refused as refusal:
+        except RequestRejected as refusal:
             if refusal.status not in (400, 413, 422) or len(queries) == 1:
                 raise
-        # One of them is not acceptable (too long, say): the others are not to fail with it.
-        return await asyncio.gather(*(self._ask_alone(url, query) for query in queries))
+        # The server rejects one of them (too long, say): the others must not fail with it.
+        return await asyncio.gather(*(self._ask_single(url, query) for query in queries))
 
-    async def _ask_alone(self, url: str, query: Query) -> Assessment | Exception:
+    async def _ask_single(self, url: str, query: Query) -> Assessment | Exception:
         try:
             [assessment] = await self._ask(url, [query])
         except InvalidOutcome as failure:
@@ -192,7 +194,7 @@ class RewardEndpointClient(RewardClient):
 
 
 def _assessments(answer: Any, count: int, url: str) -> list[Assessment]:
-    """The assessments in a server's answer. Raises `InvalidOutcome` where that is not one finite number for each."""
+    """The assessments in a server's answer. Raises `InvalidOutcome` unless it has one finite number for each."""
     body = answer if isinstance(answer, Mapping) else {}
     rewards = _numbers(body.get("rewards", body.get("scores")), count)
     if rewards is None:
@@ -217,7 +219,7 @@ def _assessments(answer: Any, count: int, url: str) -> list[Assessment]:
 
 
 def _numbers(value: Any, count: int) -> list[float] | None:
-    """`count` finite numbers; each may stand in a list of its own, and a single one alone. Else None."""
+    """`count` finite numbers, else None. Each may be in a list of one, and a single number needs no list."""
     values = value if isinstance(value, list) else [value]
     values = [entry[0] if isinstance(entry, list) and len(entry) == 1 else entry for entry in values]
     if len(values) != count:

@@ -24,8 +24,8 @@ from aiohttp.typedefs import Handler
 from envgym.errors import InvalidOutcome, RunError, WorkerDied
 from envgym.net.listening import listen, stop_signals, until_stopped, url_of
 from envgym.net.problems import Problem
-from envgym.net.server import admitted, problem_of, read_json, running
-from envgym.net.tokens import Tokens, made_token, read_secret
+from envgym.net.server import authenticate, read_json, serve_requests, to_problem
+from envgym.net.tokens import Tokens, new_token_file, read_secret
 from envgym.processes.local import LocalRuntime
 from envgym.types import as_messages
 
@@ -55,11 +55,11 @@ async def serve_model(
     open_to_all: bool,
     on_ready: Callable[[str, str], None],
 ) -> None:
-    """Serve a reward model at `host:port` until SIGINT or SIGTERM, then finish what runs and close everything.
+    """Serve a reward model at `host:port` until SIGINT or SIGTERM, then finish requests in flight and close everything.
 
     Without `token_file` a token is made, unless the server is `open_to_all`, which only a loopback address may be.
     `on_ready` gets the URL and the token's file (empty where there is none) once the server answers; port 0 picks a
-    free one. A second signal ends it at once. Raises `EnvgymError` for what cannot be served.
+    free one. A second signal ends it immediately. Raises `EnvgymError` for a model that cannot be served.
     """
     token = read_secret(token_file) if token_file is not None else None
     async with AsyncExitStack() as stack:
@@ -73,9 +73,9 @@ async def serve_model(
         if await until_stopped(client.start(), stopping):
             if token is None and not open_to_all:
                 port = listener.getsockname()[1]
-                token, token_file = stack.enter_context(made_token(f"reward-model-{port}"))
+                token, token_file = stack.enter_context(new_token_file(f"reward-model-{port}"))
             server = RewardServer(client, token)
-            await stack.enter_async_context(running(server.app, listener, drain=DRAIN_SECONDS))
+            await stack.enter_async_context(serve_requests(server.app, listener, drain=DRAIN_SECONDS))
             on_ready(f"{url_of(listener)}/get_reward", token_file or "")
             if await until_stopped(server.dead.wait(), stopping):
                 raise RunError(
@@ -85,11 +85,11 @@ async def serve_model(
 
 
 class RewardServer:
-    """The routes over one reward model. `dead` is set when its worker is gone."""
+    """The routes over one reward model. `dead` is set when its worker has died."""
 
     def __init__(self, client: RewardClient, token: str | None) -> None:
         self._client = client
-        self._tokens = None if token is None else Tokens.of(token)
+        self._tokens = None if token is None else Tokens.from_token(token)
         self.dead = asyncio.Event()
         self.app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
         self.app.router.add_get("/healthz", self._health)
@@ -100,7 +100,7 @@ class RewardServer:
 
     async def _get_reward(self, request: web.Request) -> web.Response:
         conversations = await self._queries(request)
-        # One by one into the common queue, so that small requests of many clients share batches.
+        # Each into the common queue, so that small requests of many clients share batches.
         assessed = await asyncio.gather(
             *(self._client.assess(conversation) for conversation in conversations), return_exceptions=True
         )
@@ -131,16 +131,16 @@ class RewardServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let in who has the token, and answer every error in one form; the server lives on."""
+        """Admit requests with the token, and answer every error in one form; the server keeps running."""
         try:
             if self._tokens is None or request.path != "/healthz":
-                admitted(request, self._tokens)
+                authenticate(request, self._tokens)
             return await handler(request)
         except WorkerDied:
             self.dead.set()
             return web.json_response({"error": "the reward model is gone"}, status=503)
         except Exception as error:
-            problem = problem_of(error, request.method, request.path)
+            problem = to_problem(error, request.method, request.path)
             return web.json_response({"error": str(problem)}, status=problem.status)
 
 

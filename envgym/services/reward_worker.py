@@ -1,4 +1,4 @@
-"""The process that holds a reward model. Imports torch and transformers when it is made, not before."""
+"""The process that holds a reward model. Only its constructor imports torch and transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from envgym.errors import ConfigError, needs
 from envgym.hub import find_on_hub
 from envgym.models import check_no_file
 from envgym.render import TextRenderer, make_renderer
-from envgym.render.spelling import after_prompt
+from envgym.render.spelling import mark_after_prompt
 from envgym.run_folder import policy_of_run
 from envgym.types import Message, Observation, as_messages
 from envgym.workers.config import WorkersConfig, number_format
@@ -25,11 +25,11 @@ class RewardWorker:
         worker = RewardWorker(RewardModel(model="path/or/hub-id"))
         [(reward, tokens, cut)] = worker.score(["question and answer"])
 
-    The reward is read where transformers reads it: at the last token that is not the padding token, of all that the
-    chat template writes. A model whose config has `reward_at: end_of_turn`, as those trained here do, reads the tokens
-    that a row of the conversation has: they end with the token that ends the turn, whatever a template writes after
-    it, and the reward is that token's. Padding goes to the right and is masked, so a reward does not depend on what
-    shares its batch, but for rounding; `deterministic` puts each conversation through alone, which leaves none.
+    The reward is read where transformers reads it: at the last token of the rendered chat template that is not the
+    padding token. A model whose config has `reward_at: end_of_turn`, as models trained with envgym do, reads the
+    conversation's training sequence: the reward is that of its last token, the end of the turn, without any text that
+    a template writes after it. Padding goes to the right and is masked, so a reward depends on the rest
+    of its batch by rounding alone; `deterministic` avoids that with batches of one.
     """
 
     def __init__(self, declared: RewardModel, *, deterministic: bool = False) -> None:
@@ -39,15 +39,15 @@ class RewardWorker:
             from envgym.workers.network import be_deterministic
         if deterministic:
             be_deterministic()
-        self._device = _roomiest_device()
+        self._device = _freest_device()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self._name = _find_model(declared.model)
         self._batch_size = 1 if deterministic else declared.batch_size
-        self._cuts = declared.too_long == "cut"
+        self._truncates = declared.too_long == "cut"
         loaded = _load(self._name, number_format(declared.dtype, on_cpu=self._device.type == "cpu")).eval()
         self._config = loaded.config.get_text_config()
-        self._model = _offloaded(loaded, self._device) if declared.offload else loaded.to(self._device)
+        self._model = _offload(loaded, self._device) if declared.offload else loaded.to(self._device)
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(self._name)
         as_rows = getattr(loaded.config, "reward_at", None) == "end_of_turn" or declared.render == "raw"
         self._renderer = make_renderer(declared.render, self._tokenizer) if as_rows else None
@@ -56,20 +56,20 @@ class RewardWorker:
         self._mean, self._std = _statistics(loaded.config, self._name) if declared.normalise else (0.0, 1.0)
 
     def score(self, texts: Sequence[Text]) -> list[tuple[float | None, int, bool]]:
-        """(reward, tokens, whether it was cut) of each conversation, in order.
+        """(reward, tokens, whether it was truncated) of each conversation, in order.
 
-        The reward is None where there is no token, or more than fit and cutting is not allowed.
+        The reward is None for an empty conversation, and for one that is too long where truncation is not allowed.
         """
         sequences = [self._encode(text) for text in texts]
         results: list[tuple[float | None, int, bool]] = [(None, len(ids), False) for ids in sequences]
-        fitting = []
+        entries = []
         for index, ids in enumerate(sequences):
             too_long = len(ids) > self._max_length
-            if ids and (self._cuts or not too_long):
-                fitting.append((index, self._shortened(ids) if too_long else ids, too_long))
-        fitting.sort(key=lambda entry: len(entry[1]))  # stable: equal lengths keep their order
-        for start in range(0, len(fitting), self._batch_size):
-            batch = fitting[start : start + self._batch_size]
+            if ids and (self._truncates or not too_long):
+                entries.append((index, self._truncate(ids) if too_long else ids, too_long))
+        entries.sort(key=lambda entry: len(entry[1]))  # stable: equal lengths keep their order
+        for start in range(0, len(entries), self._batch_size):
+            batch = entries[start : start + self._batch_size]
             for (index, _, cut), reward in zip(batch, self._forward([ids for _, ids, _ in batch]), strict=True):
                 results[index] = ((reward - self._mean) / self._std, len(sequences[index]), cut)
         return results
@@ -79,17 +79,17 @@ class RewardWorker:
         if isinstance(text, dict):
             return self._encode_steps(as_messages(text["before"]), text["steps"], is_last=text["is_last"])
         if not isinstance(text, str):
-            messages = after_prompt(as_messages(text))
+            messages = mark_after_prompt(as_messages(text))
             if self._renderer is not None and messages and messages[-1].role == "assistant":
-                *before, answer = messages
+                *prompt, answer = messages
                 dialogue = self._renderer.dialogue()
-                return [*dialogue.begin(Observation(messages=tuple(before))), *dialogue.add_demonstration(answer)]
-            written = [message.as_dict() for message in self._encoder.spelled(messages)]
+                return [*dialogue.start(Observation(messages=tuple(prompt))), *dialogue.add_demonstration(answer)]
+            dicts = [message.as_dict() for message in self._encoder.escape(messages)]
             if tokenizer.chat_template:
-                rendered = tokenizer.apply_chat_template(written, tokenize=False)
+                rendered = tokenizer.apply_chat_template(dicts, tokenize=False)
                 return self._encoder.encode(rendered)  # templates write special tokens themselves
-            text = as_text(written)
-        # Text that was templated elsewhere has its first token already.
+            text = as_text(dicts)
+        # Text that a template has rendered already has its first token.
         has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
         ids = self._encoder.encode(text, add_special_tokens=not has_bos)
         if tokenizer.eos_token_id is None:
@@ -99,20 +99,20 @@ class RewardWorker:
             ids.pop()
         return [*ids, tokenizer.eos_token_id] if ids else []
 
-    def _encode_steps(self, before: Sequence[Message], steps: Sequence[str], *, is_last: bool) -> list[int]:
-        """An answer in steps as the rows have it that a process reward model was trained on."""
+    def _encode_steps(self, prompt: Sequence[Message], steps: Sequence[str], *, is_last: bool) -> list[int]:
+        """An answer in steps, in the token sequence that process reward models are trained on."""
         if self._renderer is None:
-            raise ConfigError(f"{self._name} is no process reward model that was trained here")
+            raise ConfigError(f"{self._name} is not a process reward model trained with envgym")
         dialogue = self._renderer.dialogue()
-        ids = list(dialogue.begin(Observation(messages=tuple(before))))
-        for number, step in enumerate(map(self._renderer.speller.of_policy, steps), 1):
+        ids = list(dialogue.start(Observation(messages=tuple(prompt))))
+        for number, step in enumerate(map(self._renderer.speller.escape_policy_text, steps), 1):
             if is_last and number == len(steps):
                 return [*ids, *dialogue.add_demonstration(step)]
             ids += dialogue.add_observation(Observation(text=step)).token_ids
         return ids
 
-    def _shortened(self, ids: list[int]) -> list[int]:
-        """The end of a sequence, for that is where a reward is read; a special first token stays."""
+    def _truncate(self, ids: list[int]) -> list[int]:
+        """The end of a sequence, where the reward is read, after its special first token if it has one."""
         if ids[0] in (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id):
             return [ids[0], *ids[len(ids) - self._max_length + 1 :]]
         return ids[len(ids) - self._max_length :]
@@ -122,20 +122,20 @@ class RewardWorker:
 
         padding = self._config.pad_token_id if self._renderer is None else None
         if padding is None:
-            # transformers takes whatever equals the padding token at the end for padding. Without one of its own, or
-            # trained here, the model reads the very last token, so we pad with one that occurs in none of these.
-            used = {token for ids in batch for token in ids}
-            padding = next(token for token in range(len(used) + 1) if token not in used)
+            # transformers treats every trailing padding token as padding. A model without one, or trained with envgym,
+            # reads the very last token, so pad with a token that occurs in none of these sequences.
+            used_ids = {token for ids in batch for token in ids}
+            padding = next(token for token in range(len(used_ids) + 1) if token not in used_ids)
         length = max(map(len, batch))
         ids = torch.tensor([sequence + [padding] * (length - len(sequence)) for sequence in batch])
         mask = torch.tensor([[1] * len(sequence) + [0] * (length - len(sequence)) for sequence in batch])
-        before = self._config.pad_token_id
+        saved_padding = self._config.pad_token_id
         self._config.pad_token_id = padding
         try:
             with torch.no_grad():  # DeepSpeed, which fetches weights, cannot do so in inference mode
                 logits = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device)).logits
         finally:
-            self._config.pad_token_id = before
+            self._config.pad_token_id = saved_padding
         return [float(reward) for reward in logits[:, 0].float().cpu()]
 
 
@@ -146,7 +146,7 @@ def as_text(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _find_model(name: str) -> str:
-    """A folder of the model, or a name of the hub: what libraries load."""
+    """The model's folder, or its name on the hub, for libraries to load."""
     path = Path(name).expanduser()
     if path.is_dir():
         return str(policy_of_run(path))
@@ -179,17 +179,17 @@ def _load(name: str, dtype: str) -> Any:
     return model
 
 
-def _offloaded(model: Any, device: Any) -> Any:
+def _offload(model: Any, device: Any) -> Any:
     """The model behind DeepSpeed's ZeRO 3 of one rank, with its weights in the CPU's memory."""
     from envgym.workers import zero
 
-    zero.join(None, 0, 1, device)
+    zero.join_process_group(None, 0, 1, device)
     json = zero.config(WorkersConfig(offload_parameters=True), None, model.dtype, device)
     return zero.engine(model, json, device)
 
 
 def _limit(config: Any, tokenizer: Any) -> int:
-    """The longest sequence, in tokens, that model and tokenizer are made for."""
+    """The maximum sequence length of model and tokenizer, in tokens."""
     positions = getattr(config, "max_position_embeddings", None)
     return min(limit for limit in (positions, tokenizer.model_max_length, 2**20) if limit and limit > 0)
 
@@ -201,11 +201,11 @@ def _statistics(config: Any, name: str) -> tuple[float, float]:
     return float(mean), float(std)
 
 
-def _roomiest_device() -> Any:
-    """The accelerator with most free memory: engine and trained models are on them too."""
+def _freest_device() -> Any:
+    """The accelerator with the most free memory: the engine and trained models use them too."""
     import torch
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
-    return torch.device("cuda", free.index(max(free)))
+    free_bytes = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    return torch.device("cuda", free_bytes.index(max(free_bytes)))

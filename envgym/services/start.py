@@ -1,4 +1,4 @@
-"""Starting what an environment declares, and ending it on every way out."""
+"""Starts the services that an environment declares, and ends them on every exit."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from envgym.env import EnvSpec
     from envgym.processes.runtime import Runtime
 
-    from .policy import Bound
+    from .policy import PolicyEngine
 
 WORKER = "service-{}"
 """The name of a service's worker."""
 
 
 class Services:
-    """The clients of an environment's services, and of its parts'. Made by `start_services`."""
+    """The clients of the services of an environment and its parts. Made by `start_services`."""
 
     def __init__(self, clients: dict[str, Client]) -> None:
         self._clients = clients
@@ -39,10 +39,10 @@ class Services:
 
     async def start(self) -> None:
         """Start every service that is not running yet."""
-        for client in self._clients.values():  # one after the other: each looks for a device with room
+        for client in self._clients.values():  # sequentially: each looks for the device with the most free memory
             await client.start()
 
-    def bind_policy(self, bound: Bound) -> None:
+    def bind_policy(self, bound: PolicyEngine) -> None:
         """Let `Policy` services sample this engine."""
         from .policy import PolicyClient
 
@@ -54,7 +54,7 @@ class Services:
     def counters(self) -> Counter[str]:
         """The services' counters, as `NAME/requests` and so on."""
         return Counter(
-            {f"{name}/{what}": n for name, client in self._clients.items() for what, n in client.counters.items()}
+            {f"{name}/{counter}": n for name, client in self._clients.items() for counter, n in client.counters.items()}
         )
 
     async def close(self) -> None:
@@ -64,13 +64,13 @@ class Services:
 
 @asynccontextmanager
 async def start_services(
-    spec: EnvSpec, runtime: Runtime | None = None, *, deterministic: bool = False, now: bool = True
+    spec: EnvSpec, runtime: Runtime | None = None, *, deterministic: bool = False, eager: bool = True
 ) -> AsyncIterator[Services]:
-    """Fill `spec.clients` (and those of its parts), set the environment up and start its services; end all of it.
+    """Fill `spec.clients` (and those of its parts), set the environment up and start its services; close all on exit.
 
-    Workers start in `runtime`, by default as processes of this machine. With `now` false a service starts when it is
-    first used or `Services.start` is called. `deterministic`: what a reward model says of a conversation does not
-    depend on what else it is asked. `Policy` services answer once `Services.bind_policy` was called.
+    Workers start in `runtime`, by default as processes of this machine. With `eager` false a service starts at its
+    first use or at `Services.start`. `deterministic`: a reward model's score of a conversation does not depend on
+    concurrent ones. `Policy` services answer once `Services.bind_policy` was called.
 
     Raises `EnvgymError` for an environment or a service that cannot be set up.
     """
@@ -82,14 +82,14 @@ async def start_services(
         _make_clients(spec, clients, workers, deterministic)
         async with spec:
             try:
-                if now:
+                if eager:
                     await services.start()
                 yield services
             finally:
-                # Before the environment's teardown, so that nothing calls into what is gone.
+                # Before the environment's teardown, so that no service outlives what it calls.
                 await services.close()
     except WorkerError:
-        logs = ""  # the error names one of them, so they are kept
+        logs = ""  # keep them: the error names one
         raise
     finally:
         await services.close()
@@ -116,7 +116,7 @@ def local_models(spec: EnvSpec) -> dict[str, str]:
 
 
 def check_servable(spec: EnvSpec) -> None:
-    """Raise `ConfigError` for what a client would silently play differently from the local environment."""
+    """Raise `ConfigError` for an environment that would behave differently on a server."""
     refuse_policies(spec, "which is not here: give it another model, or train without a server")
 
 
@@ -128,13 +128,13 @@ def refuse_policies(spec: EnvSpec, reason: str) -> None:
 
 
 def _declared(spec: EnvSpec) -> dict[str, Service]:
-    """Services that an environment and its parts declare, equal ones once, by names of their own."""
-    found: dict[str, Service] = {}
+    """The services of an environment and its parts by unique names, equal ones once."""
+    services: dict[str, Service] = {}
     for part in _with_parts(spec):
         for name, declared in part.services.items():
-            if declared.key not in [known.key for known in found.values()]:
-                found[name if name not in found else f"{name}-{len(found)}"] = declared
-    return found
+            if declared.key not in [service.key for service in services.values()]:
+                services[name if name not in services else f"{name}-{len(services)}"] = declared
+    return services
 
 
 def _with_parts(spec: EnvSpec) -> Iterator[EnvSpec]:
@@ -161,4 +161,4 @@ def _client(declared: Service, name: str, runtime: Runtime, deterministic: bool)
         from .policy import PolicyClient
 
         return PolicyClient(name)
-    raise ConfigError(f"service {name}: {type(declared).__name__} is not something that can be started")
+    raise ConfigError(f"service {name}: {type(declared).__name__} cannot be started")

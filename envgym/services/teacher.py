@@ -1,4 +1,4 @@
-"""A teacher behind an API: the likeliest tokens in the place of each token, as vLLM's server says them."""
+"""A teacher behind an API: the most likely tokens at each position, as vLLM's server returns them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TRIES = 5
 
 
 class ApiTeacher:
-    """Asks `POST BASE_URL/completions` for `prompt_logprobs`, which vLLM's server has: `top_k` of them at most, which
-    is its `--max-logprobs`. A text's token ids are sent as they are, so the teacher must have the policy's tokenizer,
-    and ids beyond the policy's `vocabulary` show that it has not."""
+    """Asks `POST BASE_URL/completions` for `prompt_logprobs`, which vLLM's server has, up to its `--max-logprobs`,
+    which must be at least `top_k`. Token ids are sent unmodified, so the teacher must have the policy's tokenizer,
+    and an id beyond the policy's `vocabulary` is an error."""
 
     def __init__(self, base_url: str, model: str, api_key_env: str | None, top_k: int) -> None:
         name = f"{model} at {base_url}"
@@ -39,8 +39,8 @@ class ApiTeacher:
         await self._caller.close()
 
     async def forward(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
-        """[T, k, 2] of each sample: log-probabilities of the likeliest tokens, in nats, the likeliest first, and their
-        ids. Raises `InvalidOutcome` where the server does not say them."""
+        """[T, k, 2] of each sample: log-probabilities of the most likely tokens, in nats and descending, and their ids.
+        Raises `InvalidOutcome` where the server does not return them."""
         return list(await asyncio.gather(*(self._ask(sample.token_ids.tolist()) for sample in samples)))
 
     async def _ask(self, token_ids: list[int]) -> NDArray[np.float32]:
@@ -49,22 +49,22 @@ class ApiTeacher:
         body = {"model": self._model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": self._top_k}
         answer = await self._caller.post(self._url, body)
         try:
-            [_, *places] = answer["choices"][0]["prompt_logprobs"]
-            likeliest = [_likeliest(place, self._top_k) for place in places]
+            [_, *positions] = answer["choices"][0]["prompt_logprobs"]
+            top_tokens = [_top_tokens(position, self._top_k) for position in positions]
         except (KeyError, IndexError, TypeError, ValueError):
-            likeliest = []
-        if len(likeliest) != len(token_ids) - 1:
+            top_tokens = []
+        if len(top_tokens) != len(token_ids) - 1:
             problem = f"does not answer with {self._top_k} prompt_logprobs for each of the prompt's token ids"
             raise InvalidOutcome("service", f"{self._caller.name} {problem}")
-        if self.vocabulary and any(token >= self.vocabulary for place in likeliest for _, token in place):
+        if self.vocabulary and any(token >= self.vocabulary for position in top_tokens for _, token in position):
             raise InvalidOutcome("service", f"{self._caller.name} has another vocabulary than the policy")
-        nothing = [(0.0, 0)] * self._top_k  # in the place of the first token, which nothing predicts
-        return np.array([nothing, *likeliest], np.float32)
+        placeholder = [(0.0, 0)] * self._top_k  # for the first token, which is not predicted
+        return np.array([placeholder, *top_tokens], np.float32)
 
 
-def _likeliest(place: Mapping[str, Any], k: int) -> list[tuple[float, int]]:
-    """(log-probability, id) of the k likeliest tokens; the prompt's own may be among them as one more."""
-    ranked = sorted((found["rank"], float(found["logprob"]), int(token)) for token, found in place.items())
+def _top_tokens(position: Mapping[str, Any], k: int) -> list[tuple[float, int]]:
+    """(log-probability, id) of the k most likely tokens. The server may add the prompt's token as one more."""
+    ranked = sorted((entry["rank"], float(entry["logprob"]), int(token)) for token, entry in position.items())
     if len(ranked) < k:
         raise ValueError("too few")
     return [(logprob, token) for _, logprob, token in ranked[:k]]

@@ -31,7 +31,7 @@ class TaskCursor:
     """
 
     def __init__(self, tasks: TaskSet, seed: int, curriculum: Curriculum | None = None) -> None:
-        self._tasks = tasks.seeded(seed)
+        self._tasks = tasks.with_seed(seed)
         self._seed = seed
         self._curriculum = curriculum
         self._position = 0

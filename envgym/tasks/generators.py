@@ -71,7 +71,7 @@ class EndlessTasks(TaskSet):
         return None
 
     @property
-    def reach(self) -> int:
+    def index_bound(self) -> int:
         return KEPT
 
     async def get(self, index: int) -> Task:

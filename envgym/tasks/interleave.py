@@ -66,13 +66,14 @@ class Interleaved(Joined):
         return None
 
     @property
-    def reach(self) -> int:
+    def index_bound(self) -> int:
         """About as far as every finite set is gone through once."""
         block = sum(self._counts)
-        return max(1, min(part.reach * block // count for part, count in zip(self._parts, self._counts, strict=True)))
+        counted = zip(self._parts, self._counts, strict=True)
+        return max(1, min(part.index_bound * block // count for part, count in counted))
 
-    def seeded(self, seed: int) -> TaskSet:
-        return Interleaved([part.seeded(seed) for part in self._parts], self._weights, seed)
+    def with_seed(self, seed: int) -> TaskSet:
+        return Interleaved([part.with_seed(seed) for part in self._parts], self._weights, seed)
 
     def _place(self, index: int) -> tuple[int, int]:
         block, slot = divmod(index, sum(self._counts))
@@ -119,9 +120,9 @@ class InProportion(Joined):
         self._order: list[tuple[int, int]] = []
 
     @property
-    def reach(self) -> int:
-        endless = [part.reach for part in self._parts if part.size is None]
-        return min(*endless, READ_AHEAD) if endless else super().reach
+    def index_bound(self) -> int:
+        endless = [part.index_bound for part in self._parts if part.size is None]
+        return min(*endless, READ_AHEAD) if endless else super().index_bound
 
     def _place(self, index: int) -> tuple[int, int]:
         while len(self._order) <= index:

@@ -22,7 +22,7 @@ class DataEnvConfig(EnvConfig):
     """Tasks from files, folders or generators."""
 
 
-class FunctionTasks(TaskSet):
+class GeneratedTasks(TaskSet):
     """Tasks without end: task `index` is `make(index)`, a function of the index alone."""
 
     def __init__(self, make: Callable[[int], Task]) -> None:
@@ -37,7 +37,7 @@ class FunctionTasks(TaskSet):
 
 
 class DataEnvSpec(EnvSpec):
-    """An environment that takes its tasks from `data`, and from `own_tasks` where no data is given.
+    """An environment that takes its tasks from `data`, and from `default_tasks` where no data is given.
 
     A subclass that overrides `setup` or `teardown` calls these.
     """
@@ -49,7 +49,7 @@ class DataEnvSpec(EnvSpec):
     usual: ClassVar[UsualFields] = USUAL_FIELDS
     """Names that the fields of prompt and answer may have where the settings give none."""
 
-    given: TaskSet | None = None
+    fixed_tasks: TaskSet | None = None
     """Tasks that are at hand, such as those of saved episodes: posed, in every split, where no data is given."""
 
     _splits: TaskSplits | None = None
@@ -67,7 +67,7 @@ class DataEnvSpec(EnvSpec):
         if split not in ("train", "test"):
             raise ConfigError(f"environment {self.id} has the splits train and test, not {split!r}")
         if self.config.data is None:
-            return self.own_tasks(split) if self.given is None else self.given
+            return self.default_tasks(split) if self.fixed_tasks is None else self.fixed_tasks
         if self._splits is None:
             raise RuntimeError("tasks are read from data by setup, which has not run")
         return self._splits.train if split == "train" else self._splits.test
@@ -76,6 +76,6 @@ class DataEnvSpec(EnvSpec):
         """Reads rows that are in another program's form; they are then in the tasks' fields, whole. None: ours."""
         return None
 
-    def own_tasks(self, split: str) -> TaskSet:
+    def default_tasks(self, split: str) -> TaskSet:
         """The tasks of `train` or `test` without data."""
         raise ConfigError(f"environment {self.id} has no tasks of its own: give it some with data.path=FILE")

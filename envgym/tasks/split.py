@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from envgym.env import ListTasks, TaskSet
+from envgym.env import TaskList, TaskSet
 from envgym.errors import DataError
 from envgym.types import Task
 
@@ -201,7 +201,7 @@ class _Endless(_Source):
             return test.into(held_out)
         below = round(self.settings.test_fraction * KEYS)
         held_out.below = max(held_out.below, below)
-        return self._tasks(lambda key: key < below) if below else ListTasks([])
+        return self._tasks(lambda key: key < below) if below else TaskList([])
 
     def train(self, held_out: _HeldOut) -> TaskSet:
         return self._tasks(lambda key: key not in held_out)

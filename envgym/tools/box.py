@@ -1,4 +1,4 @@
-"""Runs the calls of one turn: in parallel, each under its deadline, every error as a result."""
+"""Runs the tool calls of one turn: concurrently, each with a deadline, every error as a result."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .schema import WrongArguments
 from .tool import Tool, ToolFailure
 
 PARALLEL = 16
-"""Calls of one turn that run at the same time; a policy may write hundreds."""
+"""Concurrent calls of one turn; a policy may generate hundreds."""
 GRACE = 2.0
-"""Seconds a call past its deadline gets to clean up; then it is left to itself."""
+"""Seconds in which a call past its deadline may clean up; then it is abandoned."""
 ERROR_LENGTH = 1000
-"""Characters of an error that the policy reads."""
+"""Maximum length of an error message for the policy, in characters."""
 NAME_LENGTH = 64
-"""Characters of a tool's name that a result repeats; the policy may have made it up."""
+"""Maximum length of a tool's name in a result, in characters; the policy may have invented it."""
 
 
 class ToolBox:
-    """The tools of one episode, and what came of calling them.
+    """The tools of one episode, and counts of their calls.
 
-    `timeout` is in seconds for each call, where the tool has none of its own; results longer than `max_chars`
-    characters are cut, with a note.
+    `timeout` is in seconds per call, for tools without their own; results longer than `max_chars` characters are
+    truncated, with a note.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class ToolBox:
     ) -> None:
         self._tools: dict[str, Tool] = {}
         for item in tools:
-            tool = item if isinstance(item, Tool) else Tool.of(item)
+            tool = item if isinstance(item, Tool) else Tool.from_function(item)
             if tool.spec.name in self._tools:
-                raise ConfigError(f"two tools are called {tool.spec.name!r}: give one of them another name")
+                raise ConfigError(f"two tools have the name {tool.spec.name!r}: rename one of them")
             self._tools[tool.spec.name] = tool
         self._timeout, self._max_chars = timeout, max_chars
         self._counts = {"calls": 0, "errors": 0, "malformed": 0, "timeouts": 0}
@@ -52,24 +52,24 @@ class ToolBox:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Counts of the calls so far: `tool_calls`, and how many of them were `tool_malformed` (unreadable, of no
-        such tool, with wrong arguments), were `tool_errors` (the tool raised) or `tool_timeouts`."""
+        """Counts of the calls so far: `tool_calls`, and among them `tool_malformed` (unreadable, unknown tool, wrong
+        arguments), `tool_errors` (the tool raised) and `tool_timeouts`."""
         return {f"tool_{name}": float(count) for name, count in self._counts.items()}
 
     async def call(self, calls: Sequence[ToolCall]) -> list[Message]:
         """Run the calls of one turn and return the results, in order.
 
-        Errors are results too. Only `InvalidOutcome` is raised, by a tool that cannot do its work whatever the policy
-        says: its server is gone.
+        Errors are results too. Only `InvalidOutcome` is raised, by a tool that cannot work whatever its arguments: its
+        server is gone, for example.
         """
         slots = asyncio.Semaphore(PARALLEL)
 
-        async def one(call: ToolCall) -> Message:
+        async def run_call(call: ToolCall) -> Message:
             async with slots:
                 text = await self._answer(call)
             return Message("tool", (TextPart(text),), tool_call_id=call.id, name=_clean(call.name)[:NAME_LENGTH])
 
-        jobs = [asyncio.create_task(one(call)) for call in calls]
+        jobs = [asyncio.create_task(run_call(call)) for call in calls]
         try:
             return await asyncio.gather(*jobs)
         finally:
@@ -81,16 +81,16 @@ class ToolBox:
             return self._error("malformed", call.error)
         tool = self._tools.get(call.name)
         if tool is None:
-            known = did_you_mean(call.name, self._tools) or f" There is {', '.join(self._tools) or 'none'}."
-            return self._error("malformed", f"there is no tool {call.name!r}.{known}")
+            hint = did_you_mean(call.name, self._tools) or f" There is {', '.join(self._tools) or 'none'}."
+            return self._error("malformed", f"there is no tool {call.name!r}.{hint}")
         timeout = self._timeout if tool.timeout is None else tool.timeout
         job = asyncio.create_task(_run(tool, call))
         try:
-            # Not `asyncio.timeout`: a tool that goes on when it is cancelled would hold the episode up.
+            # Not `asyncio.timeout`: a tool that ignores its cancellation would delay the episode.
             await asyncio.wait({job}, timeout=timeout)
             if not job.done():
                 return self._error("timeouts", f"{call.name} took longer than {timeout:g} s")
-            return _cut(job.result(), self._max_chars)
+            return _truncate(job.result(), self._max_chars)
         except InvalidOutcome:
             raise
         except WrongArguments as error:
@@ -105,35 +105,35 @@ class ToolBox:
 
     def _error(self, kind: str, message: str) -> str:
         self._counts[kind] += 1
-        return f"Error: {_cut(_clean(message), ERROR_LENGTH)}"
+        return f"Error: {_truncate(_clean(message), ERROR_LENGTH)}"
 
 
 async def _run(tool: Tool, call: ToolCall) -> str:
-    """The result as text. What an unwise tool raises must not end the loop (`exit()`), nor pass for our own end."""
-    with UsersCode(Exception) as used:
+    """The result as text. A tool's `SystemExit` or `CancelledError` neither ends the loop nor cancels the episode."""
+    with UsersCode(Exception) as guard:
         result = await tool.run(call.arguments)
         return _clean(result if isinstance(result, str) else to_json(result, fallback=str).decode())
-    is_cancelled = isinstance(used.error, asyncio.CancelledError)
-    raise ToolFailure("the call was cancelled" if is_cancelled else type(used.error).__name__)
+    is_cancelled = isinstance(guard.error, asyncio.CancelledError)
+    raise ToolFailure("the call was cancelled" if is_cancelled else type(guard.error).__name__)
 
 
 async def _end(jobs: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs, and wait a little for it."""
-    running = [job for job in jobs if not job.done()]
-    for job in running:
-        if not job.cancelling():  # a second time would interrupt one that is cleaning up
+    """Cancel the running jobs, and wait `GRACE` seconds for them."""
+    unfinished = [job for job in jobs if not job.done()]
+    for job in unfinished:
+        if not job.cancelling():  # a second cancellation would interrupt its clean-up
             job.cancel()
         abandon(job)
-    if running:
-        await asyncio.wait(running, timeout=GRACE)
+    if unfinished:
+        await asyncio.wait(unfinished, timeout=GRACE)
 
 
 def _clean(text: str) -> str:
-    """Half of a surrogate pair is a character to Python, and to no tokenizer."""
+    """Replace unpaired surrogates, which are characters in Python but invalid in every tokenizer."""
     return text.encode("utf-8", "replace").decode()
 
 
-def _cut(text: str, length: int) -> str:
+def _truncate(text: str, length: int) -> str:
     if len(text) <= length:
         return text
-    return f"{text[:length]}\n[cut here: {len(text)} characters in all]"
+    return f"{text[:length]}\n[truncated: {len(text)} characters in all]"

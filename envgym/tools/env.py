@@ -1,4 +1,4 @@
-"""The base class of environments whose tasks are done with tools."""
+"""The base class of environments with tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
 from envgym.errors import ConfigError
-from envgym.types import Action, Judgement, Message, Observation, Task, as_messages
+from envgym.types import Action, Message, Observation, Reward, Task, as_messages
 
 from .box import ToolBox
 from .mcp_server import McpServer, McpSession
@@ -23,25 +23,25 @@ class ToolEnvConfig(EnvConfig):
     """Settings of environments with tools."""
 
     max_calls: int = Field(16, ge=1)
-    """Tool calls in one episode; a turn that would make more ends it, truncated."""
+    """Maximum number of tool calls in one episode; a turn that exceeds it truncates the episode."""
     tool_timeout: float = Field(30.0, gt=0)
-    """Seconds a call may take, where the tool has no deadline of its own."""
+    """Seconds a call may take, for tools without their own deadline."""
     max_result_chars: int = Field(8000, ge=1)
-    """Characters of a result that the policy is shown."""
+    """Maximum length of a result that the policy reads, in characters."""
 
 
 class ToolEnvSpec(EnvSpec):
-    """The shared half of an environment with tools."""
+    """The spec of environments with tools."""
 
     Config: ClassVar[type[EnvConfig]] = ToolEnvConfig
     agent = "tool_calling"
 
 
 class ToolEnv(Env):
-    """Offers tools, runs the calls of each turn, and grades the first answer that calls none.
+    """Offers tools, runs the calls of each turn, and grades the first turn without a call.
 
     Subclass it and write `tools` and `grade`, and `begin` unless the first observation is the task's prompt. They may
-    be plain functions that return at once, or asynchronous. Where a subclass overrides `close`, it calls this one.
+    be plain functions that do not block, or coroutine functions. An override of `close` calls this one.
     """
 
     spec_class = ToolEnvSpec
@@ -58,7 +58,7 @@ class ToolEnv(Env):
     def tools(self) -> Any:
         """The tools of this episode: functions (methods of this instance share its state), `Tool`s, `McpServer`s.
 
-        A server gets a session of its own for each episode; to share one, give the `tools` of a session.
+        A server gets a separate session per episode; to share a session, return its `tools`.
         """
 
     @abstractmethod
@@ -66,17 +66,17 @@ class ToolEnv(Env):
         """The reward of the final answer: a number, or a `Reward` with score and metrics."""
 
     def answer(self, action: Action) -> str | None:
-        """The final answer as text, by which majority votes count answers as the same."""
+        """The final answer as text; majority votes count equal texts as equal answers."""
         return action.text.strip() or None
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         await self._end_sessions()
         self.task = (options or {})["task"]
-        messages = as_messages(await _settled(self.begin()))
+        messages = as_messages(await _resolve(self.begin()))
         config = self.spec.config
         if not isinstance(config, ToolEnvConfig):
             raise ConfigError(f"environment {self.spec.id}: its Config must be a subclass of ToolEnvConfig")
-        tools = await self._open(await _settled(self.tools()))
+        tools = await self._open(await _resolve(self.tools()))
         self.toolbox = ToolBox(tools, timeout=config.tool_timeout, max_chars=config.max_result_chars)
         self._calls_left = config.max_calls
         return Observation(messages=messages, tools=self.toolbox.specs), {}
@@ -94,21 +94,21 @@ class ToolEnv(Env):
         await self._end_sessions()
 
     async def _end(self, action: Action) -> StepResult:
-        graded = await _settled(self.grade(action))
-        judgement = graded if isinstance(graded, Judgement) else Judgement(graded)
-        info: Info = {"answer": self.answer(action), "metrics": self.toolbox.metrics | dict(judgement.metrics)}
-        if judgement.score is not None:
-            info["score"] = judgement.score
-        return (), judgement.reward, True, False, info
+        graded = await _resolve(self.grade(action))
+        reward = graded if isinstance(graded, Reward) else Reward(graded)
+        info: Info = {"answer": self.answer(action), "metrics": self.toolbox.metrics | dict(reward.metrics)}
+        if reward.score is not None:
+            info["score"] = reward.score
+        return (), reward.reward, True, False, info
 
     async def _open(self, offered: Sequence[Any]) -> list[Tool | Callable[..., Any]]:
-        """Start sessions with the servers among the tools, which are then closed with the environment."""
+        """Start sessions with the servers among the tools; they are closed with the environment."""
         self._sessions = sessions = [item.session() for item in offered if isinstance(item, McpServer)]
         await asyncio.gather(*(session.start() for session in sessions))
-        opened = iter(sessions)
+        started = iter(sessions)
         tools: list[Tool | Callable[..., Any]] = []
         for item in offered:
-            tools += next(opened).tools if isinstance(item, McpServer) else [item]
+            tools += next(started).tools if isinstance(item, McpServer) else [item]
         return tools
 
     async def _end_sessions(self) -> None:
@@ -116,5 +116,5 @@ class ToolEnv(Env):
         await asyncio.gather(*(session.close() for session in sessions))
 
 
-async def _settled(value: Any) -> Any:
+async def _resolve(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value

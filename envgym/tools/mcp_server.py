@@ -1,7 +1,7 @@
-"""The tools of an MCP server, over its standard streams or over HTTP, by the `mcp` library.
+"""The tools of an MCP server, over its standard streams or over HTTP, with the `mcp` library.
 
-The library's sessions are made of task groups, which must be left in the task that entered them, and are left
-half-way where that task is cancelled from outside. So each session lives in a task of its own, which is asked to end.
+The library's sessions consist of task groups, which must be exited in the task that entered them, and are not cleaned
+up if that task is cancelled from outside. So each session runs in a separate task, which is asked to end.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from envgym.processes import family
 from envgym.settings import Settings
 from envgym.types import ToolSpec
 
-from .schema import WrongArguments, argument_check, one_line, without_titles
+from .schema import WrongArguments, argument_check, to_line, without_titles
 from .tool import Tool, ToolFailure
 
 if TYPE_CHECKING:
     from mcp import Client
 
 CLOSE_TIMEOUT = 10.0
-"""Seconds a session may take to end when asked, before it is cancelled."""
+"""Seconds a session may take to close before it is cancelled."""
 PROBE_TIMEOUT = 5.0
-"""Seconds a server has to show that it is alive after an error that may be its own."""
+"""Seconds in which a server must answer a probe after an error that may be the server's."""
 MAX_PAGES = 100
 INVALID_PARAMS, CONNECTION_CLOSED = -32602, -32000  # JSON-RPC's, and the library's own
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -45,20 +45,20 @@ class McpServer(Settings):
     """An MCP server: a program to start, or a URL."""
 
     command: list[str] | None = Field(None, min_length=1)
-    """Program and arguments of a server that speaks on its standard streams; one process a session."""
+    """Program and arguments of a server that speaks on its standard streams; one process per session."""
     env: dict[str, str] = Field({})
-    """Its environment variables, beside PATH, HOME and the like. `${NAME}` stands for a variable of ours."""
+    """Its environment variables, besides PATH, HOME and the like. `${NAME}` stands for a variable of this process."""
     url: str | None = None
     """Address of a server that speaks HTTP (the streamable kind)."""
     headers: dict[str, str] = Field({})
     """Sent with every request. `${NAME}` stands for an environment variable, so that no secret is written down."""
     only: list[str] | None = None
-    """Names of the tools to offer; unset: all the server has."""
+    """Names of the tools to offer; default: all of the server's."""
     start_timeout: float = Field(30.0, gt=0)
     """Seconds it may take to start and list its tools."""
 
     @model_validator(mode="after")
-    def _one_way(self) -> Self:
+    def _check_transport(self) -> Self:
         if (self.command is None) == (self.url is None):
             raise ValueError("an MCP server has either a command or a url")
         if self.env and self.command is None:
@@ -69,26 +69,26 @@ class McpServer(Settings):
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """The server's name in messages."""
         return self.url or " ".join(self.command or ())
 
     def check(self) -> None:
-        """Raises `ConfigError` for a program that is not there, or a variable that is not set."""
-        _filled_in(self.headers, self.label)
-        variables = _filled_in(self.env, self.label)
+        """Raise `ConfigError` for a program that does not exist, or a variable that is not set."""
+        _fill_in(self.headers, self.label)
+        variables = _fill_in(self.env, self.label)
         if self.command and shutil.which(self.command[0], path=variables.get("PATH")) is None:
             raise ConfigError(f"MCP server {self.label}: there is no program {self.command[0]!r}")
 
     def session(self) -> McpSession:
-        """A session with it, not yet started."""
+        """A new session with the server, not yet started."""
         return McpSession(self)
 
 
 class McpSession:
     """One session with an MCP server: `async with server.session() as session: session.tools`.
 
-    It belongs to the event loop it was started in. A server that cannot be reached, or dies, is an `InvalidOutcome`
-    of kind `tool_server`; errors of its tools are results like any other.
+    It belongs to the event loop in which it was started. A server that cannot be reached, or dies, raises an
+    `InvalidOutcome` of kind `tool_server`; errors of its tools are results.
     """
 
     def __init__(self, server: McpServer) -> None:
@@ -108,36 +108,36 @@ class McpSession:
 
     @property
     def alive(self) -> bool:
-        """True from the start to the end of the session."""
+        """True while the session is open."""
         return self._client is not None
 
     async def start(self) -> None:
         """Start or reach the server and list its tools.
 
-        Raises `ConfigError` for settings that cannot work, `MissingDependency` without the `mcp` package,
-        `InvalidOutcome` for a server that does not come up in time.
+        Raises `ConfigError` for invalid settings, `MissingDependency` without the `mcp` package, `InvalidOutcome` for
+        a server that does not start in time.
         """
         with needs("mcp", "mcp", f"the MCP server {self._server.label}"):
             import anyio
             import mcp  # noqa: F401
         if logging.getLogger("mcp").level == logging.NOTSET:
-            # It logs with tracebacks what our errors say in a line, and every line a server prints that is no message.
+            # It logs tracebacks of errors that are reported here, and every line of a server that is no message.
             logging.getLogger("mcp").setLevel(logging.CRITICAL)
         self._server.check()
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._started: asyncio.Future[None] = self._loop.create_future()
         self._stop = asyncio.Event()
         self._scope = anyio.CancelScope()
         try:
-            async with _turn_to_start():
-                self._task = asyncio.create_task(self._live())
+            async with _start_slots():
+                self._task = asyncio.create_task(self._run())
                 # `_failure` reports the exception.
                 self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
                 timeout = self._server.start_timeout
-                await asyncio.wait({self._task, self._ready}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({self._task, self._started}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not self.alive:
-                what = "cannot be used" if self._task.done() else f"was not ready after {timeout:g} s"
-                raise await self._failure(what)
+                problem = "cannot be used" if self._task.done() else f"was not ready after {timeout:g} s"
+                raise await self._failure(problem)
         except BaseException:
             await self.close()
             raise
@@ -146,7 +146,7 @@ class McpSession:
         """End the session, and the server's process with it. Safe to call twice."""
         if self._task is None:
             return
-        if not self._ready.done():
+        if not self._started.done():
             self._scope.cancel()
         self._stop.set()
         try:
@@ -155,18 +155,17 @@ class McpSession:
                 self._scope.cancel()
                 await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
         finally:
-            # Where this is cancelled, the loop may be about to end, and the library's patience with it: the rest of its
-            # work is to find the process gone.
+            # If this is cancelled, the loop may be about to end, without time for the library's own clean-up.
             self._kill()
         self._task.cancel()
 
-    async def _live(self) -> None:
-        """The session's own task, from the handshake to the end."""
+    async def _run(self) -> None:
+        """The task of the session, from the handshake to the end."""
         from mcp import Client
 
         with self._scope:
-            # The older handshake first: over HTTP it opens a session, by which servers keep one client's state apart
-            # from another's. A server that has no such handshake says so.
+            # The older handshake first: over HTTP it opens a session, by which servers separate the clients' states.
+            # A server without this handshake rejects it.
             for mode in ("legacy", "auto"):
                 with tempfile.TemporaryFile() as log:
                     self._log = log.fileno()
@@ -174,20 +173,20 @@ class McpSession:
                         async with Client(self._transport(log), mode=mode, cache=None) as client:
                             self.tools = await self._list(client)
                             self._client = client
-                            self._ready.set_result(None)
+                            self._started.set_result(None)
                             await self._stop.wait()
                         return
                     except Exception as error:
-                        if mode == "auto" or self._ready.done() or not _refused(error):
+                        if mode == "auto" or self._started.done() or not _is_rejection(error):
                             raise
                     finally:
                         self._client = None
                         self._kill()
-                        self._last_words = one_line(family.last_line(self._log))
+                        self._last_words = to_line(family.last_line(self._log))
                         self._log = None
 
     def _kill(self) -> None:
-        """Kill what is left of the server's process group."""
+        """Kill the server's process group."""
         group = None if self._log is None else family.pid_in(self._log)
         if group is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -201,14 +200,14 @@ class McpSession:
 
         server = self._server
         if server.command is not None:
-            command = family.guarded(server.command)
-            variables = _filled_in(server.env, server.label)
+            command = family.guard_command(server.command)
+            variables = _fill_in(server.env, server.label)
             parameters = StdioServerParameters(command=command[0], args=command[1:], env=variables)
             async with stdio_client(parameters, errlog=log) as streams:
                 yield streams
         else:
-            headers = _filled_in(server.headers, server.label)
-            timeout = httpx2.Timeout(30.0, read=None)  # a tool may take long: its deadline is not ours
+            headers = _fill_in(server.headers, server.label)
+            timeout = httpx2.Timeout(30.0, read=None)  # no read timeout: each tool call has its own deadline
             async with (
                 httpx2.AsyncClient(headers=headers, timeout=timeout) as http,
                 streamable_http_client(str(server.url), http_client=http) as streams,
@@ -216,27 +215,27 @@ class McpSession:
                 yield streams
 
     async def _list(self, client: Client) -> tuple[Tool, ...]:
-        listed: dict[str, Any] = {}
+        tools: dict[str, Any] = {}
         cursor = None
         for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
-            listed |= {tool.name: tool for tool in page.tools}
+            tools |= {tool.name: tool for tool in page.tools}
             cursor = page.next_cursor
             if not cursor:
                 break
         for name in self._server.only or ():
-            if name not in listed:
-                hint = did_you_mean(name, listed) or f" It has {', '.join(listed) or 'none'}."
+            if name not in tools:
+                hint = did_you_mean(name, tools) or f" It has {', '.join(tools) or 'none'}."
                 raise ConfigError(f"MCP server {self._server.label} has no tool {name!r}.{hint}")
-        return tuple(self._tool(listed[name]) for name in self._server.only or listed)
+        return tuple(self._tool(tools[name]) for name in self._server.only or tools)
 
-    def _tool(self, listed: Any) -> Tool:
-        spec = ToolSpec(listed.name, listed.description or "", without_titles(listed.input_schema))
-        check = argument_check(listed.input_schema)
+    def _tool(self, tool: Any) -> Tool:
+        spec = ToolSpec(tool.name, tool.description or "", without_titles(tool.input_schema))
+        check = argument_check(tool.input_schema)
 
         async def run(arguments: Mapping[str, Any]) -> Any:
             check(arguments)
-            return await self._call(listed.name, arguments)
+            return await self._call(tool.name, arguments)
 
         return Tool(spec, run)
 
@@ -255,12 +254,12 @@ class McpSession:
             result = await self._client.call_tool(name, dict(arguments))
         except MCPError as error:
             if error.code == INVALID_PARAMS:
-                raise WrongArguments(one_line(error.message)) from None
+                raise WrongArguments(to_line(error.message)) from None
             if error.code == CONNECTION_CLOSED or not await self._answers():
                 raise await self._failure("died") from None
-            raise ToolFailure(one_line(error.message)) from None
+            raise ToolFailure(to_line(error.message)) from None
         except Exception:
-            if self._client is None:  # it ended under the call
+            if self._client is None:  # the session ended during the call
                 raise await self._failure("died") from None
             raise
         text = _text(result)
@@ -269,7 +268,7 @@ class McpSession:
         return text
 
     async def _answers(self) -> bool:
-        """Probe the server: an error may be the call's or the server's, and its code does not say."""
+        """Probe the server: an error may be the call's or the server's, and its code does not distinguish them."""
         if self._client is None:
             return False
         try:
@@ -279,8 +278,8 @@ class McpSession:
             return False
         return True
 
-    async def _failure(self, what: str) -> EnvgymError:
-        """The error for a server that is not there, with its own account of why."""
+    async def _failure(self, problem: str) -> EnvgymError:
+        """The error for a server that cannot be used, with the reason from the server's output."""
         await self.close()
         error = None
         if self._task is not None and self._task.done() and not self._task.cancelled():
@@ -288,21 +287,21 @@ class McpSession:
         if isinstance(error, EnvgymError):
             return error
         why = self._last_words or (
-            "" if error is None or getattr(error, "code", None) == CONNECTION_CLOSED else one_line(str(error))
+            "" if error is None or getattr(error, "code", None) == CONNECTION_CLOSED else to_line(str(error))
         )
-        message = f"MCP server {self._server.label} {what}" + (f": {why}" if why else "")
+        message = f"MCP server {self._server.label} {problem}" + (f": {why}" if why else "")
         return InvalidOutcome("tool_server", message, retryable=True)
 
 
-def _turn_to_start() -> asyncio.Semaphore:
-    """Interpreters that start all at once take so long that every one of them misses its deadline."""
-    return _turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(max(4, os.cpu_count() or 1)))
+def _start_slots() -> asyncio.Semaphore:
+    """A limit on concurrent starts: too many interpreters that start together all miss their deadline."""
+    return _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(max(4, os.cpu_count() or 1)))
 
 
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-def _filled_in(values: Mapping[str, str], label: str) -> dict[str, str]:
+def _fill_in(values: Mapping[str, str], label: str) -> dict[str, str]:
     """`values` with every `${NAME}` replaced by the environment variable."""
 
     def variable(match: re.Match[str]) -> str:
@@ -314,7 +313,7 @@ def _filled_in(values: Mapping[str, str], label: str) -> dict[str, str]:
 
 
 def _text(result: Any) -> str:
-    """A tool's result as text: text as it is, of other kinds of content what they are."""
+    """A tool's result as text; of other kinds of content, the URI or the kind."""
     parts = []
     for block in result.content:
         if block.type == "text":
@@ -331,14 +330,14 @@ def _text(result: Any) -> str:
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """The error at the bottom of groups of one."""
+    """The first error inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-def _refused(error: BaseException) -> bool:
-    """True for the error of a server that is there and refused the handshake."""
+def _is_rejection(error: BaseException) -> bool:
+    """True for the error of a running server that rejected the handshake."""
     from mcp import MCPError
 
     cause = _cause(error)

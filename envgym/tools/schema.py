@@ -1,7 +1,7 @@
 """A function's parameters: the JSON schema of its arguments, and the check of a call against it.
 
-Both are pydantic's, of a model with a field for each parameter. Descriptions come from the annotations, and where
-these have none from the docstring, in the style of Google, NumPy or reST.
+Both are those of a pydantic model with one field per parameter. Descriptions come from the annotations, else from the
+docstring in Google, NumPy or reST style.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _SHOWN_PROBLEMS = 3
 _ERROR_LENGTH = 300
 
 
-_known: WeakKeyDictionary[Callable[..., Any], dict[bool, Parameters]] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[Callable[..., Any], dict[bool, Parameters]] = WeakKeyDictionary()
 
 
 class WrongArguments(Exception):
-    """Arguments that a tool does not take; the message is one line for the policy."""
+    """Invalid arguments of a tool call; the message is one line for the policy."""
 
 
-def parameters_of(function: Callable[..., Any], noun: str) -> Parameters:
-    """The parameters of a function; see `Parameters`. Found out once: methods are offered anew in each episode."""
+def read_parameters(function: Callable[..., Any], noun: str) -> Parameters:
+    """The parameters of a function; see `Parameters`. Cached, because methods are offered again in each episode."""
     plain = getattr(function, "__func__", function)
     if not inspect.isfunction(plain):
         return Parameters(function, noun)
-    kinds = _known.setdefault(plain, {})
+    kinds = _cache.setdefault(plain, {})
     is_method = inspect.ismethod(function)
     if is_method not in kinds:
         kinds[is_method] = Parameters(function, noun)
@@ -45,10 +45,10 @@ def parameters_of(function: Callable[..., Any], noun: str) -> Parameters:
 
 
 class Parameters:
-    """The parameters of a function, `noun` being what messages call it ("tool 'search'").
+    """The parameters of a function; `noun` is its name in messages ("tool 'search'").
 
-    `description` is what the docstring says before its sections, `schema` the JSON schema of the arguments. Raises
-    `ConfigError` for a function that has none.
+    `description` is the docstring before its sections, `schema` the JSON schema of the arguments. Raises `ConfigError`
+    for a function without a schema.
     """
 
     def __init__(self, function: Callable[..., Any], noun: str) -> None:
@@ -64,21 +64,21 @@ class Parameters:
             if parameter.kind == parameter.POSITIONAL_ONLY:
                 self._positional.append(parameter.name)
             self._names.append(parameter.name)
-            hint, default = _described(hints[parameter.name]), parameter.default
+            hint, default = _describe_hint(hints[parameter.name]), parameter.default
             if isinstance(default, FieldInfo):
                 hint, default = Annotated[hint, default], default.get_default(call_default_factory=True)
             default = ... if default is parameter.empty or default is PydanticUndefined else default
-            # Fields have names of our own: `copy` or `model_config` would not do for a pydantic model.
+            # Fields are numbered: `copy` or `model_config` are not valid names in a pydantic model.
             fields[f"field_{len(fields)}"] = (hint, Field(default, alias=parameter.name))
         try:
             self._model: type[BaseModel] = create_model("Arguments", **fields)
             self.schema = _schema(self._model)
         except PydanticUserError as error:
             name, hint = _culprit({name: hints[name] for name in self._names})
-            shown = getattr(hint, "__name__", None) or str(hint)
-            # Of a type that it does not know, pydantic says only how to switch its checks off.
-            why = f" ({error.message.splitlines()[0]})" if error.code == "typed-dict-version" else ""
-            raise ConfigError(f"{noun}: parameter {name!r} is a {shown}, which has no JSON schema{why}") from None
+            kind = getattr(hint, "__name__", None) or str(hint)
+            # For other codes pydantic's message only explains how to disable its checks.
+            reason = f" ({error.message.splitlines()[0]})" if error.code == "typed-dict-version" else ""
+            raise ConfigError(f"{noun}: parameter {name!r} is a {kind}, which has no JSON schema{reason}") from None
         for name, schema in self.schema["properties"].items():
             if "description" not in schema and name in descriptions:
                 schema["description"] = descriptions[name]
@@ -101,15 +101,15 @@ class Parameters:
 
 
 def _describe(problem: ErrorDetails) -> str:
-    where = ".".join(map(str, problem["loc"]))[:60]
+    name = ".".join(map(str, problem["loc"]))[:60]
     if problem["type"] == "missing":
-        return f"argument {where!r} is missing"
+        return f"argument {name!r} is missing"
     reason = problem["msg"].removeprefix("Value error, ")
-    return f"argument {where!r}: {reason[:1].lower()}{reason[1:]}, not {problem['input']!r:.60}"
+    return f"argument {name!r}: {reason[:1].lower()}{reason[1:]}, not {problem['input']!r:.60}"
 
 
 def _hints(function: Callable[..., Any], noun: str) -> dict[str, Any]:
-    """The parameters' types, those written as text resolved."""
+    """The parameters' types, with string annotations resolved."""
     annotated = function if inspect.isroutine(function) else type(function).__call__
     try:
         hints = get_type_hints(annotated, include_extras=True)
@@ -119,8 +119,8 @@ def _hints(function: Callable[..., Any], noun: str) -> dict[str, Any]:
     return hints
 
 
-def _described(hint: Any) -> Any:
-    """`Annotated[int, "what it is"]` means a description; pydantic itself takes only `Field(description=…)`."""
+def _describe_hint(hint: Any) -> Any:
+    """Convert the string in `Annotated[int, "description"]` to pydantic's `Field(description=…)`."""
     if get_origin(hint) is not Annotated:
         return hint
     plain, *extras = get_args(hint)
@@ -133,7 +133,7 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     from docstring_parser import ParseError, parse
 
     text = inspect.getdoc(function) or ""
-    if not inspect.isroutine(function):  # an instance: its class describes it, unless `__call__` does
+    if not inspect.isroutine(function):  # an instance: the docstring of `__call__`, else of its class
         text = inspect.getdoc(type(function).__call__) or text
     try:
         docstring = parse(text)
@@ -148,13 +148,13 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a default that is not JSON is left out, which is right
+        warnings.simplefilter("ignore")  # pydantic warns when it omits a default that is not JSON
         schema = without_titles(model.model_json_schema())
     return {"type": "object", "properties": {}, **schema}
 
 
 def without_titles(schema: Any) -> Any:
-    """A schema without the titles that pydantic makes of every name."""
+    """A schema without the titles that pydantic derives from every name."""
     if isinstance(schema, list):
         return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -181,7 +181,7 @@ def _culprit(hints: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def argument_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
-    """A check that raises `WrongArguments` for arguments that do not fit `schema`; none for a schema it cannot use."""
+    """A check that raises `WrongArguments` for arguments that do not match `schema`; a no-op for an invalid schema."""
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for
     from referencing import Registry
@@ -192,7 +192,7 @@ def argument_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], N
         kind.check_schema(schema)
     except SchemaError:
         return lambda arguments: None
-    validator = kind(schema, registry=Registry())  # with a registry of its own, it fetches nothing
+    validator = kind(schema, registry=Registry())  # with an empty registry it downloads nothing
 
     def check(arguments: Mapping[str, Any]) -> None:
         try:
@@ -200,12 +200,13 @@ def argument_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], N
         except Unresolvable:
             return
         if problem is not None:
-            where = ".".join(map(str, problem.absolute_path))
-            raise WrongArguments(one_line((f"argument {where!r}: " if where else "") + problem.message))
+            location = ".".join(map(str, problem.absolute_path))
+            raise WrongArguments(to_line((f"argument {location!r}: " if location else "") + problem.message))
 
     return check
 
 
-def one_line(text: str) -> str:
+def to_line(text: str) -> str:
+    """The text in one line, truncated."""
     line = " ".join(text.split())
     return line if len(line) <= _ERROR_LENGTH else f"{line[:_ERROR_LENGTH]}…"

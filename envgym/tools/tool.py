@@ -10,29 +10,29 @@ from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.loading import import_target, load_function, split_target
-from envgym.processes.threads import OwnThread
+from envgym.processes.threads import DedicatedThread
 from envgym.types import ToolSpec
 
-from .schema import parameters_of
+from .schema import read_parameters
 
 MAX_OVERDUE = 64
-"""Threads of blocking tools that may run on after their deadline. A thread cannot be stopped from outside, so a tool
-that always hangs would start one more with every call."""
+"""Maximum number of threads of blocking tools past their deadline. A thread cannot be killed, so a tool that always
+hangs would add one per call."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_overdue: list[OwnThread] = []
+_overdue: list[DedicatedThread] = []
 
 
 class ToolFailure(Exception):
-    """A call that failed; the policy reads the message as it stands."""
+    """A failed call; the policy reads the message unmodified."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`run` takes a call's arguments and returns the result: text, or anything that can be written as JSON.
+    """A tool: `run` takes a call's arguments and returns the result, text or any object that can be written as JSON.
 
-    It raises `WrongArguments` for arguments it does not take, and `InvalidOutcome` to end the episode; of anything else
-    it raises the policy reads the message. `timeout` is in seconds; None: that of the tool box.
+    `run` raises `WrongArguments` for invalid arguments, and `InvalidOutcome` to end the episode; of any other exception
+    the policy reads the message. `timeout` is in seconds; None takes the tool box's.
     """
 
     spec: ToolSpec
@@ -40,11 +40,13 @@ class Tool:
     timeout: float | None = None
 
     @classmethod
-    def of(cls, function: Callable[..., Any], *, name: str | None = None, timeout: float | None = None) -> Tool:
-        """The tool that a typed function is. A plain `def` runs on a thread, an `async def` on the event loop.
+    def from_function(
+        cls, function: Callable[..., Any], *, name: str | None = None, timeout: float | None = None
+    ) -> Tool:
+        """A tool made of a typed function. A plain `def` runs on a thread, an `async def` on the event loop.
 
         The policy reads its parameters' types and its docstring. Raises `ConfigError` for a function with
-        untyped, `*args` or `**kwargs` parameters, or with types that JSON has no words for.
+        untyped, `*args` or `**kwargs` parameters, or with types without a JSON schema.
         """
         if not callable(function):
             raise ConfigError(f"a tool is a function, not {function!r:.60}")
@@ -52,31 +54,31 @@ class Tool:
             name = str(getattr(function, "__name__", type(function).__name__))
         if not _NAME.fullmatch(name):
             raise ConfigError(f"a tool's name is made of letters, digits, _ and -, not {name!r}: give it a name")
-        parameters = parameters_of(function, f"tool {name!r}")
+        parameters = read_parameters(function, f"tool {name!r}")
         spec = ToolSpec(name, parameters.description, parameters.schema)
         is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
         async def run(arguments: Mapping[str, Any]) -> Any:
-            positional, named = parameters.read(arguments)
+            positional, keywords = parameters.read(arguments)
             if is_async:
-                return await function(*positional, **named)
-            return await _run_on_thread(name, function, positional, named)
+                return await function(*positional, **keywords)
+            return await _run_on_thread(name, function, positional, keywords)
 
         return cls(spec, run, timeout)
 
 
 async def _run_on_thread(
-    name: str, function: Callable[..., Any], positional: list[Any], named: Mapping[str, Any]
+    name: str, function: Callable[..., Any], positional: list[Any], keywords: Mapping[str, Any]
 ) -> Any:
-    """Call a function on a thread of its own, so that one that hangs holds nobody else up."""
+    """Call a function on a dedicated thread, so that a hanging one delays no other call."""
     _overdue[:] = [thread for thread in _overdue if thread.busy]
     if len(_overdue) >= MAX_OVERDUE:
         raise InvalidOutcome(
-            "tool_stuck", f"{MAX_OVERDUE} calls of tools are running on past their deadline: tool {name!r} is not begun"
+            "tool_stuck", f"{MAX_OVERDUE} tool calls are running past their deadline: tool {name!r} is not started"
         )
-    thread = OwnThread(f"tool {name}")
+    thread = DedicatedThread(f"tool {name}")
     try:
-        return await thread.call(function, *positional, **named)
+        return await thread.call(function, *positional, **keywords)
     finally:
         thread.end()
         if thread.busy:
@@ -84,10 +86,10 @@ async def _run_on_thread(
 
 
 def load_tool(target: str) -> Tool:
-    """The tool that `target` names: a function, or a `Tool`, as `file.py:name` or `package.module:name`.
+    """The tool named by `target`, a function or a `Tool`, as `file.py:name` or `package.module:name`.
 
-    Raises `NameNotFound` where there is no such thing, `ConfigError` where it is no tool.
+    Raises `NameNotFound` if it does not exist, `ConfigError` if it is not a tool.
     """
-    where, name = split_target(target)
-    found = getattr(import_target(where), name, None) if name else None
-    return found if isinstance(found, Tool) else Tool.of(load_function(target, "tool"))
+    module, name = split_target(target)
+    tool = getattr(import_target(module), name, None) if name else None
+    return tool if isinstance(tool, Tool) else Tool.from_function(load_function(target, "tool"))

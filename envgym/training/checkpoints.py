@@ -16,7 +16,7 @@ from typing import Any
 
 from envgym.config.schema import CheckpointConfig
 from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, did_you_mean
-from envgym.rollout.async_buffer import Supply
+from envgym.rollout.async_buffer import AsyncRollouts
 from envgym.rollout.buffer import Buffer
 from envgym.run_folder import DAMAGED, RunFolder, state_to_json
 from envgym.tasks.cursor import TaskCursor
@@ -74,7 +74,7 @@ class Checkpoints:
         progress: Progress,
         cursor: TaskCursor,
         buffer: Buffer,
-        supply: Supply | None = None,
+        supply: AsyncRollouts | None = None,
     ) -> None:
         self.best = BestMetric(config)
         self.began = time.monotonic()  # moved back by a resume, so that times go on from the checkpoint's
@@ -98,7 +98,7 @@ class Checkpoints:
             "cursor": self._cursor.state(),
             "buffer": self._buffer.state(),
             "pretraining": None if pretraining is None else pretraining.state(),
-            "learner": self._components.learner.state(),
+            "learner": self._components.learner.state_dict(),
             "unscored": sorted(self._components.runner.unscored),
             "supply": None if self._supply is None else self._supply.state(),
         }
@@ -110,7 +110,7 @@ class Checkpoints:
         text, best, step = state_to_json(state), state["progress"]["best"], state["progress"]["step"]
         with self._progress.timed("checkpoint"):
             await self.written()
-            await self._components.models_awake()
+            await self._components.wake_models()
             folder = self._folder.new_checkpoint()
             try:
                 for role in self._components.trained_roles:
@@ -151,7 +151,7 @@ class Checkpoints:
             self._buffer.load_state(state["buffer"])
             if components.pretraining is not None:
                 components.pretraining.load_state(state["pretraining"])
-            components.learner.load_state(state["learner"])
+            components.learner.load_state_dict(state["learner"])
             components.runner.unscored |= set(state.get("unscored", ()))
             if self._supply is not None:
                 self._supply.load_state(state["supply"], progress.step)
@@ -166,15 +166,15 @@ class Checkpoints:
 
     # -- the last whole step ------------------------------------------------------------------------------
 
-    def mark_whole_step(self) -> None:
-        """Note that the weights are those of a whole step: what `save_whole_step` keeps."""
+    def snapshot_step(self) -> None:
+        """Note that the weights are those of a whole step: what `save_snapshot` keeps."""
         self._boundary = self.state()
 
-    def weights_change(self) -> None:
+    def discard_snapshot(self) -> None:
         """Note that the weights are on their way to the next step's."""
         self._boundary = None
 
-    async def save_whole_step(self, error: Exception) -> None:
+    async def save_snapshot(self, error: Exception) -> None:
         """Keep a checkpoint of the last whole step, if the weights are still its own, before `error` ends the run."""
         await self.written()
         if self._boundary is None:

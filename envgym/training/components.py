@@ -22,7 +22,7 @@ from envgym.rollout.runner import Runner
 from envgym.workers.group import WorkerGroup
 
 from .pretraining import Pretraining
-from .turns import Turns
+from .timeshare import GpuTimeshare
 from .weight_sync import WeightSync
 from .weight_transfer import FileTransfer, make_transfer
 
@@ -46,15 +46,15 @@ class Components:
     pretraining: Pretraining | None = None
     apis: Mapping[str, ApiTeacher] = field(default_factory=dict)
 
-    async def engines_awake(self) -> None:
+    async def wake_engines(self) -> None:
         """Give the engines the memory that they share with models in turns."""
         if self.sync is not None:
-            await self.sync.turns.engines()
+            await self.sync.timeshare.give_to_engines()
 
-    async def models_awake(self, *, for_new_weights: bool = False) -> None:
+    async def wake_models(self, *, for_new_weights: bool = False) -> None:
         """Give the models the memory that they share with engines; see `Turns.models`."""
         if self.sync is not None:
-            await self.sync.turns.models(for_new_weights=for_new_weights)
+            await self.sync.timeshare.give_to_models(for_new_weights=for_new_weights)
 
     @property
     def trained_roles(self) -> list[str]:
@@ -89,9 +89,9 @@ async def start_components(
     sync = None
     if engine is not None:
         assert isinstance(engine, EnginePool), "a run that trains is given engines with tokens"
-        turns = Turns(engine, {role: workers[role] for role in in_turns}, keeps_weights=adapters["actor"].rank > 0)
+        timeshare = GpuTimeshare(engine, {role: workers[role] for role in in_turns}, keeps_weights=adapters["actor"].rank > 0)
         quantized = adapters["actor"].quantize != "none"
-        sync = _make_sync(config, stage, engine, workers["actor"], agent.renderer, turns, quantized=quantized)
+        sync = _make_sync(config, stage, engine, workers["actor"], agent.renderer, timeshare, quantized=quantized)
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     params = stage.rollout.sampling(agent.renderer.stop_token_ids)
     return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
@@ -167,7 +167,7 @@ def _make_sync(
     engine: EnginePool,
     actor: WorkerGroup,
     renderer: Renderer,
-    turns: Turns,
+    timeshare: GpuTimeshare,
     *,
     quantized: bool,
 ) -> WeightSync:
@@ -177,4 +177,4 @@ def _make_sync(
     bucket, by_vllm = stage.sync.bucket_megabytes * 2**20, choose_engine(stage.engine.kind)[0] == TARGETS["vllm"]
     files = FileTransfer(actor, shared, bucket, checkpoint=by_vllm)
     transfer = make_transfer(stage.sync, actor, files, workers_per_engine=stage.engine.tensor_parallel)
-    return WeightSync(engine, actor, renderer, tolerance, transfer, files, turns, quantized)
+    return WeightSync(engine, actor, renderer, tolerance, transfer, files, timeshare, quantized)

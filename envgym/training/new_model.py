@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envgym.config.recipes import load_recipe, made_model
+from envgym.config.recipes import load_recipe, recipe_model_folder
 from envgym.config.resolve import resolve
 from envgym.disk import publish, unfinished
 from envgym.errors import ConfigError, EnvgymError, reported_as
-from envgym.launch.components import prepared
-from envgym.models.fresh import FreshModelConfig, make_fresh_model, text_of
+from envgym.launch.components import stage_context
+from envgym.models.fresh import FreshModelConfig, make_fresh_model, sample_texts
 from envgym.run_folder import RunFolder
 from envgym.settings import Settings, validated
 
@@ -35,7 +35,7 @@ async def make_model(name: str, display: Display, *, runtime: str = "local") -> 
     """The model a recipe makes, from the cache or made now: a new tokenizer and random weights, then the recipe's
     stage. What makes it is the cache's key, so a changed recipe makes a new model, but not where only the settings of
     runs on it changed."""
-    recipe, final = load_recipe(name), made_model(name)
+    recipe, final = load_recipe(name), recipe_model_folder(name)
     if (final / "config.json").exists():
         return final
     with unfinished(final) as work:
@@ -50,8 +50,8 @@ async def make_model(name: str, display: Display, *, runtime: str = "local") -> 
         display.phase(f"making {name}: a tokenizer and random weights")
         folder = RunFolder(work / "warm_up")
         folder.create()
-        async with prepared(config, stage, folder) as context:
-            make_fresh_model(fresh, size, await text_of(context.spec, CORPUS_TASKS), config.seed)
+        async with stage_context(config, stage, folder) as context:
+            make_fresh_model(fresh, size, await sample_texts(context.spec, CORPUS_TASKS), config.seed)
             components = await start_components(config, stage, context, str(fresh), display)
             display.phase(f"making {name}: warming it up, once (kept in {final.parent})")
             await Trainer(config, stage, components, folder, display).run()

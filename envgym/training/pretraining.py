@@ -62,10 +62,10 @@ class Pretraining:
             loss_weights=weights,
             old_logprobs=np.full(len(token_ids), np.nan, np.float32),
             objective=Objective.CROSS_ENTROPY,
-            batch_unit=number,
-            episode=number,
-            group=number,
-            current=False,
+            microbatch_key=number,
+            episode_index=number,
+            group_index=number,
+            is_on_policy=False,
         )
 
     def state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from envgym.config.schema import RunConfig, StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import CheckpointDamaged, ConfigError, RunError, WorkerError, cannot_write, extended
 from envgym.evaluation.held_out import has_held_out
-from envgym.launch.components import StageContext, prepared
+from envgym.launch.components import StageContext, stage_context
 from envgym.launch.memory import check_episodes
 from envgym.launch.models import fetch_model
 from envgym.monitoring.report import plot
@@ -94,9 +94,9 @@ async def _set_up(
 ) -> Components:
     """The stage's components. The environment comes first: a bad data file is reported before anything long begins."""
     display.phase(f"setting up {stage.env.name}")
-    reached.context = await stack.enter_async_context(prepared(config, stage, folder))
+    reached.context = await stack.enter_async_context(stage_context(config, stage, folder))
     spec = reached.context.spec
-    reached.has_held_out = has_held_out(spec, needed=bool(stage.eval.every))
+    reached.has_held_out = has_held_out(spec, required=bool(stage.eval.every))
     check_recordings(stage, spec)
     steps_of(stage, spec.tasks("train").size)  # `epochs` of what has no end are refused now
     check_episodes(stage, spec)
@@ -155,7 +155,7 @@ def _summary_on_exit(config: RunConfig, folder: RunFolder, reached: _Reached) ->
 def check_recordings(stage: StageConfig, spec: EnvSpec) -> None:
     """Refuse recorded data of single answers for a learner that compares answers."""
     least = stage.learner_config()[0].min_group_size
-    if not stage.agent_config()[0].uses_policy and spec.recordings < least:
+    if not stage.agent_config()[0].uses_policy and spec.recordings_per_task < least:
         raise ConfigError(
             f"learner {stage.learner.name} compares answers to one task, and the data of {spec.id} have one for each: "
             "it wants preferences, rows with a chosen and a rejected answer"
@@ -164,12 +164,12 @@ def check_recordings(stage: StageConfig, spec: EnvSpec) -> None:
 
 async def _save_models(stage: StageConfig, components: Components, folder: RunFolder) -> None:
     """Write the policy as the stage leaves it, and the other models that the settings ask for."""
-    await components.models_awake()
+    await components.wake_models()
     tokenizer = components.runner.agent.renderer.tokenizer
     models = {"actor": folder.model} | {role: folder.path / role for role, own in stage.roles.items() if own.save}
     for role, where in models.items():
         worker = components.workers[role]
-        described = dict(components.learner.description()) if role == "actor" else {}
+        described = dict(components.learner.model_config_extras()) if role == "actor" else {}
         if components.learner.roles[role].head == "scalar":
             described["pad_token_id"] = tokenizer.pad_token_id
         await worker.save(str(where), described)

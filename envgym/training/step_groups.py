@@ -11,7 +11,7 @@ from envgym.config.schema import RunConfig, StageConfig
 from envgym.episodes.parquet import write_learned, write_rollouts
 from envgym.errors import RolloutFailed
 from envgym.monitoring.metrics import check_failures, rollout_metrics
-from envgym.rollout.async_buffer import Supply, version_of
+from envgym.rollout.async_buffer import AsyncRollouts, version_of
 from envgym.rollout.buffer import Buffer, RolloutBatch, fill
 from envgym.rollout.runner import SamplingPlan
 from envgym.run_folder import RunFolder
@@ -49,7 +49,7 @@ class StepGroups:
         curriculum = Curriculum(stage.curriculum, run.seed) if stage.curriculum.skip else None
         self.cursor = TaskCursor(components.runner.spec.tasks("train"), run.seed, curriculum)
         spec = components.runner.spec
-        self.group_size = stage.rollout.group_size if self.uses_policy else spec.recordings
+        self.group_size = stage.rollout.group_size if self.uses_policy else spec.recordings_per_task
         self.buffer = Buffer(
             components.learner.min_group_size if self.uses_policy else self.group_size,
             needs_reward=self.uses_policy,
@@ -57,7 +57,7 @@ class StepGroups:
         )
         self.supply = None
         if stage.rollout.max_staleness and self.uses_policy:
-            self.supply = Supply(self.buffer, self.cursor, stage.rollout, self.play_alone)
+            self.supply = AsyncRollouts(self.buffer, self.cursor, stage.rollout, self.play_alone)
         keeps = self.uses_policy and not run.deterministic and self.supply is None
         self.unfinished = UnfinishedStep(
             self.folder.unfinished_step, stage.checkpoint.episodes_every if keeps else None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from envgym.processes.watch import end_at_once
+from envgym.processes.watch import end_immediately
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -74,7 +74,7 @@ class Interrupts:
             if number == signal.SIGHUP and self._asked:
                 return  # a shell and the kernel tell of the same closed terminal
             if self._asked:
-                end_at_once()
+                end_immediately()
             loop.call_soon_threadsafe(interrupted)
             self._asked = True
             if not self._is_handled:  # the first was not: something holds the loop

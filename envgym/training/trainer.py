@@ -59,14 +59,14 @@ class Trainer:
         One is kept too before an error that leaves the weights whole: tasks that cannot be read or played any more, an
         engine that died.
         """
-        self.checkpoints.mark_whole_step()
+        self.checkpoints.snapshot_step()
         try:
-            async with self.engines_wait():
+            async with self.weights_locked():
                 await self.sync()
             while True:
                 if not self.progress.recorded:
                     await self.finish_step()
-                    self.checkpoints.mark_whole_step()
+                    self.checkpoints.snapshot_step()
                 if self.progress.step >= self.steps:
                     await self.checkpoints.written()
                     self.groups.unfinished.clear()
@@ -76,17 +76,17 @@ class Trainer:
                 if self.stop.is_set():
                     raise Stopped
                 await self.take_step()
-                self.checkpoints.mark_whole_step()
+                self.checkpoints.snapshot_step()
         except (Stopped, RolloutFailed) as error:
             self.groups.unfinished.write()
-            await self.checkpoints.save_whole_step(error)
+            await self.checkpoints.save_snapshot(error)
             raise
         except InvalidOutcome as error:  # tasks that cannot be read any more
-            await self.checkpoints.save_whole_step(error)
+            await self.checkpoints.save_snapshot(error)
             raise RolloutFailed(f"after step {self.progress.step}: {error}") from error
         except WorkerError as error:
             with contextlib.suppress(EnvgymError, OSError):  # it may be the policy's own that died
-                await self.checkpoints.save_whole_step(error)
+                await self.checkpoints.save_snapshot(error)
             raise
         finally:
             await self.groups.close()
@@ -95,26 +95,26 @@ class Trainer:
         started = time.monotonic()
         self.progress.record = {"step": self.progress.step + 1}
         try:
-            await self.components.engines_awake()
+            await self.components.wake_engines()
             groups = trajectories(await self.groups.take())
-            await self.components.models_awake(for_new_weights=True)
+            await self.components.wake_models(for_new_weights=True)
             await self.update.score(groups)
-            async with self.engines_wait():
-                self.checkpoints.weights_change()
+            async with self.weights_locked():
+                self.checkpoints.discard_snapshot()
                 await self.update.learn(groups)
                 if self.update.first:
                     self.groups.write_learned(groups, self.update)
                 await self.groups.written()  # beside the learning: a step is whole once its episodes are on the disk
                 self.progress.step, self.progress.recorded = self.progress.step + 1, False
-                self.checkpoints.mark_whole_step()
+                self.checkpoints.snapshot_step()
                 await self.sync()
         finally:
             await self.groups.written()
         self.progress.record |= speed_metrics(self.progress.record, time.monotonic() - started)
 
-    def engines_wait(self) -> contextlib.AbstractAsyncContextManager[None]:
+    def weights_locked(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Held from one version of the weights to the next, which the engines have at the end: none joins meanwhile."""
-        return contextlib.nullcontext() if self.components.sync is None else self.components.sync.whole
+        return contextlib.nullcontext() if self.components.sync is None else self.components.sync.weights_lock
 
     async def sync(self) -> None:
         """Give the engines the actor's weights as policy version `step`, and compare the two."""
@@ -150,16 +150,16 @@ class Trainer:
         with self.progress.timed("eval"):
             await self.stop.unless(self.held_out.tasks())
             if self.uses_policy:
-                await self.components.engines_awake()
-                results = {when: await self.held_out.sampled()}
+                await self.components.wake_engines()
+                results = {when: await self.held_out.evaluate_sampled()}
                 if self.stage.eval.greedy and step in (0, self.steps):
-                    results[f"greedy_{when}"] = await self.held_out.greedily()
+                    results[f"greedy_{when}"] = await self.held_out.evaluate_greedily()
             else:
                 learner, actor = self.components.learner, self.components.workers["actor"]
-                results = {when: await self.held_out.recorded(learner, actor, self.update.score)}
+                results = {when: await self.held_out.evaluate_recorded(learner, actor, self.update.score)}
         self.progress.record |= held_out_metrics(results[when])
         self.progress.evals |= results
         for result in results.values():
             self.display.evaluation(step, result)
-        if step == 0 and self.held_out.doubt:
-            self.display.note(self.held_out.doubt)
+        if step == 0 and self.held_out.warning:
+            self.display.note(self.held_out.warning)

@@ -35,7 +35,7 @@ class Update:
 
     async def score(self, groups: Sequence[Sequence[Trajectory]]) -> None:
         """Let every role that scores (reference, critic) add its numbers to the samples that the learner will see."""
-        samples = self._components.learner.to_score(groups)
+        samples = self._components.learner.samples_to_score(groups)
         roles = [role for role, spec in self._components.learner.roles.items() if spec.scored]
         if not roles:
             return
@@ -47,7 +47,7 @@ class Update:
                     sample.arrays[role] = output
 
     async def learn(self, groups: Sequence[Sequence[Trajectory]]) -> None:
-        """Prepare samples and take the optimizer steps they make up, each with denominators over all of it."""
+        """Prepare samples and take the optimizer steps they make up, each with normalizers over all of it."""
         progress, learner, pretraining = self._progress, self._components.learner, self._components.pretraining
         self.first, self.last = {}, {}
         with progress.timed("prepare"):
@@ -59,17 +59,17 @@ class Update:
         logged = []
         with progress.timed("learn"):
             for sample in samples:
-                sample.current = sample.versions == (progress.step,)
+                sample.is_on_policy = sample.versions == (progress.step,)
             for _ in range(learner.config.epochs):
                 parts = cut(samples, learner.config.minibatches)
                 for part, its_text in zip(parts, spread(text, len(parts)), strict=True):
                     logged.append(await self.take(part, its_text))
                     for sample in samples:
-                        sample.current = False  # the weights have moved on from those that sampled it
-        progress.record |= over_steps(logged) | token_counts(samples, text, learner.config.epochs)
+                        sample.is_on_policy = False  # the weights have moved on from those that sampled it
+        progress.record |= aggregate_steps(logged) | token_counts(samples, text, learner.config.epochs)
         progress.max_mismatch = max(progress.max_mismatch, progress.record.get("mismatch/max", 0.0))
         progress.tokens["trained"] += progress.record["tokens/trained"]
-        learner.observe(progress.record)
+        learner.on_step_end(progress.record)
 
     async def take(self, samples: Sequence[TrainSample], text: Sequence[TrainSample]) -> dict[str, float]:
         """One step of every trained role; the policy also learns from `text`. Returns what they log: the policy's
@@ -77,16 +77,16 @@ class Update:
         components, progress = self._components, self._progress
         sampling, sync = components.sampling, components.sync
         logged: dict[str, float] = {}
-        denominators = components.learner.denominators([*samples, *text])
+        normalizers = components.learner.loss_normalizers([*samples, *text])
         for role, spec in components.learner.roles.items():
-            if not spec.trained or progress.step < spec.idle_steps:
+            if not spec.trained or progress.step < spec.frozen_steps:
                 continue
             lr = learning_rate(self._config_of(role), progress.optimizer_steps, self._steps)
             worker, started = components.workers[role], time.monotonic()
             learned = [*samples, *text] if role == "actor" else samples
-            metrics = await worker.accumulate(learned, denominators)
-            if role == "actor" and components.learner.needs_samples:
-                logprobs = {id(sample): line for sample, line in await worker.learned_logprobs()}
+            metrics = await worker.accumulate(learned, normalizers)
+            if role == "actor" and components.learner.needs_policy_samples:
+                logprobs = {id(sample): line for sample, line in await worker.accumulated_logprobs()}
                 self.first, self.last = logprobs | self.first, self.last | logprobs
             whole = sampling.top_p == 1 and not sampling.top_k  # else they differ by the cut
             if role == "actor" and sync is not None and whole:
@@ -108,10 +108,10 @@ class Update:
 
 def cut(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
     """Samples in `parts` consecutive pieces of about as many units each; a unit is never cut."""
-    units = list(dict.fromkeys(sample.batch_unit for sample in samples))
+    units = list(dict.fromkeys(sample.microbatch_key for sample in samples))
     parts = min(parts, len(units))
     piece = {unit: index * parts // len(units) for index, unit in enumerate(units)}
-    return [[sample for sample in samples if piece[sample.batch_unit] == index] for index in range(parts)]
+    return [[sample for sample in samples if piece[sample.microbatch_key] == index] for index in range(parts)]
 
 
 def steps_of(stage: StageConfig, n_tasks: int | None) -> int:
@@ -138,7 +138,7 @@ def learning_rate(config: LearnerConfig, optimizer_step: int, loop_steps: int) -
     return config.lr * (config.lr_min_ratio + (1 - config.lr_min_ratio) * left)
 
 
-def over_steps(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def aggregate_steps(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The numbers of several optimizer steps as one: the mean of each over the steps that have it, the largest of those
     whose names end in `/max`, the smallest of `/min`."""
     values: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""New weights to the engines, and proof that they arrived."""
+"""Weight sync: the actor's weights are sent to the engines, and a probe checks that they arrived."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from envgym.render import Renderer
 from envgym.types import Observation, Row, Segment, int_array
 from envgym.workers.group import WorkerGroup
 
-from .turns import Turns
-from .weight_transfer import FileTransfer, Receipt, Transfer, no_other
+from .turns import GpuTimeshare
+from .weight_transfer import FileTransfer, Receipt, Transfer, refuse_replacement
 
 PROBE = "The quick brown fox jumps over the lazy dog 0123456789 times."
 
 
 @dataclass(slots=True)
 class WeightSync:
-    """Carries what the actor learned to the engines: its weights, or its LoRA adapter alone. `tolerance` is the largest
-    difference in log-probability, in nats, at which the two still count as the same policy."""
+    """Sends the actor's weights, or its LoRA adapter alone, to the engines. `tolerance` is the largest difference in
+    log-probability, in nats, at which the two count as the same policy."""
 
     engine: EnginePool
     actor: WorkerGroup
@@ -32,14 +32,14 @@ class WeightSync:
     tolerance: float
     transfer: Transfer
     files: FileTransfer
-    """The transfer of what is no whole model: an adapter, or its base, once."""
-    turns: Turns
+    """The transfer of an adapter, and once of its base."""
+    timeshare: GpuTimeshare
     base_is_quantized: bool = False
-    """The actor's frozen weights are not those of the folder that the engines load, but went through 4 bits."""
-    whole: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the actor's weights are on their way from one version to the next."""
+    """The actor's frozen weights were quantized to 4 bits, and so differ from those of the folder that engines load."""
+    weights_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held from the update of the actor's weights until the engines have them."""
     version: int | None = None
-    """The version that the engines have."""
+    """The policy version of the engines."""
     receipt: Receipt | None = None
     """The last transfer of weights."""
 
@@ -47,36 +47,36 @@ class WeightSync:
         self.engine.join = self.join
 
     async def __call__(self, version: int) -> float | None:
-        """Load the actor's weights into the engines as policy `version`; returns how far they differ on a probe, the
-        one that differs most. None where all have died: those in their places will be given it.
+        """Load the actor's weights into the engines as policy `version`.
 
-        Raises `RunError` beyond the tolerance.
+        Returns the largest difference in log-probability (nats) of any engine on the probe; None if every engine died:
+        replacements get this version when they join. Raises `RunError` beyond the tolerance.
         """
-        ours = await self._score_probe()
+        actor_logprobs = await self._probe_logprobs()
 
         async def send() -> None:
             await self._send(self.engine, version, with_base=self.version is None)
 
-        await self.turns.hand_over(send)
+        await self.timeshare.hand_over(send)
         self.version = version
-        differences = await self._differences(self.engine, ours)
+        differences = await self._differences(self.engine, actor_logprobs)
         for difference in differences:
             self.check(f"the probe after sync {version}", difference)
         return max(differences, default=None)
 
     async def join(self, engine: EngineClient) -> None:
-        """Bring an engine that was started later to the version of the others, once the actor has it."""
-        async with self.whole:
-            if self.version is None:  # the first sync is yet to come
+        """Give a replacement engine the weights of the current version; waits while the actor's are being updated."""
+        async with self.weights_lock:
+            if self.version is None:  # the first sync will include it
                 return
-            pool = EnginePool(no_other, [engine])
-            async with self.turns.actor():
-                ours = await self._score_probe()
+            pool = EnginePool(refuse_replacement, [engine])
+            async with self.timeshare.actor_on_device():
+                actor_logprobs = await self._probe_logprobs()
                 await self._send(pool, self.version, with_base=True)
-            differences = await self._differences(pool, ours)
+            differences = await self._differences(pool, actor_logprobs)
             if not differences:
                 raise WorkerDied("it died while it was given the weights")
-            self.check("the probe of an engine that was started anew", differences[0])
+            self.check("the probe of a restarted engine", differences[0])
 
     async def _send(self, engine: EnginePool, version: int, *, with_base: bool) -> None:
         adapter = self.actor.info.adapter
@@ -86,38 +86,38 @@ class WeightSync:
             await self._send_adapter(engine, version)
 
     async def _send_adapter(self, engine: EnginePool, version: int) -> None:
-        folder = await self.files.place(engine, 8 * self.actor.info.n_trained)
+        folder = await self.files.shared_path(engine, 8 * self.actor.info.n_trained)
         try:
             await self.actor.export_adapter(str(folder))
-            await engine.tell("load_adapter", str(folder), version)
+            await engine.call("load_adapter", str(folder), version)
         finally:
             await self.actor.on_first("withdraw", str(folder))
 
-    async def _score_probe(self) -> list[float]:
+    async def _probe_logprobs(self) -> list[float]:
         """The actor's log-probabilities of the probe."""
-        # As if it were an action: tokens that do not count are not scored.
-        [scored] = await self.actor.forward([TrainSample.of(Row([Segment("action", int_array(self._probe))]))])
-        ours: list[float] = scored[1:].tolist()
-        return ours
+        # As an action: workers compute no log-probabilities of other tokens.
+        [scored] = await self.actor.forward([TrainSample.from_row(Row([Segment("action", int_array(self._probe))]))])
+        logprobs: list[float] = scored[1:].tolist()
+        return logprobs
 
-    async def _differences(self, engine: EnginePool, ours: Sequence[float]) -> list[float]:
-        """The difference of each engine's sums from the actor's `ours`."""
-        return [_largest(ours, sampled) for sampled in await engine.probe(tuple(self._probe))]
+    async def _differences(self, engine: EnginePool, actor_logprobs: Sequence[float]) -> list[float]:
+        """Each engine's largest difference from the actor's log-probabilities of the probe."""
+        return [_largest_difference(actor_logprobs, sampled) for sampled in await engine.probe(tuple(self._probe))]
 
     @property
     def _probe(self) -> list[int]:
         return self.renderer.prompt(Observation(text=PROBE))
 
-    def check(self, where: str, difference: float) -> None:
-        """Raise `RunError` where sampler and trainer differ by more than the tolerance (or by NaN)."""
+    def check(self, subject: str, difference: float) -> None:
+        """Raise `RunError` if sampler and trainer differ by more than the tolerance, or by NaN."""
         if not difference <= self.tolerance:
             raise RunError(
-                f"sampler and trainer disagree on {where}: log-probabilities differ by {difference:.2g}, more than "
+                f"sampler and trainer disagree on {subject}: log-probabilities differ by {difference:.2g}, more than "
                 f"sync.tolerance={self.tolerance:g}. The engine does not hold the actor's weights, or computes "
                 "differently (dtype, kernels)"
             )
 
 
-def _largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    differences = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
-    return math.nan if any(map(math.isnan, differences)) else max(differences)  # `max` alone may lose a NaN
+def _largest_difference(actor_logprobs: Sequence[float], engine_logprobs: Sequence[float]) -> float:
+    differences = [abs(actor - engine) for actor, engine in zip(actor_logprobs, engine_logprobs, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)  # `max` alone may drop a NaN

@@ -1,8 +1,8 @@
-"""Ways for the actor's weights to the engines: files in memory or on a disk that both see, and, between GPUs, vLLM's
-own transfers.
+"""Transfers of the actor's weights to the engines: files in memory or on a disk that both see, and, between GPUs,
+vLLM's own transfers.
 
-Each has two phases. Engines stop sampling, are given the weights bucket by bucket, and go on with the new version once
-they have all of them; one that fails on the way leaves the pool.
+Each has two phases: engines stop sampling and receive the weights bucket by bucket, then continue with the new version
+once they have all of them. An engine that fails in between leaves the pool.
 """
 
 from __future__ import annotations
@@ -24,91 +24,92 @@ from envgym.models.weights_file import Bucket
 from envgym.workers.group import WorkerGroup
 
 MEMORY = Path("/dev/shm")
-"""Memory by the name of a folder. A container's often has 64 MiB."""
-BUCKETS_AT_ONCE = 4
-"""Buckets there is room for: one is written while another is read, and one tensor may be larger than a bucket."""
+"""Folder of shared memory. A container's often has 64 MiB."""
+MAX_BUCKETS = 4
+"""Buckets that must fit into the folder: one is written while another is read, and a tensor may exceed a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A transfer that was made: bytes, and seconds."""
+    """The size in bytes of a finished transfer, and its duration."""
 
     n_bytes: int
     seconds: float
 
 
 class Transfer(Protocol):
-    """A way for the actor's weights to engines."""
+    """A transfer of the actor's weights to engines."""
 
     async def send(self, engines: EnginePool, version: int) -> Receipt:
         """Replace the weights of all engines of a pool by the actor's, as policy `version`."""
 
 
 class FileTransfer:
-    """Through files of safetensors' form, checked by their sums: the next is gathered while engines load the one
-    before. In shared memory where the engines see rank 0's, else in a folder that they do: of this machine, or
-    `shared`, which must then be on a disk of all machines. `checkpoint`: the engines know the weights by the names of
-    checkpoints, else by those of transformers."""
+    """Transfer by files in the safetensors format, with checksums: the next is gathered while engines load the previous.
+
+    They are in shared memory if the engines see rank 0's, else in a folder that they do see: the machine's own, or
+    `shared`, which must then be on a disk of all machines. `checkpoint`: the engines know the weights by their names in
+    checkpoints, else by their names in transformers."""
 
     def __init__(self, actor: WorkerGroup, shared: Path, bucket_bytes: int, *, checkpoint: bool) -> None:
         self._actor = actor
         self._checkpoint = checkpoint
         self._folders = [MEMORY, Path(tempfile.gettempdir()), shared.absolute()]
         self._bucket_bytes = bucket_bytes
-        self._found: tuple[list[EngineClient], Path] | None = None
+        self._chosen_folder: tuple[list[EngineClient], Path] | None = None
 
     async def send(self, engines: EnginePool, version: int) -> Receipt:
-        began = time.monotonic()
-        prefix = await self.place(engines, BUCKETS_AT_ONCE * self._bucket_bytes)
+        start = time.monotonic()
+        prefix = await self.shared_path(engines, MAX_BUCKETS * self._bucket_bytes)
         n_buckets = n_bytes = 0
-        await engines.tell("begin_weights")
+        await engines.call("begin_weights")
         await self._actor.on_all("begin_export", self._bucket_bytes, str(prefix), self._checkpoint)
         try:
-            bucket = await self._following()
+            bucket = await self._next_bucket()
             while bucket is not None:
-                loading = asyncio.ensure_future(engines.tell("load_bucket", bucket))
+                loading = asyncio.ensure_future(engines.call("load_bucket", bucket))
                 try:
-                    after = await self._following()
+                    following_bucket = await self._next_bucket()
                 finally:
                     await loading
-                n_buckets, n_bytes, bucket = n_buckets + 1, n_bytes + bucket.n_bytes, after
+                n_buckets, n_bytes, bucket = n_buckets + 1, n_bytes + bucket.n_bytes, following_bucket
         finally:
-            with contextlib.suppress(WorkerError):  # who is dead removes nothing
+            with contextlib.suppress(WorkerError):  # rank 0 may be dead
                 await self._actor.on_first("end_export")
-        await engines.tell("end_weights", n_buckets, version)
-        return Receipt(n_bytes, time.monotonic() - began)
+        await engines.call("end_weights", n_buckets, version)
+        return Receipt(n_bytes, time.monotonic() - start)
 
-    async def _following(self) -> Bucket | None:
+    async def _next_bucket(self) -> Bucket | None:
         bucket: Bucket | None = (await self._actor.on_all("next_bucket"))[0]
         return bucket
 
-    async def place(self, engines: EnginePool, n_bytes: int) -> Path:
-        """A path that rank 0 can write to and the engines can read, the beginning of files' names."""
+    async def shared_path(self, engines: EnginePool, n_bytes: int) -> Path:
+        """A prefix of file paths that rank 0 can write to and the engines can read."""
         name = f"envgym-{os.getpid()}-{id(self):x}"
-        if self._found is None or self._found[0] != engines.clients:
+        if self._chosen_folder is None or self._chosen_folder[0] != engines.clients:
             for folder in self._folders:
                 if await self._is_shared(folder / name, engines, n_bytes):
-                    self._found = engines.clients, folder
+                    self._chosen_folder = engines.clients, folder
                     break
             else:
                 raise RunError(
                     f"rank 0 of the {self._actor.role} and the engines share no folder for weights: neither memory nor "
                     f"{self._folders[-1]} (set runs_dir to a disk that all machines have)"
                 )
-        return self._found[1] / name
+        return self._chosen_folder[1] / name
 
     async def _is_shared(self, path: Path, engines: EnginePool, n_bytes: int) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not await self._actor.on_first("offer", str(path), n_bytes):
             return False
         try:
-            return all(await engines.tell("sees", str(path)))
+            return all(await engines.call("sees", str(path)))
         finally:
             await self._actor.on_first("withdraw", str(path))
 
 
 class NcclTransfer:
-    """From rank 0's GPU to those of the engines, by vLLM's NCCL engine."""
+    """Transfer from rank 0's GPU to the engines' GPUs, by vLLM's NCCL engine."""
 
     def __init__(self, actor: WorkerGroup, workers_per_engine: int) -> None:
         self._actor = actor
@@ -117,13 +118,13 @@ class NcclTransfer:
         self._described: dict[str, Any] = {}
 
     async def send(self, engines: EnginePool, version: int) -> Receipt:
-        began = time.monotonic()
+        start = time.monotonic()
         if self._connected != engines.clients:
             await self._connect(engines)
-        await engines.tell("begin_weights")
-        await asyncio.gather(self._actor.on_all("send_nccl"), engines.tell("load_bucket", self._described))
-        await engines.tell("end_weights", 1, version)
-        return Receipt(_bytes_of(self._actor), time.monotonic() - began)
+        await engines.call("begin_weights")
+        await asyncio.gather(self._actor.on_all("send_nccl"), engines.call("load_bucket", self._described))
+        await engines.call("end_weights", 1, version)
+        return Receipt(_bytes_of(self._actor), time.monotonic() - start)
 
     async def _connect(self, engines: EnginePool) -> None:
         address = (await self._actor.on_all("address"))[0]
@@ -131,7 +132,7 @@ class NcclTransfer:
         world_size = 1 + self._workers_per_engine * len(engines.clients)
         shared = {"master_address": host, "master_port": int(port), "world_size": world_size, "packed": True}
         meeting = [
-            client.tell("connect", {**shared, "rank_offset": 1 + number * self._workers_per_engine})
+            client.call("connect", {**shared, "rank_offset": 1 + number * self._workers_per_engine})
             for number, client in enumerate(engines.clients)
         ]
         described, *_ = await asyncio.gather(self._actor.on_all("open_nccl", address, world_size), *meeting)
@@ -139,8 +140,8 @@ class NcclTransfer:
 
 
 class IpcTransfer:
-    """Within GPUs that ranks and engines share, by vLLM's CUDA IPC engine: every rank shows its chunk to its own GPU's
-    engine."""
+    """Transfer within GPUs that ranks and engines share, by vLLM's CUDA IPC engine: every rank shows its chunk to its
+    own GPU's engine."""
 
     def __init__(self, actor: WorkerGroup, bucket_bytes: int) -> None:
         self._actor = actor
@@ -148,30 +149,30 @@ class IpcTransfer:
         self._connected: list[EngineClient] = []
 
     async def send(self, engines: EnginePool, version: int) -> Receipt:
-        began = time.monotonic()
+        start = time.monotonic()
         if self._connected != engines.clients:
-            await engines.tell("connect", {"packed": True})
+            await engines.call("connect", {"packed": True})
             self._connected = engines.clients
-        await engines.tell("begin_weights")
+        await engines.call("begin_weights")
         await self._actor.on_all("begin_ipc", self._bucket_bytes)
         n_buckets = 0
         while (chunks := await self._actor.on_all("next_ipc"))[0] is not None:
             handles = {gpu: handle for chunk in chunks for gpu, handle in chunk["ipc_handles"].items()}
-            await engines.tell("load_bucket", {**chunks[0], "ipc_handles": handles})
+            await engines.call("load_bucket", {**chunks[0], "ipc_handles": handles})
             n_buckets += 1
-        await engines.tell("end_weights", n_buckets, version)
-        return Receipt(_bytes_of(self._actor), time.monotonic() - began)
+        await engines.call("end_weights", n_buckets, version)
+        return Receipt(_bytes_of(self._actor), time.monotonic() - start)
 
 
 def make_transfer(config: SyncConfig, actor: WorkerGroup, files: FileTransfer, workers_per_engine: int) -> Transfer:
-    """The transfer that the settings ask for. Raises `ConfigError` for one that cannot be had."""
+    """The transfer that the settings name. Raises `ConfigError` if it is not possible here."""
     if config.transfer != "files":
         if actor.info.device == "cpu":
             raise ConfigError(
                 f"sync.transfer={config.transfer} is between GPUs, and the actor is on a CPU: leave it out"
             )
         if actor.settings.tensor_parallel > 1:
-            raise ConfigError(f"sync.transfer={config.transfer} wants whole matrices: set workers.tensor_parallel=1")
+            raise ConfigError(f"sync.transfer={config.transfer} needs unsplit matrices: set workers.tensor_parallel=1")
     if config.transfer == "nccl":
         return NcclTransfer(actor, workers_per_engine)
     if config.transfer == "cuda_ipc":
@@ -179,8 +180,8 @@ def make_transfer(config: SyncConfig, actor: WorkerGroup, files: FileTransfer, w
     return files
 
 
-async def no_other(number: int) -> EngineClient:
-    """Refuse to start an engine in place of one that dies while a pool joins."""
+async def refuse_replacement(number: int) -> EngineClient:
+    """Raise an error instead of starting a replacement, for an engine that dies while it joins the pool."""
     raise WorkerDied("it died while it was given the weights")
 
 

@@ -7,10 +7,10 @@ columnar file in the run folder.
 from .episodes import (
     Episode,
     Group,
-    Judgement,
     Limit,
     Objective,
     Outcome,
+    Reward,
     Role,
     Row,
     Segment,
@@ -37,7 +37,7 @@ from .messages import (
 )  # fmt: skip
 
 __all__ = [
-    "Action", "Episode", "Group", "Judgement", "Limit", "Message", "Objective", "Observation", "Outcome", "Role", "Row",
+    "Action", "Episode", "Group", "Limit", "Message", "Objective", "Observation", "Outcome", "Reward", "Role", "Row",
     "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn", "VersionSpan",
     "as_messages", "as_observation", "float_array", "int_array", "observed_messages",
     "timed",

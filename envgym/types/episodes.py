@@ -75,10 +75,10 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """An environment's judgement of one episode once its whole group is finished (`EnvSpec.score_group`).
+class Reward:
+    """The reward of one episode, as a reward function or `EnvSpec.score_group` returns it.
 
-    Without a `score` the reward is one, where the environment's rewards lie in [0, 1].
+    Without a `score` the reward is the score, where the environment's rewards lie in [0, 1].
     """
 
     reward: float | None
@@ -120,9 +120,9 @@ class Row:
     def __len__(self) -> int:
         return sum(map(len, self.segments))
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Keep the first `length` tokens, and the turns that have some of them."""
-        kept, n_turns = [], 0
+        segments, n_turns = [], 0
         for segment in self.segments:
             if length <= 0:
                 break
@@ -131,8 +131,8 @@ class Row:
                     setattr(segment, name, values[:length])
             length -= len(segment)
             n_turns += segment.role == "action"
-            kept.append(segment)
-        self.segments, self.turns = kept, self.turns[:n_turns]
+            segments.append(segment)
+        self.segments, self.turns = segments, self.turns[:n_turns]
 
 
 class Status(StrEnum):
@@ -176,21 +176,33 @@ class Outcome:
     message: str = ""
 
     @classmethod
-    def completed(cls) -> Outcome:
+    def complete(cls) -> Outcome:
         return cls(Status.COMPLETED)
 
     @classmethod
-    def truncated(cls, reason: str) -> Outcome:
+    def truncate(cls, reason: str) -> Outcome:
         return cls(Status.TRUNCATED, str(reason))
 
     @classmethod
     def of(cls, terminated: bool, truncated: bool) -> Outcome:
         """The outcome after an episode's last step: the limit was the environment's, or else that of turns."""
-        return cls.completed() if terminated else cls.truncated(Limit.ENVIRONMENT if truncated else Limit.TURNS)
+        return cls.complete() if terminated else cls.truncate(Limit.ENVIRONMENT if truncated else Limit.TURNS)
 
     @classmethod
-    def failed(cls, kind: str, message: str, *, retryable: bool = False) -> Outcome:
+    def fail(cls, kind: str, message: str, *, retryable: bool = False) -> Outcome:
         return cls(Status.FAILED, kind, retryable, message)
+
+    @property
+    def completed(self) -> bool:
+        return self.status is Status.COMPLETED
+
+    @property
+    def truncated(self) -> bool:
+        return self.status is Status.TRUNCATED
+
+    @property
+    def failed(self) -> bool:
+        return self.status is Status.FAILED
 
 
 Span = tuple[str, float, float]
@@ -200,11 +212,11 @@ Span = tuple[str, float, float]
 @contextmanager
 def timed(spans: list[Span], kind: str) -> Iterator[None]:
     """Add the time spent inside to `spans`."""
-    began = time.time()
+    start = time.time()
     try:
         yield
     finally:
-        spans.append((kind, round(began, 4), round(time.time(), 4)))
+        spans.append((kind, round(start, 4), round(time.time(), 4)))
 
 
 @dataclass(slots=True)
@@ -230,7 +242,7 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     env: str = ""
-    group: str = ""
+    group_id: str = ""
     member: int = 0
     seed: int = 0
     attempt: int = 0
@@ -241,24 +253,24 @@ class Episode:
 
     @property
     def failed(self) -> bool:
-        return self.outcome.status is Status.FAILED
+        return self.outcome.failed
 
     @property
     def purpose(self) -> str:
         """The purpose that its group is named by: a step of training, an environment of a suite."""
-        return self.group.rpartition("/")[0]
+        return self.group_id.rpartition("/")[0]
 
 
 @dataclass(slots=True)
 class Group:
     """The episodes of one task that are compared with each other. Ragged where members failed.
 
-    `lost` are failed attempts that were played again, and so are not among `episodes`; `refills` of them had failed
-    for good, and another episode took their place.
+    `superseded` are failed attempts that were retried, and so are not among `episodes`; `refills` is the number of
+    members that another episode replaced once their retries were exhausted.
     """
 
     id: str
     task: Task
     episodes: list[Episode]
-    lost: list[Episode] = field(default_factory=list)
+    superseded: list[Episode] = field(default_factory=list)
     refills: int = 0

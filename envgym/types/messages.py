@@ -73,7 +73,7 @@ class Message:
         """The form that chat templates and OpenAI-compatible APIs take, `{"role": …, "content": …}` at least.
 
         A call's arguments are a mapping, as templates want them, or JSON text, as the APIs do. `from_others` is there
-        where it is true: templates and APIs get messages that are `rewritten`, in which it is not.
+        where it is true: templates and APIs get messages that are `rewrite` has escaped, in which it is not.
         """
         result: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:

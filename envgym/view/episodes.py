@@ -1,4 +1,4 @@
-"""Episodes as the page shows them: lists of all in a file, and one with its tokens, read without the others."""
+"""Episodes for the page: the list of a file, and a single episode with its tokens, read without the others."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 
 from envgym.errors import DataError
 
-from .reading import EPISODE, LISTED, RECORD, ROW, Parquet, json_object, regular, whole_lines, written_out
+from .reading import EPISODE, LISTED, RECORD, ROW, Parquet, complete_lines, json_object, regular, unpacked_size
 from .sources import Source
 
 TEXTS = ("id", "key", "group", "env", "status", "reason")
 NUMBERS = ("member", "attempt", "reward", "score", "seconds", "tokens", "turns", "surprise")
 """Columns of a list of episodes."""
 OUTCOME = {"status": "outcome.status", "reason": "outcome.reason"}
-"""Those that lie within another in a Parquet file."""
+"""Columns that are fields of a struct in a Parquet file."""
 CACHED = 4
-"""Files whose lists are kept in memory."""
+"""Number of files whose lists are cached."""
 TOKENS = 65536
-"""Texts of tokens that are kept."""
+"""Number of cached token texts."""
 
 
 class Listing:
-    """The episodes of a file: what a list shows of each, by column, and where each lies in it."""
+    """The list of a file's episodes: its columns, and the position of each episode in the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class Listing:
         return len(self._columns["id"])
 
     def column(self, name: str) -> list[Any]:
-        """A column: one value of all episodes."""
+        """A column, with one value per episode."""
         return _as_list(self._columns[name])
 
     def slice(self, first: int, count: int) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Listing:
         return {name: _as_list(values[first : first + count]) for name, values in self._columns.items()}
 
     def record(self, index: int) -> dict[str, Any]:
-        """An episode's whole record (`envgym.episodes.record`)."""
+        """An episode's full record (`envgym.episodes.record`)."""
         if not 0 <= index < len(self):
             raise DataError(f"{self.path} has {len(self)} episodes, none of number {index}")
         if self.path.suffix == ".parquet":
@@ -58,14 +58,14 @@ class Listing:
             record: dict[str, Any] = json.loads(file.readline(EPISODE))
         return record
 
-    def holds(self, text: str) -> list[int]:
-        """The numbers of the episodes in which a text stands, in whatever case."""
-        wanted, found = text.casefold(), []
+    def search(self, text: str) -> list[int]:
+        """The indices of the episodes that contain a text, ignoring case."""
+        needle, matches = text.casefold(), []
         for index in range(len(self)):
             record = self.record(index)
-            if wanted in json.dumps([record["messages"], record["task"]], ensure_ascii=False).casefold():
-                found.append(index)
-        return found
+            if needle in json.dumps([record["messages"], record["task"]], ensure_ascii=False).casefold():
+                matches.append(index)
+        return matches
 
     # -- Parquet: columns, and groups of a few rows ------------------------------------------------------------
 
@@ -75,24 +75,26 @@ class Listing:
         self._file = file = Parquet(self.path)
         paths = {name: OUTCOME.get(name, name) for name in (*TEXTS, *NUMBERS)}
         table = file.read(range(file.metadata.num_row_groups), list(paths.values())).flatten()
-        if sum(map(written_out, table.columns)) > LISTED:
+        if sum(map(unpacked_size, table.columns)) > LISTED:
             raise DataError(f"{self.path} has lists of more than {LISTED >> 20} MiB: they are not shown")
-        for name, column in paths.items():  # lists only of what is asked for
+        for name, column in paths.items():  # only these columns are listed
             if column not in table.column_names:
-                raise DataError(f"{self.path} is no file of episodes: it has no column {column!r}")
+                raise DataError(f"{self.path} is not a file of episodes: it has no column {column!r}")
             values = table[column]
             is_whole = name in NUMBERS and pa.types.is_integer(values.type)
             try:
                 self._columns[name] = values if is_whole else values.cast("string" if name in TEXTS else "float64")
             except pa.ArrowException:
-                raise DataError(f"{self.path} is no file of episodes: its column {column!r} is another's") from None
+                raise DataError(
+                    f"{self.path} is not a file of episodes: its column {column!r} has another type"
+                ) from None
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
         self._starts = array("q", itertools.accumulate(sizes, initial=0))[:-1]
 
     def _row(self, index: int) -> dict[str, Any]:
         number = bisect.bisect_right(self._starts, index) - 1
         row = self._file.read([number]).take([index - self._starts[number]])
-        if sum(map(written_out, row.columns)) > ROW:
+        if sum(map(unpacked_size, row.columns)) > ROW:
             raise DataError(f"{self.path}, episode {index}: it is larger than {ROW >> 20} MiB, and is not shown")
         [record] = row.to_pylist()
         return {**record, "task": json.loads(record["task"]), "metrics": dict(record["metrics"])}
@@ -102,31 +104,31 @@ class Listing:
     def _scan_lines(self) -> None:
         columns: dict[str, list[Any]] = {name: [] for name in (*TEXTS, *NUMBERS)}
         starts, size = array("q"), 0
-        for start, _, line in whole_lines(self.path, EPISODE):
+        for start, _, line in complete_lines(self.path, EPISODE):
             try:
-                listed = _listed(json.loads(line))
+                values = _row_columns(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise DataError(f"{self.path}, byte {start}: this is not an episode") from None
-            size += sum(map(sys.getsizeof, listed.values()))
+            size += sum(map(sys.getsizeof, values.values()))
             if size > LISTED:
                 raise DataError(f"{self.path} has lists of more than {LISTED >> 20} MiB: they are not shown")
             starts.append(start)
             for name, column in columns.items():
-                column.append(listed[name])
+                column.append(values[name])
         self._starts, self._columns = starts, dict(columns)
 
 
 def _as_list(values: Any) -> list[Any]:
-    found: list[Any] = values if isinstance(values, list) else values.to_pylist()
-    return found
+    items: list[Any] = values if isinstance(values, list) else values.to_pylist()
+    return items
 
 
-def _listed(record: Mapping[str, Any]) -> dict[str, Any]:
+def _row_columns(record: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a record."""
     segments = [segment for row in record["rows"] for segment in row["segments"] if segment["role"] == "action"]
     sampled = [value for segment in segments for value in segment["logprobs"] or ()]
     task = record["task"]
-    listed = {
+    row = {
         **{name: record.get(name) for name in (*TEXTS, *NUMBERS)},
         "key": f"{task['env']}/{task['id']}" if task["env"] else task["id"],
         "tokens": sum(len(segment["token_ids"]) for segment in segments),
@@ -136,18 +138,18 @@ def _listed(record: Mapping[str, Any]) -> dict[str, Any]:
         "reason": record["outcome"]["reason"],
     }
     for names, kinds in ((TEXTS, str), (NUMBERS, int | float)):
-        if not all(isinstance(listed[name], kinds | None) for name in names):
+        if not all(isinstance(row[name], kinds | None) for name in names):
             raise TypeError("a text or a number is something else")
-    return listed
+    return row
 
 
 @lru_cache(CACHED)
-def _listing(path: Path, changed: int, size: int) -> Listing:
+def _listing(path: Path, mtime_ns: int, size: int) -> Listing:
     return Listing(path)
 
 
 def listing(source: Source, step: int) -> Listing:
-    """The list of a step's file. Raises `DataError` where there is none, or it cannot be read."""
+    """The list of a step's file. Raises `DataError` if there is none, or it cannot be read."""
     if step not in (files := source.files()):
         raise DataError(f"{source.id} has no episodes of step {step}")
     path = regular(files[step], source.roots)
@@ -155,22 +157,22 @@ def listing(source: Source, step: int) -> Listing:
     return _listing(path, status.st_mtime_ns, status.st_size)
 
 
-def shown(source: Source, step: int, index: int) -> dict[str, Any]:
-    """An episode with its tokens, `siblings` (numbers of its group's episodes) and what was learned of it."""
-    found = listing(source, step)
-    record = found.record(index)
-    group = [n for n, name in enumerate(found.column("group")) if name == record["group"]]
-    learned = _learned(source, step, record["id"])
+def episode_with_tokens(source: Source, step: int, index: int) -> dict[str, Any]:
+    """An episode with its tokens, `siblings` (indices of its group's episodes) and its training data."""
+    episodes = listing(source, step)
+    record = episodes.record(index)
+    group = [n for n, name in enumerate(episodes.column("group")) if name == record["group"]]
+    learned = _training_columns(source, step, record["id"])
     rows = [_tokens(row, source.tokenizer(), learned.get(number)) for number, row in enumerate(record["rows"])]
-    return {**record, "rows": rows, "siblings": group, "index": index, "step": step, "listed": found.slice(index, 1)}
+    return {**record, "rows": rows, "siblings": group, "index": index, "step": step, "listed": episodes.slice(index, 1)}
 
 
 def _texts(file: Path | None, token_ids: Sequence[int]) -> list[str] | None:
-    """Texts of single tokens, by a tokenizer's file."""
+    """Texts of single tokens, from a tokenizer's file."""
     try:
         text_of = None if file is None else _decoder(file)
         return None if text_of is None else [text_of(token) for token in token_ids]
-    except (TypeError, OverflowError):  # these are no tokens
+    except (TypeError, OverflowError):  # not token ids
         return None
 
 
@@ -180,13 +182,13 @@ def _decoder(file: Path) -> Any:
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception:  # it raises nothing narrower: a damaged one gives no texts
+    except Exception:  # tokenizers raises no narrower class; a damaged file gives no texts
         return None
     return lru_cache(TOKENS)(lambda token: tokenizer.decode([token], skip_special_tokens=False))
 
 
 def _tokens(row: Mapping[str, Any], tokenizer: Path | None, learned: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A row's tokens by column; None stands for what is not known of a token."""
+    """A row's tokens by column; None stands for an unknown value."""
     tokens: dict[str, list[Any]] = {name: [] for name in ("ids", "roles", "weights", "logprobs", "versions")}
     for segment in row["segments"]:
         ids = segment["token_ids"]
@@ -200,28 +202,28 @@ def _tokens(row: Mapping[str, Any], tokenizer: Path | None, learned: Mapping[str
             versions[start:end] = [span["version"]] * (end - start)
         tokens["versions"] += versions
     sampled = [value is not None for value in tokens["logprobs"]]
-    made = {"advantages": "advantages", "trained": "logprobs", "ratios": "ratios"}
+    sources = {"advantages": "advantages", "trained": "logprobs", "ratios": "ratios"}
     learning = {
-        name: [value if known else None for value, known in zip(learned[column], sampled, strict=False)]
-        for name, column in made.items()
+        name: [value if is_sampled else None for value, is_sampled in zip(learned[column], sampled, strict=False)]
+        for name, column in sources.items()
     } if learned else {}  # fmt: skip
     texts = _texts(tokenizer, tokens["ids"])
     return {**tokens, **learning, "texts": texts, "turns": row["turns"], "objective": row["objective"]}
 
 
-def _learned(source: Source, step: int, episode: str) -> dict[int, dict[str, Any]]:
-    """Advantages, log-probabilities and ratios of an episode's rows, by row number, read without those of others."""
-    if (path := source.of_step("learned", step)) is None:
+def _training_columns(source: Source, step: int, episode: str) -> dict[int, dict[str, Any]]:
+    """Advantages, log-probabilities and ratios of an episode's rows, by row number, read without other episodes."""
+    if (path := source.step_file("learned", step)) is None:
         return {}
     import pyarrow.compute as pc
 
     file, rows = Parquet(path), []
     for number in range(file.metadata.num_row_groups):
-        known = file.metadata.row_group(number).column(0).statistics  # of the column `episode`
-        if known is None or not known.has_min_max or known.min <= episode <= known.max:
+        statistics = file.metadata.row_group(number).column(0).statistics  # of the column `episode`
+        if statistics is None or not statistics.has_min_max or statistics.min <= episode <= statistics.max:
             table = file.read([number])
             table = table.filter(pc.equal(table["episode"].cast("string"), episode))
-            if sum(map(written_out, table.columns)) > ROW:
+            if sum(map(unpacked_size, table.columns)) > ROW:
                 raise DataError(f"{path} holds more than {ROW >> 20} MiB of an episode: it is not shown")
             rows += table.to_pylist()
     return {row["row"]: row for row in rows}
@@ -229,44 +231,46 @@ def _learned(source: Source, step: int, episode: str) -> dict[int, dict[str, Any
 
 def lanes(source: Source, step: int) -> dict[str, Any]:
     """The recorded times of a step: its phases, and its episodes' spans."""
-    found: dict[str, list[Any]] = {"phases": [], "episodes": []}
-    if (path := source.of_step("events", step)) is None:
-        return found
-    for _, _, line in whole_lines(path, RECORD):
-        event = json_object(line)  # empty for the line that a kill has cut
+    events: dict[str, list[Any]] = {"phases": [], "episodes": []}
+    if (path := source.step_file("events", step)) is None:
+        return events
+    for _, _, line in complete_lines(path, RECORD):
+        event = json_object(line)  # empty for a line truncated by a kill
         if isinstance(event.get("phases"), list):
-            found["phases"] += event["phases"]
+            events["phases"] += event["phases"]
         if isinstance(event.get("episode"), str) and isinstance(event.get("spans"), list):
-            found["episodes"].append(event)
-    return found
+            events["episodes"].append(event)
+    return events
 
 
-def compared(a: Listing, b: Listing) -> dict[str, Any]:
-    """B against A by task: the paired difference of their scores (rewards, where neither has a score), and each task's
-    means with the episodes they are of, those that differ most first."""
+def compare_episodes(a: Listing, b: Listing) -> dict[str, Any]:
+    """B against A by task: the paired difference of their scores (rewards, if neither has scores), and each task's
+    means with its episodes, the largest difference first."""
     from envgym.evaluation.paired import paired_difference
 
-    of = "score" if any(value is not None for value in (*a.column("score"), *b.column("score"))) else "reward"
-    sides = [_by_task(side, of) for side in (a, b)]
-    scores = [{key: [value for _, value in own] for key, own in side.items()} for side in sides]
-    problems = {key: key.rpartition(": ")[2] for side in scores for key in side}  # greedy or not, it is the same one
+    field = "score" if any(value is not None for value in (*a.column("score"), *b.column("score"))) else "reward"
+    sides = [_values_by_task(side, field) for side in (a, b)]
+    scores = [{key: [value for _, value in values] for key, values in side.items()} for side in sides]
+    problems = {
+        key: key.rpartition(": ")[2] for side in scores for key in side
+    }  # greedy or not, the problem is the same
     paired = paired_difference(scores[0], scores[1], clusters=problems).as_dict()
     tasks: list[dict[str, Any]] = []
     for key in sides[0].keys() & sides[1].keys():
         means = [sum(side[key]) / len(side[key]) for side in scores]
         tasks.append(
-            {"key": key, "a": means[0], "b": means[1], "episodes": [[n for n, _ in own[key]] for own in sides]}
+            {"key": key, "a": means[0], "b": means[1], "episodes": [[n for n, _ in values[key]] for values in sides]}
         )
     tasks.sort(key=lambda task: (-abs(task["b"] - task["a"]), task["key"]))
-    return {**paired, "of": of, "tasks": tasks}
+    return {**paired, "of": field, "tasks": tasks}
 
 
-def _by_task(side: Listing, of: str) -> dict[str, list[tuple[int, float]]]:
-    found: dict[str, list[tuple[int, float]]] = {}
-    columns = zip(side.column("group"), side.column("key"), side.column(of), strict=True)
+def _values_by_task(side: Listing, field: str) -> dict[str, list[tuple[int, float]]]:
+    values: dict[str, list[tuple[int, float]]] = {}
+    columns = zip(side.column("group"), side.column("key"), side.column(field), strict=True)
     for index, (group, key, value) in enumerate(columns):
-        part = group.rpartition("/")[0]  # of an evaluation: what is greedy is compared with what is
+        part = group.rpartition("/")[0]  # in an evaluation: greedy episodes are compared with greedy ones
         name = key if part.startswith(("step-", "rollout-")) or not part else f"{part}: {key}"
         if value is not None:
-            found.setdefault(name, []).append((index, float(value)))
-    return found
+            values.setdefault(name, []).append((index, float(value)))
+    return values

@@ -1,4 +1,4 @@
-"""A run as one file that a browser opens from the disk: the page with its answers inside."""
+"""A run as one self-contained HTML file: the page with its data."""
 
 from __future__ import annotations
 
@@ -14,66 +14,66 @@ from typing import Any, NamedTuple
 from envgym.disk import write_atomically
 from envgym.errors import ConfigError, DataError, EnvgymError, reported_as
 
-from .server import PAGE, Answers, dumped
+from .server import PAGE, Answers, to_json
 
 MODULES = ("api", "dom", "plot", "charts", "home", "run", "list", "episode", "lanes", "compare", "app")
-"""The page's modules, each after those that it uses."""
+"""The page's modules, in import order."""
 IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
 ROWS = 2000
-"""Episodes of a step that the file lists."""
+"""Maximum number of listed episodes per step."""
 MARK = "<meta name=generator content=envgym>"
-"""Mark in the beginning of a file that was written here."""
+"""Mark at the beginning of an exported file."""
 
 
-class Held(NamedTuple):
-    """Content of a file of `bytes`: episodes with their tokens, steps with their lists, each of how many, and the
-    sources of which something is `unread`."""
+class Exported(NamedTuple):
+    """Content of an exported file: its size, the numbers of exported and of all episodes and of step lists, and the
+    sources that could not be read completely (`unread`)."""
 
     bytes: int
     episodes: int
-    of_episodes: int
+    all_episodes: int
     steps: int
-    of_steps: int
+    all_steps: int
     unread: list[str]
 
 
 def is_export(path: Path) -> bool:
-    """Tell whether the file was written by `export`."""
+    """True if the file was written by `export`."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return MARK in file.read(200)
 
 
-def export(source: Path, out: Path, *, episodes: int, megabytes: float) -> Held:
-    """Write the file.
+def export(source: Path, path: Path, *, episodes: int, megabytes: float) -> Exported:
+    """Write the file, smaller than `megabytes`.
 
-    Of each step the best, the worst, those that failed and the most surprising come first. It stays below `megabytes`:
-    lists of the newest steps take half of that, then come episodes, then older lists, and what goes beyond is left
-    out. In place of what cannot be read stands the reason, as the server answers it. Raises `DataError` where no source
-    can be read, `ConfigError` where the page with its curves alone goes beyond, or `out` cannot be written.
+    Lists of the newest steps take up to half of that; then come episodes (of each step the failed, best, worst and most
+    surprising ones first), then older lists; the rest is omitted. Unreadable data is replaced by the error message.
+    Raises `DataError` if no source can be read, `ConfigError` if the page with its curves alone is too large, or `path`
+    cannot be written.
     """
     answers = Answers([source])
     if not answers.sources:
-        raise DataError(f"{source} is no run, no evaluation and no file of episodes")
-    held: dict[str, str] = {}
+        raise DataError(f"{source} is not a run, an evaluation or a file of episodes")
+    stored: dict[str, str] = {}
     unread: dict[str, str] = {}
-    room = int(megabytes * 2**20) - 300_000  # the page itself, and what base64 adds, are below that
+    bytes_left = int(megabytes * 2**20) - 300_000  # reserved for the page itself and base64
 
-    def ask(path: str) -> Any:
+    def ask(key: str) -> Any:
         try:
-            return answers(path)
+            return answers(key)
         except EnvgymError as error:
-            unread[path] = str(error)
+            unread[key] = str(error)
             return {"error": str(error)}
 
-    def hold(path: str, answer: Any, leave: int = 0) -> bool:
-        nonlocal room
-        text = dumped(answer)
+    def store(key: str, answer: Any, reserve: int = 0) -> bool:
+        nonlocal bytes_left
+        text = to_json(answer)
         size = len(gzip.compress(text.encode())) * 4 // 3
-        if size > room - leave:
+        if size > bytes_left - reserve:
             return False
-        room -= size
-        held[path] = text
-        return path not in unread
+        bytes_left -= size
+        stored[key] = text
+        return key not in unread
 
     lines = answers("index")
     curves: dict[str, Any] = {"index": lines}
@@ -82,52 +82,52 @@ def export(source: Path, out: Path, *, episodes: int, megabytes: float) -> Held:
         questions = f"run|{line['id']}", f"metrics|{line['id']}|0"
         if line.get("why"):
             continue
-        answered = {path: ask(path) for path in questions}
-        if reasons := [unread[path] for path in questions if path in unread]:
+        responses = {key: ask(key) for key in questions}
+        if reasons := [unread[key] for key in questions if key in unread]:
             line |= {"state": "unreadable", "why": reasons[0]}
         else:
-            curves |= answered
-            steps += [(line["id"], step) for step in reversed(answered[questions[0]]["steps"])]
+            curves |= responses
+            steps += [(line["id"], step) for step in reversed(responses[questions[0]]["steps"])]
     if len(curves) == 1:
         raise DataError(lines[0]["why"])
-    if not all(hold(path, answer) for path, answer in curves.items()):
+    if not all(store(key, answer) for key, answer in curves.items()):
         raise ConfigError(
-            f"--megabytes {megabytes:g} is too little for the page and its curves: give more, or leave it out"
+            f"--megabytes {megabytes:g} is too little for the page and its curves: set a larger size, or omit it"
         )
-    leave, whole, wanted, older = room // 2, 0, [], []
+    reserve, n_episodes, questions_by_step, older_lists = bytes_left // 2, 0, [], []
     for name, step in steps:
-        path = f"list|{name}|{step}|0|{ROWS}"
-        answer = ask(path)
-        whole += answer.get("total", 0)
-        if hold(path, answer, leave):
-            hold(f"lanes|{name}|{step}", ask(f"lanes|{name}|{step}"), leave)
-            wanted.append([f"episode|{name}|{step}|{index}" for index in telling(answer["columns"])])
-        elif path not in unread:
-            older.append(path)
-    kept = sum(hold(path, ask(path)) for path in itertools.islice(in_turns(wanted), episodes))
-    lists = len(wanted) + sum(hold(path, ask(path)) for path in older)
-    content = "{" + ",".join(f"{dumped(path)}:{text}" for path, text in held.items()) + "}"
-    with reported_as(ConfigError, f"--out {out} cannot be written"):
-        write_atomically(out, _page(source.name, content))
-    names = {line["id"] for line in lines if line.get("why")} | {path.split("|")[1] for path in unread}
-    return Held(out.stat().st_size, kept, whole, lists, len(steps), sorted(names))
+        key = f"list|{name}|{step}|0|{ROWS}"
+        answer = ask(key)
+        n_episodes += answer.get("total", 0)
+        if store(key, answer, reserve):
+            store(f"lanes|{name}|{step}", ask(f"lanes|{name}|{step}"), reserve)
+            questions_by_step.append([f"episode|{name}|{step}|{index}" for index in selection_order(answer["columns"])])
+        elif key not in unread:
+            older_lists.append(key)
+    n_stored = sum(store(key, ask(key)) for key in itertools.islice(interleave(questions_by_step), episodes))
+    lists = len(questions_by_step) + sum(store(key, ask(key)) for key in older_lists)
+    content = "{" + ",".join(f"{to_json(key)}:{text}" for key, text in stored.items()) + "}"
+    with reported_as(ConfigError, f"--out {path} cannot be written"):
+        write_atomically(path, _page(source.name, content))
+    names = {line["id"] for line in lines if line.get("why")} | {key.split("|")[1] for key in unread}
+    return Exported(path.stat().st_size, n_stored, n_episodes, lists, len(steps), sorted(names))
 
 
-def telling(columns: dict[str, Any]) -> Iterable[int]:
-    """The numbers of a list's episodes, the most telling first, in turns by why."""
+def selection_order(columns: dict[str, Any]) -> Iterable[int]:
+    """The indices of a list's episodes: failed, best, worst and most surprising ones, interleaved."""
     numbers = range(len(columns["id"]))
-    ways = [
+    orders = [
         [n for n in numbers if columns["status"][n] == "failed"],
         sorted((n for n in numbers if columns["reward"][n] is not None), key=lambda n: -columns["reward"][n]),
         sorted((n for n in numbers if columns["reward"][n] is not None), key=lambda n: columns["reward"][n]),
         sorted((n for n in numbers if columns["surprise"][n] is not None), key=lambda n: -columns["surprise"][n]),
     ]
-    return dict.fromkeys(in_turns(ways))
+    return dict.fromkeys(interleave(orders))
 
 
-def in_turns(lists: list[list[Any]]) -> Iterator[Any]:
+def interleave(lists: list[list[Any]]) -> Iterator[Any]:
     """The first of each list, then the second of each, and so on."""
-    return (one for places in itertools.zip_longest(*lists) for one in places if one is not None)
+    return (item for items in itertools.zip_longest(*lists) for item in items if item is not None)
 
 
 def _page(title: str, content: str) -> str:

@@ -1,4 +1,4 @@
-"""The page over HTTP: its files, and what it asks for as JSON. It reads, and writes nothing."""
+"""The page over HTTP: its files, and its data as JSON. The server only reads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from aiohttp.typedefs import Handler
 
 from envgym.errors import DataError, EnvgymError
 from envgym.net.listening import is_loopback, listen, stop_signals, url_of
-from envgym.net.server import running
+from envgym.net.server import serve_requests
 
-from .episodes import compared, lanes, listing, shown
+from .episodes import compare_episodes, episode_with_tokens, lanes, listing
 from .sources import Source, find
 
 PAGE = Path(__file__).parent / "page"
@@ -32,16 +32,16 @@ REFUSAL = "without a token: whoever reaches it could read every episode; give --
 
 
 class Answers:
-    """Answers to the page, by the path that it asks with. An export holds the same answers by the same paths."""
+    """Answers to the page's requests, by their path. An export stores the same answers by the same paths."""
 
-    def __init__(self, given: Sequence[Path]) -> None:
-        self._given = given
-        self.sources = find(given)
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self.sources = find(paths)
 
     def __call__(self, path: str) -> Any:
-        """The answer to `WHAT|ARGUMENT|…`: only what was found in the given folders is ever read. Raises `DataError`
-        where there is nothing, or nothing that can be read, and `ValueError` for what is no question."""
-        what, *parts = path.split("|")
+        """The answer to `NAME|ARGUMENT|…`. Only sources in the named folders are read. Raises `DataError` if the source
+        does not exist or cannot be read, and `ValueError` for an invalid request."""
+        name, *parts = path.split("|")
         numbered = (self._source, _number)
         questions: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...]]] = {
             "index": (self._index, ()),
@@ -49,11 +49,14 @@ class Answers:
             "metrics": (Source.metrics, numbered),
             "list": (_list, (*numbered, _number, _number)),
             "lanes": (lanes, numbered),
-            "episode": (shown, (*numbered, _number)),
-            "search": (lambda source, step, text: listing(source, step).holds(text), (*numbered, str)),
-            "compare": (lambda a, at_a, b, at_b: compared(listing(a, at_a), listing(b, at_b)), numbered * 2),
+            "episode": (episode_with_tokens, (*numbered, _number)),
+            "search": (lambda source, step, text: listing(source, step).search(text), (*numbered, str)),
+            "compare": (
+                lambda a, step_a, b, step_b: compare_episodes(listing(a, step_a), listing(b, step_b)),
+                numbered * 2,
+            ),
         }
-        answer, readers = questions.get(what, (None, ()))
+        answer, readers = questions.get(name, (None, ()))
         if answer is None or len(parts) != len(readers):
             raise ValueError("no such question")
         arguments = [read(part) for read, part in zip(readers, parts, strict=True)]
@@ -61,16 +64,16 @@ class Answers:
             return answer(*arguments)
         except EnvgymError:
             raise
-        except Exception as error:  # a stranger's run may hold anything
+        except Exception as error:  # an untrusted run may contain anything
             raise DataError(f"this cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
 
     def _index(self) -> list[dict[str, Any]]:
-        self.sources = find(self._given)
-        return sorted(map(_line, self.sources.values()), key=lambda one: -one["changed"])
+        self.sources = find(self._paths)
+        return sorted(map(_line, self.sources.values()), key=lambda line: -line["changed"])
 
     def _source(self, name: str) -> Source:
         if name not in self.sources:
-            self.sources = find(self._given)
+            self.sources = find(self._paths)
         source = self.sources.get(name)
         if source is None or source.why:
             raise DataError(source.why if source else f"there is nothing called {name!r:.200}")
@@ -79,13 +82,13 @@ class Answers:
     def _run(self, source: Source) -> dict[str, Any]:
         summary = source.summary()
         steps = sorted(source.files())
-        about = {"id": source.id, "kind": source.kind, "state": source.state(summary), "summary": summary}
-        return {**about, "steps": steps, "config": source.config(), "alarms": source.alarms()}
+        description = {"id": source.id, "kind": source.kind, "state": source.state(summary), "summary": summary}
+        return {**description, "steps": steps, "config": source.config(), "alarms": source.alarms()}
 
 
 def _list(source: Source, step: int, first: int, count: int) -> dict[str, Any]:
-    found = listing(source, step)
-    return {"total": len(found), "first": first, "columns": found.slice(first, count)}
+    episodes = listing(source, step)
+    return {"total": len(episodes), "first": first, "columns": episodes.slice(first, count)}
 
 
 def _number(text: str) -> int:
@@ -95,20 +98,20 @@ def _number(text: str) -> int:
 
 
 def _line(source: Source) -> dict[str, Any]:
-    """A source's line in the list of all; of one that cannot be read, with the reason."""
-    why = source.why
+    """A source's line in the list of all sources; for an unreadable one, with the reason."""
+    reason = source.why
     try:
-        if not why:
-            return source.listed()
-    except Exception as error:  # a stranger's run may hold anything, and takes no other from the list
-        why = str(error) if isinstance(error, EnvgymError) else f"{type(error).__name__}: {str(error)[:200]}"
+        if not reason:
+            return source.list_line()
+    except Exception as error:  # an untrusted run may contain anything; the others stay in the list
+        reason = str(error) if isinstance(error, EnvgymError) else f"{type(error).__name__}: {str(error)[:200]}"
     kind = source.kind if source.kind == "link" else "unreadable"
-    return {"id": source.id, "kind": source.kind, "changed": 0.0, "files": 0, "state": kind, "why": why}
+    return {"id": source.id, "kind": source.kind, "changed": 0.0, "files": 0, "state": kind, "why": reason}
 
 
 class ViewServer:
-    """The routes. With a `token` only who gave it once (`/?token=…`, which leaves a cookie) is answered; without one
-    only this machine is, and no other site's pages."""
+    """The routes. With a `token`, a client must have sent it once (`/?token=…` sets a cookie); without one, only this
+    machine is answered. Pages of other sites are rejected."""
 
     def __init__(self, answers: Answers, token: str | None) -> None:
         self._answers = answers
@@ -127,7 +130,7 @@ class ViewServer:
 
     async def _api(self, request: web.Request) -> web.Response:
         try:
-            text = await asyncio.to_thread(lambda: dumped(self._answers(request.query.get("q", ""))))
+            text = await asyncio.to_thread(lambda: to_json(self._answers(request.query.get("q", ""))))
         except EnvgymError as error:
             return web.json_response({"error": str(error)}, status=404)
         return web.json_response(text=text)
@@ -139,7 +142,7 @@ class ViewServer:
             response = await handler(request) if refusal is None else _error(refusal, 403)
         except web.HTTPException as error:
             response = _error(error.reason, error.status)
-        except Exception:  # no handler knows what to make of it: a host, a cookie or a question that is none
+        except Exception:  # a malformed host, cookie or request
             response = _error("this request cannot be read", 400)
         response.headers.update(HEADERS)
         return response
@@ -147,20 +150,20 @@ class ViewServer:
     def _refusal(self, request: web.Request) -> str | None:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if origin is not None and urlsplit(origin).netloc != host:
-            return "another site's page may not read this"
+            return "pages of other sites have no access"
         if self._token is None:
             name = urlsplit(f"//{host}").hostname or ""
-            return None if is_loopback(name) else "this is for this machine: use localhost or 127.0.0.1"
-        given = request.query.get("token") or request.cookies.get(COOKIE, "")
-        return None if hmac.compare_digest(given.encode(), self._token.encode()) else "open it with /?token=TOKEN"
+            return None if is_loopback(name) else "only this machine has access: use localhost or 127.0.0.1"
+        token = request.query.get("token") or request.cookies.get(COOKIE, "")
+        return None if hmac.compare_digest(token.encode(), self._token.encode()) else "open it with /?token=TOKEN"
 
 
 def _error(text: str, status: int) -> web.StreamResponse:
     return web.json_response({"error": text}, status=status)
 
 
-def dumped(answer: Any) -> str:
-    """JSON that a browser reads: ASCII, for there are halves of surrogate pairs, and null for NaN and infinities."""
+def to_json(answer: Any) -> str:
+    """JSON for browsers: ASCII, because texts may have lone surrogates, with null for NaN and infinities."""
     try:
         return json.dumps(answer, separators=(",", ":"), allow_nan=False, default=str)
     except ValueError:
@@ -169,13 +172,13 @@ def dumped(answer: Any) -> str:
 
 
 async def serve_view(
-    given: Sequence[Path], host: str, port: int, token: str | None, on_ready: Callable[[str], None]
+    paths: Sequence[Path], host: str, port: int, token: str | None, on_ready: Callable[[str], None]
 ) -> None:
-    """Serve the page until SIGINT or SIGTERM. Raises `EnvgymError` for what cannot be shown or served."""
-    answers = Answers(given)
+    """Serve the page until SIGINT or SIGTERM. Raises `EnvgymError` if the paths or the address cannot be used."""
+    answers = Answers(paths)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(listen(host, port, refusal=REFUSAL if token is None else None))
         stopping = stack.enter_context(stop_signals())
-        await stack.enter_async_context(running(ViewServer(answers, token).app, listener, drain=1.0))
+        await stack.enter_async_context(serve_requests(ViewServer(answers, token).app, listener, drain=1.0))
         on_ready(f"{url_of(listener)}/")
         await stopping.wait()

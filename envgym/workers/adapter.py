@@ -1,6 +1,6 @@
-"""LoRA inside a worker: an adapter on a frozen model, which learns alone, is switched off, taken out and merged.
+"""LoRA inside a worker: an adapter on a frozen model, which is trained, disabled, exported and merged.
 
-All contact with peft and bitsandbytes. Both are imported where they are used: they are optional.
+The interface to peft and bitsandbytes, which are optional and therefore imported where they are used.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from envgym.errors import ConfigError, missing_package, needs
 from envgym.models.weights_file import write_weights
 
 from .lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
-from .parameters import whole
+from .parameters import full_tensor
 
 NAME = "default"
 """The adapter's name for peft, in the names of modules and parameters."""
 PREFIX = "base_model.model."
-"""Beginning of every name in peft's files."""
+"""Prefix of every name in peft's files."""
 
-Read = Callable[[str, torch.nn.Parameter], torch.Tensor]
-"""(name in the model, parameter) -> the parameter's numbers, whole. Ranks must call it together."""
+ReadTensor = Callable[[str, torch.nn.Parameter], torch.Tensor]
+"""(name in the model, parameter) -> the full tensor. A collective call."""
 
 
 class Adapter:
-    """The adapter that `Adapter(model, settings, …)` puts on a Hugging Face model, which is frozen but for it.
+    """The adapter that `Adapter(model, settings, …)` adds to a Hugging Face model, whose own weights are frozen.
 
-    A scalar head is new or not the base's business: it learns in full, beside the adapter (`modules_to_save`).
-    Raises `EnvgymError` where peft is not installed or no layer has a name that ends as `targets` say.
+    A scalar head is trained in full, in addition to the adapter (`modules_to_save`). Raises `EnvgymError` if peft is
+    not installed or no layer's name ends with one of `targets`.
     """
 
     def __init__(self, model: Any, settings: LoraConfig, *, base: str, head: Literal["lm", "scalar"]) -> None:
-        peft = library()
-        heads = _modules_beside_the_base(model) if head == "scalar" else []
+        peft = import_peft()
+        heads = _head_names(model) if head == "scalar" else []
         self.model = model
         self._quantize = settings.quantize
         self._config = peft.LoraConfig(
@@ -63,15 +63,15 @@ class Adapter:
         }
         if any(layer.base_layer in embeddings for layer in self._layers.values() if layer.base_layer is not None):
             raise ConfigError(
-                "lora.targets: the embedding and the head cannot have an adapter, only linear layers within"
+                "lora.targets: the embedding and the head cannot have an adapter, only the linear layers between them"
             )
 
-        model.register_state_dict_post_hook(_leave_the_base_out)
+        model.register_state_dict_post_hook(_drop_base_state)
 
     @contextmanager
-    def off(self) -> Iterator[None]:
-        """Within it the model is its base, bit for bit. What is trainable stays so, and parameters are used in the
-        same order: partitioned ones are gathered in the order they were first used in."""
+    def disable(self) -> Iterator[None]:
+        """A context in which the model computes like its base, bit for bit. Parameters stay trainable and are used in
+        the same order, because ZeRO 3 gathers them in the order of their first use."""
         for layer in self._layers.values():
             layer.set_scale(NAME, 0.0)
         try:
@@ -81,13 +81,13 @@ class Adapter:
                 layer.set_scale(NAME, 1.0)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The adapter, whole, under the names of peft's files. Ranks must call it together."""
+        """The full tensors of the adapter, under the names of peft's files. A collective call."""
         for name, parameter in self.model.named_parameters():
-            if _is_of_adapter(name):
-                yield PREFIX + _plain(name), whole(parameter)
+            if _is_adapter_parameter(name):
+                yield PREFIX + _strip_peft(name), full_tensor(parameter)
 
     def write(self, folder: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a folder in peft's form with what `tensors` gave."""
+        """Write a folder in peft's format with `tensors`, the result of the method `tensors`."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         self._config.save_pretrained(str(path))
@@ -98,9 +98,9 @@ class Adapter:
                 json.dumps({"quantize": self._quantize, "dtype": dtype}) + "\n", encoding="utf-8"
             )
 
-    def parameters(self, read: Read, *, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's parameters, as `read` gives them, under the names they had without an adapter: with the adapter
-        added to them (`merged`), or as they were."""
+    def parameters(self, read: ReadTensor, *, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters, read by `read`, under their names without an adapter. `merged`: with the adapter
+        added to them."""
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name or ".original_module." in name:
                 continue
@@ -109,9 +109,9 @@ class Adapter:
             tensor = read(name, parameter)
             if merged and leaf == "weight" and layer in self._layers:
                 tensor = (tensor.float() + self._delta(layer, read).to(tensor.device)).to(tensor.dtype)
-            yield _plain(name), tensor
+            yield _strip_peft(name), tensor
 
-    def _delta(self, layer: str, read: Read) -> torch.Tensor:
+    def _delta(self, layer: str, read: ReadTensor) -> torch.Tensor:
         """The adapter's addition to a layer's weight, float32."""
         part = self._layers[layer]
         a = read(f"{layer}.lora_A.{NAME}.weight", part.lora_A[NAME].weight)
@@ -120,11 +120,11 @@ class Adapter:
         return delta.T if part.fan_in_fan_out else delta
 
 
-def library() -> Any:
-    """peft, without what it prints of the libraries that it looks for. Raises `MissingDependency`."""
-    logging.getLogger("bitsandbytes.backends").setLevel(logging.ERROR)  # of a kernel it cannot download
+def import_peft() -> Any:
+    """Import peft, without the logs of libraries that it probes. Raises `MissingDependency`."""
+    logging.getLogger("bitsandbytes.backends").setLevel(logging.ERROR)  # about a kernel it cannot download
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed tells of looking for a GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed logs that it found no GPU
     with needs("peft", "lora", "an adapter"):
         import peft
     return peft
@@ -133,7 +133,7 @@ def library() -> Any:
 def quantization(dtype: torch.dtype) -> Any:
     """The argument of `from_pretrained` for a model in 4 bits that computes in `dtype`.
 
-    Raises `EnvgymError` where the library is missing or has no build for this machine.
+    Raises `EnvgymError` if bitsandbytes is missing or has no build for this machine.
     """
     try:
         import bitsandbytes  # noqa: F401
@@ -152,10 +152,10 @@ def quantization(dtype: torch.dtype) -> Any:
 
 
 def tame_quantized(model: Any) -> None:
-    """Let a model in 4 bits compute the same in every pass, and be saved as the ordinary model that it then is.
+    """Make a 4-bit model compute the same in every pass, and remove the quantization from what is saved with it.
 
     On a CPU with bfloat16 instructions bitsandbytes repacks weights in the first pass without gradients, and from
-    then on computes in bfloat16 whatever was asked for: what is scored would not be what is learned from.
+    then on computes in bfloat16 whatever the dtype: log-prob passes would differ from training.
     """
     for part in model.modules():
         if hasattr(part, "support_avx512bf16_for_cpu"):
@@ -164,24 +164,24 @@ def tame_quantized(model: Any) -> None:
     model.hf_quantizer = None
 
 
-def _is_of_adapter(name: str) -> bool:
+def _is_adapter_parameter(name: str) -> bool:
     return ".lora_" in name or f".modules_to_save.{NAME}." in name
 
 
-def _leave_the_base_out(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A checkpoint need not hold what the run finds where it began. (DeepSpeed leaves frozen parameters out itself, but
-    neither a tied head nor what belongs to weights in 4 bits.)"""
-    for name in [name for name in state if name.startswith(prefix) and not _is_of_adapter(name)]:
+def _drop_base_state(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Drop the base from a checkpoint, since a resumed run loads it from its model folder. (DeepSpeed omits frozen
+    parameters itself, but neither a tied head nor the state of 4-bit weights.)"""
+    for name in [name for name in state if name.startswith(prefix) and not _is_adapter_parameter(name)]:
         del state[name]
 
 
-def _plain(name: str) -> str:
-    """A parameter's name without what peft put in it."""
+def _strip_peft(name: str) -> str:
+    """A parameter's name without the parts that peft inserted."""
     for part in (f".modules_to_save.{NAME}.", f".{NAME}.", ".base_layer."):
         name = name.replace(part, ".")
     return name
 
 
-def _modules_beside_the_base(model: Any) -> list[str]:
+def _head_names(model: Any) -> list[str]:
     names = {name.partition(".")[0] for name, _ in model.named_parameters()}
     return sorted(names - {model.base_model_prefix})

@@ -1,4 +1,4 @@
-"""Settings of the workers that hold trained and scoring models."""
+"""Settings of the workers that hold the trained and frozen models of a learner."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def number_format(dtype: str, *, on_cpu: bool) -> str:
-    """The number format of weights that a setting `dtype` asks for: `auto` is float32 on a CPU, elsewhere bfloat16."""
+    """The number format of weights for a setting `dtype`: `auto` is float32 on a CPU, bfloat16 elsewhere."""
     return dtype if dtype != "auto" else "float32" if on_cpu else "bfloat16"
 
 
 class WorkersConfig(Settings):
-    """Spread of a model over processes and memory. None of it changes what is learned, but for rounding."""
+    """Distribution of a model over processes and memory. These settings change training only by rounding."""
 
     ranks: int = Field(1, ge=1)
     """Processes (one per GPU, where there are any) that share the work of one model."""
@@ -27,62 +27,62 @@ class WorkersConfig(Settings):
     """DeepSpeed ZeRO: what is split over the ranks instead of copied. 1: optimizer state; 2: and gradients;
     3: and parameters. Higher saves memory and costs communication. In bfloat16 0 and 1 run as 2, in float16 0 as 1."""
     tensor_parallel: int = Field(1, ge=1)
-    """Ranks that share each layer (DeepSpeed AutoTP): every large matrix is cut, and they have the same rows."""
+    """Ranks that share each layer (DeepSpeed AutoTP): every large matrix is split, and they have the same sequences."""
     sequence_parallel: int = Field(1, ge=1)
-    """Ranks that share each row, for rows too long for one of them: each has a slice of it, and in attention a share of
-    the heads (Ulysses)."""
+    """Ranks that share each sequence, for sequences too long for one rank: each has a slice of it, and in attention a
+    share of the heads (Ulysses)."""
     offload_optimizer: bool = False
     """Optimizer state and float32 master weights in the CPU's memory, where the optimizer then also computes.
     Needs `zero_stage` 1 to 3. (To a disk: see `deepspeed`.)"""
     offload_parameters: bool = False
-    """Parameters in the CPU's memory, brought in layer by layer. Needs `zero_stage` 3, which a model that only
-    scores takes by itself: `roles.reference.workers.offload_parameters=true`."""
+    """Parameters in the CPU's memory, brought in layer by layer. Needs `zero_stage` 3, which a frozen
+    model gets automatically: `roles.reference.workers.offload_parameters=true`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the weights. `auto` is bfloat16 (with float32 master weights) on a GPU, float32 on a CPU.
     float16 is trained with dynamic loss scaling: a step that overflows is skipped, and counted in `overflow`."""
     tokens_per_microbatch: int = Field(4096, ge=1)
-    """Tokens that go through a rank at once, padding included. Smaller saves memory; the gradient is the same."""
+    """Tokens per micro-batch of a rank, padding included. Smaller saves memory; the gradient is the same."""
     attention: str = "auto"
     """Implementation of attention, by transformers' names: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`,
     `flex_attention`. `auto` is a flash kernel where one is installed and the model knows it, else `sdpa`."""
     packing: bool | Literal["auto"] = "auto"
-    """Rows go through the model end to end instead of padded to the longest. `auto`: with flash kernels, for which that
-    is faster, and models that look at other tokens by attention alone."""
+    """Concatenate sequences instead of padding them to the longest. `auto`: with flash kernels, for which that is
+    faster, and models that mix tokens only by attention."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: much less memory for about a third more computing."""
+    """Recompute activations in the backward pass: much less memory for about a third more compute."""
     compile: bool = False
     """DeepCompile: the trained model is compiled together with its communication. Needs a GPU and `zero_stage` 1 to
     3."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """Raw DeepSpeed JSON, merged over what envgym writes (`{"zero_optimization": {"offload_optimizer": …}}`)."""
+    """Raw DeepSpeed JSON, merged over envgym's (`{"zero_optimization": {"offload_optimizer": …}}`)."""
 
     @property
     def ranks_per_row(self) -> int:
-        """Number of ranks that have the same rows. They follow each other; all others have rows of their own."""
+        """Number of ranks that have the same rows. Their numbers are consecutive; other ranks have other rows."""
         return self.tensor_parallel * self.sequence_parallel
 
     @property
     def budget(self) -> int:
-        """Tokens of a micro-batch: each of the ranks that share rows holds its slice of them."""
+        """Tokens per micro-batch of the ranks that share rows, each of which holds a slice."""
         return self.tokens_per_microbatch * self.sequence_parallel
 
     def partitions(self, *, trained: bool) -> bool:
-        """The parameters of a model are split over the ranks (ZeRO 3)."""
+        """True if the parameters of a model are split over the ranks (ZeRO 3)."""
         return self.zero_stage == 3 or (self.offload_parameters and not trained)
 
     def runs_as(self, dtype: str, *, trained: bool) -> int:
         """The ZeRO stage of a model with weights of this number format.
 
-        Micro-batches must add up in float32: in bfloat16 the gradient of 256 of them was measured 2% off. DeepSpeed
-        does so from stage 1 on; its stage 0 also counts a step of Adam that was never taken. Its stage 1 for bfloat16
-        has an optimizer that can neither be moved off a GPU and back nor be compiled.
+        Gradients of micro-batches must be summed in float32: in bfloat16 the sum of 256 was measured 2% off. DeepSpeed
+        does so from stage 1 on; its stage 0 also counts a skipped step of Adam. Its stage 1 for bfloat16 has an
+        optimizer that can neither be offloaded from a GPU nor be compiled.
         """
         if self.partitions(trained=trained):
             return 3
         return max(self.zero_stage, {"bfloat16": 2, "float16": 1}.get(dtype, 0) if trained else 0)
 
     def check(self, role: str, learner: LearnerConfig | None) -> None:
-        """Raise `ConfigError` where settings contradict each other for a role's model. No learner: it only scores."""
+        """Raise `ConfigError` for contradictory settings of a role's model. No learner: it is not trained."""
         if self.ranks % self.ranks_per_row:
             raise ConfigError(
                 f"workers.tensor_parallel={self.tensor_parallel} times workers.sequence_parallel="
@@ -97,7 +97,9 @@ class WorkersConfig(Settings):
                 f"workers.sequence_parallel works with sdpa and flash kernels, not workers.attention={self.attention}"
             )
         if self.sequence_parallel > 1 and self.packing is True:
-            raise ConfigError("workers.packing=true and workers.sequence_parallel above 1: leave one of them out")
+            raise ConfigError(
+                "workers.packing=true does not work with workers.sequence_parallel above 1: set only one of them"
+            )
         if self.ranks_per_row > 1 and self.compile:
             raise ConfigError("workers.compile cannot be combined with workers.tensor_parallel or sequence_parallel")
         if learner is None:
@@ -114,9 +116,9 @@ class WorkersConfig(Settings):
                 raise ConfigError(f"workers.{name} needs workers.zero_stage 1, 2 or 3, not 0")
         if self.compile and learner.optimizer == "muon":
             raise ConfigError(
-                "workers.compile and learner.optimizer=muon do not go together in DeepSpeed: leave one out"
+                "workers.compile and learner.optimizer=muon do not work together in DeepSpeed: set only one of them"
             )
         if "optimizer" in self.deepspeed and learner.optimizer != "adamw":
             raise ConfigError(
-                f"learner.optimizer={learner.optimizer} and an optimizer in workers.deepspeed: give one of them"
+                f"learner.optimizer={learner.optimizer} and an optimizer in workers.deepspeed: set only one of them"
             )

@@ -1,7 +1,6 @@
-"""Weights on their way out of a worker: in files, or between GPUs by vLLM's own transfers (NCCL, and CUDA IPC on a GPU
-that both share).
+"""Export of a worker's weights: in files, or between GPUs by vLLM's own transfers (NCCL, and CUDA IPC on a shared GPU).
 
-Written for vLLM 0.32. The controller tells the engines what to expect, so the trainer's side has nobody to call.
+Written for vLLM 0.32. The controller calls the engines, so the trainer's side makes no calls to them.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from envgym.models.weights_file import Bucket, cut, write_bucket
+from envgym.models.weights_file import Bucket, split_into_buckets, write_bucket
 
 from . import zero
-from .parameters import as_in_checkpoints, whole_parameters
+from .parameters import as_in_checkpoints, full_parameters
 
 if TYPE_CHECKING:
     from .adapter import Adapter
 
 
 class WeightExport:
-    """Export of a `ModelWorker`'s weights. Ranks must be called together, but for `offer`."""
+    """Export of a `ModelWorker`'s weights. All calls but `offer` and `withdraw` are collective."""
 
     rank: int
     network: Any
@@ -34,21 +33,21 @@ class WeightExport:
     _sender: Any = None
 
     def begin_export(self, bucket_bytes: int, prefix: str, checkpoint: bool = False) -> None:
-        """Begin to hand out all parameters, in files whose names begin with `prefix`; `next_bucket` gives them, and
-        `end_export` ends it. Their names are those of the model in transformers or, with `checkpoint`, of its
-        checkpoints.
+        """Begin to export all parameters to files named `prefix`-NUMBER, which `next_bucket` writes and `end_export`
+        removes. Parameters have their names in the transformers model or, with `checkpoint`, in its checkpoints.
 
-        A head that is tied to the embeddings is left out, as checkpoints leave it out; and so is an adapter, which is a
-        file of its own.
+        A tied head is omitted, as in checkpoints, and so is an adapter, which has a separate file.
         """
-        named = self._parameters(merged=False)
+        parameters = self._parameters(merged=False)
         self._buckets = enumerate(
-            cut(as_in_checkpoints(self.network.model, named) if checkpoint else named, bucket_bytes)
+            split_into_buckets(
+                as_in_checkpoints(self.network.model, parameters) if checkpoint else parameters, bucket_bytes
+            )
         )
         self._prefix, self._files = prefix, []
 
     def next_bucket(self) -> Bucket | None:
-        """Write the next bucket (rank 0 does); None after the last. By now all but the one before have been read."""
+        """Write the next bucket, on rank 0; None after the last. Engines have read all buckets but the previous one."""
         number, tensors = next(self._buckets, (0, None))
         if tensors is None or self.rank:
             return None
@@ -58,12 +57,12 @@ class WeightExport:
         return write_bucket(number, self._files[-1], tensors)
 
     def end_export(self) -> None:
-        """Remove the files that are left."""
+        """Remove the remaining files."""
         for path in self._files:
             Path(path).unlink(missing_ok=True)
 
     def offer(self, path: str, n_bytes: int) -> bool:
-        """Make an empty file at `path`, for others to look for, where its folder has room for `n_bytes`."""
+        """Make an empty file at `path`, which engines look for; False if its folder has less than `n_bytes` free."""
         try:
             if shutil.disk_usage(Path(path).parent).free < n_bytes:
                 return False
@@ -73,36 +72,36 @@ class WeightExport:
         return True
 
     def withdraw(self, path: str) -> None:
-        """Remove a file, or a folder, that this rank has made for others."""
+        """Remove a file or folder that this rank has made for engines."""
         if Path(path).is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             Path(path).unlink(missing_ok=True)
 
     def open_nccl(self, address: str, world_size: int) -> dict[str, Any]:
-        """Meet the engines' workers at `host:port` (rank 0 does); returns what they are to receive each time."""
+        """Connect to the engines' workers at `host:port`, on rank 0; returns the description of every transfer."""
         self._sender = _open_nccl(self.network.model, address, world_size, self.rank)
-        return Parameters(self.network.model).described()
+        return Parameters(self.network.model).nccl_info()
 
     def send_nccl(self) -> None:
-        """Send all parameters to the engines, who receive at the same time."""
+        """Send all parameters to the engines, which must receive at the same time."""
         self._sender.send_weights()
 
     def begin_ipc(self, bucket_bytes: int) -> None:
-        """Begin to show all parameters to engines on this rank's GPU; `next_ipc` says where they are."""
+        """Begin to share all parameters with engines on this rank's GPU; `next_ipc` returns their addresses."""
         self._buckets = _ipc_chunks(self.network.model, bucket_bytes)
 
     def next_ipc(self) -> dict[str, Any] | None:
-        """The next chunk, by the name of this rank's GPU; None after the last. Those before have been read."""
+        """The next chunk, with handles by GPU; None after the last. Engines must have read the previous chunk."""
         return next(self._buckets, None)
 
     def _parameters(self, *, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        return whole_parameters(self.network.model, self.adapter, self.rank, merged=merged)
+        return full_parameters(self.network.model, self.adapter, self.rank, merged=merged)
 
 
 class Parameters:
-    """A model's parameters as vLLM's `WeightSource`: as in checkpoints, whole, on this rank's device, one at a time.
-    Ranks must go through them together."""
+    """A model's parameters as vLLM's `WeightSource`: the full tensors of checkpoints, on this rank's device, one at a
+    time. Iteration is collective."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -110,36 +109,39 @@ class Parameters:
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, empty.dtype, tuple(empty.shape)) for name, empty in self._empty()]
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._meta_tensors()]
 
-    def largest(self) -> int:
-        """Bytes of the largest of them."""
-        return int(max(empty.nbytes for _, empty in self._empty()))
+    def max_bytes(self) -> int:
+        """Bytes of the largest parameter."""
+        return int(max(tensor.nbytes for _, tensor in self._meta_tensors()))
 
-    def _empty(self) -> Iterator[tuple[str, torch.Tensor]]:
-        named = self._model.named_parameters()
+    def _meta_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        parameters = self._model.named_parameters()
         return as_in_checkpoints(
             self._model,
-            ((name, torch.empty(getattr(p, "ds_shape", p.shape), dtype=p.dtype, device="meta")) for name, p in named),
+            (
+                (name, torch.empty(getattr(p, "ds_shape", p.shape), dtype=p.dtype, device="meta"))
+                for name, p in parameters
+            ),
         )
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._model.named_parameters():
-            with zero.gathered(parameter):
+            with zero.gathered_parameter(parameter):
                 yield from as_in_checkpoints(self._model, [(name, parameter.detach())])
 
-    def described(self) -> dict[str, Any]:
-        """Names, dtypes and shapes that vLLM's NCCL engine receives."""
-        found = self.metadata()
+    def nccl_info(self) -> dict[str, Any]:
+        """Names, dtypes and shapes, as vLLM's NCCL engine takes them."""
+        metadata = self.metadata()
         return {
-            "names": [one.name for one in found],
-            "dtype_names": [str(one.dtype).removeprefix("torch.") for one in found],
-            "shapes": [list(one.shape) for one in found],
+            "names": [meta.name for meta in metadata],
+            "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in metadata],
+            "shapes": [list(meta.shape) for meta in metadata],
         }
 
 
-class Silent:
-    """vLLM's client of engines, where the controller makes its calls."""
+class NoOpClient:
+    """A client for vLLM's trainer side that does nothing, because the controller calls the engines."""
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None: ...
 
@@ -151,23 +153,23 @@ class Silent:
 
 
 def _open_nccl(model: torch.nn.Module, address: str, world_size: int, rank: int) -> Any:
-    """A sender to the engines' `world_size` - 1 workers, who must join at `host:port` at the same time."""
+    """A sender to the engines' `world_size` - 1 workers, which must join at `host:port` at the same time."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
     host, _, port = address.rpartition(":")
     info = NCCLTrainerInitInfo(host, int(port), world_size, rank=rank)
-    return NCCLTrainerWeightTransferEngine.trainer_init(info, client=Silent(), source=Parameters(model))
+    return NCCLTrainerWeightTransferEngine.trainer_init(info, client=NoOpClient(), source=Parameters(model))
 
 
 def _ipc_chunks(model: torch.nn.Module, bucket_bytes: int) -> Iterator[dict[str, Any]]:
-    """The weights in a buffer of this rank's GPU that other processes on it may read: chunk by chunk, each to be read
-    before the next is asked for."""
+    """The weights, chunk by chunk, in a buffer on this rank's GPU that other processes can read. A chunk must be read
+    before the next is requested."""
     from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     parameters = Parameters(model)
-    n_bytes = max(bucket_bytes, parameters.largest())  # a tensor that is larger would be refused
-    for chunk in packed_ipc_producer(iter(parameters), uuid, lambda named: named[1], n_bytes):
+    n_bytes = max(bucket_bytes, parameters.max_bytes())  # vLLM rejects a larger tensor
+    for chunk in packed_ipc_producer(iter(parameters), uuid, lambda item: item[1], n_bytes):
         torch.cuda.synchronize()
         yield {
             "names": chunk.names,

@@ -1,4 +1,4 @@
-"""A worker's optimizer steps: the loss and its gradient, micro-batch by micro-batch, and the step of DeepSpeed."""
+"""A worker's optimizer steps: loss and gradient per micro-batch, and DeepSpeed's step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from envgym.errors import RunError
-from envgym.learner import Metrics, Outputs, RowBatch, TrainSample
+from envgym.learner import MetricSums, Outputs, RowBatch, TrainSample
 
 from . import zero
 from .metrics import add, mismatch, peak_memory
-from .micro_batches import cost, is_silent, network_inputs, pad
+from .micro_batches import cost, is_padding, network_inputs, pad
 from .state import ModelState
 
 if TYPE_CHECKING:
@@ -22,40 +22,40 @@ if TYPE_CHECKING:
 
 
 class ModelLearning(ModelState):
-    """Learning of a `ModelWorker`. Ranks must be called together."""
+    """Training of a `ModelWorker`. All calls are collective."""
 
     _logprobs: list[FloatArray]
 
-    def accumulate(self, microbatches: Sequence[list[TrainSample]], denominators: Mapping[str, float]) -> Metrics:
+    def accumulate(self, microbatches: Sequence[list[TrainSample]], normalizers: Mapping[str, float]) -> MetricSums:
         """Forward and backward over all of this rank's micro-batches of one optimizer step.
 
-        `denominators` are the whole step's, so that the gradient does not depend on how it was cut. That of the loss
-        which balances experts does: it is each micro-batch's own, by its share of the step's tokens.
+        `normalizers` are the whole step's, so that the gradient does not depend on the split into micro-batches. The
+        load-balancing loss of experts does: it is averaged over micro-batches, weighted by their tokens.
         """
         self.engine.train()
         self._logprobs = []
         shares = self._shares_of_tokens(microbatches) if self.network.balance else [0.0] * len(microbatches)
-        # DeepSpeed averages gradients over the ranks that have the same weights; the loss is a share of the sum.
+        # DeepSpeed averages gradients over the ranks with the same weights, but losses here are shares of a sum.
         copies = self.settings.ranks // self.settings.tensor_parallel
-        total: Metrics = {}
+        total: MetricSums = {}
         for index, batch in enumerate(microbatches):
             self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
-            loss, metrics = self._loss(batch, denominators, shares[index])
+            loss, metrics = self._loss(batch, normalizers, shares[index])
             self.engine.backward(loss * copies, scale_wrt_gas=False)
             add(total, metrics)
         return total | {"memory/max": (peak_memory(self.device), 1.0)}
 
-    def learned_logprobs(self) -> list[FloatArray]:
-        """[T] float32 a sample of what was accumulated last, in its order: the log-probabilities that it was learned
-        with, before the step. Empty without an `lm` head."""
+    def accumulated_logprobs(self) -> list[FloatArray]:
+        """[T] float32 per sample of the last `accumulate`, in its order: the log-probabilities of its forward pass.
+        Empty without an `lm` head."""
         return self._logprobs
 
     def step(self, lr: float) -> dict[str, float]:
-        """Take the optimizer step for what was accumulated.
+        """Take the optimizer step with the accumulated gradient.
 
-        Returns `grad_norm`, the gradient's global norm before clipping (not with Muon, where DeepSpeed only knows that
-        of its orthogonalised updates); in float16 also `loss_scale` and `overflow`: 1 where it overflowed, the step
-        was not taken and there is no norm.
+        Returns `grad_norm`, the gradient's global norm before clipping (not with Muon, where DeepSpeed only
+        has the norm of orthogonalised updates); in float16 also `loss_scale` and `overflow`: 1 if it overflowed, then
+        the step was skipped and there is no norm.
         """
         assert self.learner is not None
         zero.set_learning_rate(self.engine, lr)
@@ -71,10 +71,10 @@ class ModelLearning(ModelState):
         return metrics if self.learner.config.optimizer == "muon" else {"grad_norm": norm, **metrics}
 
     def _loss(
-        self, samples: Sequence[TrainSample], denominators: Mapping[str, float], share_of_tokens: float
-    ) -> tuple[torch.Tensor, Metrics]:
-        """A micro-batch's share of the step's loss, over all its objectives. Its samples go through the network
-        together, sorted by objective: `order` are their indexes then."""
+        self, samples: Sequence[TrainSample], normalizers: Mapping[str, float], share_of_tokens: float
+    ) -> tuple[torch.Tensor, MetricSums]:
+        """A micro-batch's share of the step's loss, over all its objectives. One forward pass has all samples, sorted
+        by objective: `order` are their indexes."""
         assert self.learner is not None
         parts: dict[str, list[int]] = {}
         for index, sample in enumerate(samples):
@@ -84,41 +84,41 @@ class ModelLearning(ModelState):
         batches = [pad([samples[index] for index in part], self.device, length) for part in parts.values()]
         outputs = self._outputs([samples[index] for index in order], batches)
         balance = outputs.pop("balance", None)
-        # Every parameter is in the graph: ranks must reduce the same ones.
+        # Puts every parameter into the graph, since all ranks must reduce the same ones.
         loss = 0.0 * next(iter(outputs.values())).sum()
-        metrics: Metrics = {}
+        metrics: MetricSums = {}
         if self.network.head == "lm":
             lines = outputs["logprobs"].detach().float().cpu().numpy()[np.argsort(order)]
             self._logprobs += [line[: len(sample)] for line, sample in zip(lines, samples, strict=True)]
         if balance is not None:
             loss = loss + self.learner.config.moe_aux_coef * share_of_tokens * balance
             metrics["moe/aux_loss"] = (share_of_tokens * float(balance.detach()), share_of_tokens)
-        if is_silent(samples):
+        if is_padding(samples):
             return loss, metrics
         split = zip(*(numbers.split([*map(len, parts.values())]) for numbers in outputs.values()), strict=True)
         for batch, numbers in zip(batches, split, strict=True):
-            of_batch = Outputs(**dict(zip(outputs, numbers, strict=True)))
-            share, logged = self.learner.loss(self.spec.role, of_batch, batch, denominators)
+            batch_outputs = Outputs(**dict(zip(outputs, numbers, strict=True)))
+            share, logged = self.learner.loss(self.spec.role, batch_outputs, batch, normalizers)
             loss = loss + share
             add(metrics, logged)
         if not loss.isfinite():
             raise RunError(f"the loss of {self.spec.role} is not finite")
         if self.network.head == "lm":
-            current = torch.tensor([samples[index].current for index in order], device=self.device)
+            current = torch.tensor([samples[index].is_on_policy for index in order], device=self.device)
             old = torch.cat([batch.old_logprobs for batch in batches])
             add(metrics, mismatch(outputs["logprobs"].detach(), old, current))
         return loss, metrics
 
     def _outputs(self, samples: Sequence[TrainSample], batches: Sequence[RowBatch]) -> dict[str, torch.Tensor]:
         """The network's outputs of a micro-batch. `batches` are its samples, in order, padded to one length."""
-        name = self.spec.role_spec.compared
-        others = torch.cat([batch.arrays[name] for batch in batches]).long() if name else None
-        outputs: dict[str, torch.Tensor] = self.engine(*network_inputs(samples, batches, self.device), others)
+        name = self.spec.role_spec.extra_token_ids
+        extra_ids = torch.cat([batch.arrays[name] for batch in batches]).long() if name else None
+        outputs: dict[str, torch.Tensor] = self.engine(*network_inputs(samples, batches, self.device), extra_ids)
         return outputs
 
     def _shares_of_tokens(self, microbatches: Sequence[list[TrainSample]]) -> list[float]:
-        """Each micro-batch's share of the step's tokens, over all ranks; those that only fill up have none."""
-        tokens = [0.0 if is_silent(batch) else float(cost(batch, packed=True)) for batch in microbatches]
+        """Each micro-batch's share of the step's tokens, over all ranks; 0 for padding micro-batches."""
+        tokens = [0.0 if is_padding(batch) else float(cost(batch, packed=True)) for batch in microbatches]
         total = torch.tensor(sum(tokens), device=self.device)
         torch.distributed.all_reduce(total)
         return [count / max(1.0, float(total) / self.settings.ranks_per_row) for count in tokens]

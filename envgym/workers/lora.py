@@ -17,33 +17,33 @@ from envgym.settings import Settings
 from .config import WorkersConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The files of a folder in peft's form."""
+"""The files of an adapter folder in peft's format."""
 ORIGIN = "envgym.json"
-"""A file of ours beside them, of an adapter that learned on 4-bit weights: how they were kept and computed with."""
+"""envgym's file in the folder of an adapter trained on 4-bit weights: their quantization and compute dtype."""
 
 
 class LoraConfig(Settings):
-    """Train an adapter instead of the weights: W x becomes W x + (alpha / rank) B A x, and only A and B learn.
+    """Train an adapter instead of the weights: W x becomes W x + (alpha / rank) B A x, and only A and B are trained.
 
     The names are peft's.
     """
 
     rank: int = Field(0, ge=0, le=512)
-    """Rows of A and columns of B. 0: no adapter, all weights learn."""
+    """Rows of A and columns of B. 0: no adapter, all weights are trained."""
     alpha: float = Field(16.0, gt=0)
-    """The adapter counts alpha / rank times."""
+    """The adapter's output is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that is dropped while it learns. Not in reinforcement learning, where the policy
-    that learns must be the one that was sampled."""
+    """Fraction of an adapter's inputs dropped in training. Not supported in reinforcement learning, where the trained
+    policy must be the one that sampled."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Ends of the names of the layers that get an adapter (`[q_proj, v_proj]`); by default every linear layer but the
-    head."""
+    """Suffixes of the names of the layers that get an adapter (`[q_proj, v_proj]`); by default every linear layer but
+    the head."""
     quantize: Literal["none", "4bit"] = "none"
-    """`4bit` is QLoRA: the frozen weights are kept in 4 bits (NormalFloat, quantised twice) and computed with in
+    """`4bit` is QLoRA: the frozen weights are stored in 4 bits (NormalFloat, double quantisation), and computed with in
     `workers.dtype`."""
 
     def check(self, role: str, workers: WorkersConfig, *, samples: bool) -> None:
-        """Raise `ConfigError` where settings contradict each other. `samples`: the role is a policy that is sampled."""
+        """Raise `ConfigError` for contradictory settings. `samples`: the role is a policy that generates episodes."""
         if not self.rank:
             unused = next((name for name, value in LoraConfig() if getattr(self, name) != value), None)
             if unused:
@@ -59,7 +59,7 @@ class LoraConfig(Settings):
             raise ConfigError(f"lora.quantize={self.quantize} needs workers.zero_stage 0, 1 or 2, not 3")
 
     def check_installed(self) -> None:
-        """Raise `MissingDependency` where a package is missing that these settings need. Nothing is imported."""
+        """Raise `MissingDependency` for a missing package that these settings need, without importing it."""
         if self.rank and find_spec("peft") is None:
             raise missing_package("peft", "lora", "lora.rank")
         if self.rank and self.quantize != "none" and find_spec("bitsandbytes") is None:

@@ -1,4 +1,4 @@
-"""An adapter and its base made one model: what `envgym model merge` does, by peft, for any folder in its form."""
+"""Merging an adapter into its base (`envgym model merge`), by peft, for any folder in peft's format."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ CLASSES = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
 }
-"""transformers' classes, by what peft calls their tasks: policies, reward models, critics."""
+"""transformers' classes by peft's names of their tasks: policies, reward models, critics."""
 
 
-def merge_adapter(adapter: str, out: str, *, base: str | None = None, note: Callable[[str], None]) -> Path:
-    """Write the model folder `out`: the adapter's base with the adapter added to its weights, and its tokenizer.
+def merge_adapter(adapter: str, target: str, *, base: str | None = None, note: Callable[[str], None]) -> Path:
+    """Write the model folder `target`: the adapter's base with the adapter added to its weights, and its tokenizer.
 
     `base` is a folder or hub id; by default the one that the adapter names. Weights keep the base's number format.
-    An adapter that learned on 4-bit weights is merged into those numbers, in the format they were computed with: the
-    policy that learned. `note` is called with what the user should know. Raises `ConfigError` in one line.
+    An adapter that was trained on 4-bit weights is merged into the weights as rounded to 4 bits, in the format they
+    were computed with, which gives the trained policy. `note` is called with notes for the user. Raises `ConfigError`.
     """
-    folder, final = Path(adapter).expanduser(), Path(out).expanduser()
+    folder, path = Path(adapter).expanduser(), Path(target).expanduser()
     config = _read_config(folder)
-    if final.exists():
-        raise ConfigError(f"{out} exists: give the merged model another name")
+    if path.exists():
+        raise ConfigError(f"{target} exists: give the merged model another name")
     base = base or config.get("base_model_name_or_path")
     if not base:
         raise ConfigError(f"the adapter {adapter} does not name its base: give it with --base")
     base = _find_base(base, adapter, note)
-    # The folder first: a large base is not loaded in vain.
-    with reported_as(ConfigError, f"{out} cannot be written"), unfinished(final) as made:
-        _merged(folder, config, base).save_pretrained(made)
-        if not _save_tokenizer((str(folder), base), made):
-            note(f"{base} has no tokenizer, and so {out} has none")
-        os.replace(made, final)
-    return final
+    # The folder is made first, so that no large base is loaded in vain.
+    with reported_as(ConfigError, f"{target} cannot be written"), unfinished(path) as temporary:
+        _merge(folder, config, base).save_pretrained(temporary)
+        if not _save_tokenizer((str(folder), base), temporary):
+            note(f"{base} has no tokenizer, and so {target} has none")
+        os.replace(temporary, path)
+    return path
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _find_base(base: str, adapter: str, note: Callable[[str], None]) -> str:
-    """A name or folder of the base that libraries load."""
+    """The name or folder of the base, as libraries load it."""
     path = Path(base).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -76,19 +76,19 @@ def _find_base(base: str, adapter: str, note: Callable[[str], None]) -> str:
         return base
     check_no_file(base)
     if is_path(base):
-        raise ConfigError(f"the base of {adapter} is not at {base}: say where it is with --base")
+        raise ConfigError(f"the base of {adapter} is not at {base}: give its path with --base")
     note(f"looking for {base} on the Hugging Face hub, for up to {hub.SECONDS:g} s")
     return hub.find_on_hub(base)
 
 
-def _merged(folder: Path, config: Mapping[str, Any], base: str) -> Any:
+def _merge(folder: Path, config: Mapping[str, Any], base: str) -> Any:
     with needs("torch", "train", "merging an adapter"):
         import torch
         import transformers
         from safetensors import SafetensorError, safe_open
-    from .adapter import library
+    from .adapter import import_peft
 
-    peft = library()
+    peft = import_peft()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -99,27 +99,27 @@ def _merged(folder: Path, config: Mapping[str, Any], base: str) -> Any:
     model, missing = _load_base(base, config, shapes)
     origin = folder / ORIGIN
     if origin.is_file():
-        model = _through_4_bits(model, base, json.loads(origin.read_text(encoding="utf-8")))
+        model = _round_to_4_bits(model, base, json.loads(origin.read_text(encoding="utf-8")))
     heads = {name.partition(".")[0] for name in missing} - set(config.get("modules_to_save") or ())
     if heads:
         raise ConfigError(f"neither the base {base} nor the adapter has weights for {sorted(heads)[0]}")
-    other = ConfigError(f"the adapter {folder} is of another model than {base}: give its own with --base")
+    mismatch = ConfigError(f"the adapter {folder} is of another model than {base}: give its own with --base")
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             with_adapter = peft.PeftModel.from_pretrained(model, str(folder))
-            needed = set(peft.get_peft_model_state_dict(with_adapter, save_embedding_layers=False))
-            if needed - shapes.keys() or any(".lora_" in name for name in shapes.keys() - needed):
-                raise other
+            expected = set(peft.get_peft_model_state_dict(with_adapter, save_embedding_layers=False))
+            if expected - shapes.keys() or any(".lora_" in name for name in shapes.keys() - expected):
+                raise mismatch
             return with_adapter.merge_and_unload(safe_merge=True)
     except (RuntimeError, KeyError):
-        raise other from None
+        raise mismatch from None
     except ValueError as error:
-        raise ConfigError(f"the adapter {folder} cannot be merged into {base}: {_line(error)}") from None
+        raise ConfigError(f"the adapter {folder} cannot be merged into {base}: {_shorten(error)}") from None
 
 
 def _load_base(base: str, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> tuple[Any, set[str]]:
-    """The base as the class that the adapter was made on, and the names of weights it lacks."""
+    """The base, loaded as the class that the adapter was trained on, and the names of weights that it lacks."""
     import transformers
 
     try:
@@ -135,41 +135,43 @@ def _load_base(base: str, config: Mapping[str, Any], shapes: Mapping[str, Any]) 
             base, config=base_config, dtype="auto", output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"the base {base} does not load: {_line(error)}") from None
+        raise ConfigError(f"the base {base} does not load: {_shorten(error)}") from None
     return model, set(loading["missing_keys"])
 
 
 def _task_of(config: Any) -> str:
-    """The task that a base is for, where its adapter does not name one."""
+    """The task of a base, for an adapter that does not name one."""
     name = (getattr(config, "architectures", None) or [""])[0]
     endings = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
     return next((task for ending, task in endings.items() if name.endswith(ending)), "CAUSAL_LM")
 
 
-def _through_4_bits(model: Any, base: str, origin: Mapping[str, str]) -> Any:
-    """The model with the numbers that its weights are computed with when they are kept in 4 bits."""
+def _round_to_4_bits(model: Any, base: str, origin: Mapping[str, str]) -> Any:
+    """The model with its weights rounded to 4 bits and back, as it computes when quantized."""
     import torch
 
     from .adapter import quantization
-    from .parameters import whole
+    from .parameters import full_tensor
 
     dtype = getattr(torch, origin["dtype"])
-    kept = type(model).from_pretrained(base, config=model.config, dtype=dtype, quantization_config=quantization(dtype))
+    quantized = type(model).from_pretrained(
+        base, config=model.config, dtype=dtype, quantization_config=quantization(dtype)
+    )
     model = model.to(dtype)
-    for name, parameter in kept.named_parameters():
+    for name, parameter in quantized.named_parameters():
         if hasattr(parameter, "quant_state"):
-            model.get_parameter(name).data = whole(parameter).to("cpu", dtype)
+            model.get_parameter(name).data = full_tensor(parameter).to("cpu", dtype)
     return model
 
 
 def _save_tokenizer(sources: tuple[str, ...], folder: Path) -> bool:
-    """Save the first tokenizer there is beside the model."""
+    """Save the first tokenizer in `sources` to `folder`; False if there is none."""
     import transformers
 
     for source in sources:
         path = Path(source).expanduser()
         if path.is_dir() and not any(next(path.glob(name), None) for name in ("tokenizer*", "vocab*", "*.model")):
-            continue  # transformers would make up an empty one
+            continue  # transformers would create an empty one
         try:
             transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         except (OSError, ValueError, KeyError, TypeError):
@@ -178,5 +180,5 @@ def _save_tokenizer(sources: tuple[str, ...], folder: Path) -> bool:
     return False
 
 
-def _line(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     return " ".join(str(error).split())[:300]

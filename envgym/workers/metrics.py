@@ -1,5 +1,5 @@
-"""Numbers that worker ranks log: sums that can be added up over micro-batches and ranks, then divided; and what the
-device holds and can do."""
+"""Metrics of worker ranks: sums that are added up over micro-batches and ranks, then divided; peak memory and FLOPs of
+the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from envgym.learner import Metrics
+from envgym.learner import MetricSums
 
 if TYPE_CHECKING:
     import torch
@@ -36,26 +36,25 @@ PEAK_FLOPS = {
     "RTX 3090": 71e12,
     "MI300X": 1307e12,
 }
-"""Dense 16-bit matrix FLOPs a second, from the makers' data sheets, by a part of the device's name; the more precise
-name comes first."""
+"""Dense 16-bit matrix FLOPs per second, from the makers' data sheets, by a part of the device's name. More specific
+names come first."""
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """The most that the named device can do, in FLOPs a second; None where that is not known, as in float32."""
+    """Peak FLOPs per second of the named device; None if unknown, as for float32."""
     if dtype not in ("bfloat16", "float16"):
         return None
-    return next((flops for name, flops in PEAK_FLOPS.items() if _names(device_name, name)), None)
+    return next((flops for name, flops in PEAK_FLOPS.items() if _is_named(device_name, name)), None)
 
 
-def _names(device_name: str, part: str) -> bool:
-    """The words of `part` follow each other in the name ("A10" is not in "NVIDIA A100")."""
+def _is_named(device_name: str, part: str) -> bool:
+    """True if the name contains `part` as whole words ("A10" is not in "NVIDIA A100")."""
     return f" {part} " in f" {device_name.replace('-', ' ').replace('/', ' ')} "
 
 
-def add(total: Metrics, more: Metrics) -> None:
-    """Add `more` to `total` in place: sums, and the larger of two for names that end in `/max`, the
-    smaller for `/min`."""
-    for name, (numerator, denominator) in more.items():
+def add(total: MetricSums, sums: MetricSums) -> None:
+    """Add `sums` to `total` in place; names that end in `/max` or `/min` get the maximum or minimum."""
+    for name, (numerator, denominator) in sums.items():
         if name not in total:
             total[name] = (numerator, denominator)
         elif name.endswith("/max"):
@@ -66,16 +65,16 @@ def add(total: Metrics, more: Metrics) -> None:
             total[name] = (total[name][0] + numerator, total[name][1] + denominator)
 
 
-def merge(parts: Iterable[Metrics]) -> dict[str, float]:
-    """Add up and divide. A metric with nothing to divide by is left out: there is no such number."""
-    total: Metrics = {}
+def merge(parts: Iterable[MetricSums]) -> dict[str, float]:
+    """Add up and divide. A metric with denominator 0 is undefined and omitted."""
+    total: MetricSums = {}
     for part in parts:
         add(total, part)
     return {name: numerator / denominator for name, (numerator, denominator) in total.items() if denominator}
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most that this process has held so far, in GiB: on its GPU as torch has allocated it, else in memory."""
+    """Peak memory of this process, in GiB: allocated by torch on its GPU, or resident without a GPU."""
     if device.type == "cuda":
         import torch
 
@@ -83,12 +82,12 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
-def mismatch(logprobs: torch.Tensor, old_logprobs: torch.Tensor, current: torch.Tensor) -> Metrics:
-    """Distance of the trainer's log-probabilities from the sampler's, where both are of the same weights.
+def mismatch(logprobs: torch.Tensor, old_logprobs: torch.Tensor, current: torch.Tensor) -> MetricSums:
+    """Mismatch between the trainer's and the sampler's log-probabilities under the same weights.
 
     logprobs, old_logprobs [B, T] nats (old ones NaN where nothing was sampled), current [B] bool. `k3` is
     Schulman's estimate of KL(sampler || trainer), r - 1 - log r with r = trainer / sampler.
-    Empty where there is nothing to compare.
+    Empty if there are no such tokens.
     """
     compared = old_logprobs.isfinite() & current[:, None]
     compared[:, 0] = False

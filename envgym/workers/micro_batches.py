@@ -1,9 +1,9 @@
-"""Layout of samples: cut into micro-batches of even cost, the same number on every rank.
+"""Layout of samples: a split into micro-batches of similar cost, the same number on every rank.
 
 Padded to the longest of its rows, a micro-batch of B rows costs B x Tmax tokens; sorting by length first keeps that
-close to the true number of tokens. Packed end to end, it costs no more than its tokens, and rows of any lengths go
-together; but attention must then know where rows end. Flash kernels do; elsewhere the mask for it was measured 3 to 5
-times slower on a CPU.
+close to the true number of tokens. Packed end to end, it costs no more than its tokens, and rows of any lengths fit
+together; but attention must then know where rows end. Flash kernels do; elsewhere a mask is needed, which was measured
+3 to 5 times slower on a CPU.
 """
 
 from __future__ import annotations
@@ -26,61 +26,60 @@ Unit = list[TrainSample]
 MicroBatch = list[TrainSample]
 
 SLACK = 1.05
-"""Largest cost of the fullest micro-batch, as a multiple of the mean (or of the costliest unit, which nothing can
-divide)."""
+"""Maximum cost of a micro-batch, as a multiple of the mean (or of the costliest unit, which cannot be split)."""
 
-WORTH = 1 / 8
-"""The share of a full micro-batch that one more must save of padding: each has costs of its own."""
+MIN_SAVING = 1 / 8
+"""Padding that an extra micro-batch must save to be worth its overhead, as a fraction of the token budget."""
 
 
 def micro_batches(
     samples: Sequence[TrainSample], tokens_per_microbatch: int, n_ranks: int, *, packed: bool = False
 ) -> list[list[MicroBatch]]:
-    """Cut samples into micro-batches: `result[rank][k]` is a list of samples.
+    """Split samples into micro-batches: `result[rank][k]` is a list of samples.
 
-    Samples of one unit stay together. A micro-batch costs (see `cost`) at most `tokens_per_microbatch`, or as much as
-    the costliest unit where that is more. Every rank gets the same number of micro-batches (ZeRO 2 and 3 need as many
-    collectives from each); copies of a small unit with zero weight fill up. There are as few as the budget allows, or
-    a few more where whole units cannot be shared out evenly otherwise (the fullest costs at most `SLACK` times the
-    mean, or times the costliest unit), or where more of them need less padding (see `WORTH`). The result depends on
-    nothing but the arguments.
+    Samples of one unit stay together. A micro-batch costs (see `cost`) at most `tokens_per_microbatch`, or the cost of
+    the costliest unit if that is more. Every rank gets the same number of micro-batches (ZeRO 2 and 3 need the same
+    collectives on every rank); copies of a small unit with zero weight are added as padding. There are as few as the
+    budget allows, or a few more if units cannot be divided evenly otherwise (the maximum cost is `SLACK` times the
+    mean, or times the costliest unit), or if that saves padding (see `MIN_SAVING`). The result is a pure function of
+    the arguments.
     """
     units = _units(samples)
     if not units:
         return [[] for _ in range(n_ranks)]
     units.sort(key=_longest, reverse=True)  # stable, so equal lengths keep their order
     shapes = [_Shape(len(unit), _longest(unit), cost(unit, packed=True)) for unit in units]
-    shares = _fewest(shapes, tokens_per_microbatch, n_ranks, packed)
+    shares = _minimize_shares(shapes, tokens_per_microbatch, n_ranks, packed)
     cheapest = min(units, key=lambda unit: cost(unit, packed=packed))
     batches = [
         [sample for index in share for sample in units[index]] if share else padding_samples(cheapest)
         for share in shares
     ]
-    return _deal(batches, n_ranks, packed)
+    return _deal_to_ranks(batches, n_ranks, packed)
 
 
 def cost(batch: MicroBatch, *, packed: bool) -> int:
-    """Cost of a micro-batch: its tokens, or padded, the samples times the longest of them."""
+    """Cost of a micro-batch: its tokens if packed, else the number of samples times the longest length."""
     return sum(len(sample) for sample in batch) if packed else len(batch) * _longest(batch)
 
 
 def padding_samples(unit: Unit) -> Unit:
-    """A copy of a unit that adds nothing: zero weights, no sampled log-probabilities."""
+    """A copy of a unit that adds nothing to the loss: zero weights, no sampled log-probabilities."""
     return [
         replace(s, loss_weights=np.zeros_like(s.loss_weights), old_logprobs=np.full_like(s.old_logprobs, np.nan))
         for s in unit
     ]
 
 
-def is_silent(batch: Sequence[TrainSample]) -> bool:
-    """The micro-batch only fills up."""
+def is_padding(batch: Sequence[TrainSample]) -> bool:
+    """True for a padding micro-batch: all weights are zero."""
     return not any(sample.loss_weights.any() for sample in batch)
 
 
 def _units(samples: Sequence[TrainSample]) -> list[Unit]:
     units: dict[int, Unit] = {}
     for sample in samples:
-        units.setdefault(sample.batch_unit, []).append(sample)
+        units.setdefault(sample.microbatch_key, []).append(sample)
     return list(units.values())
 
 
@@ -90,7 +89,7 @@ def _longest(samples: Sequence[TrainSample]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """All that the cost of a unit depends on."""
+    """The numbers that a unit's cost depends on."""
 
     samples: int
     longest: int
@@ -98,15 +97,15 @@ class _Shape:
 
 
 Share = list[int]
-"""Indexes of units that go into one micro-batch."""
+"""Indexes of the units in one micro-batch."""
 
 
-def _fewest(shapes: Sequence[_Shape], budget: int, n_ranks: int, packed: bool) -> list[Share]:
-    """As few micro-batches as fit, the same number for each rank; if padded, a few more where that saves padding. An
-    empty one is to be filled up."""
+def _minimize_shares(shapes: Sequence[_Shape], budget: int, n_ranks: int, packed: bool) -> list[Share]:
+    """The smallest number of micro-batches that fits, the same for each rank; if padded, a few more where that saves
+    padding. An empty share stands for a padding micro-batch."""
     unit_costs = [_cost(shapes, [index], packed) for index in range(len(shapes))]
-    largest, filler = max(unit_costs), min(unit_costs)
-    split = _packed if packed else _padded
+    max_cost, filler = max(unit_costs), min(unit_costs)
+    split = _split_packed if packed else _split_padded
 
     @cache
     def shares(per_rank: int) -> list[Share]:
@@ -117,30 +116,31 @@ def _fewest(shapes: Sequence[_Shape], budget: int, n_ranks: int, packed: bool) -
         return [_cost(shapes, share, packed) if share else filler for share in shares(per_rank)]
 
     def fits(per_rank: int) -> bool:
-        each = costs(per_rank)
-        return max(each) <= min(max(budget, largest), SLACK * max(sum(each) / len(each), largest))
+        share_costs = costs(per_rank)
+        return max(share_costs) <= min(
+            max(budget, max_cost), SLACK * max(sum(share_costs) / len(share_costs), max_cost)
+        )
 
     tokens = sum(shape.tokens for shape in shapes)
-    most = -(-len(shapes) // n_ranks)  # one unit in each always fits
-    best = fewest = _smallest_fitting(-(-tokens // (max(budget, largest) * n_ranks)), most, fits)
+    max_per_rank = -(-len(shapes) // n_ranks)  # one unit per micro-batch always fits
+    best = fewest = _smallest_fitting(-(-tokens // (max(budget, max_cost) * n_ranks)), max_per_rank, fits)
     if packed:
         return shares(fewest)
 
-    def spent(per_rank: int) -> float:
-        return sum(costs(per_rank)) / n_ranks + per_rank * WORTH * budget
+    def total_cost(per_rank: int) -> float:
+        return sum(costs(per_rank)) / n_ranks + per_rank * MIN_SAVING * budget
 
-    for more in range(fewest + 1, most + 1):
-        if tokens / n_ranks + more * WORTH * budget >= spent(best):  # even without any padding
+    for per_rank in range(fewest + 1, max_per_rank + 1):
+        if tokens / n_ranks + per_rank * MIN_SAVING * budget >= total_cost(best):  # even without any padding
             break
-        if fits(more) and spent(more) < spent(best):
-            best = more
+        if fits(per_rank) and total_cost(per_rank) < total_cost(best):
+            best = per_rank
     return shares(best)
 
 
 def _smallest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The smallest number that fits, from `low` up to `high`, which always does: they are tried in growing steps, then
-    what was stepped over is halved. (A larger number need not fit where a smaller one does, so the smallest of all may
-    be missed.)"""
+    """The smallest number from `low` to `high` that fits, where `high` always does: a search in growing steps, then a
+    binary search in the last step. (`fits` is not monotone, so the result may miss a smaller number.)"""
     failed, number = low - 1, low
     while number < high and not fits(number):
         failed, number = number, min(high, number + max(1, number // 4))
@@ -159,8 +159,8 @@ def _cost(shapes: Sequence[_Shape], share: Share, packed: bool) -> int:
     return sum(shapes[index].samples for index in share) * max(shapes[index].longest for index in share)
 
 
-def _packed(shapes: Sequence[_Shape], n: int) -> list[Share]:
-    """Units in at most `n` shares of about as many tokens: the largest first, each to the share that has least."""
+def _split_packed(shapes: Sequence[_Shape], n: int) -> list[Share]:
+    """Units in at most `n` shares with about the same tokens: the largest first, each to the share with the fewest."""
     shares: list[Share] = [[] for _ in range(min(n, len(shapes)))]
     loads = [(0, number) for number in range(len(shares))]  # a heap
     for index in sorted(range(len(shapes)), key=lambda index: -shapes[index].tokens):
@@ -170,23 +170,23 @@ def _packed(shapes: Sequence[_Shape], n: int) -> list[Share]:
     return shares
 
 
-def _padded(shapes: Sequence[_Shape], n: int) -> list[Share]:
-    """Units, sorted by falling length, in at most `n` shares of neighbours, the costliest of which costs least.
+def _split_padded(shapes: Sequence[_Shape], n: int) -> list[Share]:
+    """Units, sorted by falling length, in at most `n` shares of consecutive units, with the minimum maximum cost.
 
-    The smallest budget is searched with which taking greedily gives so few: that is optimal for a sorted list, and
-    monotone in the budget.
+    A binary search for the smallest budget with which a greedy split has at most `n` shares. The greedy split is
+    optimal for a sorted list, and monotone in the budget.
     """
     low, high = 1, sum(shape.samples for shape in shapes) * shapes[0].longest
     while low < high:
         middle = (low + high) // 2
-        if len(_greedy(shapes, middle)) <= n:
+        if len(_greedy_ranges(shapes, middle)) <= n:
             high = middle
         else:
             low = middle + 1
-    return [list(range(start, stop)) for start, stop in _greedy(shapes, high)]
+    return [list(range(start, stop)) for start, stop in _greedy_ranges(shapes, high)]
 
 
-def _greedy(shapes: Sequence[_Shape], budget: int) -> list[tuple[int, int]]:
+def _greedy_ranges(shapes: Sequence[_Shape], budget: int) -> list[tuple[int, int]]:
     """Ranges `[start, stop)` of units, sorted by falling length, that cost at most `budget` each or hold one unit."""
     ranges = []
     start, samples = 0, 0
@@ -199,14 +199,14 @@ def _greedy(shapes: Sequence[_Shape], budget: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def _deal(batches: list[MicroBatch], n_ranks: int, packed: bool) -> list[list[MicroBatch]]:
-    """Give each rank as many micro-batches, the costliest first to the rank with least so far. So those that ranks
-    work on at the same time cost about the same."""
-    each = len(batches) // n_ranks
+def _deal_to_ranks(batches: list[MicroBatch], n_ranks: int, packed: bool) -> list[list[MicroBatch]]:
+    """Give each rank the same number of micro-batches, the costliest first, each to the rank with the lowest load. So
+    micro-batches that ranks compute at the same time have about the same cost."""
+    per_rank = len(batches) // n_ranks
     ranks: list[list[MicroBatch]] = [[] for _ in range(n_ranks)]
     load = [0] * n_ranks
     for batch in sorted(batches, key=lambda batch: cost(batch, packed=packed), reverse=True):
-        rank = min((r for r in range(n_ranks) if len(ranks[r]) < each), key=lambda r: (load[r], r))
+        rank = min((r for r in range(n_ranks) if len(ranks[r]) < per_rank), key=lambda r: (load[r], r))
         ranks[rank].append(batch)
         load[rank] += cost(batch, packed=packed)
     return ranks
@@ -215,17 +215,17 @@ def _deal(batches: list[MicroBatch], n_ranks: int, packed: bool) -> list[list[Mi
 def pad(samples: Sequence[TrainSample], device: torch.device, length: int | None = None) -> RowBatch:
     """Pad samples of one objective on the right into tensors [B, T]; T is `length` or the longest sample's.
 
-    Padding is 0 everywhere but in the log-probabilities as sampled, where it is NaN.
+    Padding is 0, but NaN in `old_logprobs`.
     """
     import torch
 
     length = length or _longest(samples)
 
     def stack(arrays: Sequence[NDArray[Any]], fill: float, dtype: type) -> torch.Tensor:
-        out: NDArray[Any] = np.full((len(samples), length, *arrays[0].shape[1:]), fill, dtype)
-        for line, array in zip(out, arrays, strict=True):
+        padded: NDArray[Any] = np.full((len(samples), length, *arrays[0].shape[1:]), fill, dtype)
+        for line, array in zip(padded, arrays, strict=True):
             line[: len(array)] = array
-        return torch.from_numpy(out).to(device)
+        return torch.from_numpy(padded).to(device)
 
     return RowBatch(
         objective=samples[0].objective,
@@ -233,8 +233,8 @@ def pad(samples: Sequence[TrainSample], device: torch.device, length: int | None
         loss_weights=stack([sample.loss_weights for sample in samples], 0, np.float32),
         old_logprobs=stack([sample.old_logprobs for sample in samples], np.nan, np.float32),
         arrays={name: stack([s.arrays[name] for s in samples], 0, np.float32) for name in samples[0].arrays},
-        episodes=torch.tensor([sample.episode for sample in samples], device=device),
-        units=torch.tensor([sample.batch_unit for sample in samples], device=device),
+        episodes=torch.tensor([sample.episode_index for sample in samples], device=device),
+        units=torch.tensor([sample.microbatch_key for sample in samples], device=device),
     )
 
 
@@ -242,7 +242,7 @@ def network_inputs(
     samples: Sequence[TrainSample], batches: Sequence[RowBatch], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The network's arguments for a micro-batch, whose samples, in order, are padded to one length in `batches`: token
-    ids [B, T], lengths [B], the tokens that count or were sampled [B, T] bool, and temperatures [B, T]."""
+    ids [B, T], lengths [B], a bool mask [B, T] of tokens with a weight or sampled, and temperatures [B, T]."""
     import torch
 
     token_ids, weights, old = (
@@ -252,7 +252,7 @@ def network_inputs(
     for scale, sample in zip(scales, samples, strict=True):
         if sample.temperatures is not None:
             scale[: len(sample.temperatures)] = sample.temperatures
-    # Greedy sampling (0) is from the unscaled distribution as far as learning is concerned.
+    # Training treats greedy sampling (0) as sampling at temperature 1.
     scales[scales == 0] = 1.0
     lengths = torch.tensor([len(sample) for sample in samples], device=device)
     return token_ids, lengths, (weights != 0) | old.isfinite(), torch.from_numpy(scales).to(device)

@@ -1,5 +1,5 @@
-"""Parameters of a model, whole: their numbers wherever ranks keep them, in files, how many they are, and what a token
-costs."""
+"""Full parameters of a model, gathered from the ranks that hold parts; their names in checkpoints, their number, and
+the FLOPs per token."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from .optimizer import MovingAverage
 
 
-def whole(parameter: nn.Parameter) -> torch.Tensor:
-    """A parameter's numbers, also where ranks have a part each, who then must call together; those kept in 4 bits come
-    in the number format they are computed with."""
-    with zero.gathered(parameter):
+def full_tensor(parameter: nn.Parameter) -> torch.Tensor:
+    """The full tensor of a parameter, gathered where ranks hold parts (then a collective call). A 4-bit parameter is
+    returned in the number format that it is computed with."""
+    with zero.gathered_parameter(parameter):
         if hasattr(parameter, "ds_id"):
-            return tensor_parallel.joined(parameter, parameter.detach()).cpu().clone()
+            return tensor_parallel.gather_parts(parameter, parameter.detach()).cpu().clone()
     state = getattr(parameter, "quant_state", None)
     if state is None:
-        return tensor_parallel.joined(parameter, parameter.detach())
+        return tensor_parallel.gather_parts(parameter, parameter.detach())
     import bitsandbytes
 
     numbers: torch.Tensor = bitsandbytes.functional.dequantize_4bit(parameter.detach(), state)
@@ -33,30 +33,29 @@ def whole(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def n_numbers(parameter: nn.Parameter) -> int:
-    """Number of numbers a parameter stands for, wherever they are and however they are kept."""
+    """Number of numbers in a parameter, also if it is partitioned or stored in 4 bits."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return math.prod(state.shape)
     return tensor_parallel.n_numbers(parameter)
 
 
-def whole_parameters(
+def full_parameters(
     model: nn.Module, adapter: Adapter | None, rank: int, *, merged: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a model (from Hugging Face), whole, one at a time; on ranks other than 0, which take part in
-    gathering them, without their numbers. A tied head is none of its own. `merged`: with the adapter added to them,
-    where there is one."""
+    """The full parameters of a model (from Hugging Face), one at a time. Ranks other than 0 take part in gathering and
+    get tensors on the meta device. A tied head is not repeated. `merged`: the adapter, if any, is added to them."""
     if adapter is not None:
-        named = adapter.parameters(lambda _, p: whole(p), merged=merged)
-        yield from ((name, numbers if rank == 0 else numbers.to("meta")) for name, numbers in named)
+        parameters = adapter.parameters(lambda _, p: full_tensor(p), merged=merged)
+        yield from ((name, numbers if rank == 0 else numbers.to("meta")) for name, numbers in parameters)
         return
     for name, parameter in model.named_parameters():
-        with zero.gathered(parameter):
-            numbers = tensor_parallel.joined(parameter, parameter.detach())
-            passing = hasattr(parameter, "ds_id") or numbers.data_ptr() != parameter.data_ptr()
+        with zero.gathered_parameter(parameter):
+            numbers = tensor_parallel.gather_parts(parameter, parameter.detach())
+            is_temporary = hasattr(parameter, "ds_id") or numbers.data_ptr() != parameter.data_ptr()
             if rank:
                 numbers = numbers.to("meta")
-            elif passing:
+            elif is_temporary:
                 numbers = numbers.cpu().clone()
         yield name, numbers
 
@@ -64,10 +63,10 @@ def whole_parameters(
 def averaged_parameters(
     model: nn.Module, adapter: Adapter | None, average: MovingAverage, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same with the moving average in place of the parameters that have one, in the model's own number format."""
+    """The full parameters, or their moving averages where they have one, in the model's number format."""
 
     def read(name: str, parameter: nn.Parameter) -> torch.Tensor:
-        return average.whole(name, device).to(parameter.dtype) if name in average else whole(parameter)
+        return average.full_tensor(name, device).to(parameter.dtype) if name in average else full_tensor(parameter)
 
     if adapter is not None:
         yield from adapter.parameters(read, merged=True)
@@ -76,13 +75,13 @@ def averaged_parameters(
 
 
 def as_in_checkpoints(
-    model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]
+    model: nn.Module, parameters: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of a model (from Hugging Face) by the names and in the pieces that its checkpoints have: transformers
-    keeps a layer's experts in one tensor, and renames modules as it loads."""
+    """Parameters of a model (from Hugging Face) under the names and in the pieces of its checkpoints: transformers
+    stores a layer's experts in one tensor, and renames modules on loading."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    for name, numbers in named:
+    for name, numbers in parameters:
         yield from revert_weight_conversion(model, {name: numbers}).items()
 
 
@@ -90,33 +89,32 @@ def flops_per_token(model: nn.Module) -> tuple[float, float]:
     """(a, b): training `model` (from Hugging Face) on one token of a sequence of T takes a + b T FLOPs.
 
     A training step computes 6 N per token: 2 for each of N weights forward (a multiplication and an addition), twice
-    that backward. J. Kaplan et al., "Scaling Laws for Neural Language Models" (2020), section 2.1. To it comes
-    attention itself, 12 x heads x width of a head for every layer and every token of the sequence: A. Chowdhery et al.,
-    "PaLM" (2022), appendix B, which counts the whole sequence although a causal kernel may skip half of it. What is
-    computed twice to save memory does not count: it is the model's computing that is measured.
+    that backward. J. Kaplan et al., "Scaling Laws for Neural Language Models" (2020), section 2.1. Attention adds
+    12 x heads x width of a head for every layer and every token of the sequence: A. Chowdhery et al., "PaLM" (2022),
+    appendix B, which counts the whole sequence although a causal kernel may skip half of it. Recomputation to save
+    memory does not count.
 
-    N is of weights that are multiplied with: without the embedding, of which a row is only looked up (a head that is
-    tied to it is multiplied with), and of experts only as many as a token meets. A frozen weight needs 4 instead of
-    6: no gradient of its own is computed. Layers whose attention sees a window are left out of b, so that long
-    sequences never count as more than they take.
+    N counts the weights of matrix products: not the embedding, which is only looked up (but a head tied to it), and of
+    the experts only as many as a token is routed to. A frozen weight needs 4 instead of 6 FLOPs, since no gradient of
+    it is computed. Layers with windowed attention are omitted from b, so that long sequences are never overcounted.
     """
     config = model.config.get_text_config()
     experts = n_experts(config)
     share = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
+    is_tied = head is not None and head.weight is embedding.weight
     a = 0.0
     for name, parameter in model.named_parameters():
-        if parameter is embedding.weight and not tied:
+        if parameter is embedding.weight and not is_tied:
             continue
-        met = share if ".experts." in name else 1.0
-        a += met * (6 if parameter.requires_grad else 4) * n_numbers(parameter)
+        fraction = share if ".experts." in name else 1.0
+        a += fraction * (6 if parameter.requires_grad else 4) * n_numbers(parameter)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return a, 12.0 * config.num_attention_heads * width * kinds.count("full_attention")
 
 
 def n_experts(config: Any) -> int:
-    """Experts of a layer, by the names that Hugging Face configs give it; 0 for a dense model."""
+    """Number of experts per layer in a Hugging Face config; 0 for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((count for name in names if (count := getattr(config, name, None))), 0)

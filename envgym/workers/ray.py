@@ -1,8 +1,8 @@
 """Workers as Ray actors, on one machine or a cluster.
 
 Without a cluster (no `RAY_ADDRESS`) a local Ray is started, and ended with the runtime. Each worker is an asynchronous
-actor: coroutine methods overlap, plain ones run one after the other, and calls begin in the order in which they were
-made, as in the local runtime.
+actor: coroutine methods run concurrently, plain methods one after the other, and calls begin in the order in which they
+were made, as in the local runtime.
 
 After a SIGKILL of the controller a guard process ends the local Ray and all actors.
 """
@@ -23,24 +23,24 @@ from typing import Any
 
 from envgym.errors import ConfigError, WorkerDied, WorkerError, needs
 from envgym.processes import family
-from envgym.processes.runtime import UTF8, Described, Slot, close_object, describe_error, load_target, rebuilt_error
+from envgym.processes.runtime import UTF8, ErrorRecord, Slot, close_object, describe_error, load_target, rebuild_error
 from envgym.processes.watchdog import CONTROLLER_LOG, CallWatch, watched_thread
 
 START_TIMEOUT = 600.0
 """Seconds a worker may take to be placed, to import what it needs, and to return from its constructor."""
 CLOSE_TIMEOUT = 10.0
 """Seconds a worker may take to end by itself when asked, before it is killed."""
-CALLS_AT_ONCE = 2**20
-"""Calls that an actor may have in flight: as good as any number. At Ray's own 1,000 an engine with as many requests in
-flight would never get the call to go on, or that with new weights."""
+MAX_CALLS = 2**20
+"""Calls that an actor may have in flight: practically unlimited. At Ray's default of 1,000 an engine with as many
+requests in flight would never receive the call to resume, or the call with new weights."""
 
 RESERVE_TIMEOUT = 600.0
-"""Seconds that machines and GPUs of a cluster may be held by others."""
-LITTLE = 0.001
-"""CPUs of a machine's bundle, which must hold something: how many cores are used is the workers' decision."""
+"""Seconds to wait for nodes and GPUs of a cluster that other jobs hold."""
+BUNDLE_CPUS = 0.001
+"""CPUs of a node's bundle, which must not be empty. Workers decide how many cores they use."""
 
-Answer = tuple[Described | None, Any]
-"""(error, result): errors cross as (class of `envgym.errors` or empty, one line), so nothing foreign is unpickled."""
+Answer = tuple[ErrorRecord | None, Any]
+"""(error, result): errors cross as (class of `envgym.errors` or empty, one line), so no foreign class is unpickled."""
 
 
 class Host:
@@ -61,9 +61,9 @@ class Host:
         os.environ["ENVGYM_NODE_ADDRESS"] = ray.util.get_node_ip_address()
         self._worker: Any = None
         self._next = 0
-        self._early: dict[int, asyncio.Future[None]] = {}
+        self._waiting: dict[int, asyncio.Future[None]] = {}
         self._forgotten: set[int] = set()
-        self._running: dict[int, asyncio.Future[Any]] = {}
+        self._calls_by_number: dict[int, asyncio.Future[Any]] = {}
         self._watch = CallWatch()
 
     async def start(self, target: str, kwargs: dict[str, Any]) -> Answer:
@@ -76,40 +76,40 @@ class Host:
     async def call(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
         """Run a method. Calls begin in the order of their numbers; Ray hands them over in any order."""
         if number > self._next:
-            self._early[number] = asyncio.get_running_loop().create_future()
-            await self._early[number]
-        if number < self._next:  # forgotten before it came
-            return _given_up(), None
+            self._waiting[number] = asyncio.get_running_loop().create_future()
+            await self._waiting[number]
+        if number < self._next:  # forgotten before it arrived
+            return _cancelled_error(), None
         try:
             with watched_thread(function := getattr(self._worker, method)):
                 result = function(*args, **kwargs)
             if not inspect.isawaitable(result):
                 return None, result
-            self._running[number] = asyncio.ensure_future(result)
+            self._calls_by_number[number] = asyncio.ensure_future(result)
         except Exception as error:
             return _failure(error), None
         finally:
-            self._begin_after(number)
+            self._advance_past(number)
         try:
             with self._watch.watching(method):
-                return None, await self._running[number]
+                return None, await self._calls_by_number[number]
         except asyncio.CancelledError:
-            return _given_up(), None
+            return _cancelled_error(), None
         except Exception as error:
             return _failure(error), None
         finally:
-            del self._running[number]
+            del self._calls_by_number[number]
 
     async def forget(self, number: int) -> None:
-        """Give a call up, whether it runs, waits for its turn or has yet to come."""
-        if number in self._running:
-            self._running[number].cancel()
+        """Cancel a call, whether it is running, waiting for its turn or not yet received."""
+        if number in self._calls_by_number:
+            self._calls_by_number[number].cancel()
         elif number >= self._next:
             self._forgotten.add(number)
             if number == self._next:
-                self._begin_after(number - 1)
+                self._advance_past(number - 1)
 
-    def _begin_after(self, number: int) -> None:
+    def _advance_past(self, number: int) -> None:
         self._next = number + 1
         while self._next in self._forgotten:
             self._forgotten.remove(self._next)
@@ -118,15 +118,15 @@ class Host:
         self._wake(self._next)
 
     def _wake(self, number: int) -> None:
-        if number in self._early:
-            self._early.pop(number).set_result(None)
+        if number in self._waiting:
+            self._waiting.pop(number).set_result(None)
 
     async def close(self) -> None:
         await close_object(self._worker)
 
 
 class RayWorker:
-    """The controller's end of one actor. Made by `RayRuntime.start`."""
+    """The controller's handle of one actor. Made by `RayRuntime.start`."""
 
     def __init__(self, name: str, log: Path, actor: Any, watch: CallWatch | None = None) -> None:
         self._call_watch = watch or CallWatch()
@@ -139,7 +139,7 @@ class RayWorker:
 
     async def start(self, target: str, kwargs: Mapping[str, Any]) -> None:
         """Build the worker object in the actor; raises what its constructor raised."""
-        with self._explained():
+        with self._translated_errors():
             answer = await _future(self._actor.start.remote(target, dict(kwargs)))
         self.pid = self._result(answer)
 
@@ -148,14 +148,14 @@ class RayWorker:
             raise WorkerError(f"{self.name}: the worker has been closed")
         from ray.exceptions import RayTaskError
 
-        with self._explained():
+        with self._translated_errors():
             number = self._calls
             reference = self._actor.call.remote(number, method, args, kwargs)
             self._calls += 1
             try:
                 with self._call_watch.watching(f"{self.name}: {method}"):
                     answer = await _future(reference)
-            except (asyncio.CancelledError, RayTaskError):  # given up, or never begun: later ones must not wait for it
+            except (asyncio.CancelledError, RayTaskError):  # cancelled, or never begun: later calls must not wait
                 self._actor.forget.remote(number)
                 raise
         return self._result(answer)
@@ -168,7 +168,7 @@ class RayWorker:
     async def _close(self) -> None:
         import ray
 
-        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):  # stuck or dead: killed below all the same
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):  # stuck or dead: killed below
             await asyncio.wait_for(_future(self._actor.close.remote()), CLOSE_TIMEOUT)
         ray.kill(self._actor)
 
@@ -176,12 +176,12 @@ class RayWorker:
         error, result = answer
         if error is None:
             return result
-        raise rebuilt_error(error, self.name, self.log)
+        raise rebuild_error(error, self.name, self.log)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Raise our errors for Ray's. A call that cannot be carried is an error; whatever else is lost (memory, a
-        machine, an object, the actor) takes the worker with it."""
+    def _translated_errors(self) -> Iterator[None]:
+        """Raise envgym's errors for Ray's: `WorkerError` for a call that Ray cannot send, else `WorkerDied` (memory, a
+        node, an object or the actor is lost)."""
         import ray
 
         try:
@@ -196,40 +196,40 @@ class RayWorker:
 class RayRuntime:
     """Starts workers as Ray actors whose output goes to `log_dir/NAME.log` on the machine where they run.
 
-    `reserve` holds machines and GPUs for all of a stage's workers, who are then started on their `slot` of them.
+    `reserve` holds nodes and GPUs for all workers of a stage, each of which is then started in its `slot`.
     """
 
     def __init__(self, log_dir: Path | str) -> None:
         self._log_dir = Path(log_dir).resolve()
         self._watch = CallWatch(self._log_dir / CONTROLLER_LOG)
         self._workers: list[RayWorker] = []
-        self._ours = False
+        self._owns_ray = False
         self._guard: subprocess.Popen[bytes] | None = None
         self._group: Any = None
         self._reserving: asyncio.Task[None] | None = None
         self._nodes: list[str] = []
         self._gpus: list[list[int]] = []
-        """The GPUs held on each machine, by Ray's numbers."""
+        """The reserved GPUs of each node, by Ray's numbers."""
 
-    def nodes(self, *, free: bool = False) -> list[tuple[str, int, int]]:
-        """The cluster's machines that take workers: name, GPUs (with `free`, those that nobody holds), bytes of memory.
-        This one first, then by name; `reserve` and slots mean them by their number."""
+    def nodes(self, *, only_free: bool = False) -> list[tuple[str, int, int]]:
+        """The cluster's nodes that take workers: name, GPUs (with `free`, only unreserved ones), bytes of memory. This
+        node comes first, then by name; `reserve` and slots use indexes of this list."""
         ray = self._ray()
-        own = ray.get_runtime_context().get_node_id()
-        found = [node for node in ray.nodes() if node["Alive"] and node["Resources"].keys() & {"CPU", "GPU"}]
-        found.sort(key=lambda node: (node["NodeID"] != own, node["NodeName"], node["NodeID"]))
-        self._nodes = [node["NodeID"] for node in found]
-        left = ray._private.state.available_resources_per_node() if free else {}
-        resources = [left.get(node["NodeID"], node["Resources"]) for node in found]
+        this_node = ray.get_runtime_context().get_node_id()
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].keys() & {"CPU", "GPU"}]
+        nodes.sort(key=lambda node: (node["NodeID"] != this_node, node["NodeName"], node["NodeID"]))
+        self._nodes = [node["NodeID"] for node in nodes]
+        available = ray._private.state.available_resources_per_node() if only_free else {}
+        resources = [available.get(node["NodeID"], node["Resources"]) for node in nodes]
         return [
-            (node["NodeName"], int(there.get("GPU", 0)), int(node["Resources"].get("memory", 0)))
-            for node, there in zip(found, resources, strict=True)
+            (node["NodeName"], int(free_resources.get("GPU", 0)), int(node["Resources"].get("memory", 0)))
+            for node, free_resources in zip(nodes, resources, strict=True)
         ]
 
     async def reserve(self, bundles: Sequence[int]) -> None:
-        """Hold as many GPUs as said on as many machines as there are numbers, in one placement group, once.
+        """Reserve `bundles[i]` GPUs on node i, in one placement group; later calls only wait for the first.
 
-        Raises `ConfigError` where another job holds them for longer than `RESERVE_TIMEOUT`.
+        Raises `ConfigError` if another job holds them for longer than `RESERVE_TIMEOUT`.
         """
         if self._reserving is None:
             self._reserving = asyncio.create_task(self._reserve(list(bundles)))
@@ -239,9 +239,9 @@ class RayRuntime:
         ray = self._ray()
         from ray.util.placement_group import placement_group
 
-        wanted = [{"CPU": LITTLE} | ({"GPU": float(gpus)} if gpus else {}) for gpus in bundles]
-        there = [{"ray.io/node-id": node} for node in self._nodes[: len(bundles)]]
-        self._group = placement_group(wanted, bundle_label_selector=there or None)
+        resources = [{"CPU": BUNDLE_CPUS} | ({"GPU": float(gpus)} if gpus else {}) for gpus in bundles]
+        labels = [{"ray.io/node-id": node} for node in self._nodes[: len(bundles)]]
+        self._group = placement_group(resources, bundle_label_selector=labels or None)
         try:
             await asyncio.wait_for(_future(self._group.ready()), RESERVE_TIMEOUT)
         except TimeoutError:
@@ -250,8 +250,8 @@ class RayRuntime:
                 f"the Ray cluster did not give this run {_machines(bundles)} within {RESERVE_TIMEOUT:.0f} s: another "
                 "job holds them (see: ray status)"
             ) from None
-        asking = [_gpu_numbers(ray, self._strategy(number), gpus) for number, gpus in enumerate(bundles)]
-        self._gpus = [[int(gpu) for gpu in await _future(found)] if found else [] for found in asking]
+        references = [_gpu_numbers(ray, self._strategy(number), gpus) for number, gpus in enumerate(bundles)]
+        self._gpus = [[int(gpu) for gpu in await _future(ids)] if ids else [] for ids in references]
 
     def _strategy(self, bundle: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -267,20 +267,20 @@ class RayRuntime:
         environ: Mapping[str, str] | None = None,
         slot: Slot | None = None,
     ) -> RayWorker:
-        """`slot`: where, of what is reserved. Without one: anywhere, with a GPU where there are some."""
+        """Start a worker in `slot` of the reservation; without a slot anywhere, with a GPU if the cluster has any."""
         ray = self._ray()
         log = self._log_dir / f"{name}.log"
         keep_threads = "OMP_NUM_THREADS" in {**os.environ, **(environ or {})}
-        own, options = dict(environ or {}), {"num_gpus": float(ray.cluster_resources().get("GPU", 0.0) > 0)}
+        variables, options = dict(environ or {}), {"num_gpus": float(ray.cluster_resources().get("GPU", 0.0) > 0)}
         if slot is not None:
-            # The group holds the GPUs; which of them a worker sees is the plan's to say, and not Ray's.
+            # The group holds the GPUs; the placement, not Ray, decides which of them a worker sees.
             options = {"num_gpus": 0.0, "scheduling_strategy": self._strategy(slot.node)}
-            if held := self._gpus[slot.node]:
-                visible = ",".join(str(held[gpu]) for gpu in slot.gpus)
-                own |= {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            if node_gpus := self._gpus[slot.node]:
+                visible = ",".join(str(node_gpus[gpu]) for gpu in slot.gpus)
+                variables |= {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         actor = (
             ray.remote(Host)
-            .options(num_cpus=0, max_concurrency=CALLS_AT_ONCE, runtime_env={"env_vars": own}, **options)
+            .options(num_cpus=0, max_concurrency=MAX_CALLS, runtime_env={"env_vars": variables}, **options)
             .remote(name, str(log), os.getcwd(), sys.path, keep_threads)
         )
         worker = RayWorker(name, log, actor, self._watch)
@@ -302,9 +302,9 @@ class RayRuntime:
         if self._group is not None:
             self._ray().util.remove_placement_group(self._group)
             self._group = self._reserving = None
-        if self._ours:
+        if self._owns_ray:
             self._ray().shutdown()
-            self._ours = False
+            self._owns_ray = False
         if self._guard is not None:
             self._guard.kill()
             self._guard.communicate()
@@ -318,18 +318,18 @@ class RayRuntime:
             local = {"address": "local", "num_cpus": os.cpu_count(), "include_dashboard": False}
             if "RAY_ADDRESS" in os.environ:
                 local = {}
-            before = family.children().get(os.getpid(), set())
-            os.environ.update(UTF8)  # which a cluster of our own inherits
+            previous = family.children().get(os.getpid(), set())
+            os.environ.update(UTF8)  # inherited by a local cluster
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **local)
-            self._ours = True
+            self._owns_ray = True
             if local:
-                self._guard = family.start_guard(family.children().get(os.getpid(), set()) - before)
+                self._guard = family.start_guard(family.children().get(os.getpid(), set()) - previous)
         return ray
 
 
 def _gpu_numbers(ray: Any, strategy: Any, gpus: int) -> Any:
-    """A reference to the numbers of the GPUs that a bundle holds, as somebody who has them all is told; None where it
-    holds none."""
+    """A reference to the numbers of a bundle's GPUs, which Ray only shows to a task that takes all of them; None for a
+    bundle without GPUs."""
     if not gpus:
         return None
 
@@ -342,12 +342,12 @@ def _gpu_numbers(ray: Any, strategy: Any, gpus: int) -> Any:
 
 
 def _machines(bundles: Sequence[int]) -> str:
-    each = " and ".join(f"{gpus} GPUs" for gpus in bundles) if any(bundles) else "its place"
-    return f"{len(bundles)} machines with {each}" if len(bundles) > 1 else each
+    gpus_each = " and ".join(f"{gpus} GPUs" for gpus in bundles) if any(bundles) else "its place"
+    return f"{len(bundles)} machines with {gpus_each}" if len(bundles) > 1 else gpus_each
 
 
 async def _future(reference: Any) -> Any:
-    """An object reference as something asyncio can time out."""
+    """The value of an object reference, awaited so that asyncio can time it out."""
     return await asyncio.wrap_future(reference.future())
 
 
@@ -355,10 +355,10 @@ def _last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
-def _given_up() -> Described:
-    return describe_error(WorkerError("the call was given up"))
+def _cancelled_error() -> ErrorRecord:
+    return describe_error(WorkerError("the call was cancelled"))
 
 
-def _failure(error: Exception) -> Described:
+def _failure(error: Exception) -> ErrorRecord:
     traceback.print_exception(error)
     return describe_error(error)

@@ -1,13 +1,12 @@
-"""Sequence parallelism: the ranks of a group hold one slice each of the same rows, so a row may be as long as all of
-them together can hold.
+"""Sequence parallelism: the ranks of a group hold one slice each of the same rows, so the longest row is limited by
+the memory of all of them.
 
-Everything in a transformer but attention looks at one token at a time, so a slice is all that a rank needs of it. For
-attention the slices are exchanged for heads and back, the way DeepSpeed-Ulysses does it (Jacobs et al. 2023,
-arXiv:2309.14509): within attention a rank has the whole sequence of its share of the heads, and the model's own
-attention function runs there as it does on one rank, with the model's own mask.
+Every layer of a transformer except attention processes tokens separately, so a rank needs only its slice. Around
+attention, slices are exchanged for heads and back, as in DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509):
+within attention a rank has the whole sequence for its share of the heads, and the model's own attention function runs
+there with the model's own mask, as on one rank.
 
-The gradients that the ranks are left with add up to the gradient. To DeepSpeed they are therefore data-parallel ranks
-like any others.
+The ranks' gradients add up to the full gradient, so DeepSpeed treats them as ordinary data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from torch import nn
 from envgym.errors import ConfigError
 
 PER_HEAD = ("s_aux", "position_bias")
-"""Arguments of transformers' attention, beside the states, that have a part for each head."""
+"""Arguments of transformers' attention, besides the states, with one part per head."""
 
 
 class Slices:
-    """One group of ranks that shares the tokens of its rows: rank r has those from r * t up to (r + 1) * t, where t is
-    T / size, rounded up. Without a group there is one slice, and it is everything."""
+    """One group of ranks that share the tokens of their rows: rank r has tokens r * t to (r + 1) * t, where t is
+    T / size, rounded up. Without a group the only slice is the whole row."""
 
     def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         self.group = group
@@ -34,50 +33,50 @@ class Slices:
         self.rank: int = torch.distributed.get_rank(group) if group else 0
         self._attentions = 0
 
-    def own(self, whole: torch.Tensor, *, ahead: int = 0, beyond: float = 0) -> torch.Tensor:
-        """This rank's [B, t, …] of `whole` [B, T, …], read `ahead` tokens further right; past the end comes `beyond`.
+    def local(self, tensor: torch.Tensor, *, ahead: int = 0, fill: float = 0) -> torch.Tensor:
+        """This rank's slice [B, t, …] of `tensor` [B, T, …], taken `ahead` tokens further right and padded with `fill`.
 
-        One ahead is what a state predicts, also where the next token is in the next slice.
+        With `ahead` = 1 it holds the tokens that the states predict, including the first of the next slice.
         """
-        length = -(-whole.shape[1] // self.size)
+        length = -(-tensor.shape[1] // self.size)
         start = self.rank * length + ahead
-        part = whole[:, start : start + length]
-        return nn.functional.pad(part, (0, 0) * (part.dim() - 2) + (0, length - part.shape[1]), value=beyond)
+        part = tensor[:, start : start + length]
+        return nn.functional.pad(part, (0, 0) * (part.dim() - 2) + (0, length - part.shape[1]), value=fill)
 
     def join(self, part: torch.Tensor, length: int) -> torch.Tensor:
         """The slices [B, t, …] of all ranks as one [B, length, …], on every rank.
 
-        In the backward pass each rank answers for its own slice: all of them compute the same loss from the whole.
+        In the backward pass each rank keeps its own slice of the gradient: all of them compute the same loss.
         """
         if self.group is None:
             return part
         joined: torch.Tensor = _Join.apply(part, self.group)
         return joined[:, :length]
 
-    def answer(self, model: nn.Module, token_ids: torch.Tensor, **options: Any) -> Any:
+    def outputs(self, model: nn.Module, token_ids: torch.Tensor, **options: Any) -> Any:
         """Outputs of `model` (from Hugging Face) for this rank's slice of `token_ids` [B, T].
 
-        Raises `ConfigError` for a model with anything but one attention in each layer that `install` could reach: what
-        mixes tokens in another way would see a slice for a sequence.
+        Raises `ConfigError` unless each layer calls exactly one attention that `install` has wrapped: any other layer
+        that mixes tokens would take a slice for the whole sequence.
         """
-        ids = self.own(token_ids)
+        ids = self.local(token_ids)
         if self.group is None:
             return model(input_ids=ids, use_cache=False, **options)
         positions = self.rank * ids.shape[1] + torch.arange(ids.shape[1], device=ids.device)
-        before = self._attentions
-        answer = model(input_ids=ids, position_ids=positions[None], use_cache=False, **options)
-        found, n_layers = self._attentions - before, model.config.get_text_config().num_hidden_layers
-        if found != n_layers:
+        previous = self._attentions
+        outputs = model(input_ids=ids, position_ids=positions[None], use_cache=False, **options)
+        n_attentions, n_layers = self._attentions - previous, model.config.get_text_config().num_hidden_layers
+        if n_attentions != n_layers:
             raise ConfigError(
                 f"workers.sequence_parallel needs one ordinary attention in each layer, and {model.config.model_type} "
-                f"has {found} in {n_layers} layers"
+                f"has {n_attentions} in {n_layers} layers"
             )
-        return answer
+        return outputs
 
     @classmethod
-    def of(cls, size: int, stride: int) -> Slices:
-        """The slices of this process, where `size` ranks share each row. They lie `stride` ranks apart: those between
-        them have the same slice. Ranks must call together."""
+    def create(cls, size: int, stride: int) -> Slices:
+        """The slices of this process, where `size` ranks share each row. The ranks of a group are `stride` apart; the
+        ranks in between have the same slice. A collective call."""
         if size == 1:
             return cls()
         block = size * stride
@@ -89,11 +88,11 @@ class Slices:
         return cls(torch.distributed.new_subgroups_by_enumeration(groups)[0])
 
     def install(self, model: nn.Module, n_heads: int) -> None:
-        """Let `model` attend over all slices. `n_heads`: how many query heads of a layer this rank has.
+        """Let `model` attend over all slices. `n_heads`: this rank's number of query heads per layer.
 
         The implementation it is configured for (`sdpa`, …) is wrapped for the whole process, which holds one model:
-        under another name transformers would no longer know it for what it is. Raises `ConfigError` for a model
-        whose rows cannot be cut.
+        under another name transformers would not recognize it. Raises `ConfigError` for a model whose rows cannot be
+        split.
         """
         if self.group is None:
             return
@@ -111,39 +110,39 @@ class Slices:
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, None]:
             self._attentions += 1
-            if apart := [name for name in PER_HEAD if kwargs.get(name) is not None]:
-                raise ConfigError(f"workers.sequence_parallel cannot share out what each head has of {apart[0]}")
+            if per_head := [name for name in PER_HEAD if kwargs.get(name) is not None]:
+                raise ConfigError(f"workers.sequence_parallel does not support {per_head[0]}, which is set per head")
             copies = self.size // math.gcd(self.size, key.shape[1])
-            if copies > 1:  # so that key and value heads can be shared out evenly, too
+            if copies > 1:  # key and value heads must divide evenly, too
                 key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-            query, key, value = (self._exchanged(states) for states in (query, key, value))
+            query, key, value = (self._exchange(states) for states in (query, key, value))
             module.num_key_value_groups = query.shape[1] // key.shape[1]
             kwargs["position_ids"] = torch.arange(query.shape[2], device=query.device)[None]
             output, _ = attend(module, query, key, value, *args, **kwargs)
-            return self._exchanged(output), None
+            return self._exchange(output), None
 
-        def mask_of_all(*, q_length: int, kv_length: int, **kwargs: Any) -> Any:
+        def create_full_mask(*, q_length: int, kv_length: int, **kwargs: Any) -> Any:
             return mask(q_length=q_length * self.size, kv_length=kv_length * self.size, **kwargs)
 
         ALL_ATTENTION_FUNCTIONS.register(kind, attend_to_all)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(kind, mask_of_all)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(kind, create_full_mask)
 
     def _obstacle(self, model: nn.Module, n_heads: int, reachable: bool) -> str:
-        """The reason why rows cannot be cut for this model, or nothing."""
+        """The reason why this model's rows cannot be split, or an empty string."""
         if n_heads % self.size:
             return f"it does not divide the {n_heads} attention heads"
         if not reachable or getattr(model, "_is_stateful", False):
-            return "it does not look at other tokens by transformers' attention alone"
+            return "it mixes tokens by other means than transformers' attention"
         stretched = {"dynamic", "longrope"} & _rope_types(model)
-        if stretched:  # a rank would take the end of its slice for the end of the row
-            return f"its {stretched.pop()} rope depends on the length of the whole row"
+        if stretched:  # a rank would compute it from the length of its slice
+            return f"its {stretched.pop()} rope depends on the length of the whole sequence"
         return ""
 
-    def _exchanged(self, states: torch.Tensor) -> torch.Tensor:
-        """[B, n, m, D] -> [B, n / size, size * m, D]: a share of the n of all ranks for their m.
+    def _exchange(self, states: torch.Tensor) -> torch.Tensor:
+        """[B, n, m, D] -> [B, n / size, size * m, D]: gather m over the ranks and scatter n.
 
-        Of n heads and m tokens it makes the whole sequence of a share of the heads; what attention gives for that, n
-        tokens and m heads, goes back the same way.
+        Before attention n are heads and m tokens: a rank gets the whole sequence for its share of the heads. After
+        attention n are tokens and m heads, and the same exchange restores the slices.
         """
         batch, n, m, width = states.shape
         pieces = states.reshape(batch, self.size, n // self.size, m, width).transpose(0, 1)
@@ -152,7 +151,7 @@ class Slices:
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """[size, …] -> [size, …]: piece r goes to rank r, and what comes from there takes its place. Its own transpose."""
+    """[size, …] -> [size, …]: piece r is swapped with rank r. The operation is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, pieces: torch.Tensor, group: Any) -> torch.Tensor:
@@ -168,7 +167,7 @@ class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
 
 
 class _Join(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """[B, t, …] of each rank -> [B, size * t, …] on all of them; backward keeps the own slice."""
+    """[B, t, …] of each rank -> [B, size * t, …] on all ranks; backward keeps this rank's slice."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
@@ -185,10 +184,10 @@ class _Join(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped 
 
 
 def _rope_types(model: nn.Module) -> set[str]:
-    """The model's kinds of rotation by position, from Hugging Face's rotary modules, some of which have one for each
-    kind of layer."""
-    found: set[str] = set()
+    """The model's kinds of rotary embedding, from Hugging Face's rotary modules, some of which have one per kind of
+    layer."""
+    types: set[str] = set()
     for module in model.modules():
         kinds = getattr(module, "rope_type", ())
-        found.update([kinds] if isinstance(kinds, str) else kinds.values() if isinstance(kinds, dict) else ())
-    return found
+        types.update([kinds] if isinstance(kinds, str) else kinds.values() if isinstance(kinds, dict) else ())
+    return types

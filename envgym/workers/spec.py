@@ -1,4 +1,4 @@
-"""The specification of a model's ranks, which each of them is started with, and the facts that a rank reports."""
+"""The specification that each rank of a model is started with, and the facts that a rank reports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class WorkerSpec:
 
     role       its name
     model      folder or hub id
-    role_spec  whether it is trained, and what it answers
-    learner    name and settings of the learner, which only a trained role needs
+    role_spec  whether it is trained, and its outputs
+    learner    name and settings of the learner, for a trained role
     """
 
     role: str
@@ -36,14 +36,14 @@ class WorkerSpec:
 class RankInfo:
     """Facts of a rank that has loaded its model.
 
-    n_parameters     of the whole model
-    n_trained        how many of these learn
-    adapter          whether an adapter learns in place of the weights
-    vocabulary       number of its ids
+    n_parameters     of the model, over all ranks
+    n_trained        number of trained ones
+    adapter          whether an adapter is trained instead of the weights
+    vocabulary       number of token ids
     attention        its implementation, by transformers' name
     packed           whether rows go through the model end to end
-    flops_per_token  (a, b): learning from a token of a sequence of T takes the model a + b T FLOPs
-    peak_flops       FLOPs a second that the device can do; None where that is not known (on a CPU)
+    flops_per_token  (a, b): training on one token of a sequence of T tokens takes a + b T FLOPs
+    peak_flops       FLOPs per second of the device; None if unknown (on a CPU)
     """
 
     n_parameters: int
@@ -58,6 +58,6 @@ class RankInfo:
     peak_flops: float | None
 
     def flops(self, samples: Sequence[TrainSample]) -> float:
-        """FLOPs that learning from `samples` once takes the model."""
+        """FLOPs of training on `samples` once."""
         a, b = self.flops_per_token
         return sum(a * length + b * length**2 for length in (len(sample) for sample in samples))

@@ -1,4 +1,4 @@
-"""A worker's model and its state in files: what a run leaves, and what it is resumed from."""
+"""A worker's model and state in files: the run's result, and checkpoints to resume from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ModelState(WeightExport):
-    """Files of a `ModelWorker`. Ranks must be called together."""
+    """Files of a `ModelWorker`. All calls are collective."""
 
     spec: WorkerSpec
     settings: WorkersConfig
@@ -43,51 +43,51 @@ class ModelState(WeightExport):
         return dtype
 
     def export_adapter(self, folder: str) -> None:
-        """Write the adapter as a folder in peft's form (rank 0 does)."""
+        """Write the adapter as a folder in peft's format, on rank 0."""
         assert self.adapter is not None
         tensors = dict(self.adapter.tensors())
         if self.rank == 0:
             self.adapter.write(folder, tensors)
 
-    def save(self, folder: str, described: Mapping[str, Any] | None = None) -> None:
-        """Write a Hugging Face model folder (without the tokenizer), an adapter merged into it. Rank 0 writes.
+    def save(self, folder: str, config_extras: Mapping[str, Any] | None = None) -> None:
+        """Write a Hugging Face model folder (without the tokenizer), with an adapter merged into it. Rank 0 writes.
 
-        `described` are further entries of its config.
+        `config_extras` are further entries of its config.
         """
         tensors = dict(self._parameters(merged=True))
         if self.rank == 0:
-            self.network.model.config.update(dict(described or {}))
+            self.network.model.config.update(dict(config_extras or {}))
             self.network.model.save_pretrained(folder, state_dict=tensors)
 
     def save_average(self, folder: str) -> None:
         """Write the moving average of the weights (`learner.ema_decay`) as a Hugging Face model folder, in the model's
         own number format. Rank 0 writes."""
         assert self.average is not None
-        named = averaged_parameters(self.network.model, self.adapter, self.average, self.device)
-        tensors = {name: tensor.cpu() for name, tensor in named if self.rank == 0}
+        parameters = averaged_parameters(self.network.model, self.adapter, self.average, self.device)
+        tensors = {name: tensor.cpu() for name, tensor in parameters if self.rank == 0}
         if self.rank == 0:
             self.network.model.save_pretrained(folder, state_dict=tensors)
 
     def save_state(self, folder: str, *, waits: bool = True) -> None:
-        """Write weights, optimizer and random states, exactly, as they are now. Every rank writes its own part. Without
-        `waits` it is only begun, from copies, and written after `finish_save`."""
-        self._writer.waits = waits
-        frozen_too = self.adapter is None  # an adapter's base is where the run found it
+        """Write the exact weights, optimizer and random states. Every rank writes its own part. Without `waits` copies
+        are written in the background, until `finish_save`."""
+        self._writer.blocking = waits
+        frozen_too = self.adapter is None  # an adapter's base is loaded from its model folder
         self.engine.save_checkpoint(
             folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=not frozen_too
         )
-        state: dict[str, Any] = {**self._spread, "random": checkpoint.random_states()}
+        state: dict[str, Any] = {**self._layout, "random": checkpoint.random_states()}
         if self.average is not None:
             state["average"] = self.average.state()
         self._writer.write(Path(folder, f"rank-{self.rank}.pt"), state)
 
     async def finish_save(self) -> None:
-        """Return once the disk has what `save_state` began to write. Raises `RunError` where it has not."""
+        """Wait until `save_state` is on disk. Raises `RunError` if a write failed."""
         await self._writer.finish()
 
     @property
-    def _spread(self) -> dict[str, int]:
-        """Settings that the files of a checkpoint depend on."""
+    def _layout(self) -> dict[str, int]:
+        """The settings that determine how a checkpoint is split into files."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {
             "world_size": self.settings.ranks,
@@ -96,11 +96,11 @@ class ModelState(WeightExport):
         }
 
     def load_state(self, folder: str) -> None:
-        """Go on from `save_state`, bit for bit where it is of as many ranks and the same ZeRO stage. Raises `RunError`
-        where it is not there, or cannot be spread over these ranks."""
+        """Restore the state of `save_state`, bit for bit if ranks and ZeRO stage are the same. Raises `RunError` if it
+        is missing, or cannot be split over these ranks."""
         state = checkpoint.read_rank(folder, self.spec.role, 0)
-        if any(state.get(name, own) != own for name, own in self._spread.items()):
-            self._load_of_others(folder, state)
+        if any(state.get(name, value) != value for name, value in self._layout.items()):
+            self._load_resharded(folder, state)
             return
         state = checkpoint.read_rank(folder, self.spec.role, self.rank)
         self.engine.load_checkpoint(folder, tag="deepspeed", load_module_strict=self.adapter is None)
@@ -110,8 +110,8 @@ class ModelState(WeightExport):
             self.average.load_state(state["average"])
         checkpoint.set_random_states(state["random"])
 
-    def _load_of_others(self, folder: str, state: Mapping[str, Any]) -> None:
-        """Go on from the state of another number of ranks or ZeRO stage: to the rounding, with random states anew."""
+    def _load_resharded(self, folder: str, state: Mapping[str, Any]) -> None:
+        """Restore the state of another number of ranks or ZeRO stage, up to rounding, with new random states."""
         assert self.learner is not None
         reshard.check(folder, state, self.settings, self.learner.config)
         reshard.load(self.engine, Path(folder, "deepspeed"))

@@ -1,8 +1,8 @@
 """Tensor parallelism: the ranks of a group hold one part each of every large matrix, and have the same rows.
 
-DeepSpeed's AutoTP cuts the model when its engine is made, by the plan that transformers has for the architecture. Here
-is what it leaves to others: which models it can cut, and numbers that need all parts of a parameter. The embeddings and
-the output layer stay whole.
+DeepSpeed's AutoTP splits the model when its engine is made, by transformers' plan for the architecture. This module
+adds the check for models that it can split, and numbers that need all parts of a parameter. The embeddings and the
+output layer are not split.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from envgym.errors import ConfigError
 
 
 def json(size: int) -> dict[str, Any]:
-    """The part of DeepSpeed's JSON that has it cut the model."""
+    """The entry of DeepSpeed's JSON that enables AutoTP."""
     return {"autotp_size": size, "vocab_parallel_lm_head": False}
 
 
 def check(model: nn.Module, size: int) -> None:
-    """Raise `ConfigError` for a model (from Hugging Face) that cannot be cut in `size` parts."""
+    """Raise `ConfigError` for a model (from Hugging Face) that cannot be split into `size` parts."""
     from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
 
     config = model.config.get_text_config()
@@ -34,7 +34,7 @@ def check(model: nn.Module, size: int) -> None:
     if not plan:
         obstacle = "transformers has no plan for it"
     elif unknown:
-        obstacle = f"DeepSpeed cannot cut layers the way transformers plans it ({', '.join(unknown)})"
+        obstacle = f"DeepSpeed cannot split layers the way transformers plans it ({', '.join(unknown)})"
     elif undivided := [f"{count} {kind}" for kind, count in counts.items() if count % size]:
         obstacle = f"it does not divide the {undivided[0]}"
     if obstacle:
@@ -42,53 +42,53 @@ def check(model: nn.Module, size: int) -> None:
 
 
 def prepare(network: nn.Module, model: nn.Module) -> None:
-    """Let AutoTP find the plan of `model` (from Hugging Face) at the network around it."""
+    """Set what AutoTP reads on `network` and `model` (from Hugging Face): the config, and marks of frozen weights."""
     network.config = model.config
     for parameter in model.parameters():
-        if not parameter.requires_grad:  # AutoTP would add up the ranks' gradients of it, and there are none
+        if not parameter.requires_grad:  # AutoTP would reduce its gradient, and it has none
             parameter._ds_grad_allreduce_registered = True
 
 
 def n_numbers(parameter: nn.Parameter) -> int:
-    """Number of numbers in a parameter, those of other ranks included."""
+    """Number of numbers in a parameter, all ranks' parts included."""
     if _cut_along(parameter) is None:
-        return int(getattr(parameter, "ds_numel", parameter.numel()))  # ds_numel: of a parameter that ZeRO-3 spreads
+        return int(getattr(parameter, "ds_numel", parameter.numel()))  # ds_numel: of a parameter partitioned by ZeRO 3
     return int(torch.Size(_layout(parameter)["original_shape"]).numel())
 
 
-def joined(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-    """The whole of which `part` [shape of the parameter on this rank] is this rank's. Ranks must call together."""
+def gather_parts(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """The full tensor, from each rank's `part` [shape of the parameter on this rank]. A collective call."""
     dim = _cut_along(parameter)
     if dim is None:
         return part
     sizes, group = _layout(parameter)["partition_sizes"], _group()
     parts = [part.new_empty([*part.shape[:dim], max(sizes), *part.shape[dim + 1 :]]) for _ in sizes]
-    padded = torch.zeros_like(parts[0])  # parts need not be of one size, and all-gather wants them to be
+    padded = torch.zeros_like(parts[0])  # parts may differ in size, and all-gather needs equal sizes
     padded.narrow(dim, 0, part.shape[dim]).copy_(part)
     torch.distributed.all_gather(parts, padded, group=group)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The length of the gradient of the whole model, a scalar, from the `.grad` that each rank has of its parts."""
-    learned = [parameter for parameter in parameters if parameter.grad is not None]
-    cut = [parameter.grad for parameter in learned if _cut_along(parameter) is not None]
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in learned if _cut_along(parameter) is None])
-    if not cut:
+    """The norm of the whole model's gradient, a scalar, from the `.grad` of each rank's parts."""
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    grads_of_parts = [parameter.grad for parameter in trained if _cut_along(parameter) is not None]
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if _cut_along(parameter) is None])
+    if not grads_of_parts:
         return norm
-    square = torch.nn.utils.get_total_norm(cut).square()
+    square = torch.nn.utils.get_total_norm(grads_of_parts).square()
     torch.distributed.all_reduce(square, group=_group())
     return (norm.square() + square).sqrt()
 
 
 def _cut_along(parameter: nn.Parameter) -> int | None:
-    """The dimension along which AutoTP has cut a parameter; None: every rank has all of it."""
+    """The dimension along which AutoTP has split a parameter; None: every rank has all of it."""
     dim: int | None = _layout(parameter).get("partition_dim")
     return dim
 
 
 def _layout(parameter: nn.Parameter) -> dict[str, Any]:
-    """AutoTP's notes at a parameter, for checkpoints of its own."""
+    """The layout that AutoTP stores on a parameter, for its own checkpoints."""
     layout: dict[str, Any] = getattr(parameter, "ds_autotp_universal_checkpoint_meta", {})
     return layout
 

@@ -1,4 +1,4 @@
-"""Programming tasks: the policy writes Python, and unit tests in a sandbox decide what it earns."""
+"""Programming tasks: the policy writes Python, and unit tests in a sandbox decide its reward."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
+from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import DataError
 from envgym.sandbox import Limits, Sandbox
-from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
+from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from envgym.tasks.columns import ANSWER_FIELDS, PROMPT_FIELDS
 from envgym.types import Action, Message, Task, as_messages
 
 from .cases import Case, read_cases
-from .grading import Verdict, grade
+from .grading import SuiteResult, grade
 from .problems import held_out_tasks, train_task
 
 TESTS_FIELDS = ("tests", "test_list", "test_cases", "unit_tests", "input_output", "test")
@@ -27,38 +27,38 @@ SETUP_FIELDS = ("test_imports", "test_setup_code")
 
 
 class CodeConfig(DataEnvConfig):
-    """Settings of the programming tasks. Without `data` they are made up here."""
+    """Settings of the programming tasks. Without `data` the tasks are generated."""
 
     tests: str | None = None
-    """Field of the tests. Unset: the first of the usual names a row has."""
+    """Field of the tests. Unset: the first of the usual names that a row has."""
     instruction: str = "Answer with Python code in one ```python block."
     """Added to every problem; empty for none."""
     attempts: int = Field(1, ge=1)
-    """Programs an episode may try; what the first failed test says comes back in between."""
+    """Maximum programs of an episode; after each the policy gets the message of the first failed test."""
     reward: Literal["all", "share"] = "all"
-    """The reward: 1 where all tests pass and else 0, or the share that passes."""
+    """The reward: 1 if all tests pass, else 0; or the share of tests that pass."""
     n_tests: int = Field(10, ge=4)
-    """Tests of each made-up task."""
+    """Tests of each generated task."""
     limits: Limits = Limits()
-    """Limits of a program while it is tested."""
+    """Limits of a program under test."""
     programs: int | None = Field(None, ge=1)
-    """Programs that run at once. Unset: two for each CPU."""
+    """Maximum concurrent programs. Unset: two per CPU."""
     packages: tuple[str, ...] = ()
-    """Packages that programs may import, by import name, besides the standard library."""
+    """Packages besides the standard library that programs may import, by import name."""
 
 
 class CodeEnv(Env):
-    """Programming tasks: runs what is in the last Python block, and pays by the tests that pass."""
+    """Programming tasks: runs the code of the last Python block; the reward is by the tests that pass."""
 
     spec: Code
     task: Task
     cases: list[Case]
-    left: int
+    attempts_left: int
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         self.task = task = (options or {})["task"]
         self.cases = self.spec.cases(task)
-        self.left = self.spec.config.attempts
+        self.attempts_left = self.spec.config.attempts
         messages = list(as_messages(task.prompt))
         if instruction := self.spec.config.instruction:
             if messages and messages[-1].role == "user":
@@ -67,29 +67,30 @@ class CodeEnv(Env):
         return messages, {}
 
     async def step(self, action: Action) -> StepResult:
-        self.left -= 1
+        self.attempts_left -= 1
         code = last_block(action.text)
-        verdict = await grade(self.spec.sandbox, tested_program(self.task, code), self.cases) if code.strip() else None
-        passed = verdict is not None and verdict.passed
-        if not passed and self.left:
-            feedback = verdict.feedback() if verdict else "There was no code in the answer."
+        program = program_of(self.task, code)
+        result = await grade(self.spec.sandbox, program, self.cases) if code.strip() else None
+        passed = result is not None and result.passed
+        if not passed and self.attempts_left:
+            feedback = result.feedback() if result else "There was no code in the answer."
             return [Message.of("user", f"{feedback}\n\n{self.spec.try_again}")], None, False, False, {}
-        share = verdict.share if verdict else 0.0
+        share = result.share if result else 0.0
         reward = share if self.spec.config.reward == "share" else float(passed)
-        info = {"score": float(passed), "metrics": self._metrics(verdict, share)}
+        info = {"score": float(passed), "metrics": self._metrics(result, share)}
         return (), reward, True, False, info
 
-    def _metrics(self, verdict: Verdict | None, share: float) -> dict[str, float]:
-        metrics = {"answered": float(verdict is not None), "tests_passed": share}
+    def _metrics(self, result: SuiteResult | None, share: float) -> dict[str, float]:
+        metrics = {"answered": float(result is not None), "tests_passed": share}
         for reason in ("error", "timeout", "memory", "output"):
-            metrics[reason] = float(verdict is not None and verdict.has(reason))
+            metrics[reason] = float(result is not None and result.has_failure(reason))
         if self.spec.config.attempts > 1:
-            metrics["attempts"] = float(self.spec.config.attempts - self.left)
+            metrics["attempts"] = float(self.spec.config.attempts - self.attempts_left)
         return metrics
 
 
 class Code(DataEnvSpec):
-    """The tasks, and the sandbox that their solutions run in."""
+    """The tasks, and the sandbox that runs their solutions."""
 
     env_class = CodeEnv
     Config = CodeConfig
@@ -106,63 +107,64 @@ class Code(DataEnvSpec):
             for split in ("train", "test"):
                 tasks = self.tasks(split)
                 if tasks.size != 0:
-                    self.cases(await tasks.get(0))  # a wrong field is found before a model is loaded
+                    self.cases(await tasks.get(0))  # reports a wrong field before a model is loaded
         config = self.config
         sandbox = Sandbox(config.limits, concurrency=config.programs, packages=config.packages)
         self.sandbox = await self.closing.enter_async_context(sandbox)
 
-    def own_tasks(self, split: str) -> TaskSet:
+    def default_tasks(self, split: str) -> TaskSet:
         n_tests = self.config.n_tests
         if split == "train":
-            return FunctionTasks(lambda index: train_task(index, n_tests))
-        return ListTasks(held_out_tasks(n_tests))
+            return GeneratedTasks(lambda index: train_task(index, n_tests))
+        return TaskList(held_out_tasks(n_tests))
 
     def cases(self, task: Task) -> list[Case]:
-        """The tests of a task. Raises `DataError` where it has none that can be read."""
-        tests = task.fields.get(self.config.tests) if self.config.tests else self._usual(task)
+        """The tests of a task. Raises `DataError` if it has none, or unreadable ones."""
+        tests = task.fields.get(self.config.tests) if self.config.tests else _usual_tests(task)
         if tests is None:
-            known = self.config.tests or ", ".join(TESTS_FIELDS)
-            raise DataError(f"task {task.key} has no tests in {known}: say where they are with env.tests=FIELD")
+            fields = self.config.tests or ", ".join(TESTS_FIELDS)
+            raise DataError(f"task {task.key} has no tests in {fields}: say where they are with env.tests=FIELD")
         try:
             return read_cases(tests, str(task.fields.get("entry_point") or ""))
         except DataError as error:
             raise DataError(f"task {task.key}: {error}") from None
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """The answer of the task: a solution, with its code in a block."""
+        """The solution in the task's answer, with its code in a block."""
         if not isinstance(task.answer, str):
             raise DataError(f"task {task.key} has no solution to show: say where it is with data.answer=FIELD")
         code = task.answer
         if "```" not in code:
-            whole = code if _defines(code, task) else _beginning(task) + code
-            code = f"```python\n{whole.strip()}\n```"
+            program = code if _defines(code, task) else _beginning(task) + code
+            code = f"```python\n{program.strip()}\n```"
         greeting = random.Random(f"{task.key} {seed}").choice(_GREETINGS)
         return [f"{greeting}{code}"]
 
-    def _usual(self, task: Task) -> Any:
-        return next((task.fields[name] for name in TESTS_FIELDS if task.fields.get(name)), None)
+
+def _usual_tests(task: Task) -> Any:
+    return next((task.fields[name] for name in TESTS_FIELDS if task.fields.get(name)), None)
 
 
-def tested_program(task: Task, code: str) -> str:
-    """The program that a task's tests meet: the beginning that its prompt may be, an answer's code, the row's setup.
+def program_of(task: Task, code: str) -> str:
+    """The program to test: the prompt if it is code, an answer's code, and the row's setup.
 
-    The code may be the body of the function that the prompt begins, or all of the function again. A `__future__` import
-    stands at the start of a program: code that holds one is all of it.
+    The code may be the body of the function that the prompt begins, or the whole function. Code with a `__future__`
+    import is a whole program, since such an import comes first.
     """
-    given = [task.fields.get(name) or () for name in SETUP_FIELDS]
-    setup = [line for lines in given for line in ([lines] if isinstance(lines, str) else lines)]
+    fields = [task.fields.get(name) or () for name in SETUP_FIELDS]
+    setup = [line for lines in fields for line in ([lines] if isinstance(lines, str) else lines)]
     beginning = "" if "from __future__" in code else _beginning(task)
     return beginning + "\n".join([code, *setup])
 
 
 def _beginning(task: Task) -> str:
-    """The prompt where it is Python code (imports, helpers, the signature and its docstring); else nothing."""
+    """The prompt if it is Python code (imports, helpers, the signature and its docstring), else ""."""
     text = "".join(message.text for message in as_messages(task.prompt)[-1:])
     return f"{text.rstrip()}\n" if _defines(text, task) else ""
 
 
 def _defines(code: str, task: Task) -> bool:
-    """True for code with the function that a task's tests call at its `entry_point`."""
+    """True for code that defines the task's `entry_point`, the function that the tests call."""
     try:
         names = [statement.name for statement in ast.parse(code).body if isinstance(statement, ast.FunctionDef)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -176,8 +178,8 @@ _CLOSING = re.compile(r"^[ \t]*```", re.MULTILINE)
 
 
 def last_block(text: str) -> str:
-    """The code in the last Python block, also of one that never closes; without any, in the last block of another kind;
-    without blocks, all of the text."""
+    """The code in the last Python block, closed or not; else in the last block of another kind; else all of the
+    text."""
     openings = list(_OPENING.finditer(text))
     if openings:
         code = text[openings[-1].end() :]
@@ -186,5 +188,5 @@ def last_block(text: str) -> str:
     parts = text.split("```")
     if len(parts) < 2:
         return text
-    inside = parts[-2] if len(parts) % 2 else parts[-1]  # an odd number of fences: the last one never closes
-    return inside.partition("\n")[2]
+    block = parts[-2] if len(parts) % 2 else parts[-1]  # an odd number of fences: the last one never closes
+    return block.partition("\n")[2]

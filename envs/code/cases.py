@@ -1,4 +1,4 @@
-"""Unit tests as data: a call and what it returns, an input and what is printed for it, or lines of `assert`."""
+"""Unit tests as data: a call and its result, an input and its output, or lines of `assert`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class CallCase:
     kwargs: Any
     expected: Any
     text: str
-    """The call as people read it."""
+    """The call, as source code."""
     result: str
-    """The expected result, as people read it."""
+    """The expected result, as source code."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputCase:
-    """Text on standard input, and the text that the program prints for it."""
+    """Text on standard input, and the program's expected output."""
 
     stdin: str
     stdout: str
@@ -37,9 +37,9 @@ class OutputCase:
 
 @dataclass(frozen=True, slots=True)
 class AssertCase:
-    """Statements that run in the solution's own process and raise where it is wrong.
+    """Statements that run in the solution's own process, and raise an exception if it is wrong.
 
-    A solution made to deceive can make them pass: use the other kinds where you can.
+    A malicious solution can make them pass: use the other kinds where possible.
     """
 
     code: str
@@ -47,33 +47,33 @@ class AssertCase:
 
 Case = CallCase | OutputCase | AssertCase
 
-_USUAL = "give {'call', 'args', 'expected'} or {'stdin', 'stdout'} objects, or lines of assert"
+_KINDS = "give {'call', 'args', 'expected'} or {'stdin', 'stdout'} objects, or lines of assert"
 
 
 def call_case(function: str, args: list[Any], kwargs: Mapping[str, Any], expected: Any) -> CallCase:
-    """Raises `TypeError` for values that are not of Python's literal types."""
-    words = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
-    text = f"{function}({', '.join(words)})"
+    """Make a case of a call. Raises `TypeError` for values that are not of Python's literal types."""
+    arguments = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+    text = f"{function}({', '.join(arguments)})"
     return CallCase(function, encode(list(args)), encode(dict(kwargs)), encode(expected), text, repr(expected))
 
 
 def read_cases(tests: Any, entry_point: str = "") -> list[Case]:
-    """The cases in a row's tests: a list of objects or of assert lines, one text of assert lines, or either as JSON.
+    """Read the cases of a row's tests: a list of objects or of assert lines, a text of assert lines, or JSON of these.
 
-    `entry_point` is the function that is tested where a test does not name it. Raises `DataError`.
+    `entry_point` is the function under test, if a test does not name one. Raises `DataError`.
     """
     if isinstance(tests, str):
-        tests = _parsed(tests)
+        tests = _parse(tests)
     if isinstance(tests, Mapping) and "inputs" in tests and "outputs" in tests:
         tests = _pairs(tests)
     items = [tests] if isinstance(tests, str | Mapping) else tests
     if not isinstance(items, list) or not items:
-        raise DataError(f"no tests in {tests!r:.60}: {_USUAL}")
+        raise DataError(f"no tests in {tests!r:.60}: {_KINDS}")
     return [case for item in items for case in _read(item, entry_point)]
 
 
-def _parsed(text: str) -> Any:
-    """The value of JSON text; other text is code."""
+def _parse(text: str) -> Any:
+    """Parse JSON; other text is code, and returned unmodified."""
     if text.lstrip()[:1] not in ("[", "{"):
         return text
     try:
@@ -83,7 +83,7 @@ def _parsed(text: str) -> Any:
 
 
 def _pairs(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """`{"inputs": […], "outputs": […], "fn_name": …}`, columns instead of rows."""
+    """Convert `{"inputs": […], "outputs": […], "fn_name": …}`, columns, to rows."""
     inputs, outputs, name = tests["inputs"], tests["outputs"], tests.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise DataError(f"tests have lists of as many inputs as outputs, not {tests!r:.60}")
@@ -100,9 +100,9 @@ def _read(item: Any, entry_point: str) -> list[Case]:
         check = f"\ncheck({entry_point})\n" if entry_point and "def check(" in item else ""
         return [AssertCase(item + check)]
     if isinstance(item, Mapping):
-        for given, printed in (("stdin", "stdout"), ("input", "output")):
-            if isinstance(item.get(given), str) and isinstance(item.get(printed), str):
-                return [OutputCase(item[given], item[printed])]
+        for stdin, stdout in (("stdin", "stdout"), ("input", "output")):
+            if isinstance(item.get(stdin), str) and isinstance(item.get(stdout), str):
+                return [OutputCase(item[stdin], item[stdout])]
         function = item.get("call", entry_point)
         args, kwargs = item.get("args", []), item.get("kwargs", {})
         if isinstance(function, str) and function and isinstance(args, list) and "expected" in item:
@@ -110,17 +110,17 @@ def _read(item: Any, entry_point: str) -> list[Case]:
                 return [call_case(function, args, kwargs, item["expected"])]
             except (TypeError, AttributeError) as error:
                 raise DataError(f"a test that cannot be used, {item!r:.60}: {error}") from None
-    raise DataError(f"a test that cannot be used, {item!r:.60}: {_USUAL}")
+    raise DataError(f"a test that cannot be used, {item!r:.60}: {_KINDS}")
 
 
 Call = tuple[str, list[Any], dict[str, Any], Any]
-"""A function's name, arguments, keyword arguments and what it returns."""
+"""A function's name, arguments, keyword arguments and result."""
 
 
 def calls_in(code: str, entry_point: str = "") -> list[Call] | None:
-    """The calls that a text of assertions makes, or None where it does anything else.
+    """The calls in a text of assertions; None if it has any other statement.
 
-    Understood are `assert f(…) == …` with literal values, also within `def check(candidate):`, where the candidate is
+    Supports `assert f(…) == …` with literal values, also inside `def check(candidate):`, where the candidate is
     `entry_point`.
     """
     try:
@@ -128,17 +128,17 @@ def calls_in(code: str, entry_point: str = "") -> list[Call] | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     names: dict[str, str] = {}
-    match [statement for statement in statements if not _says_nothing(statement)]:
+    match [statement for statement in statements if not _is_no_op(statement)]:
         case [ast.FunctionDef(name="check", args=ast.arguments(args=[argument]), body=body)] if entry_point:
             names = {argument.arg: entry_point}
             statements = body
-    calls = [_call(statement, names) for statement in statements if not _says_nothing(statement)]
-    found = [call for call in calls if call is not None]
-    return found if found and len(found) == len(calls) else None
+    calls = [_call(statement, names) for statement in statements if not _is_no_op(statement)]
+    parsed = [call for call in calls if call is not None]
+    return parsed if parsed and len(parsed) == len(calls) else None
 
 
-def _says_nothing(statement: ast.stmt) -> bool:
-    """A text, or the note that some collections of problems put before their tests."""
+def _is_no_op(statement: ast.stmt) -> bool:
+    """True for a text, `pass`, or the note that some collections of problems put before their tests."""
     match statement:
         case ast.Expr(value=ast.Constant()) | ast.Pass() | ast.Assign(targets=[ast.Name(id="METADATA")]):
             return True

@@ -1,7 +1,7 @@
-"""Runs inside the sandbox: calls the functions of a solution and writes down what they return.
+"""Runs inside the sandbox: calls the functions of a solution and writes their results.
 
-The file is given to the sandbox as the program to run, next to the solution; outside it, only `encode` is used. What
-a call should return never comes here: it is compared outside, by those whom the solution cannot reach.
+The sandbox runs this file as the program, next to the solution; outside it, only `encode` is used. Expected results
+never come here: they are compared outside, in a process that the solution cannot reach.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 REQUEST, SOLUTION, TESTS = "request.json", "solution.py", "tests.py"
 SHOWN = 300
-"""Characters of a result's `repr` that are reported for people."""
+"""Maximum characters of a result's `repr` in a report."""
 
 
 def encode(value: Any) -> Any:
-    """A value of Python's literal types as JSON that loses nothing; dictionaries keep their order, as arguments must.
+    """Encode a value of Python's literal types as JSON without loss; dictionaries keep their order, as arguments must.
 
     Lists stay lists; other containers and bytes become `{kind: content}`. Raises `TypeError` for other types.
     """
@@ -61,7 +61,7 @@ def main() -> None:
         request = json.load(file)
     os.unlink(REQUEST)
     results = os.dup(1)
-    os.dup2(2, 1)  # what the solution prints is not a result
+    os.dup2(2, 1)  # the solution's own output goes to stderr
     try:
         import solution  # type: ignore[import-not-found]
 
@@ -78,7 +78,7 @@ def main() -> None:
         line = json.dumps(_outcome(solution, call)).encode() + b"\n"
         while line:
             line = line[os.write(results, line) :]
-    os._exit(0)  # threads of the solution may go on for ever
+    os._exit(0)  # threads of the solution may run forever
 
 
 def _outcome(solution: Any, call: dict[str, Any]) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def _outcome(solution: Any, call: dict[str, Any]) -> dict[str, Any]:
     except BaseException as error:
         try:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if SOLUTION in frame.filename]
-            where = f" (line {lines[-1]})" if lines else ""
-            return {"error": "".join(traceback.format_exception_only(error)).strip()[:SHOWN] + where}
+            location = f" (line {lines[-1]})" if lines else ""
+            return {"error": "".join(traceback.format_exception_only(error)).strip()[:SHOWN] + location}
         except BaseException:
             return {"error": "an exception that cannot be shown"}
 

@@ -17,10 +17,10 @@ from .driver import REQUEST, SOLUTION, TESTS
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
 _DRIVER = Path(__file__).with_name("driver.py")
-_LONGER = 16
-"""A result so many times longer than the right one is not read: it is wrong, and reading takes time."""
-_SHOWN = 500
-_WHY = {
+_MAX_LENGTH_RATIO = 16
+"""A result this many times longer than the expected one is wrong; it is not parsed, which would take time."""
+_MAX_SHOWN = 500
+_REASONS = {
     "timeout": "it did not end within the time limit",
     "memory": "it needed more memory than allowed",
     "output": "it printed more than allowed",
@@ -38,7 +38,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SuiteResult:
     """The results of all cases, in their order."""
 
     results: tuple[Result, ...]
@@ -52,7 +52,7 @@ class Verdict:
     def passed(self) -> bool:
         return all(result.passed for result in self.results)
 
-    def has(self, reason: str) -> bool:
+    def has_failure(self, reason: str) -> bool:
         return any(result.reason == reason for result in self.results)
 
     def feedback(self) -> str:
@@ -63,10 +63,10 @@ class Verdict:
         return "All tests passed."
 
 
-async def grade(sandbox: Sandbox, code: str, cases: Sequence[Case]) -> Verdict:
-    """Run the tests of a solution. One that runs out of time is not run again: the tests that are left fail.
+async def grade(sandbox: Sandbox, code: str, cases: Sequence[Case]) -> SuiteResult:
+    """Run the tests of a solution. After a test that runs out of time, the remaining ones fail without being run.
 
-    Raises `InvalidOutcome` where the sandbox itself is in trouble.
+    Raises `InvalidOutcome` if the sandbox itself fails.
     """
     results: dict[int, Result] = {}
     calls = {number: case for number, case in enumerate(cases) if isinstance(case, CallCase)}
@@ -81,62 +81,64 @@ async def grade(sandbox: Sandbox, code: str, cases: Sequence[Case]) -> Verdict:
             results[number] = await _output(sandbox, code, case)
         else:
             results[number] = await _asserts(sandbox, code, case)
-    return Verdict(tuple(results[number] for number in range(len(cases))))
+    return SuiteResult(tuple(results[number] for number in range(len(cases))))
 
 
 async def _calls(sandbox: Sandbox, code: str, cases: Sequence[CallCase]) -> list[Result]:
     calls = [{"function": case.function, "args": case.args, "kwargs": case.kwargs} for case in cases]
-    done = await sandbox.run(
+    execution = await sandbox.run(
         _DRIVER.read_text(encoding="utf-8"), files={REQUEST: json.dumps({"calls": calls}), SOLUTION: code}
     )
-    lines = done.stdout.splitlines()
+    lines = execution.stdout.splitlines()
     results = [_compare(case, line) for case, line in zip(cases, lines, strict=False)]
     if len(results) < len(cases):
-        reason, message = _why(done)
-        results.append(Result(False, reason, f"{_cut(cases[len(results)].text)}: {message}"))
+        reason, message = _failure(execution)
+        results.append(Result(False, reason, f"{_truncate(cases[len(results)].text)}: {message}"))
     missing = Result(False, "skipped", "it was not run, for an earlier one ended the program")
     return results + [missing] * (len(cases) - len(results))
 
 
 def _compare(case: CallCase, line: str) -> Result:
-    """Judge a line that the driver wrote; or the solution, who gains nothing unless it knows the result."""
+    """Compare a line of output with the expected result. The solution may forge a line, but must know the result."""
     expected = json.dumps(case.expected)
     try:
-        outcome = json.loads(line) if len(line) <= _LONGER * len(expected) + 8192 else {}
+        outcome = json.loads(line) if len(line) <= _MAX_LENGTH_RATIO * len(expected) + 8192 else {}
     except (ValueError, RecursionError):
         outcome = {}
-    call = _cut(case.text)
+    call = _truncate(case.text)
     if not isinstance(outcome, dict):
         outcome = {}
     if "error" in outcome:
         error = str(outcome["error"])
-        return Result(False, "memory" if error.startswith("MemoryError") else "error", f"{call} raised {_cut(error)}")
-    if "value" in outcome and same(outcome["value"], case.expected):
+        return Result(
+            False, "memory" if error.startswith("MemoryError") else "error", f"{call} raised {_truncate(error)}"
+        )
+    if "value" in outcome and is_equal(outcome["value"], case.expected):
         return Result(True)
-    shown = _cut(str(outcome.get("shown", "something else")))
-    return Result(False, "wrong", f"{call} returned {shown}, expected {_cut(case.result)}")
+    value = _truncate(str(outcome.get("shown", "something else")))
+    return Result(False, "wrong", f"{call} returned {value}, expected {_truncate(case.result)}")
 
 
-def same(value: Any, expected: Any) -> bool:
-    """True for two encoded values that are equal to Python, but for two things: a tuple is like a list, and where the
-    right one is a number with a point, six digits count."""
+def is_equal(value: Any, expected: Any) -> bool:
+    """True for two encoded values that are equal in Python; but a tuple may equal a list, and an expected float is
+    compared to six digits."""
     value, expected = _canonical(value), _canonical(expected)
     if isinstance(expected, list):
-        return isinstance(value, list) and len(value) == len(expected) and all(map(same, value, expected))
+        return isinstance(value, list) and len(value) == len(expected) and all(map(is_equal, value, expected))
     if isinstance(expected, dict):
         return isinstance(value, dict) and value.keys() == expected.keys() and all(
-            same(value[kind], expected[kind]) for kind in expected
+            is_equal(value[kind], expected[kind]) for kind in expected
         )  # fmt: skip
     if isinstance(expected, float):
         try:
             return math.isclose(value, expected, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
-        except (TypeError, OverflowError):  # no number, or a whole one that no float comes near
+        except (TypeError, OverflowError):  # no number, or an integer beyond all floats
             return False
     return bool(value == expected)
 
 
 def _canonical(value: Any) -> Any:
-    """An encoded tuple as a list, and the items of an encoded dictionary in the order of their keys."""
+    """Convert an encoded tuple to a list, and sort the items of an encoded dictionary by their keys."""
     match value:
         case {"tuple": items} if len(value) == 1:
             return items
@@ -146,19 +148,19 @@ def _canonical(value: Any) -> Any:
 
 
 async def _output(sandbox: Sandbox, code: str, case: OutputCase) -> Result:
-    done = await sandbox.run(code, case.stdin)
-    given = f"with the input {_cut(case.stdin)!r}"
-    if done.reason != "ok":
-        reason, message = _why(done)
-        return Result(False, reason, f"{given}: {message}")
-    if _lines(done.stdout) == _lines(case.stdout):
+    execution = await sandbox.run(code, case.stdin)
+    prefix = f"with the input {_truncate(case.stdin)!r}"
+    if execution.reason != "ok":
+        reason, message = _failure(execution)
+        return Result(False, reason, f"{prefix}: {message}")
+    if _lines(execution.stdout) == _lines(case.stdout):
         return Result(True)
-    printed, expected = _cut(done.stdout), _cut(case.stdout)
-    return Result(False, "wrong", f"{given} it printed {printed!r}, expected {expected!r}")
+    printed, expected = _truncate(execution.stdout), _truncate(case.stdout)
+    return Result(False, "wrong", f"{prefix} it printed {printed!r}, expected {expected!r}")
 
 
 def _lines(text: str) -> list[str]:
-    """Without spaces at the ends of lines and lines at the end of the text."""
+    """The lines of a text, without trailing spaces and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
@@ -166,21 +168,21 @@ async def _asserts(sandbox: Sandbox, code: str, case: AssertCase) -> Result:
     token = secrets.token_hex(16)
     request = json.dumps({"token": token, "calls": []})
     files = {REQUEST: request, SOLUTION: code, TESTS: case.code}
-    done = await sandbox.run(_DRIVER.read_text(encoding="utf-8"), files=files)
-    if done.reason == "ok" and done.stdout == token:
+    execution = await sandbox.run(_DRIVER.read_text(encoding="utf-8"), files=files)
+    if execution.reason == "ok" and execution.stdout == token:
         return Result(True)
-    reason, message = _why(done)
+    reason, message = _failure(execution)
     return Result(False, reason, message)
 
 
-def _why(done: Execution) -> tuple[str, str]:
-    """The reason and a sentence for a program that ended before it should have."""
-    if done.reason in _WHY:
-        return done.reason, _WHY[done.reason]
-    last = done.stderr.strip().splitlines()[-4:]
-    text = _cut("\n".join(last))
-    return "error", f"it ended with exit status {done.exit}" + (f":\n{text}" if text else "")
+def _failure(execution: Execution) -> tuple[str, str]:
+    """The reason and a sentence for a program that ended too early."""
+    if execution.reason in _REASONS:
+        return execution.reason, _REASONS[execution.reason]
+    last = execution.stderr.strip().splitlines()[-4:]
+    text = _truncate("\n".join(last))
+    return "error", f"it ended with exit status {execution.exit}" + (f":\n{text}" if text else "")
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"

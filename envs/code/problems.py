@@ -1,4 +1,4 @@
-"""Problems made up from the families: a train task for every index, and held-out tasks that share none with them."""
+"""Problems generated from the families: a train task for every index, and separate held-out tasks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from envgym.types import Task
 TEST_TASKS = 256
 TEST_SHARE = 1 / 8
 SHOWN_TESTS = 2
-MOST_ALIKE = 0.6
-"""Share of a task's tests that may have the same result: a function that always returns that one must not pass many."""
+MAX_EQUAL_SHARE = 0.6
+"""Maximum share of a task's tests with equal results, so that no constant function passes most of them."""
 _TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Problems that differ in their parameters alone; `families.yaml` describes the fields."""
+    """Problems that differ only in their parameters; `families.yaml` describes the fields."""
 
     name: str
     inputs: Mapping[str, str]
@@ -50,16 +50,16 @@ def train_task(index: int, n_tests: int) -> Task:
 
 
 def held_out_tasks(n_tests: int) -> list[Task]:
-    """The 256 test tasks, all different, from all families by turns."""
+    """The 256 test tasks, all different, from all families in rotation."""
     rng = random.Random("test")
-    found: set[tuple[str, str]] = set()
+    problems: set[tuple[str, str]] = set()
     tasks: list[Task] = []
     while len(tasks) < TEST_TASKS:
         for family in families():
             parameters = {name: rng.choice(values) for name, values in family.parameters.items()}
             key = (family.name, repr(parameters))
-            if is_held_out(family, parameters) and key not in found:
-                found.add(key)
+            if is_held_out(family, parameters) and key not in problems:
+                problems.add(key)
                 task = make_task(f"test-{len(tasks)}", family, parameters, n_tests, rng)
                 if task is not None:
                     tasks.append(task)
@@ -73,19 +73,19 @@ def is_held_out(family: Family, parameters: Mapping[str, Any]) -> bool:
 
 @cache
 def _held_out(name: str) -> frozenset[tuple[Any, ...]]:
-    """An eighth of what a family's parameters can be, drawn by a hash that is the same everywhere."""
+    """An eighth of a family's combinations of parameters, drawn by a hash that is the same everywhere."""
     [family] = (family for family in families() if family.name == name)
-    found = sorted(
+    combinations = sorted(
         itertools.product(*family.parameters.values()),
         key=lambda values: hashlib.sha256(f"{name} {values}".encode()).digest(),
     )
-    return frozenset(found[: math.ceil(len(found) * TEST_SHARE)])
+    return frozenset(combinations[: math.ceil(len(combinations) * TEST_SHARE)])
 
 
 def make_task(id: str, family: Family, parameters: Mapping[str, Any], n_tests: int, rng: random.Random) -> Task | None:
-    """A task with its solution as the answer, and `tests` and `entry_point` as fields.
+    """Make a task with its solution as the answer, and `tests` and `entry_point` as fields.
 
-    None where the results are too much alike, whichever arguments are tried.
+    None if too many results are equal, whichever arguments are tried.
     """
     filled = {name: str(value) for name, value in parameters.items()}
     filled |= {f"{name}th": _ordinal(value) for name, value in parameters.items() if isinstance(value, int)}
@@ -94,10 +94,10 @@ def make_task(id: str, family: Family, parameters: Mapping[str, Any], n_tests: i
     signature = f"{family.name}({', '.join(family.inputs)})"
     body = Template(family.body).substitute(filled).replace("\n", "\n    ")
     code = f"def {signature}:\n    {body}"
-    tests = _tests(family, _compiled(code), n_tests, rng)
+    tests = _tests(family, _compile(code), n_tests, rng)
     if tests is None:
         return None
-    # The first cases are the edges (nothing, one of something); what is shown is not.
+    # The first cases are the edges (nothing, one of something); the prompt shows others.
     calls = ((", ".join(map(repr, test["args"])), test["expected"]) for test in tests[-SHOWN_TESTS:])
     examples = "\n".join(f"{family.name}({arguments}) == {expected!r}" for arguments, expected in calls)
     text = Template(family.text).substitute(filled)
@@ -112,8 +112,8 @@ def _tests(
     for _ in range(_TRIES):
         arguments = [[_KINDS[kind](case, rng) for kind in family.inputs.values()] for case in range(n_tests)]
         tests = [{"call": family.name, "args": args, "expected": function(*_copy(args))} for args in arguments]
-        [(_, alike)] = Counter(repr(test["expected"]) for test in tests).most_common(1)
-        if alike <= MOST_ALIKE * n_tests:
+        [(_, n_equal)] = Counter(repr(test["expected"]) for test in tests).most_common(1)
+        if n_equal <= MAX_EQUAL_SHARE * n_tests:
             return tests
     return None
 
@@ -122,7 +122,7 @@ def _tests(
 def families() -> list[Family]:
     """All families of problems."""
     return [
-        Family(**{**entry, "parameters": {name: _values(given) for name, given in entry["parameters"].items()}})
+        Family(**{**entry, "parameters": {name: _values(spec) for name, spec in entry["parameters"].items()}})
         for entry in _data()["families"]
     ]
 
@@ -133,9 +133,9 @@ def _data() -> dict[str, Any]:
     return data
 
 
-def _values(given: Any) -> Sequence[Any]:
+def _values(spec: Any) -> Sequence[Any]:
     """Values of a parameter: a range of numbers, a list, or the characters of a text."""
-    return range(given["from"], given["to"] + 1, given.get("step", 1)) if isinstance(given, dict) else given
+    return range(spec["from"], spec["to"] + 1, spec.get("step", 1)) if isinstance(spec, dict) else spec
 
 
 def _ordinal(number: int) -> str:
@@ -164,7 +164,7 @@ def _prices(case: int, rng: random.Random) -> dict[str, int]:
     return {name: rng.randint(1, 30) for name in names}
 
 
-# Arguments of each kind; cases 0 and 1 are the edges of what there is.
+# Arguments of each kind; cases 0 and 1 are the edge cases.
 _KINDS: Mapping[str, Callable[[int, random.Random], Any]] = {
     "natural": lambda case, rng: case if case < 2 else rng.randrange(2, 150),
     "positive": lambda case, rng: 1 + case if case < 2 else rng.randrange(3, 100),
@@ -180,8 +180,8 @@ _KINDS: Mapping[str, Callable[[int, random.Random], Any]] = {
 
 
 @lru_cache(maxsize=1024)
-def _compiled(code: str) -> Callable[..., Any]:
-    """One of our own solutions, as a function."""
+def _compile(code: str) -> Callable[..., Any]:
+    """Compile one of the solutions above to a function."""
     names: dict[str, Any] = {}
     exec(code, names)
     function: Callable[..., Any] = names[code.removeprefix("def ").partition("(")[0]]

@@ -1,7 +1,7 @@
-"""Gymnasium environments, played in words: the policy reads the state as text and answers with an action as text.
+"""Gymnasium environments as text games: the policy reads the state as text and answers with an action as text.
 
-FrozenLake and Taxi have rules and maps written for readers; any other environment gets its own documentation, its text
-rendering (or else its observations), and actions written as numbers.
+FrozenLake and Taxi have rules and maps written for readers. Any other environment shows its own documentation and its
+text rendering (or else its observations), and its actions are numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
 from envgym.errors import ConfigError, NameNotFound, VersionNotFound, needs
 from envgym.types import Action, Message, Task
 
-from .toy_text import FrozenLakeMaps, shortest_play, view_of
+from .toy_text import FrozenLakeMaps, shortest_actions, view_of
 from .views import check_writable
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ class GymnasiumTextConfig(EnvConfig):
     """Settings of the environment."""
 
     game: str = "FrozenLake-v1"
-    """Gymnasium's id of the environment, also `module:Id-v0`. Unset: FrozenLake on ice that is not slippery
+    """Gymnasium's id of the environment, also `module:Id-v0`. Unset: FrozenLake on ice without slipping
     (`kwargs={is_slippery: false}`) and with `map_size=4`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments it is made with."""
+    """Arguments of `gymnasium.make`."""
     map_size: int | None = Field(None, ge=3, le=32)
-    """FrozenLake only: a map of this many squares a side for every task, drawn by its seed. Unset: the game's own."""
+    """FrozenLake only: squares per side of the map, which each task draws by its seed. Unset: the game's own map."""
     rules: str | None = None
-    """Explanation of the game at the beginning. Unset: a text of ours, or the game's documentation."""
+    """Explanation of the game at the beginning. Unset: envgym's own text, or the game's documentation."""
     max_turns: int = Field(30, ge=1)
-    """Answers after which an episode ends, truncated; those without an action count as well. The game's own limit of
-    steps holds beside it."""
+    """Answers after which an episode is truncated; answers without an action count as well. The game's own limit of
+    steps holds too."""
     invalid_reward: float | None = None
     """Reward of an answer without an action. Unset: 0 on FrozenLake, -10 (an illegal action's) on Taxi, else -1."""
 
@@ -58,7 +58,7 @@ class GymnasiumTextConfig(EnvConfig):
 
 
 class GymnasiumTextEnv(Env):
-    """One game of Gymnasium in words. Its methods block, as Gymnasium's do, so each instance has its own thread."""
+    """One game of Gymnasium in words. Its methods block, as Gymnasium's do: each instance has its own thread."""
 
     spec: GymnasiumText
 
@@ -83,8 +83,8 @@ class GymnasiumTextEnv(Env):
         if move is None:
             self._invalid += 1
             text = f"There is no action in your answer. {self._view.hint}"
-            given = self.spec.config.invalid_reward
-            reward, terminated, truncated = self._view.invalid_reward if given is None else given, False, False
+            reward, terminated, truncated = self.spec.config.invalid_reward, False, False
+            reward = self._view.invalid_reward if reward is None else reward
         else:
             observation, reward, terminated, truncated, _ = self._game.step(move)
             reward = float(reward)
@@ -101,7 +101,7 @@ class GymnasiumTextEnv(Env):
 
 
 class GymnasiumText(EnvSpec):
-    """Makes the games, and demonstrates those whose transitions are known."""
+    """Makes the games; demonstrates those with known transitions."""
 
     env_class = GymnasiumTextEnv
     Config = GymnasiumTextConfig
@@ -118,14 +118,14 @@ class GymnasiumText(EnvSpec):
         return super().tasks(split)
 
     def new_game(self, task: Task) -> gymnasium.Env[Any, Any]:
-        """A new instance of the game, rendering text where it can. Raises an `EnvgymError` where there is none."""
+        """A new instance of the game, with text rendering if it has one. Raises an `EnvgymError` if there is none."""
         with needs("gymnasium", "gymnasium", f"environment {self.id}"):
             import gymnasium
         name, kwargs = self.config.game, dict(self.config.kwargs)
         if "map" in task.fields:
             kwargs["desc"] = task.fields["map"]
         try:
-            if self._renders is None:  # whether a class renders text is known of an instance
+            if self._renders is None:  # only an instance shows whether the class renders text
                 with contextlib.closing(gymnasium.make(name, disable_env_checker=True, **kwargs)) as game:
                     self._renders = "ansi" in (game.metadata.get("render_modes") or ())
             mode = {"render_mode": "ansi"} if self._renders else {}
@@ -138,13 +138,13 @@ class GymnasiumText(EnvSpec):
             raise ConfigError(f"{self.id}: {name} cannot be made: {_line(error)}") from None
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """The shortest play to the best end, in the words of the game; `seed` chooses between those of the same length.
+        """The shortest actions to the best end, in the words of the game; `seed` chooses among the shortest.
 
-        There is none where chance decides (slippery ice, rain).
+        Raises `ConfigError` for a game of chance (slippery ice, rain).
         """
         with contextlib.closing(self.new_game(task)) as game:
             game.reset(seed=task.seed)
-            actions = shortest_play(game.unwrapped, random.Random(f"{task.id} {seed}"))
+            actions = shortest_actions(game.unwrapped, random.Random(f"{task.id} {seed}"))
             if actions is None:
                 return super().demonstrations(task, seed)
             view = view_of(game)

@@ -1,4 +1,4 @@
-"""Gymnasium's toy texts: FrozenLake and Taxi in words, a map for every task, and best play by a search."""
+"""Gymnasium's toy texts: FrozenLake and Taxi in words, a map for every task, and the best actions by a search."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from envgym.env import SeedTasks
+from envgym.env import SeededTasks
 from envgym.hashing import hash_fraction
 from envgym.types import Task
 
@@ -21,7 +21,7 @@ STANDS = ("R", "G", "Y", "B")
 
 
 def view_of(env: gymnasium.Env[Any, Any]) -> View:
-    """The view that fits an environment."""
+    """The view for an environment."""
     from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
     from gymnasium.envs.toy_text.taxi import TaxiEnv
 
@@ -32,8 +32,8 @@ def view_of(env: gymnasium.Env[Any, Any]) -> View:
     return GenericView(env)
 
 
-class FrozenLakeMaps(SeedTasks):
-    """Tasks with a map of their own, drawn by their seed. No map is in both splits."""
+class FrozenLakeMaps(SeededTasks):
+    """Tasks with one map each, drawn by their seed. No map is in both splits."""
 
     def __init__(self, split: str, size: int) -> None:
         super().__init__(split)
@@ -104,43 +104,43 @@ class TaxiView(WordView):
         lines = [[cell.decode() for cell in line] for line in self.world.desc]
         lines[1 + row][1 + 2 * column] = "T"
         stands = {place: name for name, place in zip(STANDS, self.world.locs, strict=True)}
-        at = f" (stand {stands[row, column]})" if (row, column) in stands else ""
+        stand = f" (stand {stands[row, column]})" if (row, column) in stands else ""
         if passenger == destination:
             end = "The passenger has arrived."
         else:
-            where = "is in the taxi" if passenger == len(STANDS) else f"waits at {STANDS[passenger]}"
-            end = f"The passenger {where} and wants to go to {STANDS[destination]}."
+            status = "is in the taxi" if passenger == len(STANDS) else f"waits at {STANDS[passenger]}"
+            end = f"The passenger {status} and wants to go to {STANDS[destination]}."
         drawn = "\n".join("".join(line) for line in lines)
-        return f"{drawn}\nThe taxi is in row {row}, column {column}{at}, counted from 0. {end}"
+        return f"{drawn}\nThe taxi is in row {row}, column {column}{stand}, counted from 0. {end}"
 
     def success(self, reward: float, terminated: bool) -> float | None:
         return float(terminated)
 
 
-def shortest_play(world: Any, rng: random.Random) -> list[int] | None:
-    """The fewest actions from the state of `world` (unwrapped) to the end that earns most, by breadth-first search.
+def shortest_actions(world: Any, rng: random.Random) -> list[int] | None:
+    """The fewest actions from the state of `world` (unwrapped) to the end with the highest reward (breadth first).
 
-    `rng` chooses between ways of the same length. None for a world that does not show its transitions (`P`) and its
-    state (`s`), in which chance decides, or without an end.
+    `rng` chooses among paths of the same length. None for a world without its transitions (`P`) and state (`s`) as
+    attributes, with random transitions, or without an end.
     """
     if not isinstance(getattr(world, "P", None), dict) or not hasattr(world, "s"):
         return None
     if _has_slips(world) or getattr(world, "fickle_passenger", False):
         return None
-    ways: dict[int, list[int]] = {int(world.s): []}
-    queue = deque(ways)
+    paths: dict[int, list[int]] = {int(world.s): []}
+    queue = deque(paths)
     best: tuple[float, list[int]] | None = None
     while queue:
         state = queue.popleft()
         actions = list(world.P[state].items())
         rng.shuffle(actions)
-        for action, [(_, following, reward, ends)] in actions:
-            way = [*ways[state], action]
+        for action, [(_, next_state, reward, ends)] in actions:
+            path = [*paths[state], action]
             if ends and (best is None or reward > best[0]):
-                best = reward, way
-            elif not ends and following not in ways:
-                ways[following] = way
-                queue.append(following)
+                best = reward, path
+            elif not ends and next_state not in paths:
+                paths[next_state] = path
+                queue.append(next_state)
     return best[1] if best is not None else None
 
 

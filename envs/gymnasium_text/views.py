@@ -1,4 +1,4 @@
-"""A Gymnasium environment in words: its rules, its state, and its actions, which are read out of answers.
+"""A Gymnasium environment in words: its rules, its state, and its actions, which are parsed from answers.
 
 `GenericView` reads the rules from the class's documentation and shows the text rendering or the observation.
 """
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import gymnasium
 
 SECTIONS = ("description", "action space", "observation space", "reward", "rewards", "goal")
-"""The sections of Gymnasium's own pages that a player needs; the others are for programmers."""
-LONGEST = 4000
-"""Characters of a documentation without such sections that are still shown."""
+"""The sections of Gymnasium's documentation that a player needs; the others are for programmers."""
+MAX_RULES = 4000
+"""Characters to show of a documentation without such sections."""
 MOST_NUMBERS = 1000
-"""Numbers of an observation that is still written out; what has more is an image."""
+"""Maximum numbers of an observation to write as text; a larger one is an image."""
 
 _COLOURED = re.compile(r"\x1b\[[0-9;]+m([^\x1b]*)\x1b\[0?m")
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -34,7 +34,7 @@ class View(ABC):
     rules: str
     """Explanation of the environment."""
     hint: str
-    """Explanation of how an action is written."""
+    """Explanation of the form of an action."""
     invalid_reward = 0.0
     """Reward of an answer without an action, unless the settings give another."""
 
@@ -44,18 +44,18 @@ class View(ABC):
 
     @abstractmethod
     def state(self, observation: Any, reward: float | None) -> str:
-        """The state as text. `reward` is what the last action earned; None at the beginning."""
+        """The state as text. `reward` is the last action's; None at the beginning."""
 
     @abstractmethod
     def read(self, answer: str) -> Any:
-        """The action an answer means, or None."""
+        """Parse an answer as an action; None if it has none."""
 
     @abstractmethod
     def write(self, action: int) -> str:
-        """The answer that means an action; the inverse of `read` for numbered actions."""
+        """Write an action as an answer; the inverse of `read` for numbered actions."""
 
     def success(self, reward: float, terminated: bool) -> float | None:
-        """1 where the last step reached the aim, 0 where not (yet); None where no aim is defined."""
+        """1 if the last step reached the goal, 0 if not (yet); None if the game defines none."""
         return None
 
 
@@ -70,8 +70,8 @@ class WordView(View):
         self.hint = f"Answer with one of the words {', '.join(self.words)}. The last of them in your answer counts."
 
     def read(self, answer: str) -> Any:
-        found = re.findall(rf"\b({'|'.join(self.words)})\b", answer.lower())
-        return self.words.index(found[-1]) if found else None
+        words = re.findall(rf"\b({'|'.join(self.words)})\b", answer.lower())
+        return self.words.index(words[-1]) if words else None
 
     def write(self, action: int) -> str:
         return self.words[action]
@@ -83,7 +83,7 @@ class GenericView(View):
     Raises `ConfigError` for spaces that have no text form.
     """
 
-    # Many environments charge for every step: an answer without an action must not be the cheaper choice.
+    # Many environments have a cost per step: an answer without an action must not be cheaper.
     invalid_reward = -1.0
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
@@ -93,8 +93,8 @@ class GenericView(View):
         self.rules = f"You are playing {name}.\n\n{documented_rules(type(self.world))}".rstrip()
 
     def state(self, observation: Any, reward: float | None) -> str:
-        seen = plain(self.env.render()) if self.env.render_mode == "ansi" else written(observation)
-        return seen if reward is None else f"Reward: {reward:g}\n{seen}"
+        text = plain(self.env.render()) if self.env.render_mode == "ansi" else as_text(observation)
+        return text if reward is None else f"Reward: {reward:g}\n{text}"
 
     def read(self, answer: str) -> Any:
         return self._read(answer)
@@ -104,17 +104,17 @@ class GenericView(View):
 
 
 def plain(rendering: Any) -> str:
-    """A text rendering without escape codes; what was coloured, often the player's place, is put in brackets."""
+    """A text rendering without escape codes. Coloured text, often the player's position, is put in brackets."""
     return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", str(rendering))).strip("\n")
 
 
 def documented_rules(cls: type) -> str:
-    """The parts of a class's docstring that say how to play, or all of it; empty where it has none."""
+    """The sections of a class's docstring that explain the game, or all of it; empty without a docstring."""
     text = _without_markup(inspect.cleandoc(cls.__doc__ or ""))
     parts = re.split(r"^##+ (.+)$", text, flags=re.MULTILINE)
     sections = zip(parts[1::2], parts[2::2], strict=True)
-    kept = [f"{title}\n{body.strip()}" for title, body in sections if title.strip().lower() in SECTIONS]
-    return "\n\n".join(kept) if kept else text[:LONGEST].strip()
+    rules = [f"{title}\n{body.strip()}" for title, body in sections if title.strip().lower() in SECTIONS]
+    return "\n\n".join(rules) if rules else text[:MAX_RULES].strip()
 
 
 def _without_markup(text: str) -> str:
@@ -123,16 +123,16 @@ def _without_markup(text: str) -> str:
     return re.sub(r"\[([^\[\]]+)\]\([^()]+\)", r"\1", text)
 
 
-def written(observation: Any) -> str:
-    """An observation as text: numbers to four digits, mappings one entry a line."""
+def as_text(observation: Any) -> str:
+    """Write an observation as text: numbers to four digits, mappings with one entry per line."""
     import numpy as np
 
     if isinstance(observation, str):
         return observation
     if isinstance(observation, dict):
-        return "\n".join(f"{name}: {written(value)}" for name, value in observation.items())
+        return "\n".join(f"{name}: {as_text(value)}" for name, value in observation.items())
     if isinstance(observation, tuple | list):
-        return f"({', '.join(written(value) for value in observation)})"
+        return f"({', '.join(as_text(value) for value in observation)})"
     if isinstance(observation, np.ndarray) and observation.ndim:
         return np.array2string(observation, precision=4, separator=", ", suppress_small=True, threshold=MOST_NUMBERS)
     if isinstance(observation, float | np.floating):
@@ -163,49 +163,49 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?!\w)
 
 
 Reader = tuple[str, Callable[[str], Any]]
-"""Explanation of how the actions of one space are written, and a function to read them: it returns the action that an
-answer means, or None where it means none of this space."""
+"""Explanation of the form of a space's actions, and a function that parses an answer as an action of the space; None if
+it is none."""
 
 
 def reader_of(space: Any) -> Reader:
-    """A reader of the actions of `space`. Raises `ConfigError` for kinds of space that no answer can write."""
+    """The reader of the actions of `space`. Raises `ConfigError` for kinds of space whose actions are not text."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete):
-        return _one_number(space)
+        return _integer(space)
     if isinstance(space, spaces.Box):
         import numpy as np
 
         low, high = space.low.flatten(), space.high.flatten()
         if np.all(low == low[0]) and np.all(high == high[0]):
-            return _numbers(space, f"between {low[0]:g} and {high[0]:g}")
-        return _numbers(space, f"between {low.tolist()} and {high.tolist()}")
+            return _vector(space, f"between {low[0]:g} and {high[0]:g}")
+        return _vector(space, f"between {low.tolist()} and {high.tolist()}")
     if isinstance(space, spaces.MultiDiscrete):
-        return _numbers(space, f"from {space.start.flatten().tolist()} to below {(space.start + space.nvec).tolist()}")
+        return _vector(space, f"from {space.start.flatten().tolist()} to below {(space.start + space.nvec).tolist()}")
     if isinstance(space, spaces.MultiBinary):
-        return _numbers(space, "that are 0 or 1")
+        return _vector(space, "that are 0 or 1")
     if isinstance(space, spaces.Text):
-        return _any_text(space)
+        return _text(space)
     raise ConfigError(
         f"actions of the kind {type(space).__name__} cannot be written as text: wrap the environment so that they are "
         "Discrete, Box, MultiDiscrete, MultiBinary or Text"
     )
 
 
-def _one_number(space: Any) -> Reader:
-    """An action of a Discrete space: the last integer of the answer."""
+def _integer(space: Any) -> Reader:
+    """Read an action of a Discrete space: the last integer of the answer."""
     first = int(space.start)
     last = first + int(space.n) - 1
 
     def read(answer: str) -> Any:
-        found = _INTEGER.findall(answer)
-        return int(found[-1]) if found and space.contains(int(found[-1])) else None
+        integers = _INTEGER.findall(answer)
+        return int(integers[-1]) if integers and space.contains(int(integers[-1])) else None
 
     return f"Answer with the number of your action, {first} to {last}. The last number in your answer counts.", read
 
 
-def _numbers(space: Any, bounds: str) -> Reader:
-    """An action of several numbers (Box, MultiDiscrete, MultiBinary): the last ones of the answer."""
+def _vector(space: Any, bounds: str) -> Reader:
+    """Read an action of several numbers (Box, MultiDiscrete, MultiBinary): the last ones of the answer."""
     count = math.prod(map(int, space.shape))
     counted, last = "one number", "number in your answer counts"
     if count != 1:
@@ -214,10 +214,10 @@ def _numbers(space: Any, bounds: str) -> Reader:
     def read(answer: str) -> Any:
         import numpy as np
 
-        found = _NUMBER.findall(answer)[-count:]
-        if len(found) < count:
+        numbers = _NUMBER.findall(answer)[-count:]
+        if len(numbers) < count:
             return None
-        values = np.array([float(number) for number in found])
+        values = np.array([float(number) for number in numbers])
         if not np.all(np.isfinite(values)) or (space.dtype.kind in "iu" and np.any(values % 1)):
             return None
         with np.errstate(over="ignore", invalid="ignore"):
@@ -227,8 +227,8 @@ def _numbers(space: Any, bounds: str) -> Reader:
     return f"Answer with {counted} {bounds}. The last {last}.", read
 
 
-def _any_text(space: Any) -> Reader:
-    """An action of a Text space: the answer as it stands, without space around it."""
+def _text(space: Any) -> Reader:
+    """Read an action of a Text space: the answer without surrounding whitespace."""
 
     def read(answer: str) -> Any:
         return answer.strip() if space.contains(answer.strip()) else None

@@ -1,4 +1,4 @@
-"""Answers in one turn, graded by a language model: each by itself, or the group's answers ranked."""
+"""Answers in one turn, graded by a language model: each separately, or the group's answers ranked."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from envgym.env import Env, Info, StepResult
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.services import Chat, ChatClient, Service
 from envgym.tasks import DataEnvConfig, DataEnvSpec
-from envgym.types import Action, Episode, Judgement, Message, Task, as_messages
+from envgym.types import Action, Episode, Message, Reward, Task, as_messages
 
 from .prompts import Question, ranking_prompt, scoring_prompt
 from .replies import ranking_in, score_in
 
-Found = TypeVar("Found")
+Parsed = TypeVar("Parsed")
 
 
 class JudgeConfig(DataEnvConfig):
     judge: Chat | None = None
     """The model that grades: `env.judge.base_url`, `env.judge.model`, `env.judge.api_key_env`, …"""
     mode: Literal["score", "rank"] = "score"
-    """`score`: each answer by itself. `rank`: the answers of a group against each other, best 1 and worst 0."""
+    """`score`: grade each answer separately. `rank`: rank the answers of a group, the best 1 and the worst 0."""
     rubric: str = "Grade how correct, complete and helpful the answer is."
     """The criteria of the grade."""
     lowest: float = Field(0.0, allow_inf_nan=False)
-    """The worst grade, worth 0."""
+    """The worst grade: a reward of 0."""
     highest: float = Field(10.0, allow_inf_nan=False)
-    """The best grade, worth 1."""
+    """The best grade: a reward of 1."""
     orders: int = Field(2, ge=1)
-    """Orders in which answers to rank are shown, each asked for by itself, so that no place is favoured."""
+    """Orders in which to show the answers to rank, each in its own request, so that no position is favoured."""
     temperature: float = Field(0.0, ge=0)
-    """Of the judge. Above 0 it is given a seed, which makes its grades repeatable where the API honours it."""
+    """Temperature of the judge. Above 0 it gets a seed, so that grades can be repeated if the API honours it."""
     max_tokens: int = Field(1024, ge=1)
-    """Longest reply of the judge, in tokens."""
+    """Maximum tokens of the judge's reply."""
     asks: int = Field(2, ge=1)
-    """Times the judge is asked before a reply that cannot be read fails the episode."""
+    """Requests to the judge before an unreadable reply fails the episode."""
     call_timeout: float = Field(300.0, gt=0)
-    """Seconds an answer may wait for its grade, the queue included."""
+    """Seconds an answer may wait for its grade, including the queue."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -52,7 +52,7 @@ class JudgeConfig(DataEnvConfig):
 
 
 class JudgeEnv(Env):
-    """Poses the task and pays the judge's grade, from 0 to 1; ranked answers are paid once the group is finished."""
+    """Presents the task. The reward is the judge's grade, from 0 to 1; a ranked answer's comes once the group ends."""
 
     spec: JudgeSpec
 
@@ -68,7 +68,7 @@ class JudgeEnv(Env):
 
 
 class JudgeSpec(DataEnvSpec):
-    """Answers in one turn, graded by a language model: each by itself, or the answers of a group ranked."""
+    """Answers in one turn, graded by a language model: each separately, or the answers of a group ranked."""
 
     env_class = JudgeEnv
     Config = JudgeConfig
@@ -87,25 +87,25 @@ class JudgeSpec(DataEnvSpec):
         await super().setup()
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """The reference answer, where the data holds one."""
+        """The reference answer, if the data has one."""
         if not isinstance(task.answer, str):
             return super().demonstrations(task, seed)
         return [task.answer]
 
-    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Judgement] | None:
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Reward] | None:
         if self.config.mode == "score":
             return None
         answers = [_last_answer(episode) for episode in episodes]
-        distinct = sorted(set(answers))  # equal answers share a place, and the order of arrival says nothing
-        if len(distinct) == 1:  # nothing to compare it with: graded by itself, so that single answers are worth a score
+        distinct = sorted(set(answers))  # equal answers share a rank; the order of arrival does not count
+        if len(distinct) == 1:  # nothing to compare it with: a grade, so that single answers get a score too
             score = await self.grade(task, distinct[0])
-            return [Judgement(score)] * len(answers)
-        standings, agreed = await self.rank(task, distinct)
-        worth = dict(zip(distinct, standings, strict=True))
-        return [Judgement(worth[answer], metrics={"order_agreement": agreed}) for answer in answers]
+            return [Reward(score)] * len(answers)
+        standings, order_agreement = await self.rank(task, distinct)
+        reward_of = dict(zip(distinct, standings, strict=True))
+        return [Reward(reward_of[answer], metrics={"order_agreement": order_agreement}) for answer in answers]
 
     async def grade(self, task: Task, answer: str) -> float:
-        """The judge's grade of one answer, from 0 to 1. Raises `InvalidOutcome` of kind `judge` where it gives none."""
+        """The judge's grade of one answer, from 0 to 1. Raises `InvalidOutcome` of kind `judge` without one."""
         config = self.config
         prompt = scoring_prompt(_question(task, config.rubric), answer, config.lowest, config.highest)
         form = f'{{"score": N}}, where N is a number from {config.lowest:g} to {config.highest:g}'
@@ -113,20 +113,20 @@ class JudgeSpec(DataEnvSpec):
         return (grade - config.lowest) / (config.highest - config.lowest)
 
     async def rank(self, task: Task, answers: Sequence[str]) -> tuple[list[float], float]:
-        """Each answer's worth against the others, 1 (always best) to 0 (always worst), and the share of pairs that were
-        put in the same order whichever way they were shown (1 with one order)."""
+        """Each answer's reward by rank, from 1 (always best) to 0 (always worst), and the share of pairs whose order is
+        the same in all rankings (1 with one ranking)."""
         form = f'{{"ranking": [N, …]}} with the numbers 1 to {len(answers)}, best first, each once'
         rankings = []
         for number in range(self.config.orders):
-            shown = order_of(task.key, answers, number)
-            prompt = ranking_prompt(_question(task, self.config.rubric), [answers[index] for index in shown])
+            order = presentation_order(task.key, answers, number)
+            prompt = ranking_prompt(_question(task, self.config.rubric), [answers[index] for index in order])
             best_first = await self._ask(prompt, lambda reply: ranking_in(reply, len(answers)), form, seed=number)
-            rankings.append([shown[place - 1] for place in best_first])
-        return standing(rankings), agreement(rankings)
+            rankings.append([order[position - 1] for position in best_first])
+        return mean_standings(rankings), agreement(rankings)
 
-    async def _ask(self, prompt: str, read: Callable[[str], Found | None], form: str, seed: int) -> Found:
-        """The content of the judge's reply; one that `read` returns None for is answered with the form it should
-        have."""
+    async def _ask(self, prompt: str, read: Callable[[str], Parsed | None], form: str, seed: int) -> Parsed:
+        """Ask the judge until `read` can parse its reply, and return the result. An unreadable reply is answered with a
+        reminder of its `form`."""
         client: ChatClient = self.clients["judge"]
         messages = [Message.of("user", prompt)]
         reminder = f"That cannot be read. Reply with nothing but one line of JSON: {form}."
@@ -141,16 +141,16 @@ class JudgeSpec(DataEnvSpec):
                 )
             except InvalidOutcome as error:
                 raise InvalidOutcome("judge", str(error), retryable=error.retryable) from None
-            if (found := read(reply)) is not None:
-                return found
+            if (result := read(reply)) is not None:
+                return result
             messages += [Message.of("assistant", reply), Message.of("user", reminder)]
         raise InvalidOutcome("judge", f"the judge's reply cannot be read: {reply.strip()[-120:]!r}")
 
 
 def _question(task: Task, rubric: str) -> Question:
     messages = as_messages(task.prompt)
-    alone = len(messages) == 1
-    text = "\n\n".join(message.text if alone else f"{message.role}: {message.text}" for message in messages)
+    is_single = len(messages) == 1
+    text = "\n\n".join(message.text if is_single else f"{message.role}: {message.text}" for message in messages)
     return Question(text, "" if task.answer is None else str(task.answer), rubric)
 
 
@@ -158,20 +158,20 @@ def _last_answer(episode: Episode) -> str:
     return next((message.text for message in reversed(episode.messages) if message.role == "assistant"), "")
 
 
-def order_of(key: str, answers: Sequence[str], number: int) -> list[int]:
-    """The order in which answers are shown for the `number`th time: shuffled by what is asked, then the same backwards,
-    then shuffled anew, and so on. A judge that favours a place favours it for both ends of every pair."""
+def presentation_order(key: str, answers: Sequence[str], number: int) -> list[int]:
+    """The order of the answers in request `number`: a shuffle seeded by the question, then its reverse, then another
+    shuffle, and so on. So a judge that favours a position favours both answers of every pair."""
     text = "\x1f".join([key, str(number // 2), *answers])
     rng = random.Random(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
     order = rng.sample(range(len(answers)), len(answers))
     return order[::-1] if number % 2 else order
 
 
-def standing(rankings: Sequence[Sequence[int]]) -> list[float]:
-    """Each item's mean place over rankings (best first), as 1 for always first down to 0 for always last."""
+def mean_standings(rankings: Sequence[Sequence[int]]) -> list[float]:
+    """Each item's mean position over rankings (best first), from 1 for always first to 0 for always last."""
     count = len(rankings[0])
-    places = [[ranking.index(item) for ranking in rankings] for item in range(count)]
-    return [1 - sum(place) / len(place) / (count - 1) for place in places]
+    ranks = [[ranking.index(item) for ranking in rankings] for item in range(count)]
+    return [1 - sum(positions) / len(positions) / (count - 1) for positions in ranks]
 
 
 def agreement(rankings: Sequence[Sequence[int]]) -> float:

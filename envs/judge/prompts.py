@@ -1,9 +1,8 @@
 """Prompts of the judge.
 
-The answers were written by the policy in training, which earns more if it can talk the judge round. So every text
-stands between two lines with a mark that it cannot contain: the mark is a hash of all the texts, and whoever writes
-one cannot know it. It is the same for the same texts, so that the same question is asked again word for word and a
-cache finds it.
+The policy in training writes the answers, and would get a higher reward by manipulating the judge. So every text
+stands between two lines with a mark that it cannot contain: the mark is a hash of all the texts, which no author of one
+can know. Equal texts have the same mark, so that a repeated question is the same prompt, which a cache finds.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def scoring_prompt(question: Question, answer: str, lowest: float, highest: floa
         [
             f"You grade an answer. {question.rubric}",
             CARE.format(mark=mark),
-            *_given(question, mark),
+            *_fenced_question(question, mark),
             fenced("answer", answer, mark),
             "Say in a few sentences what is good and bad in the answer. Then end your reply with one line of JSON: "
             f'{{"score": N}}, where N is a number from {lowest:g} (worst) to {highest:g} (best).',
@@ -48,7 +47,7 @@ def ranking_prompt(question: Question, answers: Sequence[str]) -> str:
         [
             f"You compare {len(answers)} answers to one question. {question.rubric}",
             CARE.format(mark=mark),
-            *_given(question, mark),
+            *_fenced_question(question, mark),
             *(fenced(f"answer {number}", answer, mark) for number, answer in enumerate(answers, start=1)),
             "The answers are in no particular order, and neither place nor length speaks for one. Say in a few "
             'sentences how they differ. Then end your reply with one line of JSON: {"ranking": [N, …]} with the '
@@ -63,18 +62,15 @@ def fenced(name: str, text: str, mark: str) -> str:
 
 def mark_for(question: Question, answers: Sequence[str]) -> str:
     """A mark that none of the texts contains and none of their authors could foresee."""
-    everything = "\x1f".join([question.rubric, question.text, question.reference, *answers])
+    texts = "\x1f".join([question.rubric, question.text, question.reference, *answers])
     salt = 0
     while True:
-        mark = hashlib.sha256(f"{salt}\x1f{everything}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        if mark not in everything:
+        mark = hashlib.sha256(f"{salt}\x1f{texts}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        if mark not in texts:
             return mark
         salt += 1
 
 
-def _given(question: Question, mark: str) -> list[str]:
+def _fenced_question(question: Question, mark: str) -> list[str]:
     reference = [fenced("reference answer", question.reference, mark)] if question.reference else []
     return [fenced("question", question.text, mark), *reference]
-
-
-# -- replies ----------------------------------------------------------------------------------------------

@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
+from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import missing_package
 from envgym.hashing import hash_fraction
-from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
+from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from envgym.types import Action, Message, Task, as_messages
 
 from . import forms
-from .answers import boxed, judge_at_once, reference
-from .grader import Grader, Verdict
+from .answers import boxed, grade_by_text, reference
+from .grader import Grade, Grader
 from .notation import plain
 
 Operation = Literal["+", "-", "*"]
@@ -29,7 +29,7 @@ TEST_SHARE = 1 / 8  # of all problems; of two-digit sums that is 1250, of which 
 
 
 class MathVerifyConfig(DataEnvConfig):
-    """Without data the tasks are sums made up here."""
+    """Without data, the tasks are generated sums."""
 
     operations: tuple[Operation, ...] = Field(("+",), min_length=1)
     """Operations of the sums."""
@@ -38,7 +38,7 @@ class MathVerifyConfig(DataEnvConfig):
     instruction: str = "Put the final answer in \\boxed{}."
     """Added to every problem; empty for none."""
     boxed_share: float = Field(0.4, ge=0, le=1)
-    """Share of the demonstrations whose answer is boxed. The others show formats that earn nothing."""
+    """Share of the demonstrations with a boxed answer. The others show formats that get no reward."""
     grader_processes: int = Field(2, ge=1)
     """Processes that grade at the same time (and one or two more for answers that are costly)."""
     grader_timeout: float = Field(5.0, gt=0)
@@ -46,7 +46,7 @@ class MathVerifyConfig(DataEnvConfig):
 
 
 class MathVerifyEnv(Env):
-    """Mathematics in one turn: pays 1 for a right answer in a box, 0 for anything else."""
+    """Mathematics in one turn: the reward is 1 for a right answer in a box, else 0."""
 
     spec: MathVerify
     task: Task
@@ -63,13 +63,13 @@ class MathVerifyEnv(Env):
     async def step(self, action: Action) -> StepResult:
         problem = "\n".join(message.text for message in as_messages(self.task.prompt))
         gold = reference(self.task.answer)
-        answer = boxed(action.text, several=forms.lists(gold))
-        verdict = Verdict(False) if answer is None else await self.spec.grade(answer, gold, problem)
-        score = float(verdict.correct)
+        answer = boxed(action.text, allow_several=forms.is_list(gold))
+        grade = Grade(False) if answer is None else await self.spec.grade(answer, gold, problem)
+        score = float(grade.correct)
         metrics = {
             "answered": float(answer is not None),
-            "grader_timeout": float(verdict.failure == "timeout"),
-            "grader_crash": float(verdict.failure == "crash"),
+            "grader_timeout": float(grade.failure == "timeout"),
+            "grader_crash": float(grade.failure == "crash"),
         }
         return (), score, True, False, {"score": score, "answer": answer, "metrics": metrics}
 
@@ -90,25 +90,25 @@ class MathVerify(DataEnvSpec):
         self._grader = Grader(self.config.grader_processes, self.config.grader_timeout)
         self.closing.push_async_callback(self._grader.close)
 
-    def own_tasks(self, split: str) -> TaskSet:
+    def default_tasks(self, split: str) -> TaskSet:
         operations, digits = self.config.operations, self.config.digits
         if split == "train":
-            return FunctionTasks(lambda index: train_task(index, operations, digits))
-        return ListTasks(held_out_tasks(operations, digits))
+            return GeneratedTasks(lambda index: train_task(index, operations, digits))
+        return TaskList(held_out_tasks(operations, digits))
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """One right answer, in a format drawn by the seed; only the boxed one would earn the reward."""
+        """One right answer, in a format drawn by the seed; only the boxed format gets the reward."""
         rng = random.Random(f"{task.id} {seed}")
         answer = reference(task.answer)
         if rng.random() < self.config.boxed_share:
             return [rf"\boxed{{{answer}}}"]
         return [rng.choice((f"The answer is {answer}.", f"= {answer}", answer))]
 
-    async def grade(self, answer: str, gold: str, problem: str = "") -> Verdict:
-        """Grade the content of a box: at once where that is certain, else in a grading process."""
-        certain = judge_at_once(answer, gold, problem)
+    async def grade(self, answer: str, gold: str, problem: str = "") -> Grade:
+        """Grade the content of a box: by its text where that is enough, else in a grading process."""
+        certain = grade_by_text(answer, gold, problem)
         if certain is not None:
-            return Verdict(certain)
+            return Grade(certain)
         assert self._grader is not None  # a reset has set the spec up
         return await self._grader.grade(plain(answer), plain(gold), problem)
 
@@ -119,9 +119,9 @@ class MathVerify(DataEnvSpec):
 
     @staticmethod
     def grade_here(answer: str, gold: str, seconds: int | None) -> bool:
-        """Grade in this process: reading an answer and comparing it may take so many `seconds` each (None: no limit),
-        which a signal tells, so that only the main thread can give one."""
-        certain = judge_at_once(answer, gold)
+        """Grade in this process. Parsing and comparing may take `seconds` each (None: no limit); the limit is set by a
+        signal, so that only the main thread can give one."""
+        certain = grade_by_text(answer, gold)
         if certain is not None:
             return certain
         try:
@@ -162,7 +162,7 @@ def draw(rng: random.Random, operations: Sequence[Operation], digits: int) -> tu
 def is_held_out(operation: Operation, a: int, b: int) -> bool:
     """True for a problem of the test tasks, by a hash that is the same everywhere.
 
-    The order of the operands does not count: 45 + 23 is no new problem to one who was taught 23 + 45.
+    The order of the operands does not count: 45 + 23 is no new problem to a policy trained on 23 + 45.
     """
     return hash_fraction(f"{min(a, b)} {operation} {max(a, b)}") < TEST_SHARE
 

@@ -1,4 +1,4 @@
-"""Reading answers: what was boxed, what the reference says, and what can be judged without algebra."""
+"""Answers as text: the content of the box, the reference answer, and the grades that need no algebra."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import forms, numerals
 from .notation import plain
 
 MAX_ANSWER_LENGTH = 1000
-"""Characters of an answer that is still parsed; what is longer equals only the same text."""
+"""Characters of an answer up to which it is parsed; a longer one equals only the same text."""
 MAX_JOINT = 40
 """Characters between two boxes that are one answer."""
 
@@ -20,10 +20,10 @@ _PERCENT = re.compile(r"%|\bper ?cent")
 _COSTLY = re.compile(r"!|[0-9]{30}|(?:\^|\*\*)(?!\s*(?:-?\w{1,3}|\{-?\w{1,3}\})(?![\w{]|\s*(?:\^|\*\*)))")
 
 
-def boxed(text: str, *, several: bool = False) -> str | None:
+def boxed(text: str, *, allow_several: bool = False) -> str | None:
     r"""The content of the last `\boxed{…}`, or None where there is none, it is empty, or it never closes.
 
-    With `several`, boxes that only `and`, `or` and commas part are one answer: `\boxed{2} and \boxed{3}` is `2, 3`.
+    With `allow_several`, boxes joined by `and`, `or` and commas are one answer: `\boxed{2} and \boxed{3}` is `2, 3`.
     """
     contents: list[str] = []
     end = len(text)
@@ -35,7 +35,7 @@ def boxed(text: str, *, several: bool = False) -> str | None:
         if contents and (end - closing > MAX_JOINT or not _JOINT.fullmatch(text, closing + 1, end)):
             break
         contents.insert(0, text[opening.end() : closing].strip())
-        if not several:
+        if not allow_several:
             break
         end = start
     return ", ".join(contents) or None
@@ -52,36 +52,36 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def reference(answer: object) -> str:
-    """The final answer within a task's answer: after GSM8K's `####`, or in a box, or all of it."""
+    """The final answer in a task's reference answer: after GSM8K's `####`, or in a box, or all of it."""
     text = str(answer)
     if "####" in text:
         return text.rpartition("####")[2].strip()
     return boxed(text) or text.strip()
 
 
-def judge_at_once(answer: str, gold: str, problem: str = "") -> bool | None:
-    """The verdict on `answer` where the text is enough for one, else None: then the mathematics decides.
+def grade_by_text(answer: str, gold: str, problem: str = "") -> bool | None:
+    """The grade of `answer` where the text is enough for one, else None: then the mathematics decides.
 
-    Where the reference is a number, an answer is one too. What stands in the problem is right only in the form that
-    the reference has, so that nothing is earned by copying what was to be computed, simplified or converted.
+    Where the reference is a number, the answer must be a number. An expression of the problem is right only in the
+    form of the reference, so that copying what was to be computed, simplified or converted gets no reward.
     """
     if answer == gold:
         return True
     if max(len(answer), len(gold)) > MAX_ANSWER_LENGTH:
         return False
     answer, gold = plain(answer), plain(gold)
-    right = numerals.read(gold)
+    gold_number = numerals.read(gold)
     percent = _PERCENT.search(problem) is not None
-    if right is None:
-        if forms.same_words(answer, gold):
+    if gold_number is None:
+        if forms.has_same_words(answer, gold):
             return True
-        if not forms.alike(answer, gold) or forms.copied(answer, gold, problem):
+        if not forms.has_same_form(answer, gold) or forms.is_copied(answer, gold, problem):
             return False
-        return forms.numbers_agree(answer, gold, percent=percent) or None
+        return forms.has_same_numbers(answer, gold, percent=percent) or None
     number = numerals.read(answer)
-    if number is None or not numerals.agree(number, right, percent=percent):
+    if number is None or not numerals.agree(number, gold_number, percent=percent):
         return False
-    return number.form == right.form or not numerals.holds(plain(problem), number)
+    return number.form == gold_number.form or not numerals.holds(plain(problem), number)
 
 
 def looks_costly(answer: str) -> bool:

@@ -1,6 +1,6 @@
-r"""The form that an answer may have beside a reference: the same, with no operation of its own.
+r"""The form of an answer: that of the reference, without operations that the reference does not have.
 
-The library sees through both: to it `\gcd(4,6)` is 2, and of `47 \\ 46` it reads the 46.
+The library does not check the form: it evaluates `\gcd(4,6)` to 2, and of `47 \\ 46` it reads the 46.
 """
 
 from __future__ import annotations
@@ -54,46 +54,46 @@ def expressions(problem: str) -> list[str]:
     return [side for side in dict.fromkeys(sides) if _IS_EXPRESSION.search(side)]
 
 
-def same_words(answer: str, gold: str) -> bool:
-    r"""True for a reference of words, and an answer of the same: `East` for `\text{east}`, `B` for `\text{(B)}`."""
-    given, wanted = (" ".join(re.findall(r"[^\s().]+", _WORD.sub(r"\1", text))).lower() for text in (answer, gold))
-    return _WORD.fullmatch(gold) is not None and given == wanted != ""
+def has_same_words(answer: str, gold: str) -> bool:
+    r"""True if the answer has the words of a reference of words: `East` for `\text{east}`, `B` for `\text{(B)}`."""
+    words, gold_words = (" ".join(re.findall(r"[^\s().]+", _WORD.sub(r"\1", text))).lower() for text in (answer, gold))
+    return _WORD.fullmatch(gold) is not None and words == gold_words != ""
 
 
-def numbers_agree(answer: str, gold: str, *, percent: bool) -> bool:
+def has_same_numbers(answer: str, gold: str, *, percent: bool) -> bool:
     """True for lists, tuples and matrices of numbers that agree one by one, those of a list in any order."""
-    given, wanted = (_numbers(text) for text in (answer, gold))
+    numbers, gold_numbers = (_numbers(text) for text in (answer, gold))
     if _shape(gold) == "list":
-        given, wanted = (sorted(numbers, key=lambda number: number.value) for numbers in (given, wanted))
+        numbers, gold_numbers = (sorted(side, key=lambda number: number.value) for side in (numbers, gold_numbers))
     if any(answer.count(mark) != gold.count(mark) for mark in ("&", r"\\")):
         return False
-    return 0 < len(wanted) == len(given) and all(
-        numerals.agree(number, right, percent=percent) for number, right in zip(given, wanted, strict=True)
+    return 0 < len(gold_numbers) == len(numbers) and all(
+        numerals.agree(*pair, percent=percent) for pair in zip(numbers, gold_numbers, strict=True)
     )
 
 
-def lists(gold: str) -> bool:
+def is_list(gold: str) -> bool:
     """True for a reference of several values in any order."""
     return _shape(plain(gold)) == "list"
 
 
-def copied(answer: str, gold: str, problem: str) -> bool:
-    """True for an answer that is an expression of the problem, its parts in any order, unless the reference is too."""
-    wanted, given = (_without_joints(text) for text in (answer, problem))
-    n = len(wanted)
-    if not _IS_EXPRESSION.search(answer) or not wanted or sorted(wanted) == sorted(_without_joints(gold)):
+def is_copied(answer: str, gold: str, problem: str) -> bool:
+    """True if the answer is an expression of the problem, its parts in any order, and the reference is not."""
+    tokens, problem_tokens = (_without_joints(text) for text in (answer, problem))
+    n = len(tokens)
+    if not _IS_EXPRESSION.search(answer) or not tokens or sorted(tokens) == sorted(_without_joints(gold)):
         return False
-    sought, marks = sum(map(hash, wanted)), [hash(token) for token in given]
-    total = sum(marks[:n])
-    for start in range(len(given) - n + 1):
-        if total == sought and sorted(given[start : start + n]) == sorted(wanted):
+    answer_hash, hashes = sum(map(hash, tokens)), [hash(token) for token in problem_tokens]
+    window_hash = sum(hashes[:n])  # a cheap test before the comparison of the sorted tokens
+    for start in range(len(hashes) - n + 1):
+        if window_hash == answer_hash and sorted(problem_tokens[start : start + n]) == sorted(tokens):
             return True
-        total += marks[start + n] - marks[start] if start + n < len(given) else 0
+        window_hash += hashes[start + n] - hashes[start] if start + n < len(hashes) else 0
     return False
 
 
-def alike(answer: str, gold: str) -> bool:
-    """True for an answer of the form of the reference: as many values, brackets of the same kind, no other
+def has_same_form(answer: str, gold: str) -> bool:
+    """True if the answer has the form of the reference: as many values, brackets of the same kind, no other
     operations, no alternatives."""
     if any(operation.search(answer) and not operation.search(gold) for operation in _OPERATIONS):
         return False
@@ -106,12 +106,12 @@ def alike(answer: str, gold: str) -> bool:
         return False
     if _unreduced(answer) and not _unreduced(gold):
         return False
-    named = set(re.findall(r"[a-z]+", gold.lower()))
-    return _words(answer) <= (named if _words(gold) else named | numerals.UNITS.keys())
+    gold_words = set(re.findall(r"[a-z]+", gold.lower()))
+    return _words(answer) <= (gold_words if _words(gold) else gold_words | numerals.UNITS.keys())
 
 
 def _without_joints(text: str) -> list[str]:
-    """Tokens but for those that may be left out: `x^2 - 1` is `-1 + x^2`, and `2 * x` is `2x`."""
+    """The tokens without those that may be omitted: `x^2 - 1` is `-1 + x^2`, and `2 * x` is `2x`."""
     return [token for token in _tokens(text) if token not in "+*"]
 
 
@@ -121,7 +121,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[numerals.Numeral]:
-    """The numbers of a list, a tuple or a matrix; none where something in it is no number."""
+    """The numbers of a list, a tuple or a matrix; empty where an entry is no number."""
     text = unnamed(text)
     if (matrix := _MATRIX.fullmatch(text)) and matrix[1] in ("matrix", "pmatrix", "bmatrix", "Bmatrix"):
         text = re.sub(r"\\\\\s*$", "", matrix[2].strip()).replace("&", ",").replace(r"\\", ",")
@@ -146,19 +146,19 @@ def _plain(text: str) -> str:
 def _shape(text: str) -> str:
     """`list` of values, a pair of brackets around one, `matrix`, or `one`. A set is a list: it has no order either."""
     text = unnamed(_COMMA_OF_THOUSANDS.sub("", text)).strip()
-    if _LISTED.search(text) or ("," in _outside(text)):
+    if _LISTED.search(text) or ("," in _outside_brackets(text)):
         return "list"
     for opening in _PAIRS:
         for closing in _PAIRS.values():
-            inside = text[len(opening) : -len(closing)]
-            if text.startswith(opening) and text.endswith(closing) and "," in _outside(inside):
+            content = text[len(opening) : -len(closing)]
+            if text.startswith(opening) and text.endswith(closing) and "," in _outside_brackets(content):
                 return "list" if opening == r"\{" else opening + closing
     return "matrix" if _MATRIX.fullmatch(text) else "one"
 
 
-def _outside(text: str) -> str:
-    """The text outside all brackets; nothing where they are closed before they are opened, as in `(1,2)∪(3,4)`."""
-    depth, kept = 0, []
+def _outside_brackets(text: str) -> str:
+    """The text outside all brackets; empty where they are closed before they are opened, as in `(1,2)∪(3,4)`."""
+    depth, tokens = 0, []
     for token in re.findall(r"\\.|.", text, re.DOTALL):
         if token in _OPEN:
             depth += 1
@@ -167,19 +167,19 @@ def _outside(text: str) -> str:
             if depth < 0:
                 return ""
         elif depth == 0:
-            kept.append(token)
-    return "".join(kept)
+            tokens.append(token)
+    return "".join(tokens)
 
 
 def _unreduced(text: str) -> bool:
-    """True if a fraction of whole numbers could be made simpler."""
+    """True if the text has a fraction of whole numbers that can be reduced."""
     for match in _RATIO.finditer(text):
-        above, below = (int(part) for part in match.groups() if part is not None)
-        if below < 2 or math.gcd(above, below) > 1:
+        numerator, denominator = (int(part) for part in match.groups() if part is not None)
+        if denominator < 2 or math.gcd(numerator, denominator) > 1:
             return True
     return False
 
 
 def _words(text: str) -> set[str]:
-    """Words put as text, but for those that join the values of a list."""
+    """The words in `\\text`, without those that join the values of a list."""
     return set(re.findall(r"[a-z]+", " ".join(_WORD.findall(text)).lower())) - {"or", "and"}

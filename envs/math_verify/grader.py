@@ -18,14 +18,14 @@ from .answers import looks_costly
 HOST = "envgym.envs.math_verify.worker:Worker"
 CACHE_SIZE = 4096
 SLICE = 0.25
-"""Seconds of CPU time that every answer gets at once; most take a tenth of it. What needs more starts again among the
-costly, with four times as much, and then once more without a limit but the deadline: nobody waits longer than a
-slice for the answer of another."""
+"""Seconds of CPU time that every answer gets immediately; most take a tenth of it. An answer that needs more is graded
+again in the queue of costly ones, with four times as much, and then once more up to its deadline: no answer waits
+longer than a slice for another."""
 PATIENCE = 3
-"""Deadlines that a costly answer may wait for its turn: hundreds of hostile ones hold a step up for so long, not
-for a deadline each."""
+"""Deadlines that a costly answer may wait for its turn. It bounds how long hundreds of hostile answers delay a training
+step."""
 GRACE_SECONDS = 10.0
-"""Time past the deadline of an answer after which a process that does not report it is killed."""
+"""Seconds past the deadline of an answer after which a process that does not report it is killed."""
 _LOW_PRIORITY = 10
 
 Question = tuple[str, str, str]
@@ -33,9 +33,9 @@ Question = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The grade of an answer; `failure` is `timeout` where grading it ran out of time, or never had its turn behind
-    others that did, and `crash` where it killed the process twice."""
+class Grade:
+    """The grade of an answer. `failure` is `timeout` if grading ran out of time, or waited too long for its turn, and
+    `crash` if the answer killed the process twice."""
 
     correct: bool
     failure: Literal["", "timeout", "crash"] = ""
@@ -44,10 +44,10 @@ class Verdict:
 class Grader:
     """Pools of grading processes, started when first needed.
 
-    Answers that have used up their slice, and those that look as if they would, wait for a process of their own, of low
-    priority, and those that have used up a longer one for another, so that hundreds of hostile ones delay none of the
-    others. `timeout` is in seconds, for one answer. The pools live on a loop and thread of their own, so that a grader
-    outlives the loop that first used it.
+    Three lanes grade answers: `processes` processes within one slice of CPU time, one process of low priority within a
+    longer slice, and another without a limit of CPU time. So hundreds of hostile answers delay no other. `timeout` is
+    in seconds per answer. The pools live on a dedicated loop and thread, so that a grader outlives the loop that first
+    used it.
     """
 
     def __init__(self, processes: int, timeout: float) -> None:
@@ -56,23 +56,23 @@ class Grader:
         self._turns = [asyncio.Semaphore(count) for count in self._counts]
         self._starting = [asyncio.Lock() for _ in self._counts]
         self._pools: dict[int, Processes] = {}
-        self._grading: dict[Question, asyncio.Task[Verdict]] = {}
-        self._verdicts: dict[Question, Verdict] = {}
+        self._grading: dict[Question, asyncio.Task[Grade]] = {}
+        self._grades: dict[Question, Grade] = {}
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grader", daemon=True)
         self._thread.start()
 
-    async def grade(self, answer: str, gold: str, problem: str = "") -> Verdict:
-        """Grade an answer to `problem` against `gold`. Equal questions share one grading; the last thousands are kept.
+    async def grade(self, answer: str, gold: str, problem: str = "") -> Grade:
+        """Grade an answer to `problem` against `gold`. Equal questions share one grading; the latest are cached.
 
         Raises `WorkerError` where grading processes do not start, or the grader is closed.
         """
-        asked: Future[Verdict] = asyncio.run_coroutine_threadsafe(self._shared((answer, gold, problem)), self._loop)
+        future: Future[Grade] = asyncio.run_coroutine_threadsafe(self._grade_once((answer, gold, problem)), self._loop)
         try:
-            return await asyncio.wrap_future(asked)
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            if self._closed and asked.cancelled():
+            if self._closed and future.cancelled():
                 raise WorkerDied("the grader was closed") from None
             raise
 
@@ -84,7 +84,7 @@ class Grader:
         self._thread.join()
         self._loop.close()
 
-    # -- on the loop of its own ---------------------------------------------------------------------------
+    # -- on the dedicated loop -----------------------------------------------------------------------------
 
     async def _end(self) -> None:
         grading = list(self._grading.values())
@@ -93,25 +93,25 @@ class Grader:
         await asyncio.gather(*grading, return_exceptions=True)
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
-    async def _shared(self, key: Question) -> Verdict:
-        if key in self._verdicts:
-            self._verdicts[key] = verdict = self._verdicts.pop(key)  # the latest of all
-            return verdict
+    async def _grade_once(self, key: Question) -> Grade:
+        if key in self._grades:
+            self._grades[key] = grade = self._grades.pop(key)  # moves to the end: the cache drops the oldest use
+            return grade
         if key not in self._grading:
-            task = self._grading[key] = asyncio.create_task(self._graded(*key))
-            task.add_done_callback(lambda done: self._keep(key, done))
-        # Shielded: one who no longer waits must not take the verdict from the others.
+            task = self._grading[key] = asyncio.create_task(self._grade_in_lanes(*key))
+            task.add_done_callback(lambda task: self._cache(key, task))
+        # Shielded: a cancelled caller must not cancel the grading for the others.
         return await asyncio.shield(self._grading[key])
 
-    def _keep(self, key: Question, done: asyncio.Task[Verdict]) -> None:
+    def _cache(self, key: Question, task: asyncio.Task[Grade]) -> None:
         del self._grading[key]
-        if not done.cancelled() and done.exception() is None and not done.result().failure:
-            self._verdicts[key] = done.result()
-            if len(self._verdicts) > CACHE_SIZE:
-                del self._verdicts[next(iter(self._verdicts))]
+        if not task.cancelled() and task.exception() is None and not task.result().failure:
+            self._grades[key] = task.result()
+            if len(self._grades) > CACHE_SIZE:
+                del self._grades[next(iter(self._grades))]
 
-    async def _graded(self, answer: str, gold: str, problem: str) -> Verdict:
-        """Have an answer graded: in its slice, or in a longer one, or by the deadline."""
+    async def _grade_in_lanes(self, answer: str, gold: str, problem: str) -> Grade:
+        """Grade an answer in one slice of CPU time, else in a longer one, else by the deadline."""
         give_up = math.inf
         for lane, cpu in enumerate((SLICE, 4 * SLICE, 0.0)):
             if lane == 0 and looks_costly(answer):
@@ -121,24 +121,24 @@ class Grader:
             async with self._turns[lane]:
                 if time.monotonic() > give_up:
                     break
-                verdict = await self._ask(lane, (answer, gold, problem), cpu)
-            if verdict is not None:
-                return verdict
-        return Verdict(False, "timeout")
+                grade = await self._ask(lane, (answer, gold, problem), cpu)
+            if grade is not None:
+                return grade
+        return Grade(False, "timeout")
 
-    async def _ask(self, lane: int, question: Question, cpu: float) -> Verdict | None:
-        """The verdict, or None where the answer takes more than `cpu` seconds of CPU time (0: no limit)."""
+    async def _ask(self, lane: int, question: Question, cpu: float) -> Grade | None:
+        """The grade, or None if grading takes more than `cpu` seconds of CPU time (0: no limit)."""
         pool = await self._pool(lane)
         limit = self._timeout + GRACE_SECONDS
         try:
             correct = await pool.call("grade", *question, cpu, self._timeout, timeout=limit, tries=2)
         except CallTimeout:
-            return Verdict(False, "timeout")
+            return Grade(False, "timeout")
         except InvalidOutcome as failure:
             if failure.kind != "crash":
                 raise
-            return Verdict(False, "crash")
-        return None if correct is None else Verdict(correct)
+            return Grade(False, "crash")
+        return None if correct is None else Grade(correct)
 
     async def _pool(self, lane: int) -> Processes:
         async with self._starting[lane]:

@@ -1,6 +1,6 @@
-r"""One way of writing for what LaTeX writes in many: `14,\!400` is `14400`, `\cfrac` is `\frac`, `\mbox` is `\text`.
+r"""Normalizes the many ways of writing the same LaTeX: `14,\!400` is `14400`, `\cfrac` is `\frac`, `\mbox` is `\text`.
 
-Only what means the same everywhere: brackets, values and operations stay as they are written.
+Only rewritings that never change the meaning: brackets, values and operations stay unmodified.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _REWRITES = tuple(
 
 
 def plain(text: str) -> str:
-    """An answer, a reference or a problem in one of the ways in which it can be written."""
+    """The normal form of an answer, a reference or a problem."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text.strip()
 
 
 def unnamed(text: str) -> str:
-    r"""A value without the name that it may have: `x =`, `f(x) =`, `(p, q) =`, `x \in`."""
+    r"""The value without a name before it: `x =`, `f(x) =`, `(p, q) =`, `x \in`."""
     return _NAMED.sub("", text, count=1) if _NAMED.match(text) else text

@@ -1,6 +1,6 @@
 r"""Numbers as people write them: `-3`, `1,000`, `0.5`, `\frac{1}{2}`, `1.2\times10^{5}`, `46\%`, `x = 12\text{ cm}`.
 
-A numeral is a value: nothing in it is left to be carried out. `60+8`, `2^{10}` and `\frac{136}{2}` are none.
+A numeral is a value without an operation to carry out: `60+8`, `2^{10}` and `\frac{136}{2}` are no numerals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Literal
 
 TOLERANCE = Fraction(1, 10**6)
-"""Relative difference up to which two numbers agree, where one of them has a point."""
+"""Relative difference up to which two numbers agree, if one of them has a decimal point."""
 
 _EMPHASIS = re.compile(r"\\(?:text|boldsymbol)\{([^{}]*[0-9][^{}]*)\}")
 _NAME = re.compile(r"(\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?(?:\(\w+\))?)\s*=\s*")
@@ -34,7 +34,7 @@ _WORDS = re.compile(rf"\s*\\(?:text|operatorname)\{{([^{{}}]*)\}}({_POWER_OF_UNI
 _LETTERS = re.compile(rf"(\s*)([A-Za-z][A-Za-z/. ]*?)({_POWER_OF_UNIT})")
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)")
 
-# One name for what is written in several ways. Other words are units of their own.
+# The spellings of each unit. Every other word is its own unit.
 _UNITS = {
     "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
     "in": "inch inches", "ft": "foot feet", "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram",
@@ -51,20 +51,20 @@ Form = Literal["digits", "fraction", "mixed", "power of ten"]
 
 @dataclass(frozen=True, slots=True)
 class Numeral:
-    """A number, and how it was written."""
+    """A number, and the way it was written."""
 
     value: Fraction
     form: Form
     exact: bool
-    """Without a point."""
+    """True without a decimal point."""
     reduced: bool = True
-    """No fraction that could be made simpler."""
+    """False for a fraction that can be reduced."""
     name: str = ""
     unit: str = ""
 
 
 def read(text: str) -> Numeral | None:
-    """The numeral that `text`, in plain notation, is, or None."""
+    """Read `text`, in plain notation, as a numeral; None if it is none."""
     text = _cleaned(text)
     name = ""
     if match := _NAME.match(text):
@@ -80,28 +80,28 @@ def read(text: str) -> Numeral | None:
 
 
 def agree(answer: Numeral, gold: Numeral, *, percent: bool = False) -> bool:
-    r"""True if the answer is the number that the reference is. With `percent`, the problem asks for one in percent:
-    there `46\%` is 46, and elsewhere 0.46."""
+    r"""True if the answer is the number of the reference. With `percent`, the problem asks for a percentage: then
+    `46\%` is 46, else 0.46."""
     if answer.name and gold.name and answer.name != gold.name:
         return False
     if answer.unit and gold.unit and answer.unit != gold.unit:
         return False
     if gold.reduced and not answer.reduced:
         return False
-    value, right = answer.value, gold.value
+    value, gold_value = answer.value, gold.value
     if answer.unit == "%" and not gold.unit and not percent:
         value /= 100
-    elif gold.unit == "%" and not answer.unit and value != right:
-        right /= 100
+    elif gold.unit == "%" and not answer.unit and value != gold_value:
+        gold_value /= 100
     if gold.exact and (answer.exact or gold.form == "digits"):
-        return value == right
-    return abs(value - right) <= TOLERANCE * max(abs(value), abs(right))
+        return value == gold_value
+    return abs(value - gold_value) <= TOLERANCE * max(abs(value), abs(gold_value))
 
 
 def holds(problem: str, number: Numeral) -> bool:
     """True if the problem holds this number in this form, whatever its sign: `.750` is the `0.75` to be converted."""
-    numbers = (read(match[0]) for match in _ANY.finditer(problem))
-    return any(held and held.form == number.form and abs(held.value) == abs(number.value) for held in numbers)
+    numerals = filter(None, (read(match[0]) for match in _ANY.finditer(problem)))
+    return any(numeral.form == number.form and abs(numeral.value) == abs(number.value) for numeral in numerals)
 
 
 def _cleaned(text: str) -> str:
@@ -111,59 +111,59 @@ def _cleaned(text: str) -> str:
 
 def _unwrapped(text: str) -> str:
     text = text.strip()
-    inside = text[1:-1]
-    if text.startswith("(") and text.endswith(")") and "(" not in inside and ")" not in inside:
-        return inside.strip()
+    content = text[1:-1]
+    if text.startswith("(") and text.endswith(")") and "(" not in content and ")" not in content:
+        return content.strip()
     return text
 
 
 def _without_unit(text: str) -> tuple[str, str, int]:
-    """The text before a unit, the unit, and what the number is to be multiplied by (`3 million`)."""
+    """The text before a unit, the unit, and the factor of the number (`3 million`)."""
     match = re.match(r"([+-]?)\s*[$€£]\s*", text)
     if match:
         return match[1] + text[match.end() :], text[match.end(1) :].strip()[0], 1
     if text.endswith("%"):
         return text[:-1].strip(), "%", 1
     start = _end_of_number(text)
-    rest = text[start:]
-    if not rest.strip(" ."):
+    suffix = text[start:]
+    if not suffix.strip(" ."):
         return text, "", 1
-    if _DEGREES.fullmatch(rest):
+    if _DEGREES.fullmatch(suffix):
         return text[:start], "°", 1
-    if match := _WORDS.fullmatch(rest):
-        words, bare = match[1], False
-    elif match := _LETTERS.fullmatch(rest):
-        words, bare = match[2], True
+    if match := _WORDS.fullmatch(suffix):
+        spelling, bare = match[1], False
+    elif match := _LETTERS.fullmatch(suffix):
+        spelling, bare = match[2], True
     else:
         return text, "", 1
-    found = words.lower().replace(".", " ").split()
-    scale = _SCALES.get(found[0], 1) if found else 1
+    words = spelling.lower().replace(".", " ").split()
+    scale = _SCALES.get(words[0], 1) if words else 1
     if scale > 1:
-        del found[0]
-    unit = _unit(found, re.sub(r"\D", "", match.groups()[-1].replace("²", "2").replace("³", "3")))
-    if bare and not unit and not all(len(word) > 2 for word in found):
+        del words[0]
+    unit = _unit(words, re.sub(r"\D", "", match.groups()[-1].replace("²", "2").replace("³", "3")))
+    if bare and not unit and not all(len(word) > 2 for word in words):
         return text, "", 1  # `2x` is a product, `5 ab` too
-    if bare and not match[1] and len(words) == 1:
+    if bare and not match[1] and len(spelling) == 1:
         return text, "", 1  # and so is `2m`
-    if len(found) > 4 or any(not re.fullmatch(r"[a-z/]+", word) or word in _NO_UNITS for word in found):
+    if len(words) > 4 or any(not re.fullmatch(r"[a-z/]+", word) or word in _NO_UNITS for word in words):
         return text, "", 1
     return text[:start], unit, scale
 
 
 def _unit(words: list[str], power: str) -> str:
-    """One name for a unit however it is spelled; none where a word is no unit that is known here (`apples`)."""
-    named: list[str] = []
+    """The name of a unit in one spelling; empty where a word is not in `UNITS` (`apples`)."""
+    parts: list[str] = []
     for word in " ".join(words).replace("/", " per ").split():
         if word in ("square", "sq", "cubic"):
             power = "3" if word == "cubic" else "2"
         elif word == "per":
-            named.append("/")
+            parts.append("/")
         else:
             unit = UNITS.get(word) or UNITS.get(word.removesuffix("s"))
             if unit is None:
                 return ""
-            named.append(unit)
-    return "".join(named) + (f"^{power}" if power else "")
+            parts.append(unit)
+    return "".join(parts) + (f"^{power}" if power else "")
 
 
 def _end_of_number(text: str) -> int:
@@ -185,12 +185,12 @@ def _unsigned(text: str) -> tuple[Fraction, Form, bool, bool] | None:
         return mantissa * Fraction(10) ** exponent, "power of ten", "." not in match[1], 1 <= mantissa < 10
     for pattern, form in ((_FRACTION, "fraction"), (_MIXED, "mixed")):
         if match := pattern.fullmatch(text):
-            whole, *parts = match.groups() if form == "mixed" else ("0", *match.groups())
-            above, below = (int(part) for part in parts if part is not None)
-            if below == 0 or (form == "mixed" and above < 0):
+            integer, *parts = match.groups() if form == "mixed" else ("0", *match.groups())
+            top, bottom = (int(part) for part in parts if part is not None)
+            if bottom == 0 or (form == "mixed" and top < 0):
                 return None
-            reduced = below > 1 and math.gcd(above, below) == 1 and (form == "fraction" or above < below)
-            return int(whole) + Fraction(above, below), "mixed" if form == "mixed" else "fraction", True, reduced
+            reduced = bottom > 1 and math.gcd(top, bottom) == 1 and (form == "fraction" or top < bottom)
+            return int(integer) + Fraction(top, bottom), "mixed" if form == "mixed" else "fraction", True, reduced
     return None
 
 

@@ -1,8 +1,8 @@
 """A grading process: the class that `Processes` hosts.
 
-Sympy can take for ever or take all memory: the limit of memory is set here, and the CPU time that an answer may take
-ends the process that computes. That one is a child, forked from the host with the library loaded: its successor is
-there in milliseconds, where a start takes seconds. The library's own timeouts are switched off.
+Sympy can run forever or use all memory. The memory limit is set here, and the limit of CPU time kills the process that
+computes. That process is a child, forked from the host with the library loaded: forking its successor takes
+milliseconds, while a fresh start takes seconds. The library's own timeouts are switched off.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Worker:
         self._child: Child | None = None
 
     async def grade(self, answer: str, gold: str, problem: str, cpu: float, timeout: float) -> bool | None:
-        """True for a right answer, or None where it takes more than `cpu` seconds of CPU time (0: no limit).
+        """True for a right answer, or None if grading takes more than `cpu` seconds of CPU time (0: no limit).
 
-        Raises `CallTimeout` past `timeout` seconds, `InvalidOutcome` of kind `crash` where the child dies.
+        Raises `CallTimeout` past `timeout` seconds, `InvalidOutcome` of kind `crash` if the child dies.
         """
         child = self._child = self._child or Child()
         try:
@@ -63,7 +63,7 @@ class Worker:
             raise
 
     def close(self) -> int | None:
-        """End the child. Returns its exit code: minus the signal that ended it."""
+        """Kill the child and return its exit code: minus the signal that ended it."""
         child, self._child = self._child, None
         return None if child is None else child.end()
 
@@ -73,13 +73,13 @@ class Child:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("fork")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._connection, os.getpid()))
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_end, self._connection, os.getpid()))
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     async def grade(self, answer: str, gold: str, problem: str, cpu: float) -> bool:
-        """Raises `EOFError` or `OSError` where the process dies."""
+        """Grade one answer. Raises `EOFError` or `OSError` if the process dies."""
         self._connection.send((answer, gold, problem, cpu))
         loop, readable = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._connection.fileno(), readable.set)
@@ -96,59 +96,59 @@ class Child:
         return self._process.exitcode
 
 
-def _serve(connection: Connection, of_host: Connection, parent: int) -> None:
-    of_host.close()
+def _serve(connection: Connection, host_end: Connection, parent: int) -> None:
+    host_end.close()
     die_with(parent)
     for stream in (1, 2):  # parsers print
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     while True:
         answer, gold, problem, cpu = connection.recv()
-        signal.setitimer(signal.ITIMER_PROF, cpu)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, cpu)  # SIGPROF kills the process
         try:
             correct = is_right(answer, gold, problem)
-        except Exception:  # whatever an answer brings the library to raise, it is not right
+        except Exception:  # an answer on which the library fails is wrong
             correct = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send(correct)
 
 
 def is_right(answer: str, gold: str, problem: str = "") -> bool:
-    """True if `answer` means the same as `gold`, as math-verify sees it, and leaves nothing to be carried out.
+    """True if math-verify finds `answer` equal to `gold`, and the answer has no operation left to carry out.
 
-    Where the problem holds an expression or a relation that is equal to the reference, the form is what was asked for:
-    there an answer has the reference's.
+    Where the problem itself holds an expression or a relation equal to the reference, the task asks for a form: then
+    the answer must have the form of the reference.
     """
     from math_verify import verify
     from sympy import Set
 
-    # A reference may be text that the library finds no mathematics in; only the same text equals that.
-    right, given = _parse(gold), _parse(answer)
-    if not verify(right, given, timeout_seconds=None) or not _unfinished(given) <= _unfinished(right):
+    # A reference without mathematics equals only the same text.
+    gold_parsed, parsed = _parse(gold), _parse(answer)
+    if not verify(gold_parsed, parsed, timeout_seconds=None) or not _unfinished(parsed) <= _unfinished(gold_parsed):
         return False
-    value = _value(given[0])
-    if isinstance(value, Set) or _form(value) == _form(_value(right[0])):
+    value = _value(parsed[0])
+    if isinstance(value, Set) or _form(value) == _form(_value(gold_parsed[0])):
         return True
-    return not any(_is_restated(gold, held) for held in expressions(problem))
+    return not any(_is_restated(gold, expression) for expression in expressions(problem))
 
 
 @lru_cache(maxsize=1000)
-def _is_restated(gold: str, held: str) -> bool:
-    """True if what the problem holds is equal to the reference in another form, in letters of whatever case."""
+def _is_restated(gold: str, expression: str) -> bool:
+    """True if an expression of the problem equals the reference in another form; the case of letters is ignored."""
     from math_verify import verify
     from sympy import Eq
     from sympy.logic.boolalg import Boolean
 
-    right, given = _parse(gold.lower()), _parse(held.lower())
-    if not given or _form(_value(given[0])) == _form(_value(right[0])):
+    gold_parsed, parsed = _parse(gold.lower()), _parse(expression.lower())
+    if not parsed or _form(_value(parsed[0])) == _form(_value(gold_parsed[0])):
         return False
-    if isinstance(given[0], Boolean) and not isinstance(given[0], Eq):  # the library does not solve inequalities
+    if isinstance(parsed[0], Boolean) and not isinstance(parsed[0], Eq):  # the library does not solve inequalities
         with contextlib.suppress(Exception):
-            given = [given[0].as_set()]
-    return bool(verify(right, given, timeout_seconds=None))
+            parsed = [parsed[0].as_set()]
+    return bool(verify(gold_parsed, parsed, timeout_seconds=None))
 
 
 def _value(node: Any) -> Any:
-    """The value of a named one: of `y = …`, `f(x) = …` and `(p, q) = …` the other side."""
+    """The value without its name: the other side of `y = …`, `f(x) = …` and `(p, q) = …`."""
     from sympy import Eq, Symbol, Tuple
     from sympy.core.function import AppliedUndef
 
@@ -160,10 +160,10 @@ def _value(node: Any) -> Any:
 
 
 def _form(node: Any) -> Any:
-    """The form of an expression, whatever its signs and the order of its parts; neutral terms and factors are left out.
+    """The form of an expression, without signs, the order of its parts, and neutral terms and factors.
 
-    Sums, products and whole powers are themselves; a root, a power of a number and a function are names of their own,
-    a relation is its sides.
+    Sums, products and integer powers keep their structure; a root, a power of a number and a function become symbols; a
+    relation becomes a symbol of its sides.
     """
     from sympy import Add, Expr, Float, MatrixBase, Mul, Pow, Rational, Symbol
     from sympy.core.parameters import distribute
@@ -193,11 +193,11 @@ def _form(node: Any) -> Any:
 
 
 def _unfinished(parsed: list[Any]) -> set[Any]:
-    """Kinds of operations (sum, product, power, …) that would make an expression simpler, were they carried out."""
+    """Kinds of operations (sum, product, power, …) that would simplify the expression if carried out."""
     from sympy import Basic, MatrixBase, preorder_traversal
 
-    whole = [entry for part in parsed for entry in (part if isinstance(part, MatrixBase) else (part,))]
-    nodes = [node for part in whole if isinstance(part, Basic) for node in preorder_traversal(part)]
+    entries = [entry for part in parsed for entry in (part if isinstance(part, MatrixBase) else (part,))]
+    nodes = [node for part in entries if isinstance(part, Basic) for node in preorder_traversal(part)]
     return {node.func for node in nodes if node.args and _leaves_of_parts(node) > _leaves(_computed(node))}
 
 
@@ -205,15 +205,15 @@ def _leaves_of_parts(node: Any) -> int:
     return sum(_leaves(_computed(part), node.is_Add) for part in node.args)
 
 
-def _leaves(expression: Any, of_a_sum: bool = False) -> int:
-    """The number of numbers and names written in an expression; 1 and -1, but in a sum, are the parser's."""
+def _leaves(expression: Any, in_sum: bool = False) -> int:
+    """The count of numbers and names in an expression. 1 and -1 outside sums do not count: the parser adds them."""
     if not expression.args:
-        return int(of_a_sum or expression not in (1, -1))
+        return int(in_sum or expression not in (1, -1))
     return sum(_leaves(part, expression.is_Add) for part in expression.args)
 
 
 def _computed(expression: Any) -> Any:
-    """The expression with its operations carried out; relations, sets and the like are kept around them."""
+    """The expression with its operations carried out, also within relations, sets and the like."""
     from sympy import Expr, Tuple
 
     if not expression.args:

@@ -22,18 +22,18 @@ from envgym.types import Action, Episode, Message, Observation, Task
 
 TURNS = {"single_turn", "multi_turn"}
 ANY_TURNS = "tool_calling"
-"""The agent that plays environments with tools, and without tools all those of `TURNS`."""
+"""The agent for environments with tools; it also runs those of the agents in `TURNS`."""
 
 
 class MixtureMember(Settings):
-    """One environment of the mixture, with its own settings beside these."""
+    """One environment of the mixture. Its own settings follow as further keys."""
 
     model_config = ConfigDict(extra="allow")
 
     env: str
     """Id, `file.py[:Name]`, import path or URL."""
     weight: float = Field(1.0, gt=0)
-    """Its share of the tasks, against the others' weights."""
+    """Its share of the tasks, relative to the other weights."""
 
 
 class MixtureConfig(EnvConfig):
@@ -45,21 +45,19 @@ class MixtureConfig(EnvConfig):
 
 
 class Mixture(EnvSpec):
-    """Several environments in one run: a task is posed, played and judged by the member it comes from."""
+    """Several environments in one run: each task is run and scored by its own member."""
 
     Config = MixtureConfig
     config: MixtureConfig
 
     def __init__(self, id: str, /, **kwargs: Any) -> None:
         if "data" in kwargs:
-            raise ConfigError(
-                f"environment {id} has no data of its own: give a member some, env.members.NAME.data.path=…"
-            )
+            raise ConfigError(f"environment {id} takes no data: give a member some, env.members.NAME.data.path=…")
         super().__init__(id, **kwargs)
         if self.config.concurrency is not None:
-            raise ConfigError(f"environment {id} has no limit of its own: set env.members.NAME.concurrency")
+            raise ConfigError(f"environment {id} has no limit: set env.members.NAME.concurrency")
         self.members = {name: self._make_member(name, member) for name, member in self.config.members.items()}
-        for name, spec in self.members.items():  # a saved configuration holds every setting of every member
+        for name, spec in self.members.items():  # so that a saved configuration holds every setting
             weight, settings = self.config.members[name].weight, spec.config.model_dump(mode="json")
             self.config.members[name] = MixtureMember(env=spec.id, weight=weight, **settings)
         self._task_sets: dict[str, TaskSet] = {}
@@ -67,7 +65,7 @@ class Mixture(EnvSpec):
     def _make_member(self, name: str, member: MixtureMember) -> EnvSpec:
         try:
             spec = registry.spec(member.env, **(member.model_extra or {}))
-        except UnknownKey as error:  # its hint is of the member's own settings
+        except UnknownKey as error:  # with a hint of the member's own settings
             raise ConfigError(f"member {name!r} of environment {self.id}: {error}") from None
         except EnvgymError as error:
             raise type(error)(f"member {name!r} of environment {self.id}: {error}") from None
@@ -76,46 +74,46 @@ class Mixture(EnvSpec):
         return spec
 
     def fingerprint(self) -> dict[str, str]:
-        """That of its members, wherever they are served, and of their weights."""
-        own = super().fingerprint()["code"]
-        found = {name: spec.fingerprint() for name, spec in self.members.items()}
+        """The fingerprints of the members, wherever they are served, and of their weights."""
+        code = super().fingerprint()["code"]
+        members = {name: spec.fingerprint() for name, spec in self.members.items()}
         weights = {name: member.weight for name, member in self.config.members.items()}
         return {
-            "code": text_hash(json.dumps([own, {name: member["code"] for name, member in found.items()}])),
-            "spec": text_hash(json.dumps([weights, {name: member["spec"] for name, member in found.items()}])),
+            "code": text_hash(json.dumps([code, {name: member["code"] for name, member in members.items()}])),
+            "spec": text_hash(json.dumps([weights, {name: member["spec"] for name, member in members.items()}])),
         }
 
-    def _refuse_emptiness(self) -> None:
+    def _require_members(self) -> None:
         if not self.members:
             raise ConfigError(f"environment {self.id} has no members: give it some with env.members.NAME.env=ID")
 
     def parts(self) -> Sequence[EnvSpec]:
         return list(self.members.values())
 
-    def of(self, task: Task) -> EnvSpec:
+    def spec_for(self, task: Task) -> EnvSpec:
         if task.env not in self.members:
             raise ConfigError(
-                f"environment {self.id} has no member {task.env!r} to play task {task.id!r}."
+                f"environment {self.id} has no member {task.env!r} for task {task.id!r}."
                 f"{did_you_mean(task.env, self.members)}"
             )
         return self.members[task.env]
 
     @property
     def agent(self) -> str:  # type: ignore[override]
-        """The agent that can play every member."""
-        self._refuse_emptiness()
-        wanted = {name: spec.agent for name, spec in self.members.items()}
-        agents = set(wanted.values())
+        """The agent that can run every member."""
+        self._require_members()
+        agent_of = {name: spec.agent for name, spec in self.members.items()}
+        agents = set(agent_of.values())
         if len(agents) == 1:
             return agents.pop()
         if agents <= TURNS | {ANY_TURNS}:
             return ANY_TURNS if ANY_TURNS in agents else EnvSpec.agent
-        listed = ", ".join(f"{name} by {agent}" for name, agent in wanted.items())
-        raise ConfigError(f"no one agent plays all members of environment {self.id} ({listed}): name one with agent=")
+        pairs = ", ".join(f"{name} by {agent}" for name, agent in agent_of.items())
+        raise ConfigError(f"no single agent runs all members of environment {self.id} ({pairs}): name one with agent=")
 
     @property
     def services(self) -> Mapping[str, Any]:
-        """The members' services. The clients are theirs."""
+        """The members' services; each member has its own clients."""
         return {
             f"{member}-{name}": service
             for member, spec in self.members.items()
@@ -126,41 +124,41 @@ class Mixture(EnvSpec):
         return min((bound for spec in self.parts() if (bound := spec.concurrency_bound()) is not None), default=None)
 
     async def setup(self) -> None:
-        self._refuse_emptiness()
+        self._require_members()
         for spec in self.parts():
             self.closing.push_async_callback(spec.close)
-        done = await asyncio.gather(*(spec.ensure_setup() for spec in self.parts()), return_exceptions=True)
-        if failures := [error for error in done if isinstance(error, BaseException)]:
+        results = await asyncio.gather(*(spec.ensure_setup() for spec in self.parts()), return_exceptions=True)
+        if failures := [error for error in results if isinstance(error, BaseException)]:
             raise failures[0]
 
     async def teardown(self) -> None:
         self._task_sets.clear()
 
     def tasks(self, split: str) -> TaskSet:
-        """The members' tasks: for training without end, in exact proportions; to evaluate, each once."""
+        """The members' tasks: to train, endless and in exact proportions; to evaluate, each once."""
         if split not in self._task_sets:
             members = [MemberTasks(name, spec.tasks(split)) for name, spec in self.members.items()]
             weights = [member.weight for member in self.config.members.values()]
-            if split == "train" and (empty := [tasks.name for tasks in members if tasks.size == 0]):
-                raise ConfigError(f"member {empty[0]!r} of environment {self.id} has no training tasks")
+            if split == "train" and (names := [tasks.name for tasks in members if tasks.size == 0]):
+                raise ConfigError(f"member {names[0]!r} of environment {self.id} has no training tasks")
             self._task_sets[split] = (Interleaved if split == "train" else InProportion)(members, weights)
         return self._task_sets[split]
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        return self.of(task).demonstrations(task, seed)
+        return self.spec_for(task).demonstrations(task, seed)
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Any] | None:
-        return await self.of(task).score_group(task, episodes)
+        return await self.spec_for(task).score_group(task, episodes)
 
     def make(self) -> MixtureEnv:
         return MixtureEnv(self)
 
 
 class MixtureEnv(CheckedEnv):
-    """Plays each episode on an instance of a member, which makes the checks.
+    """Delegates each episode to an instance of a member, which makes the checks.
 
-    Runs and evaluations ask the spec for the member at once (`Mixture.of`); this serves those who know one
-    environment only: a server, the terminal, `envgym.make`.
+    Runs and evaluations use the member directly (`Mixture.spec_for`). This class is for callers that expect a single
+    environment: a server, the terminal, `envgym.make`.
     """
 
     spec: Mixture
@@ -171,7 +169,7 @@ class MixtureEnv(CheckedEnv):
         self._member: CheckedEnv | None = None
 
     async def acquire(self) -> None:
-        """Nothing: each member has a limit of its own, which its reset observes."""
+        """Do nothing: each member's `reset` observes the member's own limit."""
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -180,7 +178,7 @@ class MixtureEnv(CheckedEnv):
         if seed is not None:
             self.rng.seed(seed)
         self.task = task = posed_task(options) or await self._draw_task(self.rng.getrandbits(31))
-        spec = self.spec.of(task)
+        spec = self.spec.spec_for(task)
         if self._member is None or self._member.spec is not spec:
             await self.close()
             self._member = spec.make()
@@ -209,14 +207,14 @@ class MemberTasks(TaskSet):
         return self._tasks.size
 
     @property
-    def reach(self) -> int:
-        return self._tasks.reach
+    def index_bound(self) -> int:
+        return self._tasks.index_bound
 
-    def seeded(self, seed: int) -> TaskSet:
-        return MemberTasks(self.name, self._tasks.seeded(seed))
+    def with_seed(self, seed: int) -> TaskSet:
+        return MemberTasks(self.name, self._tasks.with_seed(seed))
 
     async def get(self, index: int) -> Task:
         task = await self._tasks.get(index)
-        if task.env:  # a served member, which is known to be a mixture by its tasks alone
+        if task.env:  # a remote member: only its tasks show that it is a mixture
             raise ConfigError(f"member {self.name!r} is a mixture itself: name its members here")
         return replace(task, env=self.name)

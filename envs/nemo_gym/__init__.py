@@ -1,9 +1,9 @@
-"""NeMo-Gym: its environments in ours (here), its agents with our policy (`agent`), ours in it (`serve`).
+"""NeMo-Gym: its environments in envgym (here), its agents with our policy (`agent`), our environments in it (`serve`).
 
-An episode is a session with one of its resources servers, over its own HTTP flow; nothing of NeMo-Gym is imported. Two
-flows are spoken. With `tools` a session is seeded with the row, each call of the policy goes to the tool's route, and
-the whole conversation is verified at the end. With `gymnasium` the server is reset with the row and steps with each
-response of the policy.
+An episode is a session with one of its resources servers, over NeMo-Gym's HTTP protocol; nothing of NeMo-Gym is
+imported. There are two flows. With `tools`, a session is seeded with the row, each call of the policy goes to the
+tool's route, and the whole conversation is verified at the end. With `gymnasium`, the server is reset with the row and
+takes a step with each response of the policy.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .protocol import PARAMS, FlowName, check_valid, number, numbers
 if TYPE_CHECKING:
     from envgym.net.client import ConnectionPool
 
-    from .client import Session
+    from .client import ResourcesSession
 
-OWN_ROUTES = {"seed_session", "verify", "reset", "step", "close", "close_session", "aggregate_metrics"}
-"""Routes of a server that are its own, never a tool's."""
+RESERVED_ROUTES = {"seed_session", "verify", "reset", "step", "close", "close_session", "aggregate_metrics"}
+"""Routes of the server itself, never a tool's."""
 NO_METRICS = {
     "reward",
     "mask_sample",
@@ -49,19 +49,19 @@ class NemoGymConfig(DataEnvConfig):
     url: str | None = None
     """URL of the resources server."""
     head: str | None = None
-    """URL of a head server, which knows the resources servers by name: in place of `url`."""
+    """URL of a head server, which has the resources servers' addresses by name: in place of `url`."""
     server: str | None = None
     """Name of the resources server at the head server. Unset: the only one there."""
     flow: Literal["auto", "tools", "gymnasium"] = "auto"
-    """The flow that is spoken. `auto`: the one that the server has routes for; where it has both, `tools`."""
+    """The flow to use. `auto`: the flow whose routes the server has; if it has both, `tools`."""
     max_turns: int = Field(16, ge=1)
-    """Turns of the policy; then the episode is verified as it stands, and ends truncated."""
+    """Maximum turns of the policy; then the unfinished episode is verified, and ends truncated."""
     max_result_chars: int = Field(8000, ge=1)
-    """Characters of a tool's result that the policy is shown."""
+    """Maximum characters of a tool's result in the observation."""
     request_timeout: float = Field(60.0, gt=0)
-    """Seconds the server may take for one request; then the episode fails (`server_timeout`)."""
+    """Seconds per request to the server; then the episode fails (`server_timeout`)."""
     call_timeout: float = Field(600.0, gt=0)
-    """Seconds a whole turn may take, all its tool calls together."""
+    """Seconds per turn, all its tool calls together."""
 
     @model_validator(mode="after")
     def _check(self) -> NemoGymConfig:
@@ -73,7 +73,7 @@ class NemoGymConfig(DataEnvConfig):
 
 
 class NemoGymEnv(Env):
-    """One session with a server of NeMo-Gym, whose reward is the episode's; without one the episode fails."""
+    """One session with a server of NeMo-Gym. The server's reward is the episode's; without one the episode fails."""
 
     spec: NemoGym
     task: Task
@@ -84,7 +84,7 @@ class NemoGymEnv(Env):
         await self.close()
         self.task = (options or {})["task"]
         self._flow = self.spec.flow(self.task)
-        return await self._flow.begin(), {}
+        return await self._flow.reset(), {}
 
     async def step(self, action: Action) -> StepResult:
         assert self._flow is not None, "reset comes before step"
@@ -127,11 +127,11 @@ class NemoGym(DataEnvSpec):
 
     def flow(self, task: Task) -> Flow:
         """A new session for `task`, in the server's flow."""
-        from .client import Session
+        from .client import ResourcesSession
 
         if PARAMS not in task.fields:
             raise ConfigError(f"environment {self.id}: task {task.id} is no row of NeMo-Gym")
-        session = Session(self._url, self._connections, self.config.request_timeout)
+        session = ResourcesSession(self._url, self._connections, self.config.request_timeout)
         flow = ToolsFlow if self._flow == "tools" else GymnasiumFlow
         return flow(session, task, max_turns=self.config.max_turns, max_chars=self.config.max_result_chars)
 
@@ -139,29 +139,29 @@ class NemoGym(DataEnvSpec):
 # -- rows and flows --------------------------------------------------------------------------------------
 
 
-def form(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """A row of NeMo-Gym's as tasks are read from it: its prompt is that of the request it makes of a policy.
+def form(row: dict[str, Any], context: str) -> dict[str, Any]:
+    """A row of NeMo-Gym with a `prompt`: the messages of its request to the policy.
 
-    Raises `DataError` for another row, and for one with tools that cannot be called.
+    Raises `DataError` for any other row, and for tools that cannot be called.
     """
     params = row.get(PARAMS)
     if not isinstance(params, Mapping) or "input" not in params:
-        raise DataError(f"{where}: not a row of NeMo-Gym: {PARAMS}.input is missing")
+        raise DataError(f"{context}: not a row of NeMo-Gym: {PARAMS}.input is missing")
     try:
         messages = responses_api.messages_of(params["input"], params.get("instructions"))
         tools = responses_api.tools_of(params.get("tools"))
     except responses_api.MalformedItem as error:
-        raise DataError(f"{where}: {PARAMS}: {error}") from None
+        raise DataError(f"{context}: {PARAMS}: {error}") from None
     for tool in tools:
-        if not _TOOL_NAME.fullmatch(tool.name) or tool.name in OWN_ROUTES:
-            raise DataError(f"{where}: {tool.name!r:.80} is no name of a tool: calls of it would go to another route")
+        if not _TOOL_NAME.fullmatch(tool.name) or tool.name in RESERVED_ROUTES:
+            raise DataError(f"{context}: {tool.name!r:.80} is no name of a tool: its calls would go to another route")
     return {**row, "prompt": list(messages)}
 
 
 class Flow(ABC):
     """An episode with a resources server."""
 
-    def __init__(self, session: Session, task: Task, *, max_turns: int, max_chars: int) -> None:
+    def __init__(self, session: ResourcesSession, task: Task, *, max_turns: int, max_chars: int) -> None:
         self.session, self.task = session, task
         self.max_turns, self.max_chars = max_turns, max_chars
         self.row = dict(task.fields)
@@ -170,38 +170,38 @@ class Flow(ABC):
         self.turns = 0
 
     @abstractmethod
-    async def begin(self) -> Observation:
-        """Open the session; the first observation."""
+    async def reset(self) -> Observation:
+        """Open the session and return the first observation."""
 
     @abstractmethod
     async def step(self, action: Action) -> StepResult:
         """Answer a turn of the policy."""
 
     async def close(self) -> None:
-        """Tell the server, where it wants to know."""
+        """End the session at the server, if it supports that."""
 
-    def opening(self, *more: Message) -> Observation:
-        return Observation((*as_messages(self.task.prompt), *more), tools=tuple(self.tools.values()))
+    def opening(self, *messages: Message) -> Observation:
+        return Observation((*as_messages(self.task.prompt), *messages), tools=tuple(self.tools.values()))
 
     def result(self, call_id: str, name: str, text: str) -> Message:
-        """A tool's result as the policy sees it."""
+        """A tool's result as an observation of the policy."""
         if len(text) > self.max_chars:
-            text = f"{text[: self.max_chars]}\n[cut here: {len(text)} characters in all]"
+            text = f"{text[: self.max_chars]}\n[truncated: {len(text)} characters in all]"
         return Message("tool", (TextPart(text),), tool_call_id=call_id, name=name[:64])
 
     def body(self, output: list[responses_api.Item], action: Action) -> dict[str, Any]:
         """The row with the policy's turns, as the server expects it from NeMo-Gym's own agents."""
-        whole = responses_api.response(
+        response = responses_api.response(
             output,
             cut=action.stop_reason is StopReason.LENGTH,
             tools=[{"strict": None, "parameters": None, **tool} for tool in self.params.get("tools") or ()],
             tool_choice=self.params.get("tool_choice") or "auto",
             parallel_tool_calls=self.params.get("parallel_tool_calls") is not False,
         )
-        return {**self.row, "response": whole}
+        return {**self.row, "response": response}
 
     def metrics(self, answer: Mapping[str, Any]) -> dict[str, float]:
-        """The numbers in an answer that are neither the reward nor the row's own, which servers send back."""
+        """The numbers in an answer without the reward and the row's own fields, which servers send back."""
         components = answer.get("reward_components")
         parts = {f"reward_{name}": n for name, n in components.items()} if isinstance(components, Mapping) else {}
         return numbers({**answer, **parts}, NO_METRICS | self.row.keys())
@@ -210,7 +210,7 @@ class Flow(ABC):
 class ToolsFlow(Flow):
     """Seed, call, verify."""
 
-    async def begin(self) -> Observation:
+    async def reset(self) -> Observation:
         self._output: list[responses_api.Item] = []
         self._counts = {"tool_calls": 0, "tool_malformed": 0, "tool_errors": 0}
         await self.session.ask("seed_session", self.row)
@@ -219,8 +219,8 @@ class ToolsFlow(Flow):
     async def step(self, action: Action) -> StepResult:
         self.turns += 1
         self._output += responses_api.output_items(_message(action))
-        cut = action.stop_reason is StopReason.LENGTH
-        results = [] if cut else [await self._result(call) for call in action.tool_calls]
+        truncated = action.stop_reason is StopReason.LENGTH
+        results = [] if truncated else [await self._result(call) for call in action.tool_calls]
         if results and self.turns < self.max_turns:
             return results, 0.0, False, False, {"metrics": dict(self._counts)}
         verdict = await self.session.ask("verify", self.body(self._output, action))
@@ -238,17 +238,17 @@ class ToolsFlow(Flow):
             status, text = await self.session.post(call.name, call.arguments)
             self._counts["tool_errors"] += status >= 400
             message = self.result(call.id, call.name, text)
-        if not call.error:  # the server has only the text of a call that cannot be read: no result belongs to it
+        if not call.error:  # of an unreadable call the server has only the text, which takes no result
             self._output.append(responses_api.result_item(message))
         return message
 
 
 class GymnasiumFlow(Flow):
-    """Reset, and a step for each response. Tools are called by the server, which reads them from the response."""
+    """Reset, and a step per response. The server itself calls the tools in the response."""
 
     _closes = _idempotent = False
 
-    async def begin(self) -> Observation:
+    async def reset(self) -> Observation:
         answer = await self.session.ask("reset", self.row)
         info = _info(answer, "reset")
         self._closes = info.get("supports_explicit_close") is True
@@ -265,12 +265,12 @@ class GymnasiumFlow(Flow):
         info = _info(answer, "step")
         reward, ends = _reward(answer, "step"), answer.get("terminated") is True
         messages = [*self._results(info, turn), *_observation(answer, "step")]
-        cut = answer.get("truncated") is True or (not ends and self.turns >= self.max_turns)
+        truncated = answer.get("truncated") is True or (not ends and self.turns >= self.max_turns)
         metrics = self.metrics({**info, **answer})
-        return messages, reward, ends, cut, {"answer": action.text.strip() or None, "metrics": metrics}
+        return messages, reward, ends, truncated, {"answer": action.text.strip() or None, "metrics": metrics}
 
     def _results(self, info: Mapping[str, Any], turn: Message) -> list[Message]:
-        """The results of the server's tools, and the errors of calls that never reached it."""
+        """The results of the server's tools, and the errors of unreadable calls, which it never got."""
         names = {call.id: call.name for call in turn.tool_calls}
         results = [self.result(call.id, call.name, f"Error: {call.error}") for call in turn.tool_calls if call.error]
         for output in info.get("tool_outputs") or ():
@@ -282,18 +282,18 @@ class GymnasiumFlow(Flow):
 
     async def close(self) -> None:
         if self._closes:
-            with contextlib.suppress(InvalidOutcome):  # the episode is over, whatever the server makes of that
+            with contextlib.suppress(InvalidOutcome):  # the episode is over in any case
                 await self.session.ask("close", {})
 
 
 def _message(action: Action) -> Message:
-    """The policy's turn as a message. Where a call cannot be read, its text holds all there is."""
-    whole = action.content is None or any(call.error for call in action.tool_calls)
-    return Message("assistant", (TextPart(action.text if whole else str(action.content)),), action.tool_calls)
+    """The policy's turn as a message, with the full text if a call cannot be read."""
+    use_text = action.content is None or any(call.error for call in action.tool_calls)
+    return Message("assistant", (TextPart(action.text if use_text else str(action.content)),), action.tool_calls)
 
 
 def _reward(answer: Mapping[str, Any], route: str) -> float:
-    """The reward in an answer. Raises `InvalidOutcome` where there is none, or the server says that it is void."""
+    """The reward in an answer. Raises `InvalidOutcome` if there is none, or the server marks it as invalid."""
     check_valid(answer, f"/{route}")
     reward = number(answer.get("reward"))
     if reward is None:

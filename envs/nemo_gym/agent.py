@@ -1,7 +1,7 @@
-"""The NeMo-Gym agent: an agent server of NeMo-Gym plays its own rows, and the policy behind it is trained.
+"""The NeMo-Gym agent: an agent server of NeMo-Gym runs the episodes, and the policy is its model server.
 
-Their server gets the row at `/run`, asks its model server for each turn, and answers with the verdict of its resources
-server. Here we are the model server: each request is sampled from the policy and recorded token by token.
+The agent server gets a row at `/run`, requests each turn from its model server, and answers with the result of its
+resources server. This module is the model server: it samples each request from the policy and records the tokens.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class NeMoGymConfig(AgentConfig):
     """Settings of the NeMo-Gym agent."""
 
     head: str = "http://127.0.0.1:11000"
-    """Their head server, which knows where the agent server is and where it expects its model server."""
+    """URL of NeMo-Gym's head server, whose config has the addresses of the agent server and of its model server."""
     server: str = ""
-    """The agent server's name in their config; unset: each row's own (`agent_ref`)."""
+    """The agent server's name in NeMo-Gym's config; unset: the name in each row (`agent_ref`)."""
     listen: str = ""
-    """HOST:PORT where the policy answers as their model server; unset: as their config says (the model server's own
-    address, or where it has a `base_url` that one)."""
+    """HOST:PORT at which the policy answers as the model server; unset: as in NeMo-Gym's config (the model server's
+    `base_url`, or else its address)."""
     max_tokens: int | None = Field(None, ge=1)
-    """Tokens the policy may sample in a whole episode; then it answers no more, and the episode is truncated."""
+    """Maximum tokens that the policy samples per episode; then the episode is truncated."""
     timeout: float = Field(240.0, gt=0)
-    """Seconds an episode may take; then it fails (`agent`)."""
+    """Seconds per episode; then it fails (`agent`)."""
 
     @field_validator("head")
     @classmethod
@@ -60,25 +60,25 @@ class NeMoGymConfig(AgentConfig):
 
 
 class NeMoGym(Agent):
-    """Posts each task's row to an agent server of NeMo-Gym (`simple_agent`, say) and takes the reward it answers with.
+    """Posts each task's row to an agent server of NeMo-Gym (such as `simple_agent`) and takes its answer's reward.
 
-    The environment itself is not stepped: it gives the rows. A request is matched to its episode by the row's
-    `metadata`, which their agents hand on to the model server. All calls of an episode must be one growing sequence of
-    tokens: where one does not begin with everything before it the episode fails (`not_contiguous`).
+    The environment only provides the rows; it is not stepped. The row's `metadata`, which NeMo-Gym's agents pass to the
+    model server, match a request to its episode. All calls of an episode must be one growing sequence of tokens: a call
+    that does not begin with everything before it fails the episode (`not_contiguous`).
     """
 
     Config: ClassVar[type[AgentConfig]] = NeMoGymConfig
     config: NeMoGymConfig
 
     _gym_config: Mapping[str, Any] | None = None
-    """Their config, once the head server has given it."""
+    """NeMo-Gym's config, after the first request to the head server."""
 
-    async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
-        assert engine is not None, "a sampling agent is given an engine"
+    async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:
+        assert sampler is not None, "an agent that uses the policy needs a sampler"
         from . import client
 
         row = row_of(task)
-        conversation = Conversation(self.renderer, engine, None, self.config.max_tokens)
+        conversation = Conversation(self.renderer, sampler, None, self.config.max_tokens)
         try:
             async with asyncio.timeout(self.config.timeout), client.http_client() as http:
                 url, endpoint = await self._addresses(http, row)
@@ -104,17 +104,17 @@ class NeMoGym(Agent):
             raise InvalidOutcome("agent", f"the agent server answers with {answer.get('reward')!r:.40} as reward")
         conversation.check_turns("the agent server (which must use our model server)")
         check_contiguous(conversation, answer)
-        outcome = Outcome.truncated(Limit.ENVIRONMENT) if answer.get("truncated") is True else Outcome.completed()
+        outcome = Outcome.truncate(Limit.ENVIRONMENT) if answer.get("truncated") is True else Outcome.complete()
         metrics = protocol.numbers(answer, {*task.fields, "reward", "mask_sample"})
         return conversation.episode(task, outcome, reward, {"metrics": metrics}, conversation.messages)
 
     async def _addresses(self, http: HttpClient, row: Mapping[str, Any]) -> tuple[str, Endpoint]:
-        """The agent server's URL, and the endpoint at the address where it looks for its model server."""
+        """The agent server's URL, and the endpoint at its model server's address."""
         from .client import head_config
 
         name = self.config.server or (row.get("agent_ref") or {}).get("name") or ""
         if not name:
-            raise InvalidOutcome("agent", "whose row is it? It has no agent_ref: set agent.server")
+            raise InvalidOutcome("agent", "the row has no agent_ref: set agent.server")
         if self._gym_config is None:
             try:
                 self._gym_config = await head_config(self.config.head, http)
@@ -122,27 +122,27 @@ class NeMoGym(Agent):
                 raise InvalidOutcome("agent", str(error), retryable=True) from None
         config = self._gym_config
         agent = self._server(config, name, "responses_api_agents")
-        url = protocol.url_of(*_own_address(agent, name, config), self.config.head)
+        url = protocol.url_of(*_configured_address(agent, name, config), self.config.head)
         if self.config.listen:
             return url, _endpoint(*_address(f"http://{self.config.listen}"))
         model = (agent.get("model_server") or {}).get("name")
         if not model:
             raise InvalidOutcome("agent", f"the agent server {name!r} names no model_server")
         entry = self._server(config, model, "responses_api_models")
-        base_url = protocol.resolved(entry.get("base_url"), config)
-        if isinstance(base_url, list):  # their vllm_model spreads over several
+        base_url = protocol.resolve(entry.get("base_url"), config)
+        if isinstance(base_url, list):  # NeMo-Gym's vllm_model accepts several
             base_url = base_url[0] if len(base_url) == 1 else None
         try:
-            return url, _endpoint(*(_address(str(base_url)) if base_url else _own_address(entry, model, config)))
+            return url, _endpoint(*(_address(str(base_url)) if base_url else _configured_address(entry, model, config)))
         except ValueError as error:
             raise InvalidOutcome("agent", f"{model} in NeMo-Gym's config: {error}; set agent.listen") from None
 
     def _server(self, config: Mapping[str, Any], name: str, kind: str) -> Mapping[str, Any]:
-        known = protocol.servers(config, kind)
-        if name not in known:
-            has = f"it has {', '.join(known) or 'none'}"
-            raise InvalidOutcome("agent", f"{self.config.head} knows no {name!r} among its {kind}: {has}")
-        return known[name]
+        entries = protocol.servers(config, kind)
+        if name not in entries:
+            names = ", ".join(entries) or "none"
+            raise InvalidOutcome("agent", f"{self.config.head} knows no {name!r} among its {kind}: it has {names}")
+        return entries[name]
 
 
 def row_of(task: Task) -> dict[str, Any]:
@@ -153,8 +153,8 @@ def row_of(task: Task) -> dict[str, Any]:
 
 
 def check_contiguous(conversation: Conversation, answer: Mapping[str, Any]) -> None:
-    """Raise `InvalidOutcome` unless all calls were one growing sequence of tokens, and those that the answer repeats
-    are the ones that were sampled."""
+    """Raise `InvalidOutcome` unless all calls are one growing sequence of tokens, and the answer repeats the sampled
+    tokens."""
     rows = conversation.rows
     if len(rows) > 1:
         calls = " + ".join(str(len(row.turns)) for row in rows)
@@ -166,7 +166,7 @@ def check_contiguous(conversation: Conversation, answer: Mapping[str, Any]) -> N
     response = answer.get("response")
     output = response.get("output") if isinstance(response, Mapping) else None
     repeated = [item for item in output or () if isinstance(item, Mapping) and item.get(TOKEN_FIELDS[1])]
-    sampled = [[before, list(action.token_ids)] for action, before in actions_of(rows[0])]
+    sampled = [[prefix, list(action.token_ids)] for action, prefix in actions_of(rows[0])]
     if repeated and [[item.get(name) for name in TOKEN_FIELDS[:2]] for item in repeated] != sampled:
         raise InvalidOutcome("not_contiguous", "the tokens in the agent server's answer are not those that we sampled")
 
@@ -178,15 +178,15 @@ def _with_ticket(row: Mapping[str, Any], ticket: str) -> dict[str, Any]:
 
 _ENDPOINTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], Endpoint]]
 _ENDPOINTS = weakref.WeakKeyDictionary()
-"""Agents that are expected at the same address share the endpoint there."""
+"""Endpoints by address; agents with the same address share one."""
 
 
 def _endpoint(host: str, port: int) -> Endpoint:
-    shared = _ENDPOINTS.setdefault(asyncio.get_running_loop(), {})
-    return shared.setdefault((host, port), Endpoint(host, port))
+    endpoints = _ENDPOINTS.setdefault(asyncio.get_running_loop(), {})
+    return endpoints.setdefault((host, port), Endpoint(host, port))
 
 
-def _own_address(settings: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> tuple[str, int]:
+def _configured_address(settings: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> tuple[str, int]:
     address = protocol.address_of(settings, config)
     if address is None or not address[0]:
         raise InvalidOutcome("agent", f"NeMo-Gym's config gives {name!r} no host and port")
@@ -194,7 +194,7 @@ def _own_address(settings: Mapping[str, Any], name: str, config: Mapping[str, An
 
 
 def _address(url: str) -> tuple[str, int]:
-    """The address where the policy answers, of its URL. Raises `ValueError`."""
+    """The address in the policy's URL. Raises `ValueError`."""
     if (address := protocol.host_and_port(url)) is None:
         raise ValueError(f"the policy's address is HOST:PORT, not {url.removeprefix('http://')!r}")
     return address

@@ -1,4 +1,4 @@
-"""Requests to NeMo-Gym's servers. Only what plays imports it: httpx is no part of the base install."""
+"""Requests to NeMo-Gym's servers. Imported only when episodes run: httpx is not part of the base install."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from envgym.net.client import ConnectionPool, HttpClient, NoAnswer
 from .protocol import ROUTES, FlowName, address_of, servers, url_of
 
 CONNECT_TRIES = 3
-"""Tries of a connection that is refused: nothing has been sent then."""
+"""Tries to connect: a refused connection has sent nothing."""
 KEEPALIVE = 2.0
-"""Seconds an unused connection is kept: less than servers do, or a request might meet one that is just closing."""
+"""Seconds to keep an unused connection: less than servers do, or a request might meet one that is closing."""
 MAX_ANSWER = 64 * 2**20
-"""Bytes an answer may have. A rollout repeats the row and every turn with its tokens."""
+"""Maximum bytes of an answer. A rollout repeats the row and every turn with its tokens."""
 LOOKUP_SECONDS = 10.0
-"""Time limit of each request that looks a server up."""
+"""Time limit of each request of a server look-up."""
 
 
 def connections() -> ConnectionPool:
-    """The connections that all episodes share. Without a limit: none should wait for another's slow call."""
+    """The connections that all episodes share. Unlimited, so that no episode waits for another's slow call."""
     return ConnectionPool(MAX_ANSWER, KEEPALIVE)
 
 
-def http_client(shared: ConnectionPool | None = None, *, keeps_cookies: bool = False) -> HttpClient:
+def http_client(pool: ConnectionPool | None = None, *, keeps_cookies: bool = False) -> HttpClient:
     """A client over shared connections, or over its own."""
-    return HttpClient(shared or connections(), keeps_cookies=keeps_cookies)
+    return HttpClient(pool or connections(), keeps_cookies=keeps_cookies)
 
 
-class Session:
-    """One episode's session with a resources server. The server knows it by its cookies alone, which are its own.
+class ResourcesSession:
+    """One episode's session with a resources server, identified by its own cookies.
 
-    Every failure is an `InvalidOutcome`: `server_unreachable`, `server_lost` (the connection broke when the request may
-    have arrived, so that it cannot be sent again), `server_timeout`, `server_error` (an error status) or
-    `server_protocol` (an answer that NeMo-Gym does not give).
+    Every failure is an `InvalidOutcome`: `server_unreachable`, `server_lost` (the connection broke after the request
+    may have arrived, so that it cannot be repeated), `server_timeout`, `server_error` (an error status) or
+    `server_protocol` (an answer outside NeMo-Gym's protocol).
     """
 
     def __init__(self, url: str, connections: ConnectionPool, timeout: float) -> None:
@@ -48,9 +48,9 @@ class Session:
         self._http = http_client(connections, keeps_cookies=True)
 
     async def ask(self, route: str, body: Mapping[str, Any], *, repeatable: bool = False) -> dict[str, Any]:
-        """POST to a route of the server's own, and the JSON object of its answer.
+        """POST to a route of the server, and return the JSON object of its answer.
 
-        `repeatable`: the server knows the request by an id in it, so that a lost one is sent once more.
+        `repeatable`: the request carries an id, so that it is sent once more if it was lost.
         """
         try:
             status, text = await self.post(route, body)
@@ -64,8 +64,8 @@ class Session:
         return _object(text, f"{self._url}/{route}", "server_protocol")
 
     async def post(self, route: str, body: Mapping[str, Any]) -> tuple[int, str]:
-        """Status and text of the server's answer to a POST, whatever they are."""
-        # Encoded here, as `/` and `..` in a tool's name would lead elsewhere.
+        """Status and text of the server's answer to a POST."""
+        # Quoted, since `/` and `..` in a tool's name would lead to another route.
         url, content = f"{self._url}/{quote(route, safe='')}", json.dumps(dict(body)).encode()
         try:
             answer = await self._http.exchange("POST", url, content, seconds=self._timeout, connects=CONNECT_TRIES)
@@ -80,7 +80,7 @@ class Session:
 
 
 async def post_json(http: HttpClient, url: str, body: Any, *, kind: str, seconds: float | None) -> dict[str, Any]:
-    """The JSON object that a server answers a POST with. Raises `InvalidOutcome` of this kind for anything else."""
+    """The JSON object of a server's answer to a POST. Raises `InvalidOutcome` of this kind for anything else."""
     try:
         answer = await http.exchange("POST", url, json.dumps(body).encode(), seconds=seconds)
     except NoAnswer as failure:
@@ -105,9 +105,9 @@ def _object(text: str, url: str, kind: str) -> dict[str, Any]:
 
 
 async def head_config(head: str, http: HttpClient) -> Mapping[str, Any]:
-    """The config of a head server, which gives it as YAML within a JSON string.
+    """The config of a head server, which returns it as YAML within a JSON string.
 
-    Raises `ConfigError`. The config may hold keys: no message quotes it.
+    Raises `ConfigError`. No message quotes the config, since it may hold API keys.
     """
     status, text = await _get(f"{head.rstrip('/')}/global_config_dict_yaml", http)
     config: Any = None
@@ -122,25 +122,27 @@ async def head_config(head: str, http: HttpClient) -> Mapping[str, Any]:
 
 
 async def find_resources_server(head: str, name: str | None, http: HttpClient) -> str:
-    """The URL of the resources server that a head server's config calls `name`, or of the only one there.
+    """The URL of the resources server `name` in a head server's config, or of the only one there.
 
     Raises `ConfigError`.
     """
     config = await head_config(head, http)
     entries = servers(config, "resources_servers")
-    found = {name: at for name, settings in entries.items() if (at := address_of(settings, config)) is not None}
-    names = ", ".join(found) or "none at all"
-    if name is None and len(found) != 1:
+    addresses = {
+        name: address for name, settings in entries.items() if (address := address_of(settings, config)) is not None
+    }
+    names = ", ".join(addresses) or "none at all"
+    if name is None and len(addresses) != 1:
         raise ConfigError(f"{head}: which resources server? set env.server to one of {names}")
-    name = next(iter(found)) if name is None else name
-    if name not in found:
-        raise ConfigError(f"{head}: no resources server {name!r}, only {names}.{did_you_mean(name, found)}")
-    return url_of(*found[name], head)
+    name = next(iter(addresses)) if name is None else name
+    if name not in addresses:
+        raise ConfigError(f"{head}: no resources server {name!r}, only {names}.{did_you_mean(name, addresses)}")
+    return url_of(*addresses[name], head)
 
 
-async def flow_of(url: str, http: HttpClient, wanted: FlowName | None = None) -> FlowName:
-    """The flow that the server at `url` has routes for; where it has both, `wanted`, or tools. Raises `ConfigError`."""
-    # The routes take POST alone, so that a GET tells of them and begins nothing.
+async def flow_of(url: str, http: HttpClient, preferred: FlowName | None = None) -> FlowName:
+    """The flow whose routes the server at `url` has; if it has both, `preferred`, or tools. Raises `ConfigError`."""
+    # The routes accept only POST, so that a GET detects them without side effects.
     flows = []
     for flow, routes in ROUTES.items():
         statuses = [(await _get(f"{url.rstrip('/')}/{route}", http))[0] for route in routes]
@@ -149,9 +151,9 @@ async def flow_of(url: str, http: HttpClient, wanted: FlowName | None = None) ->
     if not flows:
         missing = " nor ".join(f"/{first} and /{second}" for first, second in ROUTES.values())
         raise ConfigError(f"{url}: not a resources server of NeMo-Gym: it has neither {missing}")
-    if wanted is not None and wanted not in flows:
-        raise ConfigError(f"{url}: this server does not speak the flow {wanted!r}, only {flows[0]!r}")
-    return wanted or flows[0]
+    if preferred is not None and preferred not in flows:
+        raise ConfigError(f"{url}: this server has no routes of the flow {preferred!r}, only {flows[0]!r}")
+    return preferred or flows[0]
 
 
 async def _get(url: str, http: HttpClient) -> tuple[int, str]:

@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 from envgym.errors import InvalidOutcome
 
 PARAMS = "responses_create_params"
-"""The field of a row that holds the request it makes of a policy."""
+"""The field of a row with the request to the policy."""
 FAILURE_CLASS = "_ng_failure_class"
-"""The field of a rollout that failed, and of an answer that a server's own guards gave beside a reward of zero."""
+"""The field of a failed rollout, and of an answer whose reward of zero comes from the server's own guards."""
 TRANSIENT = ("transport_", "provider_", "session_", "judge_failed")
-"""Beginnings of the kinds of failure that another try may not meet."""
+"""Prefixes of the kinds of transient failures."""
 WILDCARDS = ("0.0.0.0", "::", "")
-"""Hosts that a server listens on and nobody can call: it is where its head server is."""
+"""Hosts to listen on, not to connect to: such a server is at the host of its head server."""
 DEPTH = 5
-"""Longest chain of references in a config that is followed."""
+"""Maximum length of a chain of references in a config."""
 
 FlowName = Literal["tools", "gymnasium"]
 ROUTES: dict[FlowName, tuple[str, str]] = {"tools": ("seed_session", "verify"), "gymnasium": ("reset", "step")}
@@ -27,36 +27,35 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def check_valid(answer: Mapping[str, Any], server: str) -> None:
-    """Raise `InvalidOutcome`, by the kind of failure, where an answer of `server` says that the sample is void,
-    whatever its reward."""
+    """Raise `InvalidOutcome`, with the kind of failure, if an answer of `server` marks the sample as invalid."""
     masked, kind = answer.get("mask_sample"), answer.get(FAILURE_CLASS) or answer.get("failure_kind")
-    # A kind alone voids the sample; with `mask_sample` false it is a remark on one that was measured all the same.
+    # A kind alone invalidates the sample; with `mask_sample` false it is only a remark.
     if masked is True or answer.get(FAILURE_CLASS) or (kind and masked is None):
         kind = re.sub(r"\W+", "_", str(kind or "masked"))[:60]
         retryable = kind.startswith(TRANSIENT) and not answer.get("_ng_failure_terminal")
-        message = f"{server} says that the sample is void: {failure_reason(answer)}"
+        message = f"{server} marks the sample as invalid: {failure_reason(answer)}"
         raise InvalidOutcome(kind, message, retryable=retryable)
 
 
 def failure_reason(answer: Mapping[str, Any]) -> str:
-    """The reason that an answer gives for a failure, in one line."""
+    """An answer's reason for a failure, as one line."""
     fields = ("failure_reason", "_ng_failure_judge_error", "error_message", "error")
     reason = next((answer[field] for field in fields if answer.get(field)), "it gives no reason")
     return " ".join(str(reason).split())[:300]
 
 
 def number(value: Any) -> float | None:
-    """A finite number as JSON has it, truth among them; None for anything else."""
+    """A finite number or boolean of JSON as a float; None for anything else."""
     try:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
     except OverflowError:
         return None
 
 
-def numbers(fields: Mapping[str, Any], without: Container[str] = ()) -> dict[str, float]:
-    """The finite numbers among the fields, but for those named in `without` or with a leading underscore."""
-    found = {str(name): number(value) for name, value in fields.items() if name not in without}
-    return {name: value for name, value in found.items() if value is not None and not name.startswith("_")}
+def numbers(fields: Mapping[str, Any], excluded: Container[str] = ()) -> dict[str, float]:
+    """The finite numbers among the fields, without `excluded` names and names with a leading underscore."""
+    values = {str(name): number(value) for name, value in fields.items() if name not in excluded}
+    return {name: value for name, value in values.items() if value is not None and not name.startswith("_")}
 
 
 # -- a head server's config -------------------------------------------------------------------------------
@@ -65,30 +64,30 @@ def numbers(fields: Mapping[str, Any], without: Container[str] = ()) -> dict[str
 def servers(config: Mapping[str, Any], kind: str) -> dict[str, Mapping[str, Any]]:
     """The settings of the config's servers of one kind (`resources_servers`, …), by name. They lie two levels below
     the name, under the kind and the implementation."""
-    found = {}
+    entries = {}
     for name, kinds in config.items():
         implementations = kinds.get(kind) if isinstance(kinds, Mapping) else None
         settings = next(iter(implementations.values()), None) if isinstance(implementations, Mapping) else None
         if isinstance(settings, Mapping):
-            found[str(name)] = settings
-    return found
+            entries[str(name)] = settings
+    return entries
 
 
 def address_of(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Host and port of a server, where the config has a port. The host may be empty."""
-    host, port = (resolved(settings.get(key), config) for key in ("host", "port"))
+    """Host and port of a server, None if the config has no port. The host may be empty."""
+    host, port = (resolve(settings.get(key), config) for key in ("host", "port"))
     return (str(host or ""), port) if isinstance(port, int) else None
 
 
 def url_of(host: str, port: int, head: str) -> str:
-    """The URL of a server that `head`, the URL of a head server, says is at `host` and `port`."""
+    """The URL of a server at `host` and `port`, as configured at the head server with the URL `head`."""
     if host in WILDCARDS:
         host = urlsplit(head).hostname or host
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def host_and_port(url: str) -> tuple[str, int] | None:
-    """Host and port of a URL that has both."""
+    """Host and port of a URL, None unless it has both."""
     parts = urlsplit(url)
     try:
         return (parts.hostname, parts.port) if parts.hostname and parts.port is not None else None
@@ -96,16 +95,16 @@ def host_and_port(url: str) -> tuple[str, int] | None:
         return None
 
 
-def resolved(value: Any, config: Mapping[str, Any], depth: int = DEPTH) -> Any:
-    """A value of a config with `${another.key}` replaced by the value there: a head server gives its config as it was
-    written. A reference to nothing stays as it is."""
+def resolve(value: Any, config: Mapping[str, Any], depth: int = DEPTH) -> Any:
+    """Replace each `${another.key}` in a value of a config by the value there, since a head server returns its config
+    unresolved. A reference to a missing key stays unmodified."""
     if isinstance(value, list):
-        return [resolved(one, config, depth) for one in value]
+        return [resolve(item, config, depth) for item in value]
     if not isinstance(value, str) or depth == 0:
         return value
-    if whole := _REFERENCE.fullmatch(value):
-        found: Any = config
-        for key in whole[1].split("."):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return value if found is None else resolved(found, config, depth - 1)
-    return _REFERENCE.sub(lambda part: str(resolved(part[0], config, depth - 1)), value)
+    if reference := _REFERENCE.fullmatch(value):
+        target: Any = config
+        for key in reference[1].split("."):
+            target = target.get(key) if isinstance(target, Mapping) else None
+        return value if target is None else resolve(target, config, depth - 1)
+    return _REFERENCE.sub(lambda part: str(resolve(part[0], config, depth - 1)), value)

@@ -1,6 +1,6 @@
-"""`envgym serve --dialect nemo_gym`: environments as NeMo-Gym's servers, each at a port of its own.
+"""`envgym serve --dialect nemo_gym`: environments as NeMo-Gym's servers, each at its own port.
 
-The first is the head server too.
+The first is also the head server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from envgym.env import EnvSpec
 from envgym.errors import ConfigError, EnvgymError
 from envgym.net.listening import listen, stop_signals, url_of
 from envgym.net.problems import Problem
-from envgym.net.server import MAX_BODY, admitted, running
+from envgym.net.server import MAX_BODY, authenticate, serve_requests
 from envgym.services import check_servable, start_services
 
 from .protocol import host_and_port
@@ -29,7 +29,7 @@ from .served_tasks import UnknownRow, write_rows
 from .servers import AgentServer, ResourcesServer, with_cookie
 
 SERVED = "served"
-"""The kind under which an entry has the address of a server that runs already."""
+"""The kind of an entry for a server that is already running."""
 REFUSAL = "with NeMo-Gym's protocol, which has no tokens: use --host 127.0.0.1 and an SSH tunnel from other machines"
 
 logger = logging.getLogger(__name__)
@@ -37,24 +37,22 @@ logger = logging.getLogger(__name__)
 
 def add_options(parser: ArgumentParser) -> None:
     """Add the options of this dialect to those of `envgym serve`."""
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path, required=True, help="folder for what NeMo-Gym reads: its config, and rows"
-    )
-    parser.add_argument("--model-server", metavar="URL", help="its model server, for /run")
-    parser.add_argument("--rows", metavar="N", type=int, default=1000, help="rows of a split (1000)")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for NeMo-Gym's config and rows")
+    parser.add_argument("--model-server", metavar="URL", help="NeMo-Gym's model server, for /run")
+    parser.add_argument("--rows", metavar="N", type=int, default=1000, help="maximum rows per split (1000)")
 
 
 async def serve(specs: Mapping[str, EnvSpec], options: Namespace) -> None:
     """Serve environments as NeMo-Gym would, until SIGINT or SIGTERM: the first at `port`, the others at the ports after
-    it (at free ones where it is 0). Each is a resources server and an agent server; the first is the head server too.
+    it (all at free ports if it is 0). Each is a resources server and an agent server, the first also the head server.
 
     The folder `out` gets `config.yaml`, and the rows of each environment as `NAME_train.jsonl` and
     `NAME_validation.jsonl`. Each environment's URL is printed once all answer.
 
-    NeMo-Gym's protocol has no tokens, so only loopback addresses are taken. Raises `ConfigError`.
+    NeMo-Gym's protocol has no tokens, so only loopback addresses are accepted. Raises `ConfigError`.
     """
     if options.register is not None:
-        raise ConfigError("--register does not go with --dialect nemo_gym: NeMo-Gym's protocol knows no such thing")
+        raise ConfigError("--register does not go with --dialect nemo_gym: NeMo-Gym's protocol has no registration")
     if options.token_file or options.tls_cert or options.tls_key:
         raise ConfigError("NeMo-Gym's protocol has neither tokens nor TLS: leave them out, and stay on loopback")
     if options.lease_seconds is not None or options.drain_seconds is not None:
@@ -66,8 +64,8 @@ async def serve(specs: Mapping[str, EnvSpec], options: Namespace) -> None:
         check_servable(spec)
         if spec.scores_groups:
             raise ConfigError(f"environment {spec.id} judges groups of episodes, and NeMo-Gym verifies each by itself")
-    if taken := specs.keys() & {"head_server", "policy_model", *(f"{name}_agent" for name in specs)}:
-        raise ConfigError(f"the name {min(taken)!r} is another server's in NeMo-Gym's config: give another, NAME=E")
+    if reserved := specs.keys() & {"head_server", "policy_model", *(f"{name}_agent" for name in specs)}:
+        raise ConfigError(f"the name {min(reserved)!r} is another server's in NeMo-Gym's config: give another, NAME=E")
     model = None if model_server is None else model_address(model_server)
     async with contextlib.AsyncExitStack() as stack:
         listeners = {
@@ -84,7 +82,7 @@ async def serve(specs: Mapping[str, EnvSpec], options: Namespace) -> None:
         (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         for number, (name, spec) in enumerate(specs.items()):
             app = application(name, spec, model_server, options.max_sessions, config if number == 0 else None)
-            await stack.enter_async_context(running(app, listeners[name], drain=2.0))
+            await stack.enter_async_context(serve_requests(app, listeners[name], drain=2.0))
         for name, listener in listeners.items():
             served = f"serving {specs[name].id} as {name} and {name}_agent"
             print(f"{served} at {url_of(listener)} (Ctrl-C ends it)", flush=True)
@@ -92,7 +90,7 @@ async def serve(specs: Mapping[str, EnvSpec], options: Namespace) -> None:
 
 
 def model_address(url: str) -> tuple[str, int]:
-    """Host and port of their model server. Raises `ConfigError`."""
+    """Host and port of NeMo-Gym's model server. Raises `ConfigError`."""
     address, parts = host_and_port(url), urlsplit(url)
     if parts.scheme != "http" or address is None or parts.path not in ("", "/"):
         raise ConfigError(f"--model-server is http://HOST:PORT, without /v1, not {url!r}")
@@ -104,7 +102,7 @@ def config_of(
     files: Mapping[str, list[tuple[str, Path]]],
     model: tuple[str, int] | None,
 ) -> dict[str, Any]:
-    """NeMo-Gym's config of these servers: for each environment NAME a resources server of that name, and our agent
+    """NeMo-Gym's config of these servers: for each environment NAME a resources server of that name, and an agent
     server NAME_agent."""
     head, head_port = next(iter(addresses.values()))
     config: dict[str, Any] = {"head_server": {"host": head, "port": head_port}}
@@ -123,11 +121,11 @@ def config_of(
 
 
 def _entry(kind: str, address: tuple[str, int], **settings: Any) -> dict[str, Any]:
-    """A server's entry. NeMo-Gym refuses references to one without an `entrypoint`, and starts what has one under the
-    first kind of an entry, which is also where it takes the address from. So `SERVED` comes first."""
+    """A server's entry. NeMo-Gym rejects references to an entry without an `entrypoint`, and reads the address from the
+    first kind of an entry; if that has an `entrypoint`, it starts the server. So `SERVED` comes first, without one."""
     host, port = address
-    where = {"host": host, "port": port}
-    return {SERVED: {"envgym": where}, kind: {"envgym": {"entrypoint": "app.py", **where, **settings}}}
+    location = {"host": host, "port": port}
+    return {SERVED: {"envgym": location}, kind: {"envgym": {"entrypoint": "app.py", **location, **settings}}}
 
 
 def application(
@@ -153,9 +151,9 @@ def application(
 
 @web.middleware
 async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors as a status and one line. An exception of an environment is a 500: their agents then fail the rollout."""
+    """Answer errors with a status and a line. An environment's exception is a 500: NeMo-Gym then fails the rollout."""
     try:
-        admitted(request, None)
+        authenticate(request, None)
         return await handler(request)
     except Problem as problem:
         return web.Response(status=problem.status, text=str(problem))

@@ -1,4 +1,4 @@
-"""An environment as NeMo-Gym's servers: a resources server in both flows, and our own loop as an agent server."""
+"""An environment as NeMo-Gym's servers: a resources server with both flows, and envgym's loop as an agent server."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 COOKIE = "envgym_session"
 IDLE_SECONDS = 3600.0
-"""After so long without a request a session is closed. There are none while the policy thinks: their agents send no
-heartbeat."""
+"""Seconds without a request after which a session is closed. NeMo-Gym's agents send no heartbeat during a turn."""
 SWEEP_SECONDS = 30.0
 SESSION_ID: ContextVar[str] = ContextVar("SESSION_ID")
-"""The session of the request that is being answered."""
+"""Session of the current request."""
 CALL_SECONDS = 600.0
 """Time limit of the model server for one turn."""
 TASK = "_ng_task_index"
@@ -54,7 +53,7 @@ async def body_of(request: web.Request) -> Mapping[str, Any]:
 
 @web.middleware
 async def with_cookie(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Name the session in every response: their agents keep the cookies of the latest one alone."""
+    """Set the session's cookie on every response: NeMo-Gym's agents keep only the cookies of the latest one."""
     SESSION_ID.set(session_id := request.cookies.get(COOKIE) or secrets.token_urlsafe(24))
     answer = await handler(request)
     answer.set_cookie(COOKIE, session_id, path="/", httponly=True, samesite="Lax")
@@ -65,8 +64,8 @@ async def with_cookie(request: web.Request, handler: Handler) -> web.StreamRespo
 
 
 class ResourcesServer:
-    """The routes of one environment. A session is an episode, known by a cookie: it begins with `/seed_session` or
-    `/reset`, and ends with `/verify`, or with the environment."""
+    """The routes of one environment. A session is an episode, identified by a cookie: it begins with `/seed_session` or
+    `/reset`, and ends with `/verify`, or when the environment ends the episode."""
 
     def __init__(self, name: str, spec: EnvSpec, max_sessions: int) -> None:
         self._name = name
@@ -81,7 +80,7 @@ class ResourcesServer:
         app.router.add_post("/verify", self._verify)
         app.router.add_post("/reset", self._reset)
         app.router.add_post("/step", self._step)
-        app.router.add_post("/{tool}", self._tool)  # last, so that the others are found first
+        app.router.add_post("/{tool}", self._tool)  # last, so that the other routes take precedence
 
     # -- sessions -------------------------------------------------------------------------------------------
 
@@ -90,14 +89,14 @@ class ResourcesServer:
         place = place_of(row, self._name)
         if len(self._sessions) + self._opening >= self._max_sessions:
             raise web.HTTPTooManyRequests(text="as many sessions as this server may have", headers={"Retry-After": "5"})
-        self._opening += 1  # posing may take its time
+        self._opening += 1  # `pose` may be slow
         try:
             episode, _ = await pose(self._spec, place, row)
         finally:
             self._opening -= 1
-        before, self._sessions[SESSION_ID.get()] = self._sessions.get(SESSION_ID.get()), episode
-        if before is not None:
-            await before.close()
+        previous, self._sessions[SESSION_ID.get()] = self._sessions.get(SESSION_ID.get()), episode
+        if previous is not None:
+            await previous.close()
 
     def _session(self) -> ServedEpisode:
         episode = self._sessions.get(SESSION_ID.get())
@@ -111,15 +110,15 @@ class ResourcesServer:
             await episode.close()
 
     async def _closing_sessions(self, _: web.Application) -> AsyncIterator[None]:
-        """While the server runs, sessions that nobody uses are closed; at its end all are."""
+        """While the server runs, close idle sessions; at its end, close all."""
 
         async def sweep() -> None:
             while True:
                 await asyncio.sleep(SWEEP_SECONDS)
-                oldest = time.monotonic() - IDLE_SECONDS
-                idle = [id for id, one in self._sessions.items() if one.last_used < oldest and not one.lock.locked()]
-                for id in idle:
-                    await self._close(id)
+                limit = time.monotonic() - IDLE_SECONDS
+                for id, episode in list(self._sessions.items()):
+                    if episode.last_used < limit and not episode.lock.locked():
+                        await self._close(id)
 
         sweeping = asyncio.create_task(sweep())
         yield
@@ -129,14 +128,14 @@ class ResourcesServer:
         for id in list(self._sessions):
             await self._close(id)
 
-    # -- with tools and a verdict ---------------------------------------------------------------------------
+    # -- the tools flow -------------------------------------------------------------------------------------
 
     async def _seed_session(self, request: web.Request) -> web.Response:
         await self._open(request)
         return web.json_response({})
 
     async def _tool(self, request: web.Request) -> web.Response:
-        """A tool's result, as the text that their agents hand to the policy as it stands."""
+        """A tool's result, as text that NeMo-Gym's agents pass to the policy unmodified."""
         episode, name = self._session(), request.match_info["tool"]
         arguments = await body_of(request)
         async with episode.lock:
@@ -148,7 +147,7 @@ class ResourcesServer:
         return web.Response(text="\n\n".join(message.text for message in observed_messages(turn.observation)))
 
     async def _verify(self, request: web.Request) -> web.Response:
-        """The verdict on a whole `Response`. The rewards of its calls are known; its last words are the last action."""
+        """The result of a whole `Response`. Its calls have their rewards; its last message is the last action."""
         episode, row = self._session(), await body_of(request)
         action = _action(row)
         async with episode.lock:
@@ -159,11 +158,11 @@ class ResourcesServer:
             finally:
                 await self._close(SESSION_ID.get())
 
-    # -- the Gymnasium flavour ------------------------------------------------------------------------------
+    # -- the gymnasium flow ---------------------------------------------------------------------------------
 
     async def _reset(self, request: web.Request) -> web.Response:
         await self._open(request)
-        return web.json_response({"observation": None, "info": {}})  # the row's input has it
+        return web.json_response({"observation": None, "info": {}})  # it is in the row's input
 
     async def _step(self, request: web.Request) -> web.Response:
         episode, row = self._session(), await body_of(request)
@@ -172,31 +171,31 @@ class ResourcesServer:
             if episode.has_ended:
                 raise web.HTTPConflict(text="The episode has ended.")
             try:
-                return web.json_response(await _stepped(episode, action))
+                return web.json_response(await _step_result(episode, action))
             finally:
-                if episode.has_ended or episode.error is not None:  # their agent comes no more
+                if episode.has_ended or episode.error is not None:  # the agent sends no further request
                     await self._close(SESSION_ID.get())
 
 
 def _action(row: Mapping[str, Any]) -> Action | None:
-    """The policy's turn in a body. Raises a 422 for what is no `Response`."""
+    """The policy's turn in a body. Raises a 422 for a malformed `Response`."""
     try:
         return action_of(row.get("response"))
     except InvalidStep as error:
         raise web.HTTPUnprocessableEntity(text=str(error)) from None
 
 
-async def _stepped(episode: ServedEpisode, action: Action | None) -> Item:
+async def _step_result(episode: ServedEpisode, action: Action | None) -> Item:
     """The answer to `/step`."""
     turn = await episode.answer(action)
     observation = turn.observation
     results = [message for message in observation.messages if message.role == "tool"]
-    others = [message for message in observation.messages if message.role != "tool"]
+    texts = [message.text for message in observation.messages if message.role != "tool"]
     info: dict[str, Any] = {"tool_outputs": [{"call_id": m.tool_call_id, "output": m.text} for m in results]}
     if episode.has_ended:
         info |= {name: value for name, value in episode.result({}).items() if name not in ("reward", "terminated")}
     return {
-        "observation": observation.text or "\n\n".join(message.text for message in others) or None,
+        "observation": observation.text or "\n\n".join(texts) or None,
         "reward": turn.reward or 0.0,
         "info": info,
         "terminated": turn.terminated,
@@ -208,14 +207,14 @@ async def _stepped(episode: ServedEpisode, action: Action | None) -> Item:
 
 
 class AgentServer:
-    """`/run` plays a row as our own agents do: all calls of a turn are one action, and the environment's answer is what
-    the policy reads next. `model_server` is the URL before `/v1/responses`."""
+    """`/run` runs the episode of a row as envgym's agents do: all calls of a turn are one action, and the environment's
+    answer is the next input of the policy. `model_server` is the URL before `/v1/responses`."""
 
     def __init__(self, name: str, spec: EnvSpec, model_server: str | None, max_episodes: int) -> None:
         self._name = name
         self._spec = spec
         self._model_server = model_server
-        self._places = asyncio.Semaphore(max_episodes)
+        self._slots = asyncio.Semaphore(max_episodes)
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/run", self._run)
@@ -234,31 +233,31 @@ class AgentServer:
         if self._model_server is None:
             raise web.HTTPServiceUnavailable(text="/run needs a policy: serve with --model-server URL")
         output: list[Item] = []
-        async with self._places:
+        async with self._slots:
             try:
                 episode, _ = await pose(self._spec, place_of(row, self._name), row)
                 try:
-                    last = await self._play(episode, row[PARAMS], output)
+                    last = await self._run_episode(episode, row[PARAMS], output)
                     return web.json_response({**row, "response": {**last, "output": output}, **episode.result(row)})
                 finally:
                     await episode.close()
             except Exception as error:  # an environment may raise anything at all
-                # With another status than 200 their collector would give all other rows up.
-                return web.json_response(_failed(row, output, error))
+                # A status other than 200 would make NeMo-Gym's collector abandon all other rows.
+                return web.json_response(_failed_row(row, output, error))
 
-    async def _play(self, episode: ServedEpisode, params: Mapping[str, Any], output: list[Item]) -> Item:
-        """Play to the end, adding to `output`. Returns the last `Response`, with the usage of all."""
+    async def _run_episode(self, episode: ServedEpisode, params: Mapping[str, Any], output: list[Item]) -> Item:
+        """Run the episode to its end, appending to `output`. Returns the last `Response`, with the usage of all."""
         from .client import http_client
 
         prompt = params["input"]
         prompt = input_items((Message.of("user", prompt),)) if isinstance(prompt, str) else list(prompt)
-        used = Counter[str]()
-        async with http_client(keeps_cookies=True) as http:  # this episode's alone
+        total_usage = Counter[str]()
+        async with http_client(keeps_cookies=True) as http:  # cookies of this episode alone
             while True:
                 answer = await self._sample(http, {**params, "input": [*prompt, *output]})
                 output += answer["output"]
                 usage = answer.get("usage") or {}
-                used.update({name: count for name, count in usage.items() if isinstance(count, int)})
+                total_usage.update({name: count for name, count in usage.items() if isinstance(count, int)})
                 action = action_of(answer)
                 if action is None:
                     break
@@ -266,10 +265,10 @@ class AgentServer:
                 if episode.has_ended:
                     break
                 output += input_items(observed_messages(turn.observation))
-        return {**answer, "usage": {**usage, **used} if usage else None}
+        return {**answer, "usage": {**usage, **total_usage} if usage else None}
 
     async def _sample(self, http: HttpClient, body: Mapping[str, Any]) -> Item:
-        """One turn of the policy. Raises `InvalidOutcome` (`model_server`) where there is none."""
+        """One turn of the policy. Raises `InvalidOutcome` (`model_server`) if the model server gives none."""
         from .client import post_json
 
         url = f"{self._model_server}/v1/responses"
@@ -280,11 +279,11 @@ class AgentServer:
             raise InvalidOutcome("model_server", f"{url} answers with no Response: {answer!s:.100}") from None
 
 
-def _failed(row: Mapping[str, Any], output: list[Item], error: Exception) -> Item:
-    """The row of a rollout that says nothing about the policy, or that is none of ours. Their collector keeps it apart,
-    in a file of failures; it has no reward, so that nobody takes it for one of zero."""
+def _failed_row(row: Mapping[str, Any], output: list[Item], error: Exception) -> Item:
+    """The row of a failed rollout. NeMo-Gym's collector saves it in a separate file of failures; it has no reward, so
+    that none of zero is counted."""
     if isinstance(error, UnknownRow):
-        logger.warning("a row is refused: %s", error)
+        logger.warning("a row is rejected: %s", error)
     elif not isinstance(error, EnvgymError):
         logger.error("a rollout failed", exc_info=error)
     kind = error.kind if isinstance(error, InvalidOutcome) else type(error).__name__
@@ -303,19 +302,19 @@ def aggregate(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Statistics of rollouts, by task and over all: mean, max, min, median and sample standard deviation (0 of one
     value) of each numeric field and of the tokens in `response.usage`, as `mean/reward` and so on.
 
-    Rollouts that failed are no part of it; neither are fields whose names begin with `_`.
+    Failed rollouts, and fields whose names begin with `_`, are excluded.
     """
     by_task: dict[int, list[dict[str, float]]] = {}
     for result in results:
         if not result.get(FAILURE_CLASS):
-            whole = result.get("response")
-            usage = whole.get("usage") if isinstance(whole, Mapping) else None
+            answer = result.get("response")
+            usage = answer.get("usage") if isinstance(answer, Mapping) else None
             fields = {**result, **usage} if isinstance(usage, Mapping) else result
             by_task.setdefault(result.get(TASK, 0), []).append(numbers(fields))
-    overall = _statistics([fields for own in by_task.values() for fields in own])
+    overall = _statistics([fields for rows in by_task.values() for fields in rows])
     return {
         "group_level_metrics": [
-            {TASK: task, **_statistics(own), "num_rollouts": len(own)} for task, own in sorted(by_task.items())
+            {TASK: task, **_statistics(rows), "num_rollouts": len(rows)} for task, rows in sorted(by_task.items())
         ],
         "agent_metrics": overall,
         "key_metrics": {name: value for name, value in overall.items() if name.startswith("mean/")},
@@ -323,12 +322,12 @@ def aggregate(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _statistics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    summary: dict[str, float] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if name in row]
-        found[f"mean/{name}"] = statistics.fmean(values)
-        found[f"max/{name}"] = max(values)
-        found[f"min/{name}"] = min(values)
-        found[f"median/{name}"] = statistics.median(values)
-        found[f"std/{name}"] = statistics.stdev(values) if len(values) > 1 else 0.0
-    return found
+        summary[f"mean/{name}"] = statistics.fmean(values)
+        summary[f"max/{name}"] = max(values)
+        summary[f"min/{name}"] = min(values)
+        summary[f"median/{name}"] = statistics.median(values)
+        summary[f"std/{name}"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    return summary

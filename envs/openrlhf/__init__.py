@@ -1,7 +1,7 @@
-"""Environments from files written for OpenRLHF, as they stand: reward functions and agents.
+"""Environments from unmodified files written for OpenRLHF: reward functions and agents.
 
 Files are recognised by their definitions, without importing them: they may import torch and load a model. Such a file
-runs in processes of its own (`host`). What it imports from `openrlhf` is in `package`, where that is not installed.
+runs in separate processes (`host`). `package` substitutes the file's imports from `openrlhf` if that is not installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import Field
 from envgym.env import Env, EnvSpec, Info, StepResult
 from envgym.errors import EnvgymError, InvalidStep
 from envgym.hashing import text_hash
-from envgym.processes.pool import Processes, Session
+from envgym.processes.pool import Processes, ProcessSession
 from envgym.registry import spec_from_json
 from envgym.rewards import Reward, prompt_text
 from envgym.rewards.environments import GroupRewardEnv, answer_of, seed_of
@@ -32,13 +32,13 @@ class OpenRLHFFileConfig(DataEnvConfig):
     """Settings of both kinds of file."""
 
     processes: int = Field(1, ge=1)
-    """Processes that run the file. What blocks in one holds up what else runs there."""
+    """Processes that run the file. A blocking call holds up everything else in its process."""
     logs: str | None = None
-    """Folder for the file's output. Unset: a temporary one, kept where something went wrong."""
+    """Folder for the file's output. Unset: a temporary one, deleted unless something went wrong."""
 
 
 class OpenRLHFFile(DataEnvSpec):
-    """The environment of a file; `for_file` makes a subclass for each."""
+    """The environment of a file; `for_file` makes a subclass per file."""
 
     Config = OpenRLHFFileConfig
     config: OpenRLHFFileConfig
@@ -47,15 +47,15 @@ class OpenRLHFFile(DataEnvSpec):
     name: ClassVar[str]
     env: ClassVar[type[Env]]
     host: ClassVar[str]
-    """The class that runs in the processes."""
+    """Import path of the class that runs in the processes."""
 
     processes: Processes
 
     @classmethod
-    def for_file(cls, path: Path, name: str, about: str | None) -> type[Self]:
+    def for_file(cls, path: Path, name: str, summary: str | None) -> type[Self]:
         """The environment of the function or class `name` in the file at `path`."""
-        about = about or f"{name} of {path.name}, written for OpenRLHF."
-        return type(path.stem, (cls,), {"path": path, "name": name, "__doc__": about})
+        summary = summary or f"{name} of {path.name}, written for OpenRLHF."
+        return type(path.stem, (cls,), {"path": path, "name": name, "__doc__": summary})
 
     def __init__(self, id: str, env_class: type[Env] | None = None, /, **kwargs: Any) -> None:
         super().__init__(id, env_class or self.env, **kwargs)
@@ -68,7 +68,7 @@ class OpenRLHFFile(DataEnvSpec):
 
     async def setup(self) -> None:
         await super().setup()
-        self.tasks("train")  # raises where there are none, before anything is started
+        self.tasks("train")  # raises an error before anything starts, if there are none
         target = {"target": f"{self.path}:{self.name}"}
         settings = self.config
         self.processes = Processes(self.host, target, count=settings.processes, name=self.path.stem, logs=settings.logs)
@@ -83,15 +83,15 @@ class RewardFileConfig(OpenRLHFFileConfig):
     """Settings of a reward function from a file for OpenRLHF."""
 
     chat: bool = True
-    """Pose prompts as chat messages, through the model's template; false: as raw text, for base models."""
+    """Send prompts as chat messages, through the model's template; false: as raw text, for base models."""
 
 
 class RewardFile(OpenRLHFFile):
-    """Poses the tasks; the rewards of a group come from one call of `reward_func(queries, prompts, labels)`.
+    """Tasks whose rewards come from one call of `reward_func(queries, prompts, labels)` per group.
 
-    `queries` are prompt and answer as one text each and begin with the text in `prompts`, which is the task's own,
-    without the chat template. `labels` are the tasks' answers. A call has `call_timeout` seconds; then its process is
-    killed and the group fails.
+    Each query is the prompt and the completion as one text. `prompts` are the tasks' own, without the chat template;
+    `labels` are the tasks' reference answers. A call has `call_timeout` seconds; then its process is killed and the
+    group fails.
     """
 
     env = GroupRewardEnv
@@ -112,15 +112,15 @@ class RewardFile(OpenRLHFFile):
 # -- agents -----------------------------------------------------------------------------------------------
 
 Sample = Callable[[list[int], Mapping[str, Any]], Awaitable[Mapping[str, Any] | None]]
-"""Samples after these tokens, with sampling parameters changed: token ids, log-probabilities and finish reason, or None
-where there is no room for more."""
+"""Samples after the given tokens, with overrides of the sampling parameters. Returns token ids, log-probabilities and
+finish reason, or None if the context or the budget is used up."""
 DEFAULT_SAMPLING = {"max_tokens": 512, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": (), "seed": None}
-"""The sampling parameters that an agent sees where the run's are not known."""
+"""The sampling parameters that an agent sees if the run's are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An agent file's view of the policy: its tokenizer, sampling parameters, context length and most turns."""
+    """An agent file's view of the policy: its tokenizer, sampling parameters, context length and maximum turns."""
 
     tokenizer: Any = None
     sampling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT_SAMPLING)
@@ -132,7 +132,7 @@ class AgentFileConfig(OpenRLHFFileConfig):
     """Settings of an agent from a file for OpenRLHF."""
 
     chat: bool = False
-    """Pose the first observation as chat messages, through the model's template. Later ones are appended as raw text
+    """Send the first observation as chat messages, through the model's template. Later ones are appended as raw text
     either way: the agent writes its own markup."""
 
 
@@ -144,15 +144,15 @@ class AgentEnv(Env):
 
     def __init__(self) -> None:
         self.policy = Policy()
-        """Set by the agent that plays, before `reset`."""
+        """Set by the run's agent before `reset`."""
         self.score: float | None = None
-        """The last score that the file's agent gave, None where that was none in [0, 1]."""
-        self._session: Session | None = None
+        """The last score of the file's agent, None if it was outside [0, 1]."""
+        self._session: ProcessSession | None = None
         self._key = uuid.uuid4().hex
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         self.task, self.score = (options or {})["task"], None
-        *before, last = as_messages(self.task.prompt)
+        *messages, last = as_messages(self.task.prompt)
         if self.spec.executes and self.policy.tokenizer is not None:  # `execute` comes next
             text = last.text
         else:
@@ -160,7 +160,7 @@ class AgentEnv(Env):
             prompt = last.text if self._is_chat else prompt_text(self.task)
             text = await session.call("reset", self._key, prompt, self.task.answer, dict(self.policy.sampling))
         if self._is_chat:
-            return Observation(messages=(*before, Message.of(last.role, text))), {}
+            return Observation(messages=(*messages, Message.of(last.role, text))), {}
         return Observation(text=text), {}
 
     async def step(self, action: Action) -> StepResult:
@@ -168,20 +168,20 @@ class AgentEnv(Env):
         result, metrics, sampling = await self._session.call("step", self._key, action.text)
         self.score = result.score
         observation = Observation(text=result.feedback, sampling=sampling)
-        return observation, result.reward, result.done, False, {"score": result.score, "metrics": metrics}
+        return observation, result.reward, result.is_done, False, {"score": result.score, "metrics": metrics}
 
     async def execute(self, sample: Sample) -> dict[str, Any]:
-        """Let the file's own `execute` play the episode after `reset`, and return its result as plain numbers (see
+        """Let the file's own `execute` run the episode after `reset`, and return its result as plain numbers (see
         `host.read_result`)."""
         session = await self._open()
-        async with self.spec.sending_tokenizer:  # it is large, and once for each process is enough
+        async with self.spec.sending_tokenizer:  # sent once per process, since it is large
             if not await session.call("has_tokenizer"):
                 await session.call("set_tokenizer", self.policy.tokenizer)
         prompt: str | list[dict[str, Any]] = prompt_text(self.task)
         if self._is_chat:
             prompt = [message.as_dict() for message in as_messages(self.task.prompt)]
         limits = {"max_length": self.policy.max_length, "max_steps": self.policy.max_steps}
-        await session.call("begin", self._key, prompt, self.task.answer, dict(self.policy.sampling), limits)
+        await session.call("start_execute", self._key, prompt, self.task.answer, dict(self.policy.sampling), limits)
         while True:
             kind, value = await session.call("next", self._key)
             if kind == "result":
@@ -204,7 +204,7 @@ class AgentEnv(Env):
     def _is_chat(self) -> bool:
         return self.spec.config.chat or not isinstance(self.task.prompt, str)
 
-    async def _open(self) -> Session:
+    async def _open(self) -> ProcessSession:
         if self._session is None or not self._session.alive:
             if self._session is not None:
                 self._session.end()
@@ -215,8 +215,8 @@ class AgentEnv(Env):
 class AgentFile(OpenRLHFFile):
     """The environment of a file that defines `AgentInstance` and `AgentExecutor`.
 
-    Where its executor leaves `execute` as it is, this is an environment like others, with `reset` and `step`. Else
-    the file drives the model itself, for which it needs the agent named here; others leave its `execute` out.
+    If its executor does not override `execute`, this is an environment like others, with `reset` and `step`. Otherwise
+    the file drives the model itself, which only the agent named here supports; others ignore its `execute`.
     """
 
     agent = "openrlhf_executor"
@@ -226,7 +226,7 @@ class AgentFile(OpenRLHFFile):
     host = "envgym.envs.openrlhf.host:AgentHost"
 
     executes = False
-    """True where the file has an `execute` of its own; known once it is set up."""
+    """True if the file has its own `execute`; set by `setup`."""
 
     async def setup(self) -> None:
         await super().setup()
@@ -241,9 +241,9 @@ PARAMETERS = ("queries", "prompts", "labels")
 
 
 def environment_of(path: Path, name: str) -> type[EnvSpec] | None:
-    """The environment of the file at `path`; None where it is no such file, or one that knows envgym.
+    """The environment of the file at `path`; None if it is not written for OpenRLHF, or imports envgym.
 
-    `name` is the reward function or executor that the user wrote behind the file, if any.
+    `name` is the reward function or executor that the user gave after the file's path, if any.
     """
     try:
         tree = ast.parse(path.read_bytes())
@@ -274,7 +274,7 @@ def _imports_envgym(node: ast.AST) -> bool:
 
 
 def _top_level(parent: ast.AST) -> Iterator[ast.AST]:
-    """The parts that run on import, those in `if` and `try` included."""
+    """The statements that run on import, including those in `if` and `try`."""
     for node in ast.iter_child_nodes(parent):
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):

@@ -1,4 +1,4 @@
-"""The agent for OpenRLHF's agent files: plays `reset` and `step` as multi-turn, an `execute` by its requests."""
+"""The agent for OpenRLHF's agent files: multi-turn for `reset` and `step`; for an `execute`, it answers requests."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ ROLES = {"prompt": "user", "feedback": "user", "action": "assistant"}
 
 
 class OpenRLHFExecutor(MultiTurn):
-    """The multi-turn agent, which shows the environment the policy, and lets an `execute` drive the model.
+    """The multi-turn agent, with access of the environment to the policy; an `execute` may drive the model.
 
-    Whatever an `execute` does with its tokens, trained is what the engine returned after exactly the tokens it was
-    given. Where those do not begin with the tokens before, the episode goes on in a new row. Of its result the rewards
-    count, and `action_ranges` select the samples that do.
+    Whatever an `execute` does with its tokens, the run trains on the engine's output after exactly the tokens of the
+    request. A request that does not extend the previous tokens begins a new row. Of the result, the rewards count, and
+    `action_ranges` select the samples in the loss.
     """
 
-    async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
-        assert engine is not None, "a sampling agent is given an engine"
+    async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:
+        assert sampler is not None, "an agent that uses the policy needs a sampler"
         file_env: Any = env.env
         if not hasattr(file_env, "policy"):
-            raise ConfigError(f"agent openrlhf_executor plays files for OpenRLHF, which {env.spec.id} is not")
+            raise ConfigError(f"agent openrlhf_executor runs files for OpenRLHF, which {env.spec.id} is not")
         file_env.policy = replace(
             file_env.policy,
             tokenizer=self.renderer.tokenizer,
-            sampling=asdict(engine.sampling),
-            max_length=engine.max_model_len,
+            sampling=asdict(sampler.sampling),
+            max_length=sampler.max_model_len,
             max_steps=self.config.max_turns,
         )
-        return await super().run(env, task, engine, seed=seed)
+        return await super().run(env, task, sampler, seed=seed)
 
     async def play(self, env: CheckedEnv, task: Task, transcript: Transcript, *, seed: int) -> Outcome:
         await env.spec.ensure_setup()
@@ -45,8 +45,8 @@ class OpenRLHFExecutor(MultiTurn):
         if not file_env.spec.executes:
             try:
                 return await super().play(env, task, transcript, seed=seed)
-            finally:  # a later score outside [0, 1] takes back an earlier one
-                transcript.score = own_score(file_env.score, transcript)
+            finally:  # a later score outside [0, 1] clears an earlier one
+                transcript.score = score_unless_reward(file_env.score, transcript)
         await env.reset(seed=seed, options={"task": task})
         limit: OutOfBudget | PromptTooLong | None = None
 
@@ -69,7 +69,7 @@ class OpenRLHFExecutor(MultiTurn):
         except InvalidOutcome:
             if limit is None:
                 raise
-            raise limit from None  # it did not expect that it could not go on
+            raise limit from None  # the file's error follows from the limit
         transcript.rows = [row for row in transcript.rows if row.turns]
         if not transcript.rows:
             raise limit or InvalidOutcome("invalid_environment", "execute sampled nothing by llm_engine.generate")
@@ -81,32 +81,32 @@ class OpenRLHFExecutor(MultiTurn):
             for segment in transcript.rows[-1].segments
         ]
         if isinstance(limit, OutOfBudget):
-            return Outcome.truncated(limit.reason)
-        return Outcome.truncated(Limit.ENVIRONMENT) if result["truncated"] else Outcome.completed()
+            return Outcome.truncate(limit.reason)
+        return Outcome.truncate(Limit.ENVIRONMENT) if result["truncated"] else Outcome.complete()
 
 
 def set_context(transcript: Transcript, token_ids: list[int]) -> None:
-    """Make the transcript's context `token_ids`: the last row, grown, or else a new one."""
-    known = transcript.context.tolist()
-    if known and token_ids[: len(known)] == known:
-        transcript.feedback(token_ids[len(known) :])
+    """Set the transcript's context to `token_ids`: extend the last row if it is a prefix, else begin a new one."""
+    context = transcript.context.tolist()
+    if context and token_ids[: len(context)] == context:
+        transcript.feedback(token_ids[len(context) :])
     else:
         transcript.begin(token_ids)
 
 
 def declared_rows(rows: Sequence[Row], tokens: list[int], ranges: Sequence[tuple[int, int]]) -> list[Row]:
-    """The rows that hold a declared action, the others' weights zero.
+    """The rows with a declared action; the loss weights of all other actions become 0.
 
     Raises `InvalidOutcome` for a range whose tokens were not sampled after the tokens before it.
     """
-    actions = [(segment, before) for row in rows for segment, before in actions_of(row)]
-    found: set[int] = set()
+    actions = [(segment, prefix) for row in rows for segment, prefix in actions_of(row)]
+    declared: set[int] = set()
     for number, (start, end) in enumerate(ranges):
         action, context = tokens[start:end], tokens[:start]
         matches = (
             segment
-            for segment, before in actions
-            if id(segment) not in found and list(segment.token_ids[: len(action)]) == action and before == context
+            for segment, prefix in actions
+            if id(segment) not in declared and list(segment.token_ids[: len(action)]) == action and prefix == context
         )
         match = next(matches, None)
         if match is None or end <= start:
@@ -115,29 +115,29 @@ def declared_rows(rows: Sequence[Row], tokens: list[int], ranges: Sequence[tuple
                 f"execute returned action_ranges[{number}] = ({start}, {end}), which is not what was sampled after the "
                 "observation_tokens before it",
             )
-        found.add(id(match))
+        declared.add(id(match))
         match.loss_weights = float_array([1.0] * (end - start) + [0.0] * (len(match) - (end - start)))
     for segment, _ in actions:
-        if id(segment) not in found:
+        if id(segment) not in declared:
             segment.loss_weights = float_array([0.0] * len(segment))
-    return [row for row in rows if any(id(segment) in found for segment in row.segments)]
+    return [row for row in rows if any(id(segment) in declared for segment in row.segments)]
 
 
-def own_score(score: float | None, transcript: Transcript) -> float | None:
-    """The score, unless it is the reward once more, as most files have it: then the other episodes of the environment
-    show whether the reward is one (`envgym.episodes.scores`)."""
+def score_unless_reward(score: float | None, transcript: Transcript) -> float | None:
+    """The score, or None if it only repeats the reward, as in most files: then `envgym.episodes.scores` decides,
+    over all episodes, whether rewards are scores."""
     rewards = [turn.reward for row in transcript.rows for turn in row.turns if turn.reward is not None]
     return None if score == sum(rewards) else score
 
 
 def set_rewards(transcript: Transcript, result: Mapping[str, Any]) -> None:
-    """Record the episode's rewards: by turn where they are known and add up, else at its end."""
+    """Record the episode's rewards: per turn if they are given and add up, else at its end."""
     turns = [turn for row in transcript.rows for turn in row.turns]
     by_turn, reward = result["turn_rewards"], result["reward"]
     if by_turn and len(by_turn) == len(turns) and abs(sum(by_turn) - (reward or 0.0)) < 1e-9:
-        for turn, own in zip(turns, by_turn, strict=True):
-            turn.reward = own
+        for turn, turn_reward in zip(turns, by_turn, strict=True):
+            turn.reward = turn_reward
     else:
         turns[-1].reward = reward
-    transcript.score = own_score(result["score"], transcript)
+    transcript.score = score_unless_reward(result["score"], transcript)
     transcript.metrics |= result["metrics"]

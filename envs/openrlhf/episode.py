@@ -11,17 +11,17 @@ from envgym.errors import InvalidStep
 from envgym.rewards.functions import number
 
 ROUNDING = 1e-6
-"""Distance from [0, 1] that a score may have from rounding in 32 bits."""
+"""Rounding error outside [0, 1] that a 32-bit score may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceStep:
-    """The result of a step. `score` is the last that any step gave, None where that was none in [0, 1]."""
+    """The result of a step. `score` is the latest of any step, None if that was outside [0, 1]."""
 
     reward: float
     score: float | None
     feedback: str
-    done: bool
+    is_done: bool
 
 
 class InstanceEpisode:
@@ -36,7 +36,7 @@ class InstanceEpisode:
         self._score: float | None = None
 
     @classmethod
-    async def begin(cls, instance_class: Any, prompt: str, label: Any, sampling: Any) -> InstanceEpisode:
+    async def start(cls, instance_class: Any, prompt: str, label: Any, sampling: Any) -> InstanceEpisode:
         """Make an instance and reset it."""
         if not isinstance(instance_class, type):
             raise InvalidStep("the executor has no AgentInstance class: give it to super().__init__(AgentInstance)")
@@ -68,13 +68,13 @@ class InstanceEpisode:
         self.metrics |= finite_logs(result.get("extra_logs"))
         if result.get("sampling_params") is not None:
             self.sampling = result["sampling_params"]
-        done = bool(result["done"])
-        feedback = _text(result, "environment_feedback", "step", required=not done)
+        is_done = bool(result["done"])
+        feedback = _text(result, "environment_feedback", "step", required=not is_done)
         self.text += action_text + feedback
-        return InstanceStep(reward, self._score, feedback, done)
+        return InstanceStep(reward, self._score, feedback, is_done)
 
     async def close(self) -> None:
-        """Call the instance's `close`, should it have one."""
+        """Call the instance's `close`, if it has one."""
         close = getattr(self._instance, "close", None)
         if callable(close):
             closing = close()
@@ -104,12 +104,12 @@ def _text(result: Any, key: str, method: str, *, required: bool = True) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A tensor or an array as numbers and lists; others as they are."""
+    """Convert a tensor or an array to numbers and lists; other values stay unmodified."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def flat(value: Any) -> Any:
-    """The same, without dimensions of one: a column of shape [n, 1] is a list of n."""
+    """Convert like `plain`, and drop a second dimension of one: a column of shape [n, 1] becomes a list of n."""
     values = plain(value)
     if isinstance(values, list | tuple):
         return [item[0] if isinstance(item, list | tuple) and len(item) == 1 else item for item in map(plain, values)]
@@ -117,14 +117,14 @@ def flat(value: Any) -> Any:
 
 
 def valid_score(score: float | None) -> float | None:
-    """A score in [0, 1]; None for one that is not."""
+    """The score clipped to [0, 1], None if it lies outside by more than rounding."""
     if score is None or not -ROUNDING <= score <= 1 + ROUNDING:
         return None
     return min(1.0, max(0.0, score))
 
 
 def finite_logs(logs: Any) -> dict[str, float]:
-    """An agent's logs as metrics: one number for each name, of several their mean. What is no number is left out."""
+    """An agent's logs as metrics: a number per name, the mean of several. Entries that are no numbers are omitted."""
     metrics: dict[str, float] = {}
     for key, value in (logs if isinstance(logs, Mapping) else {}).items():
         values = flat(value)
@@ -133,7 +133,7 @@ def finite_logs(logs: Any) -> dict[str, float]:
             numbers = [number(item, "") for item in values]
         except InvalidStep:
             continue
-        known = [item for item in numbers if item is not None]
-        if known:
-            metrics[str(key)] = sum(known) / len(known)
+        finite = [item for item in numbers if item is not None]
+        if finite:
+            metrics[str(key)] = sum(finite) / len(finite)
     return metrics

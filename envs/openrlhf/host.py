@@ -13,18 +13,19 @@ from typing import Any
 from envgym.env.checked import finite_metrics
 from envgym.errors import ConfigError, InvalidStep
 from envgym.loading import import_target, load_function, split_target
-from envgym.rewards.functions import Reward, column, number, run
+from envgym.rewards.functions import column, number, run
+from envgym.types import Reward
 
 from . import package
 from .episode import InstanceEpisode, InstanceStep, finite_logs, flat, plain, valid_score
 from .llm_engine import EngineProxy, QueueProxy, Run, SamplingParams, overrides
 
 CONSTRUCTOR_ARGUMENTS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
-"""Arguments that the older interface's executors take, by name."""
+"""Constructor arguments of the older interface's executors, by name."""
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators, which are this process's own, so that a file's draws can be repeated."""
+    """Seed this process's global generators, so that a file's random draws are repeatable."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
@@ -50,40 +51,40 @@ class RewardHost:
 
 
 def read_rewards(result: Any, count: int, name: str) -> list[Reward | InvalidStep]:
-    """The rewards of `count` answers in a dict of `rewards`, `scores` and `extra_logs`, or in rewards alone.
+    """The rewards of `count` answers from a dict of `rewards`, `scores` and `extra_logs`, or from rewards alone.
 
-    Of `extra_logs`, a list with a number for each answer holds a metric of each, and a single number is one of all.
-    A score that is the reward adds nothing; one outside [0, 1] is left out and counted (`invalid_scores`). Where there
-    is none, rewards are scores if they all lie in [0, 1].
+    In `extra_logs`, a list with one number per answer is a metric of each answer, and a single number one of all.
+    A score that only repeats the reward is omitted; one outside [0, 1] is omitted and counted (`invalid_scores`).
+    Without scores, the rewards are scores if they all lie in [0, 1].
     """
     table = result if isinstance(result, Mapping) else {"rewards": result}
     if table.get("rewards") is None:
         raise InvalidStep(f"{name} returned no 'rewards', only {', '.join(map(str, table)) or 'an empty dict'}")
     rewards = _column(table["rewards"], count, f"{name} returned as rewards")
     scores = [None] * count if table.get("scores") is None else _column(table["scores"], count, f"{name}, scores:")
-    read: list[Reward | InvalidStep] = []
+    outcomes: list[Reward | InvalidStep] = []
     for index in range(count):
         try:
             reward = number(rewards[index], f"{name} returned the reward")
             if reward is None:
                 raise InvalidStep(f"{name} returned None as a reward")
             score = number(scores[index], f"{name} returned the score")
-            metrics = finite_metrics(_logged(table.get("extra_logs"), index, count))
+            metrics = finite_metrics(_logs_of(table.get("extra_logs"), index, count))
             if score is not None and valid_score(score) is None:
                 metrics["invalid_scores"] = 1.0
-            read.append(Reward(reward, None if score == reward else valid_score(score), metrics))
+            outcomes.append(Reward(reward, None if score == reward else valid_score(score), metrics))
         except InvalidStep as error:
-            read.append(error)
-    return read
+            outcomes.append(error)
+    return outcomes
 
 
-def _column(value: Any, count: int, what: str) -> list[Any]:
+def _column(value: Any, count: int, subject: str) -> list[Any]:
     values = flat(value)
-    return column(values if isinstance(values, list) else [values], count, what)
+    return column(values if isinstance(values, list) else [values], count, subject)
 
 
-def _logged(logs: Any, index: int, count: int) -> dict[str, Any]:
-    """The part of `extra_logs` that is about the answer at `index`."""
+def _logs_of(logs: Any, index: int, count: int) -> dict[str, Any]:
+    """The part of `extra_logs` for the answer at `index`."""
     logged: dict[str, Any] = {}
     for name, value in (logs if isinstance(logs, Mapping) else {}).items():
         values = flat(value)
@@ -97,7 +98,7 @@ def _logged(logs: Any, index: int, count: int) -> dict[str, Any]:
 
 
 class AgentHost:
-    """Holds the file's agents, one for each episode, or lets its executor play whole episodes."""
+    """Holds the file's agents, one per episode, or lets its executor run whole episodes."""
 
     def __init__(self, target: str) -> None:
         file, name = split_target(target)
@@ -114,11 +115,11 @@ class AgentHost:
         self._executors: dict[bool, Any] = {}
         self._tokenizer: Any = None
         self._episodes: dict[str, tuple[InstanceEpisode, dict[str, Any]]] = {}
-        """The episodes in play, with the run's sampling parameters."""
+        """The running episodes, with the run's sampling parameters."""
         self._runs: dict[str, Run] = {}
 
     def executes(self) -> bool:
-        """Tell whether the executor has an `execute` of its own, which drives the model itself."""
+        """True if the executor has its own `execute`, which drives the model itself."""
         return self._executes
 
     # -- reset and step ---------------------------------------------------------------------------------------
@@ -128,16 +129,16 @@ class AgentHost:
         await self.close_episode(key)
         executor = self._make_executor({})
         instance_class = getattr(executor, "agent_instance_cls", None) or self._instance_class
-        if instance_class is None:  # there is nothing but an `execute`
+        if instance_class is None:  # the file has only an `execute`
             return prompt
-        episode = await InstanceEpisode.begin(instance_class, prompt, label, SamplingParams.of(sampling))
+        episode = await InstanceEpisode.start(instance_class, prompt, label, SamplingParams.from_run(sampling))
         self._episodes[key] = episode, sampling
         return episode.text
 
     async def step(self, key: str, action_text: str) -> tuple[InstanceStep, dict[str, float], dict[str, Any]]:
-        """The agent's result of an action, all it has logged, and its changes of the sampling parameters."""
+        """The agent's result of an action, its metrics so far, and its overrides of the sampling parameters."""
         if key not in self._episodes:
-            raise InvalidStep("the file has no AgentInstance: its execute is played by agent=openrlhf_executor")
+            raise InvalidStep("the file has no AgentInstance: its execute is run by agent=openrlhf_executor")
         episode, sampling = self._episodes[key]
         result = await episode.step(action_text)
         return result, dict(episode.metrics), overrides(episode.sampling, sampling)
@@ -157,7 +158,7 @@ class AgentHost:
     def set_tokenizer(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    async def begin(
+    async def start_execute(
         self,
         key: str,
         prompt: str | list[dict[str, Any]],
@@ -168,14 +169,14 @@ class AgentHost:
         """Start an episode's `execute`. `limits` are `max_length` and `max_steps`."""
         if not isinstance(prompt, str):
             prompt = str(self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-        given = {"llm_engine": EngineProxy(), "hf_tokenizer": self._tokenizer, "max_length": limits["max_length"]}
-        executor = self._make_executor({**given, "max_steps": limits["max_steps"], "result_queue": QueueProxy()})
+        options = {"llm_engine": EngineProxy(), "hf_tokenizer": self._tokenizer, "max_length": limits["max_length"]}
+        executor = self._make_executor({**options, "max_steps": limits["max_steps"], "result_queue": QueueProxy()})
         parameters = inspect.signature(executor.execute).parameters
         takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
-        given["images"] = None
-        arguments = {name: value for name, value in given.items() if takes_any or name in parameters}
+        options["images"] = None
+        arguments = {name: value for name, value in options.items() if takes_any or name in parameters}
         self._runs[key] = run = Run(self._tokenizer, sampling)
-        run.start(executor.execute(prompt, label, SamplingParams.of(sampling), **arguments))
+        run.start(executor.execute(prompt, label, SamplingParams.from_run(sampling), **arguments))
 
     async def next(self, key: str) -> tuple[str, Any]:
         """The next request of an episode's `execute`, or its result."""
@@ -185,24 +186,24 @@ class AgentHost:
     def answer(self, key: str, number: int, generation: dict[str, Any] | None) -> None:
         self._runs[key].answer(number, generation)
 
-    def _make_executor(self, known: dict[str, Any]) -> Any:
-        """The file's executor, which all episodes in this process share. The older interface's constructor gets the
-        arguments that it names, where they are `known`."""
-        if bool(known) not in self._executors:
+    def _make_executor(self, options: dict[str, Any]) -> Any:
+        """The file's executor, shared by all episodes in this process: one with and one without `options`, from which
+        the older interface's constructor gets the arguments that it names."""
+        if bool(options) not in self._executors:
             parameters = inspect.signature(self._executor_class).parameters
             if self._executor_class.__module__.partition(".")[0] in ("openrlhf", "envgym"):
                 arguments = {"agent_instance_cls": self._instance_class}
             else:
-                arguments = {name: known.get(name) for name in CONSTRUCTOR_ARGUMENTS if name in parameters}
+                arguments = {name: options.get(name) for name in CONSTRUCTOR_ARGUMENTS if name in parameters}
             try:
-                self._executors[bool(known)] = self._executor_class(**arguments)
+                self._executors[bool(options)] = self._executor_class(**arguments)
             except TypeError as error:
                 raise ConfigError(f"{self._name}(…) cannot be made with {list(arguments)}: {error}") from error
-        return self._executors[bool(known)]
+        return self._executors[bool(options)]
 
 
 def read_result(result: Any) -> dict[str, Any]:
-    """The result of `execute`, as plain numbers: reward, score, metrics, truncated, tokens, ranges, turn_rewards."""
+    """The result of `execute` as plain numbers: reward, score, metrics, truncated, tokens, ranges, turn_rewards."""
     if not isinstance(result, Mapping) or "reward" not in result:
         raise InvalidStep(f"execute must return a dict with 'reward' (and observation_tokens, …), not {result!r:.80}")
     score = number(result.get("scores"), "execute returned the scores")

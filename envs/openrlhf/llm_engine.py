@@ -1,7 +1,7 @@
-"""The `llm_engine` of an executor, in vLLM's types: its requests are answered by the run's own engine.
+"""The `llm_engine` of an executor, with vLLM's types; the run's own engine answers its requests.
 
-The executor runs in another process than the engine's client. Its requests are put in a queue, from which the
-environment takes them (`Run.next`), and come back answered (`Run.answer`).
+The executor and the engine's client run in different processes. A request goes to a queue, from which the environment
+takes it (`Run.next`) and returns the answer (`Run.answer`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from envgym.errors import InvalidStep
 
-HONOURED = ("max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seed")
+SUPPORTED = ("max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seed")
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -33,7 +33,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "guided_decoding": (),
 }
-"""Parameters that cannot be honoured, and the values (besides None) at which there is nothing to honour."""
+"""Unsupported parameters, and their values (besides None) that have no effect anyway."""
 
 
 @dataclass
@@ -60,36 +60,36 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     @classmethod
-    def of(cls, ours: Mapping[str, Any]) -> SamplingParams:
-        """The run's parameters, in an object that is the caller's own."""
-        known = {name: ours[name] for name in HONOURED if name in ours}
-        return cls(**known | {"stop_token_ids": list(ours.get("stop_token_ids", ()))})
+    def from_run(cls, sampling: Mapping[str, Any]) -> SamplingParams:
+        """A copy of the run's parameters."""
+        params = {name: sampling[name] for name in SUPPORTED if name in sampling}
+        return cls(**params | {"stop_token_ids": list(sampling.get("stop_token_ids", ()))})
 
 
-def overrides(params: Any, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes of `params` (an object or a mapping) to the run's parameters.
+def overrides(params: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The differences of `params` (an object or a mapping) from the run's `sampling` parameters.
 
-    Raises `InvalidStep` for a parameter that cannot be honoured: ignoring it would be worse.
+    Raises `InvalidStep` for an unsupported parameter, rather than ignore it.
     """
-    names = (*HONOURED, *WITHOUT_EFFECT)
+    names = (*SUPPORTED, *WITHOUT_EFFECT)
     values = params if isinstance(params, Mapping) else {name: getattr(params, name, None) for name in names}
-    for name, idle in WITHOUT_EFFECT.items():
+    for name, defaults in WITHOUT_EFFECT.items():
         value = values.get(name)
-        if value is not None and value not in idle:
+        if value is not None and value not in defaults:
             raise InvalidStep(
                 f"the agent set the sampling parameter {name}={value!r:.60}, which has no effect here: "
-                f"there are {', '.join(HONOURED)}"
+                f"there are {', '.join(SUPPORTED)}"
             )
     changed: dict[str, Any] = {}
-    for name in HONOURED:
+    for name in SUPPORTED:
         value = values.get(name)
         if value is None:
             continue
         if name == "top_k":
-            value = max(0, value)  # vLLM's -1 is all of them, too
+            value = max(0, value)  # vLLM's -1 also means all tokens
         elif name == "stop_token_ids":
-            value = tuple(dict.fromkeys((*ours.get(name, ()), *value)))  # the end of a turn still ends it
-        if value != ours.get(name):
+            value = tuple(dict.fromkeys((*sampling.get(name, ()), *value)))  # the end of a turn always stops
+        if value != sampling.get(name):
             changed[name] = value
     return changed
 
@@ -97,23 +97,23 @@ def overrides(params: Any, ours: Mapping[str, Any]) -> dict[str, Any]:
 # -- the engine -------------------------------------------------------------------------------------------
 
 current: ContextVar[Run | None] = ContextVar("current", default=None)
-"""The episode that is being executed. Executors share one engine object, as they do in OpenRLHF."""
+"""The episode of the current context. Executors share one engine object, as in OpenRLHF."""
 runs: WeakSet[Run] = WeakSet()
-"""The episodes that are being executed in this process."""
+"""The running episodes of this process."""
 
 
 class OutOfRoom(ValueError):
-    """The context, or what the episode may sample, is used up."""
+    """The context or the episode's token budget is used up."""
 
 
 class Run:
     """One execution: its requests to the engine, and its result. `sampling` are the run's parameters."""
 
     def __init__(self, tokenizer: Any, sampling: Mapping[str, Any]) -> None:
-        self.refused: Exception | None = None
-        """The error of a request that failed, however the file came to know of it."""
+        self.request_error: Exception | None = None
+        """The error of a failed request, whatever the file made of it."""
         self.queued_results: list[Any] = []
-        """Results that the older interface put in its queue."""
+        """Results from the older interface's queue."""
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._loop = asyncio.get_running_loop()
@@ -123,14 +123,14 @@ class Run:
         self._task: asyncio.Task[None] | None = None
         self._is_over = False
 
-    def start(self, executing: Any) -> None:
-        """Run the coroutine `executing`; its result, or its exception, is the last event."""
+    def start(self, coroutine: Any) -> None:
+        """Run the coroutine of `execute`; its result or exception is the last event."""
 
         async def execute() -> None:
             current.set(self)
             runs.add(self)
             try:
-                result = await executing
+                result = await coroutine
                 if result is None and self.queued_results:
                     result = self.queued_results[0]
                 self._events.put_nowait(("result", result))
@@ -150,27 +150,27 @@ class Run:
         return event
 
     def answer(self, number: int, generation: Mapping[str, Any] | None) -> None:
-        """Answer a request: token ids, log-probabilities and finish reason; None where there is no room for more."""
+        """Answer a request: token ids, log-probabilities and finish reason; None if context or budget is full."""
         self._waiting.pop(number).set_result(generation)
 
     def _with_cause(self, error: Exception) -> Exception:
-        """The exception of `execute`, with its cause: a server of the file's own answers no more than "500"."""
-        if self.refused is None or self.refused is error:
+        """The exception of `execute` with its cause, which a server in the file may have reduced to "500"."""
+        if self.request_error is None or self.request_error is error:
             return error
-        cause = f"{type(self.refused).__name__}: {self.refused}"
+        cause = f"{type(self.request_error).__name__}: {self.request_error}"
         return InvalidStep(f"llm_engine.generate raised {cause}; execute then raised {type(error).__name__}: {error}")
 
     async def generate(self, token_ids: list[int], params: Any) -> SimpleNamespace:
-        """Sample, from whichever thread and event loop."""
+        """Sample, from any thread and event loop."""
         if self._is_over:
-            raise RuntimeError("the episode that asks is over")
+            raise RuntimeError("the episode of this request has ended")
         try:
             generating = asyncio.run_coroutine_threadsafe(self._generate(token_ids, params), self._loop)
             return await asyncio.wrap_future(generating)
         except OutOfRoom:
             raise
         except Exception as error:
-            self.refused = error
+            self.request_error = error
             raise
 
     async def _generate(self, token_ids: list[int], params: Any) -> SimpleNamespace:
@@ -181,7 +181,7 @@ class Run:
         self._events.put_nowait(("generate", (number, token_ids, changed)))
         generation = await self._waiting[number]
         if generation is None:
-            raise OutOfRoom("the context, or what the episode may sample, is used up")
+            raise OutOfRoom("the context or the episode's token budget is used up")
         ids = list(generation["token_ids"])
         logprobs = [
             {id: SimpleNamespace(logprob=logprob, rank=None, decoded_token=None)}
@@ -204,31 +204,30 @@ class Run:
             self._task.cancel()
 
 
-def running() -> Run:
-    """The episode of the current context. Raises `RuntimeError` where there is none, as the cause in every episode
-    here."""
+def current_run() -> Run:
+    """The episode of this context. Without one, record a `RuntimeError` in every running episode, and raise it."""
     run = current.get()
     if run is None:
         error = RuntimeError(
-            "called where its episode is not known: in a thread that the context was not carried to (asyncio.to_thread "
-            "carries it), or by a server of the file's own; agent=external gives a program an address that speaks "
+            "called outside its episode's context: in a thread without it (asyncio.to_thread carries it over), "
+            "or by a server in the file; agent=external gives a program an address that speaks "
             "OpenAI's API"
         )
-        for other in list(runs):
-            other.refused = error
+        for run in list(runs):
+            run.request_error = error
         raise error
     return run
 
 
 class EngineProxy:
-    """`generate(prompt_token_ids, sampling_params)`, to be awaited (the current interface) or iterated (vLLM's own)."""
+    """`generate(prompt_token_ids, sampling_params)`, to await (the current interface) or to iterate (vLLM's own)."""
 
     def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> _Generating:
         token_ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
         if isinstance(token_ids, str):
             raise TypeError("llm_engine.generate takes token ids, not text: tokens in, tokens out")
         plain = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
-        return _Generating(running(), [int(id) for id in plain], sampling_params)
+        return _Generating(current_run(), [int(id) for id in plain], sampling_params)
 
 
 class _Generating:
@@ -243,10 +242,10 @@ class _Generating:
 
 
 class QueueProxy:
-    """The `result_queue` of the older interface: what is put there is the result of the episode that puts it."""
+    """The `result_queue` of the older interface: an item is the result of the episode that puts it."""
 
     async def put(self, result: Any) -> None:
-        running().queued_results.append(result)
+        current_run().queued_results.append(result)
 
     def put_nowait(self, result: Any) -> None:
-        running().queued_results.append(result)
+        current_run().queued_results.append(result)

@@ -1,11 +1,12 @@
-r"""Substitute for the package `openrlhf` where it is not installed: what reward functions and agent files import.
+r"""Substitute for the package `openrlhf` if it is not installed: the names that reward and agent files import.
 
-One set of classes serves both interfaces those files are written for: `MultiTurnAgentExecutor(AgentInstance)` with
+One set of classes supports both interfaces of OpenRLHF: `MultiTurnAgentExecutor(AgentInstance)` with
 `execute(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images)`, and the older
 `AgentExecutorBase(AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)` with
-`execute(prompt, label, sampling_params)`, which hands its result to the queue.
+`execute(prompt, label, sampling_params)`, which puts its result in the queue.
 
-Mathematics is judged as `math_verify` does, not by OpenRLHF's own code: what is no value, or hard to read, is wrong.
+Mathematics is graded by `math_verify`, not by OpenRLHF's own code: an answer that is no value, or hard to read, is
+wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .episode import InstanceEpisode
 from .llm_engine import OutOfRoom
 
 GRADING_SECONDS = 5
-"""Time limit for reading an answer, and for comparing it."""
+"""Time limit for parsing an answer, and for comparing it."""
 
 
 class AgentInstanceBase(ABC):
@@ -70,27 +71,27 @@ class AgentExecutorBase:
         llm_engine: Any = None,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Play `reset` and `step` until the agent is done, its steps are used up or the context is full."""
+        """Run `reset` and `step` until the agent is done, its steps are used up or the context is full."""
         tokenizer = self.hf_tokenizer if hf_tokenizer is None else hf_tokenizer
         engine = self.llm_engine if llm_engine is None else llm_engine
-        episode = await InstanceEpisode.begin(self.agent_instance_cls, prompt, label, sampling_params)
+        episode = await InstanceEpisode.start(self.agent_instance_cls, prompt, label, sampling_params)
         try:
             tokens = _encode(tokenizer, episode.text)
             ranges: list[tuple[int, int]] = []
             rewards: list[float] = []
             logprobs = [0.0] * len(tokens)
-            done, score = False, None
-            while not done and (self.max_steps is None or len(ranges) < self.max_steps):
+            is_done, score = False, None
+            while not is_done and (self.max_steps is None or len(ranges) < self.max_steps):
                 try:
                     output = (await engine.generate(tokens, episode.sampling)).outputs[0]
                 except OutOfRoom:
                     break
                 ranges.append((len(tokens), len(tokens) + len(output.token_ids)))
                 step = await episode.step(output.text)
-                done, score = step.done, step.score
+                is_done, score = step.is_done, step.score
                 rewards.append(step.reward)
-                feedback = [] if done else _encode(tokenizer, step.feedback)
-                logprobs += [one[id].logprob for id, one in zip(output.token_ids, output.logprobs, strict=True)]
+                feedback = [] if is_done else _encode(tokenizer, step.feedback)
+                logprobs += [entry[id].logprob for id, entry in zip(output.token_ids, output.logprobs, strict=True)]
                 logprobs += [0.0] * len(feedback)
                 tokens = [*tokens, *output.token_ids, *feedback]
         finally:
@@ -105,13 +106,13 @@ class AgentExecutorBase:
             "reward": sum(rewards),
             "turn_rewards": rewards,
             "scores": score,
-            "truncated": not done,
+            "truncated": not is_done,
             "extra_logs": episode.metrics,
         }
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """The current interface's name for it."""
+    """The executor's name in the current interface."""
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -125,16 +126,16 @@ def extract_boxed_answer(solution: str) -> str | None:
 
 
 def grade_answer(given_answer: Any, ground_truth: Any) -> bool:
-    """Tell whether an answer, taken out of its box, is right."""
+    """True if an answer, without its box, is right."""
     if given_answer is None or ground_truth is None:
         return False
-    # The library's clock is a signal's, which only the main thread has: reward functions are called there.
+    # The time limit is a signal, which works only in the main thread; reward functions are called there.
     seconds = GRADING_SECONDS if threading.current_thread() is threading.main_thread() else None
     return bool(_mathematics().grade_here(str(given_answer).strip(), str(ground_truth).strip(), seconds))
 
 
 def _mathematics() -> type[Any]:
-    """The environment that judges mathematics, which is a room of its own. Raises `NameNotFound` without it."""
+    """The class of the environment `math_verify`, which may be absent: then raises `NameNotFound`."""
     try:
         return registry.load_env_class(registry.find("math_verify").entry_point)
     except NameNotFound as error:
@@ -161,7 +162,7 @@ MODULES: dict[str, dict[str, Any]] = {
 
 
 def install(file: Path) -> None:
-    """Substitute the modules above in this process, unless `openrlhf` is installed, or lies beside the `file`."""
+    """Substitute the modules above in this process, unless `openrlhf` is installed or lies next to `file`."""
     if "openrlhf" in sys.modules or find_spec("openrlhf") or PathFinder.find_spec("openrlhf", [str(file.parent)]):
         return
     for name, content in MODULES.items():

@@ -1,4 +1,4 @@
-"""Answers in steps, each paid as it is written by a process reward model."""
+"""Answers in steps, each rewarded as it is written, by a process reward model."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Observation, StopReason, Task, as_messages
 
 
-def _named(model: Any) -> Any:
+def _as_settings(model: Any) -> Any:
     return {"model": model} if isinstance(model, str) else model
 
 
 class ProcessRewardModelConfig(DataEnvConfig):
-    model: Annotated[RewardModel | None, BeforeValidator(_named)] = None
-    """The process reward model: a folder, that of the run that trained it, or settings (`model.model`, …)."""
+    model: Annotated[RewardModel | None, BeforeValidator(_as_settings)] = None
+    """The process reward model: a folder, the run that trained it, or settings (`model.model`, …)."""
     separator: str = Field("\n\n", min_length=1)
-    """Text that ends a step, as `env.separator` was when the model was trained."""
+    """Text that ends a step: the `env.separator` that the model was trained with."""
     max_steps: int = Field(64, ge=1)
     """Steps after which the episode is truncated."""
     call_timeout: float = Field(300.0, gt=0)
-    """Seconds a step may wait for its reward, the queue included."""
+    """Seconds a step may wait for its reward, including the queue."""
 
 
 class ProcessRewardModelEnv(Env):
-    """A turn is a step of one answer: the policy goes on where it stopped, and is paid the probability that the model
-    gives the step of being right. The score is that of the least likely step."""
+    """Each turn is a step of one answer, which the next turn continues. Its reward is the model's probability that
+    the step is right; the score is the lowest reward."""
 
     spec: ProcessRewardModelEnvSpec
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         task: Task = (options or {})["task"]
-        self.prompt, self.steps, self.least = as_messages(task.prompt), list[str](), 1.0
+        self.prompt, self.steps, self.lowest_reward = as_messages(task.prompt), list[str](), 1.0
         return Observation(messages=tuple(self.prompt), sampling=self.sampling), {}
 
     @property
@@ -45,20 +45,20 @@ class ProcessRewardModelEnv(Env):
         return {"stop": self.spec.config.separator}
 
     async def step(self, action: Action) -> StepResult:
-        goes_on = action.stop_reason is StopReason.STOP and self.spec.config.separator in action.text
-        if not action.text and self.steps:  # it ended its turn behind the last step
-            return (), 0.0, True, False, {"score": self.least}
+        continues = action.stop_reason is StopReason.STOP and self.spec.config.separator in action.text
+        if not action.text and self.steps:  # the policy ended its turn after the last step
+            return (), 0.0, True, False, {"score": self.lowest_reward}
         separator = self.spec.config.separator
         self.steps.append(f"{action.text.removesuffix(separator)}{separator}")  # as every recorded step ends
-        reward = await self.spec.clients["model"].assess_step(self.prompt, self.steps, is_last=not goes_on)
-        self.least = min(self.least, reward)
-        truncated = goes_on and len(self.steps) == self.spec.config.max_steps
-        info = {} if goes_on and not truncated else {"score": self.least}
-        return Observation(text="", sampling=self.sampling), reward, not goes_on, truncated, info
+        reward = await self.spec.clients["model"].assess_step(self.prompt, self.steps, is_last=not continues)
+        self.lowest_reward = min(self.lowest_reward, reward)
+        truncated = continues and len(self.steps) == self.spec.config.max_steps
+        info = {} if continues and not truncated else {"score": self.lowest_reward}
+        return Observation(text="", sampling=self.sampling), reward, not continues, truncated, info
 
 
 class ProcessRewardModelEnvSpec(DataEnvSpec):
-    """Answers in steps, each paid as it is written by a process reward model."""
+    """Answers in steps, each rewarded as it is written, by a process reward model."""
 
     env_class = ProcessRewardModelEnv
     Config = ProcessRewardModelConfig

@@ -18,11 +18,11 @@ from .datasets import TEST_START
 HOST = "envgym.envs.reasoning_gym.datasets:Datasets"
 GENERATE_SECONDS = 120.0
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
-"""For the processes: some datasets write text in the order of sets of strings."""
+"""Environment of the processes: some datasets write text in the order of sets of strings."""
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
-def _one_as_list(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, int) else value
 
 
@@ -33,21 +33,21 @@ class ReasoningGymConfig(EnvConfig):
     """Name of a dataset, several, or several with weights."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the dataset (`{min_terms: 2}`); of several datasets by name (`{chain_sum: {min_terms: 2}}`)."""
-    level: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_one_as_list)] = Field(default_factory=list)
+    level: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_as_list)] = Field(default_factory=list)
     """Level of the datasets' curricula, from 0, or several to draw from. It becomes the tasks' difficulty. Unset: the
     datasets' own parameters."""
     attributes: dict[str, int] = Field(default_factory=dict)
     """Levels of single attributes of the curriculum, over `level`."""
     size: int | None = Field(None, ge=1)
-    """Train tasks, posed over and over. Unset: without end."""
+    """Number of train tasks, repeated without end. Unset: endlessly many."""
     seed: int = Field(0, ge=0, lt=2**30)
     """Seed of the puzzles. Close seeds share them: in most datasets item N of a seed is item N - 1 of the next."""
     exact: bool = False
-    """Pay 1 for a perfect score and 0 for less. Else what the dataset's scorer gives, which may be in between."""
+    """Reward 1 for a perfect score and 0 for less. False: the score of the dataset's scorer, possibly in between."""
     instruction: str = "Give the final answer, and nothing else, between <answer> and </answer>."
     """Added to every question; empty for none."""
     score_timeout: float = Field(20.0, gt=0)
-    """Seconds one answer may take to score; then it counts as wrong."""
+    """Seconds to score one answer; then it counts as wrong."""
     processes: int = Field(2, ge=1)
     """Processes that make and score puzzles."""
 
@@ -62,8 +62,8 @@ class ReasoningGymConfig(EnvConfig):
                 raise ValueError(f"params are of several datasets by name, and {name!r} is none of them")
             if not isinstance(params, dict):
                 raise ValueError(f"params of {name} are names to values")
-            if taken := {"seed", "size"} & set(params):
-                raise ValueError(f"{taken.pop()} is a setting of its own, not one of params")
+            if reserved := {"seed", "size"} & set(params):
+                raise ValueError(f"{reserved.pop()} is a setting of its own, not one of params")
         return self
 
     @property
@@ -80,7 +80,7 @@ class ReasoningGymConfig(EnvConfig):
 
 
 class ReasoningGymEnv(Env):
-    """Poses a puzzle of reasoning-gym and pays what its dataset's scorer gives the answer."""
+    """Presents a puzzle of reasoning-gym; the reward is the score by its dataset's scorer."""
 
     spec: ReasoningGym
     task: Task
@@ -92,10 +92,10 @@ class ReasoningGymEnv(Env):
         return [Message.of("user", f"{question}\n\n{instruction}" if instruction else question)], {}
 
     async def step(self, action: Action) -> StepResult:
-        answer = extracted(action.text)
+        answer = extract_answer(action.text)
         score, failure = await self.spec.score(self.task, answer)
         metrics = {
-            "answered": float(tagged(action.text) is not None),
+            "answered": float(tagged_answer(action.text) is not None),
             "scorer_timeout": float(failure == "timeout"),
             "scorer_crash": float(failure == "crash"),
         }
@@ -105,7 +105,7 @@ class ReasoningGymEnv(Env):
 
 
 class ReasoningGymTasks(TaskSet):
-    """Task N is item N of the datasets, for `test` counted from `TEST_START`. No question is in both."""
+    """Task N is item N of the datasets; `test` counts from `TEST_START`. No question is in both splits."""
 
     def __init__(self, spec: ReasoningGym, split: str) -> None:
         self._spec, self._split = spec, split
@@ -148,9 +148,9 @@ class ReasoningGym(EnvSpec):
         return ReasoningGymTasks(self, split)
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """The right answer, tagged. A few datasets give none."""
+        """The right answer, tagged. A few datasets have none."""
         if task.answer is None:
-            raise ConfigError(f"dataset {task.fields['dataset']} gives no answers to show")
+            raise ConfigError(f"dataset {task.fields['dataset']} has no answers to demonstrate")
         return [f"<answer>{task.answer}</answer>"]
 
     async def task(self, number: int) -> Task:
@@ -165,7 +165,7 @@ class ReasoningGym(EnvSpec):
         )
 
     async def score(self, task: Task, answer: str) -> tuple[float, str]:
-        """The score of an answer, and its scorer's failure: none, `timeout` or `crash`; then the score is 0."""
+        """The score of an answer, and the scorer's failure: "", or with a score of 0 `timeout` or `crash`."""
         number = task.fields["number"]
         try:
             score = await self.processes.call("score", number, answer, timeout=self.config.score_timeout, tries=2)
@@ -179,15 +179,15 @@ class ReasoningGym(EnvSpec):
         return (float(score >= 1) if self.config.exact else score), ""
 
 
-def tagged(text: str) -> str | None:
+def tagged_answer(text: str) -> str | None:
     """The content of the last `<answer>…</answer>`, or None where there is none."""
-    found = _TAGGED.findall(text)
-    return found[-1].strip() if found else None
+    answers = _TAGGED.findall(text)
+    return answers[-1].strip() if answers else None
 
 
-def extracted(text: str) -> str:
-    """The answer within a policy's words: what is tagged; without tags the last line that says anything."""
-    answer = tagged(text)
+def extract_answer(text: str) -> str:
+    """The answer in a completion: the tagged text, or without tags the last line that is not empty."""
+    answer = tagged_answer(text)
     if answer is not None:
         return answer
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -195,15 +195,15 @@ def extracted(text: str) -> str:
 
 
 def without_length_ratio(score: float, answer: str, gold: str | None) -> float:
-    """The score, or 0 where it is only the share of the answer's characters that the right one makes up.
+    """The score, or 0 if it is only the reference answer's share of the answer's characters.
 
-    The library pays that to any answer that holds the right one somewhere, so that talking around it, or listing
-    everything it could be, earns something.
+    The library gives this score to every answer that contains the reference answer, so that a policy would be rewarded
+    for padding, or for listing all possible answers.
     """
     if not gold or not 0 < score < 1:
         return score
     for comma in (",", ""):
-        right, given = gold.replace(comma, ""), answer.replace(comma, "")
-        if right in given and abs(score - len(right) / len(given)) < 1e-9:
+        reference, text = gold.replace(comma, ""), answer.replace(comma, "")
+        if reference in text and abs(score - len(reference) / len(text)) < 1e-9:
             return 0.0
     return score

@@ -1,8 +1,8 @@
-"""The puzzles of reasoning-gym and their scorers, in a process of their own (the class that `Processes` hosts).
+"""The puzzles of reasoning-gym and their scorers, in a separate process (the class that `Processes` hosts).
 
-Not in the run's process, for four reasons, each met in the library: several datasets order their text by the hash of
-strings, which differs from process to process unless `PYTHONHASHSEED` says otherwise; some draw from the global random
-generators; some scorers evaluate what the policy wrote; and sympy may take for ever or hold the interpreter.
+The library cannot run in the run's process, for four reasons: several datasets order their text by the hash of strings,
+which differs between processes unless `PYTHONHASHSEED` is set; some draw from the global random generators; some
+scorers evaluate the completion; and sympy may run forever or block the interpreter.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ MEMORY_BYTES = 4 * 2**30
 TEST_START = 2**31
 """Items from here on are held out."""
 TEST_SHARE = 1 / 4
-"""Share of all questions that are held out. The smaller, the longer one of them is looked for."""
+"""Share of all questions that are held out. The smaller it is, the longer the search for one."""
 TRIES = 200
 STRIDE = 1_000_003
-"""Distance between items that stand in for each other."""
+"""Distance from an item to its substitute."""
 
 EXAMPLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "graph_color": lambda metadata: json.dumps({str(k): v for k, v in metadata["possible_answer"].items()}),
     "propositional_logic": lambda metadata: str(metadata["example_answer"]),
     "rubiks_cube": lambda metadata: str(metadata["example_correct_answer"]),
 }
-"""The place of a right answer in datasets that accept many, and so give none."""
+"""Location of a right answer in datasets that accept many, and so have no `answer`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One puzzle. `answer` is a right answer, None where the dataset gives none."""
+    """One puzzle. `answer` is a right answer, None if the dataset has none."""
 
     dataset: str
     question: str
@@ -58,7 +58,7 @@ def is_held_out(question: str) -> bool:
     """True for a question of the test split, by a hash that is the same everywhere.
 
     Seeds do not keep the splits apart: item N of seed S is item 0 of seed S + N in most datasets, and small datasets
-    ask the same again.
+    repeat questions.
     """
     return hash_fraction(question) < TEST_SHARE
 
@@ -67,8 +67,8 @@ class Datasets:
     """Makes item N of a weighted set of datasets, the same one in every process, and scores answers to it.
 
     `weights` are by dataset name, `levels` the curriculum levels to draw from (empty: the datasets' own settings),
-    `attributes` levels of single attributes, `params` settings by dataset name. Raises `NameNotFound` and
-    `ConfigError` for what does not exist.
+    `attributes` levels of single attributes, `params` settings by dataset name. Raises `NameNotFound` for
+    unknown datasets and `ConfigError` for unknown settings.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Datasets:
         self._weights, self._params = weights, params
         self._levels, self._attributes = levels, attributes
         self._seed = seed
-        self._dataset = functools.lru_cache(maxsize=256)(self._new_dataset)
-        self._item = functools.lru_cache(maxsize=2048)(self._new_item)
+        self._dataset = functools.lru_cache(maxsize=256)(self._make_dataset)
+        self._item = functools.lru_cache(maxsize=2048)(self._make_item)
         for name in weights:
             if name not in factory.DATASETS or name == "composite":
                 raise NameNotFound(f"reasoning-gym has no dataset {name!r}.{did_you_mean(name, factory.DATASETS)}")
@@ -100,15 +100,15 @@ class Datasets:
         return Item(name, entry["question"], answer, level)
 
     def score(self, number: int, answer: str) -> float:
-        """The score of `answer` to item `number`, in [0, 1]; see `scored`."""
+        """The score of `answer` to item `number`, in [0, 1]; see `score_answer`."""
         name, level, entry, _ = self._item(number)
-        return scored(name, self._dataset(name, level, 0), answer, entry)
+        return score_answer(name, self._dataset(name, level, 0), answer, entry)
 
-    def _new_item(self, number: int) -> tuple[str, int | None, dict[str, Any], str | None]:
+    def _make_item(self, number: int) -> tuple[str, int | None, dict[str, Any], str | None]:
         """(dataset, level, the library's entry, a right answer).
 
-        Another item stands in for one that is of no use here: the library gave up making it, or does not accept its own
-        answer, or the question belongs to the other split.
+        Another item replaces an unusable one: the library could not make it, or does not accept its own answer, or the
+        question belongs to the other split.
         """
         rng = random.Random(f"{self._seed} {number}")
         name = rng.choices(list(self._weights), list(self._weights.values()))[0]
@@ -124,7 +124,7 @@ class Datasets:
                 reason = "there are too few different ones to hold some out"
                 continue
             answer = EXAMPLES[name](entry["metadata"]) if name in EXAMPLES else entry["answer"]
-            if answer is None or scored(name, self._dataset(name, level, 0), str(answer), entry) == 1:
+            if answer is None or score_answer(name, self._dataset(name, level, 0), str(answer), entry) == 1:
                 return name, level, entry, None if answer is None else str(answer)
             reason = f"its own answer {answer!r:.80} is not accepted"
         raise RuntimeError(f"dataset {name} makes no puzzle with these parameters: {reason}")
@@ -137,13 +137,13 @@ class Datasets:
         try:
             entry: dict[str, Any] = self._dataset(name, level, 0)[number]
         except IndexError:
-            # Most datasets make item N from seed + N, without end. A few prepare as many as they were told to.
+            # Most datasets make item N from seed + N, without end. A few prepare `size` items in advance.
             chunk, index = divmod(number, CHUNK)
             entry = self._dataset(name, level, chunk)[index]
         return entry
 
-    def _new_dataset(self, name: str, level: int | None, chunk: int) -> Any:
-        """Chunks are `CHUNK` seeds apart: item N of seed S is item 0 of seed S + N in most datasets."""
+    def _make_dataset(self, name: str, level: int | None, chunk: int) -> Any:
+        """Make a dataset. Chunks are `CHUNK` seeds apart: item N of seed S is item 0 of seed S + N in most datasets."""
         params = {**self._params.get(name, {}), "seed": self._seed + chunk * CHUNK, "size": CHUNK}
         try:
             if level is None and not self._attributes:
@@ -159,7 +159,7 @@ class Datasets:
 
     def _curriculum(self, name: str, level: int | None) -> Any:
         if not self._factory.has_curriculum(name):
-            raise ConfigError(f"dataset {name} has no curriculum: leave the level out")
+            raise ConfigError(f"dataset {name} has no curriculum: unset the level")
         curriculum = self._factory.create_curriculum(name)
         attributes = curriculum.attributes
         highest = max(len(attribute.levels) for attribute in attributes.values()) - 1
@@ -177,60 +177,61 @@ class Datasets:
         return curriculum
 
 
-# -- scorers: each dataset's own, except where that pays a wrong answer in full ----------------------------
+# -- scorers: each dataset's own, except those that give a wrong answer the full score ---------------------
 #
-# Some of the library's scorers hand an answer to `eval`, by themselves or by way of sympy's parser. Here `eval` takes
-# arithmetic on numbers, and lists and the like of it; by way of sympy's parser also sympy's own symbols and functions.
+# Some of the library's scorers pass an answer to `eval`, directly or through sympy's parser. Here `eval` accepts
+# arithmetic on numbers, and lists and the like of it; through sympy's parser also sympy's own symbols and functions.
 
 Entry = Mapping[str, Any]
 
 LARGEST_EXPONENT = 10_000
 CONSOLATION = 0.1
-"""Scores up to here count as nothing: the library gives them to any answer, or to any of the right form."""
+"""Scores up to here count as 0: the library gives them to any answer, or to any of the right form."""
 CONSOLATIONS = {"prime_factorization": 0.5, "propositional_logic": 0.25}
-"""The same of datasets that give more: for the number that is asked about, for what is always true."""
+"""The same for datasets that give more: for repeating the number of the question, or for a tautology."""
 
 ALLOWED = (
     ast.Constant, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.keyword,
     ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context,
 )  # fmt: skip
-"""The kinds of node an expression may have, beside names, calls and binary operations, which are looked into."""
+"""The kinds of node that an expression may have, besides names, calls and binary operations, which are checked."""
 
 _eval = builtins.eval
 
 _NOT_A_NUMBER = re.compile(r"\b(?:nan|inf|infinity)\b", re.IGNORECASE)
 
 
-def scored(name: str, dataset: Any, answer: str, entry: Entry) -> float:
-    """The score of `answer`, in [0, 1], by the scorer of dataset `name`, or by ours where that one is wrong."""
+def score_answer(name: str, dataset: Any, answer: str, entry: Entry) -> float:
+    """The score of `answer`, in [0, 1], by the scorer of dataset `name`, or by the corrected one below."""
     if _NOT_A_NUMBER.search(answer) and not _NOT_A_NUMBER.search(str(entry["answer"])):
-        return 0.0  # no distance from it is large, and some scorers find it none
+        return 0.0  # some scorers take the distance to NaN or infinity for none
     scorer = CORRECTED.get(name, dataset.score_answer)
     try:
         with answers_are_data():
-            score = float(scorer(answer, copy.deepcopy(entry)))  # some write into the entry
-    except (Exception, SystemExit):  # whatever an answer brings a scorer to raise, it is not right
+            score = float(scorer(answer, copy.deepcopy(entry)))  # some scorers modify the entry
+    except (Exception, SystemExit):  # an answer on which the scorer fails is wrong
         return 0.0
     return min(score, 1.0) if CONSOLATIONS.get(name, CONSOLATION) < score < math.inf else 0.0
 
 
 def _coin_flip(answer: str, entry: Entry) -> float:
-    """The library's accepts every beginning of the right number: 0 for 0.25."""
-    given, right = _fraction(answer), _fraction(entry["answer"])
-    return float(abs(given - right) <= min(1e-4, 1e-2 * right))
+    """The library's scorer accepts every prefix of the right number: 0 for 0.25."""
+    value, expected = _fraction(answer), _fraction(entry["answer"])
+    return float(abs(value - expected) <= min(1e-4, 1e-2 * expected))
 
 
 def _game_of_life_halting(answer: str, entry: Entry) -> float:
-    """The library's compares the truth of two strings, so that any answer is right."""
+    """The library's scorer compares the truth values of two strings, so that any answer is right."""
     return float(answer.strip().lower() == str(entry["answer"]).strip().lower())
 
 
 def _puzzle24(answer: str, entry: Entry) -> float:
-    """The library's accepts any four numbers, not only those given, and rounds: 6*4*1*1 is always right."""
+    """The library's scorer accepts any four numbers, not only the task's, and rounds: 6*4*1*1 is always right."""
     from sympy.parsing.sympy_parser import parse_expr
 
-    given = sorted(entry["metadata"]["numbers"])
-    if sorted(int(number) for number in re.findall(r"\d+", answer)) != given or re.search(r"[^\d\s+\-*/()]|//", answer):
+    task_numbers = sorted(entry["metadata"]["numbers"])
+    numbers = sorted(int(number) for number in re.findall(r"\d+", answer))
+    if numbers != task_numbers or re.search(r"[^\d\s+\-*/()]|//", answer):
         return 0.0
     return float(parse_expr(answer) == 24)
 
@@ -247,23 +248,23 @@ CORRECTED: Mapping[str, Callable[[str, Entry], float]] = {
 }
 
 
-class RefusedExpression(ValueError):
-    """An answer that is not data."""
+class UnsafeExpression(ValueError):
+    """An answer that is more than data."""
 
 
 @contextmanager
 def answers_are_data() -> Iterator[None]:
-    """Within, `eval` raises `RefusedExpression` for anything but data."""
-    builtins.eval = _guarded
+    """In the block, `eval` raises `UnsafeExpression` for anything but data."""
+    builtins.eval = _safe_eval
     try:
         yield
     finally:
         builtins.eval = _eval
 
 
-def _guarded(source: Any, globals: Any = None, locals: Any = None) -> Any:
+def _safe_eval(source: Any, globals: Any = None, locals: Any = None) -> Any:
     if not isinstance(source, str):
-        raise RefusedExpression("compiled code")
+        raise UnsafeExpression("compiled code")
     source = source.strip()
     names = {**(globals or {}), **(locals or {})}
     _check(ast.parse(source, mode="eval").body, names)
@@ -271,33 +272,34 @@ def _guarded(source: Any, globals: Any = None, locals: Any = None) -> Any:
 
 
 def _check(node: ast.AST, names: Mapping[str, Any]) -> None:
-    """Raise `RefusedExpression` unless an expression is arithmetic on numbers and on what sympy offers."""
+    """Raise `UnsafeExpression` unless an expression is arithmetic on numbers and sympy's symbols and functions."""
     if isinstance(node, ast.Name):
         if not _is_mathematics(names.get(node.id)):
-            raise RefusedExpression(node.id)
+            raise UnsafeExpression(node.id)
     elif isinstance(node, ast.Call):
         if not isinstance(node.func, ast.Name):
-            raise RefusedExpression("a call of something computed")
+            raise UnsafeExpression("a call of something computed")
     elif isinstance(node, ast.BinOp):
         if isinstance(node.op, ast.Pow):
             _check_exponent(node.right)
     elif not isinstance(node, ALLOWED):
-        raise RefusedExpression(type(node).__name__)
+        raise UnsafeExpression(type(node).__name__)
     for part in ast.iter_child_nodes(node):
         _check(part, names)
 
 
 def _check_exponent(exponent: ast.AST) -> None:
-    """Towers of powers take for ever."""
+    """Raise `UnsafeExpression` for towers of powers, which take forever."""
     for node in ast.walk(exponent):
         if isinstance(node, ast.Pow):
-            raise RefusedExpression("a power in an exponent")
+            raise UnsafeExpression("a power in an exponent")
         if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value > LARGEST_EXPONENT:
-            raise RefusedExpression("an exponent of more than four digits")
+            raise UnsafeExpression("an exponent of more than four digits")
 
 
 def _is_mathematics(value: Any) -> bool:
-    """Numbers, symbols, constants and functions; not `Integral` and the like, which would be the question again."""
+    """True for numbers, symbols, constants and functions; not for `Integral` and the like, which would repeat the
+    question."""
     import sympy
 
     if isinstance(value, type):

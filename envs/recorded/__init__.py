@@ -1,4 +1,4 @@
-"""Recorded data: demonstrations, preferences, labelled answers and steps, and plain text, taught as they stand."""
+"""Recorded data: demonstrations, preferences, labelled answers and steps, and plain text, to train on unmodified."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class RecordedConfig(DataEnvConfig):
     form: FormName = "auto"
     """`demonstration`: conversations, or prompts and answers; `preference`: a chosen and a rejected answer; `labelled`:
     an answer that is good or bad; `steps`: an answer in steps, each right or wrong; `text`: plain text; `episodes`:
-    what `envgym rollout` and runs save; `prompt`: what is asked alone, for a policy to answer, which is paid nothing.
-    `auto`: by the fields of the first row."""
+    episodes that `envgym rollout` and runs save; `prompt`: a prompt alone, for a policy to answer without a reward.
+    `auto`: inferred from the fields of the first row."""
     teach: Literal["all", "last"] = "all"
-    """The assistant's turns of a conversation that are taught: all of them, or the last alone."""
+    """The assistant's turns of a conversation to train on: all of them, or the last alone."""
     fields: dict[str, str] = Field({})
     """Names of fields that are not the usual ones: `fields.chosen=better`, `fields.answer=completion_text`."""
     template: Template = None
-    """Text made of what is asked last: `{}` stands for it, `{name}` for a field of the row, formats included
-    (`{reward:.2f}`)."""
+    """Template of the last message of the prompt: `{}` stands for its text, `{name}` for a field of the row, formats
+    included (`{reward:.2f}`)."""
     separator: str = "\n\n"
-    """Text between two steps of an answer, which belongs to the one before it."""
+    """Text between two steps of an answer; it belongs to the step before it."""
 
     @field_validator("fields")
     @classmethod
@@ -43,22 +43,23 @@ class RecordedConfig(DataEnvConfig):
 
 
 class RecordedEnv(Env):
-    """Says what was asked, and between two turns of the answer what the recording has there."""
+    """Presents the prompt, and between two turns of the answer the recording's own messages."""
 
     spec: RecordedSpec
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        given = options or {}
-        record = self.spec.record(given["task"])
-        self._between = _between(record.variants[given.get("member", 0)].messages) if record.variants else []
+        options = options or {}
+        record = self.spec.record(options["task"])
+        variant = record.variants[options.get("member", 0)] if record.variants else None
+        self._feedback = _messages_between_turns(variant.messages) if variant else []
         if record.is_text:
             return Observation(text=""), {}
         tools = tuple(_tool(tool) for tool in record.tools)
         return Observation(messages=record.prompt, tools=tools), {}
 
     async def step(self, action: Action) -> StepResult:
-        observation = self._between.pop(0) if self._between else ()
-        return Observation(messages=observation), None, not self._between and not observation, False, {}
+        observation = self._feedback.pop(0) if self._feedback else ()
+        return Observation(messages=observation), None, not self._feedback and not observation, False, {}
 
 
 class RecordedSpec(DataEnvSpec):
@@ -81,14 +82,14 @@ class RecordedSpec(DataEnvSpec):
         return "single_turn" if self.config.form == "prompt" else "replay"
 
     @property
-    def recordings(self) -> int:
+    def recordings_per_task(self) -> int:
         return 2 if self._reader.form == "preference" else 1
 
     def form(self) -> Form:
-        def read(row: Row, where: str) -> Row:
+        def read(row: Row, context: str) -> Row:
             if self._reader.form == "auto":
-                self._reader.form = self._reader.guess(row, where)
-            return {"prompt": list(self._reader.read(row, where).prompt)}
+                self._reader.form = self._reader.guess(row, context)
+            return {"prompt": list(self._reader.read(row, context).prompt)}
 
         return read
 
@@ -100,18 +101,18 @@ class RecordedSpec(DataEnvSpec):
         variant = record.variants[member]
         turns = [message for message in variant.messages if message.role == "assistant"]
         metrics = {"margin": record.margin} if record.margin else {}
-        return Recording(turns, variant.rewards, metrics, are_pieces=record.is_steps)
+        return Recording(turns, variant.rewards, metrics, is_single_turn=record.is_steps)
 
 
-def _between(answer: Sequence[Message]) -> list[tuple[Message, ...]]:
-    """The messages between each two turns of the assistant."""
-    found: list[list[Message]] = []
+def _messages_between_turns(answer: Sequence[Message]) -> list[tuple[Message, ...]]:
+    """The messages after each turn of the assistant but the last."""
+    groups: list[list[Message]] = []
     for message in answer:
         if message.role == "assistant":
-            found.append([])
+            groups.append([])
         else:
-            found[-1].append(message)
-    return [tuple(messages) for messages in found[:-1]]
+            groups[-1].append(message)
+    return [tuple(messages) for messages in groups[:-1]]
 
 
 def _tool(description: Mapping[str, Any]) -> ToolSpec:

@@ -1,4 +1,4 @@
-"""Rows of recorded data as recordings: the forms that people keep demonstrations, preferences and labels in."""
+"""Rows of recorded data as recordings: the usual forms of demonstrations, preferences and labels."""
 
 from __future__ import annotations
 
@@ -33,41 +33,41 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "tools": ("tools",),
     "reward": ("reward", "score"),
 }
-"""Usual names of fields, the likeliest first."""
+"""Usual names of fields, the most common first."""
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant",
          "function_response": "tool", "observation": "tool"}  # fmt: skip
-"""Roles by the names that ShareGPT and others have for them."""
+"""Roles by their names in ShareGPT and other formats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One recorded answer: the assistant's turns with what stands between them, and what the answer is worth."""
+    """One recorded answer: the assistant's turns, the messages between them, and their rewards."""
 
     messages: tuple[Message, ...]
-    """From the assistant's first turn that is taught to its last."""
+    """From the first of the assistant's turns to train on to the last."""
     rewards: tuple[float | None, ...] = ()
-    """One for each of the assistant's turns; empty: none."""
+    """One per turn of the assistant; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row as it is taught: what is asked, and one or several answers, each a member of the task's group."""
+    """A row to train on: the prompt, and one or several answers, each a member of the task's group."""
 
     prompt: tuple[Message, ...]
     variants: tuple[Variant, ...]
     margin: float = 0.0
     tools: tuple[Mapping[str, Any], ...] = ()
     is_text: bool = False
-    """The only answer is plain text, taught whole."""
+    """True if the only answer is plain text, all of it to train on."""
     is_steps: bool = False
-    """The turns of an answer are pieces of one text."""
+    """True if the turns of an answer are pieces of one text."""
 
 
 @dataclass(slots=True)
 class Reader:
     """Reads rows of one form. `names` gives fields other names than the usual ones; `teach` is as in `RecordedConfig`.
 
-    Raises `DataError` with the row's place for one that cannot be taught.
+    Raises `DataError`, with the row's place, for a row that cannot be trained on.
     """
 
     form: FormName
@@ -76,20 +76,20 @@ class Reader:
     separator: str
     template: str | None = None
 
-    def read(self, row: Row, where: str) -> Record:
-        form = self.form if self.form != "auto" else self.guess(row, where)
+    def read(self, row: Row, context: str) -> Record:
+        form = self.form if self.form != "auto" else self.guess(row, context)
         read: Callable[[Row, str], Record] = getattr(self, f"_{form}")
         try:
-            record = read(row, where)
+            record = read(row, context)
             parts = (record.prompt, *(variant.messages for variant in record.variants))
             if (length := sum(len(message.text) for messages in parts for message in messages)) > MOST_CHARACTERS:
-                raise DataError(f"{where}: the row has {length:,} characters, more than the {MOST_CHARACTERS:,} it may")
-            return record if self.template is None else replace(record, prompt=self._filled(record.prompt, row, where))
+                raise DataError(f"{context}: the row has {length:,} characters, over the limit of {MOST_CHARACTERS:,}")
+            return record if self.template is None else replace(record, prompt=self._fill(record.prompt, row, context))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise DataError(f"{where}: {error}") from None
+            raise DataError(f"{context}: {error}") from None
 
-    def guess(self, row: Row, where: str) -> FormName:
-        """The form that a row has, by its fields."""
+    def guess(self, row: Row, context: str) -> FormName:
+        """Infer the form of a row from its fields."""
         if self._name("chosen", row) and self._name("rejected", row):
             return "preference"
         if (
@@ -100,151 +100,154 @@ class Reader:
             return "steps"
         if "outcome" in row and "messages" in row:
             return "episodes"
-        asks = self._name("messages", row) or self._name("prompt", row)
-        if asks and self._name("label", row) and self._name("answer", row):
+        prompt = self._name("messages", row) or self._name("prompt", row)
+        if prompt and self._name("label", row) and self._name("answer", row):
             return "labelled"
-        if asks:
+        if prompt:
             return "demonstration"
         if self._name("text", row):
             return "text"
         raise DataError(
-            f"{where}: no known form of recorded data; the row has {', '.join(row) or 'no fields'}: say which it is "
+            f"{context}: no known form of recorded data; the row has {', '.join(row) or 'no fields'}: say which it is "
             "with env.form, and name its fields with env.fields.NAME=FIELD (see docs/recorded.md)"
         )
 
     # -- the forms --------------------------------------------------------------------------------------------
 
-    def _demonstration(self, row: Row, where: str) -> Record:
+    def _demonstration(self, row: Row, context: str) -> Record:
         if name := self._name("messages", row):
-            messages = _messages(row[name], where)
+            messages = _messages(row[name], context)
         else:
-            messages = (*self._asked(row, where), *_messages_of(row[self._needed("answer", row, where)], where))
-        return self._taught(messages, where, tools=self._tools(row, where))
+            answer = row[self._require("answer", row, context)]
+            messages = (*self._read_prompt(row, context), *_messages_of(answer, context))
+        return self._split(messages, context, tools=self._tools(row, context))
 
-    def _preference(self, row: Row, where: str) -> Record:
-        chosen, rejected = (_messages_of(row[self._needed(side, row, where)], where) for side in ("chosen", "rejected"))
-        prompt = self._asked(row, where) if self._name("prompt", row) or self._name("messages", row) else ()
-        if not prompt:  # the two begin with what was asked
-            same = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
-            prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
+    def _preference(self, row: Row, context: str) -> Record:
+        names = (self._require(side, row, context) for side in ("chosen", "rejected"))
+        chosen, rejected = (_messages_of(row[name], context) for name in names)
+        prompt = self._read_prompt(row, context) if self._name("prompt", row) or self._name("messages", row) else ()
+        if not prompt:  # both begin with the prompt
+            n_shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
+            prompt, chosen, rejected = chosen[:n_shared], chosen[n_shared:], rejected[n_shared:]
         elif chosen[: len(prompt)] == prompt and rejected[: len(prompt)] == prompt:
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         if chosen == rejected:
-            raise DataError(f"{where}: the chosen answer is the rejected one: there is nothing to prefer")
+            raise DataError(f"{context}: the chosen answer is the rejected one: there is nothing to prefer")
         margin = row[name] if (name := self._name("margin", row)) else 0.0
         variants = tuple(
-            Variant(_ends_with_answer(side, where), (*[None] * (_n_turns(side) - 1), reward))
+            Variant(_ends_with_answer(side, context), (*[None] * (_n_turns(side) - 1), reward))
             for side, reward in ((chosen, 1.0), (rejected, 0.0))
         )
-        return Record(_prompt(prompt, where), variants, _number(margin, "margin", where), self._tools(row, where))
+        return Record(_prompt(prompt, context), variants, _number(margin, "margin", context), self._tools(row, context))
 
-    def _labelled(self, row: Row, where: str) -> Record:
-        name = self._needed("label", row, where)
+    def _labelled(self, row: Row, context: str) -> Record:
+        name = self._require("label", row, context)
         label = row[name]
         if not isinstance(label, bool) and label not in (0, 1):
-            raise DataError(f"{where}: field {name!r}: a label is true or false, not {_shown(label)}")
-        demonstrated = self._demonstration({key: value for key, value in row.items() if key != name}, where)
+            raise DataError(f"{context}: field {name!r}: a label is true or false, not {_quoted(label)}")
+        demonstrated = self._demonstration({key: value for key, value in row.items() if key != name}, context)
         return _with_rewards(demonstrated, float(label))
 
-    def _steps(self, row: Row, where: str) -> Record:
-        steps, labels = (row[self._needed(name, row, where)] for name in ("steps", "step_labels"))
-        asked = None
+    def _steps(self, row: Row, context: str) -> Record:
+        steps, labels = (row[self._require(name, row, context)] for name in ("steps", "step_labels"))
+        prompt = None
         if isinstance(steps, str):  # one text, in which the separator ends each step
             *steps, _ = steps.split(self.separator)
             if steps and not self._name("prompt", row):  # the question stands before the first
-                asked, steps[0] = (Message.of("user", steps[0]),), self.separator
+                prompt, steps[0] = (Message.of("user", steps[0]),), self.separator
         if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels):
-            raise DataError(f"{where}: steps and their labels are lists of the same length")
-        texts = [f"{_text(step, 'a step', where).removesuffix(self.separator)}{self.separator}" for step in steps]
-        rewards = tuple(None if label is None else _share(label, where) for label in labels)
+            raise DataError(f"{context}: steps and their labels are lists of the same length")
+        texts = [f"{_text(step, 'a step', context).removesuffix(self.separator)}{self.separator}" for step in steps]
+        rewards = tuple(None if label is None else _step_reward(label, context) for label in labels)
         if not any(reward is not None for reward in rewards):
-            raise DataError(f"{where}: no step has a label")
+            raise DataError(f"{context}: no step has a label")
         answer = Variant(tuple(Message.of("assistant", text) for text in texts), rewards)
-        return Record(_prompt(asked or self._asked(row, where), where), (answer,), is_steps=True)
+        return Record(_prompt(prompt or self._read_prompt(row, context), context), (answer,), is_steps=True)
 
-    def _prompt(self, row: Row, where: str) -> Record:
-        return Record(_prompt(self._asked(row, where), where), ())
+    def _prompt(self, row: Row, context: str) -> Record:
+        return Record(_prompt(self._read_prompt(row, context), context), ())
 
-    def _text(self, row: Row, where: str) -> Record:
-        text = _text(row[self._needed("text", row, where)], "the text", where)
+    def _text(self, row: Row, context: str) -> Record:
+        text = _text(row[self._require("text", row, context)], "the text", context)
         return Record((), (Variant((Message.of("assistant", text),)),), is_text=True)
 
-    def _episodes(self, row: Row, where: str) -> Record:
+    def _episodes(self, row: Row, context: str) -> Record:
         if row["outcome"]["status"] == "failed":
-            raise DataError(f"{where}: the episode failed: leave it out, there is nothing to learn from")
-        messages = _messages(row["messages"], where)
-        first = next((at for at, message in enumerate(messages) if message.role == "assistant"), len(messages))
-        theirs = (replace(message, from_others=True) for message in messages[first:])  # a policy's, and what answers it
-        record = self._taught((*messages[:first], *theirs), where, tools=())
-        return record if row.get("reward") is None else _with_rewards(record, _number(row["reward"], "reward", where))
+            raise DataError(f"{context}: the episode failed: remove it, there is nothing to train on")
+        messages = _messages(row["messages"], context)
+        first = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
+        # A policy's turns, and the environment's answers to them.
+        exchange = (replace(message, from_others=True) for message in messages[first:])
+        record = self._split((*messages[:first], *exchange), context, tools=())
+        return record if row.get("reward") is None else _with_rewards(record, _number(row["reward"], "reward", context))
 
-    def _filled(self, prompt: tuple[Message, ...], row: Row, where: str) -> tuple[Message, ...]:
-        """The prompt with its last message as the template makes it."""
-        *before, last = prompt
+    def _fill(self, prompt: tuple[Message, ...], row: Row, context: str) -> tuple[Message, ...]:
+        """Render the last message of the prompt by the template."""
+        *messages, last = prompt
         try:
             text = str(self.template).format(last.text, **row)
         except KeyError as error:
             name = error.args[0]
-            raise DataError(f"{where}: env.template names a field {name!r} that the row has not") from None
-        return (*before, replace(Message.of(last.role, text), from_others=last.from_others))
+            raise DataError(f"{context}: env.template names a field {name!r} that the row does not have") from None
+        return (*messages, replace(Message.of(last.role, text), from_others=last.from_others))
 
-    # -- what they share ---------------------------------------------------------------------------------------
+    # -- shared parts -----------------------------------------------------------------------------------------
 
-    def _taught(self, messages: Sequence[Message], where: str, *, tools: tuple[Mapping[str, Any], ...]) -> Record:
-        """A conversation cut where teaching begins: at the assistant's first turn, or at its last."""
+    def _split(self, messages: Sequence[Message], context: str, *, tools: tuple[Mapping[str, Any], ...]) -> Record:
+        """Split a conversation before the first turn to train on: the assistant's first, or its last."""
         messages = tuple(messages)
-        while messages and messages[-1].role != "assistant":  # nobody answered it
+        while messages and messages[-1].role != "assistant":  # unanswered
             messages = messages[:-1]
         turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if not turns:
-            raise DataError(f"{where}: there is no turn of the assistant to teach")
+            raise DataError(f"{context}: there is no turn of the assistant to train on")
         start = turns[0] if self.teach == "all" else turns[-1]
         return Record(
-            _prompt(messages[:start], where), (Variant(_ends_with_answer(messages[start:], where)),), tools=tools
+            _prompt(messages[:start], context), (Variant(_ends_with_answer(messages[start:], context)),), tools=tools
         )
 
-    def _asked(self, row: Row, where: str) -> tuple[Message, ...]:
-        """The prompt of a row that has it apart from the answer."""
+    def _read_prompt(self, row: Row, context: str) -> tuple[Message, ...]:
+        """The prompt of a row whose answer is in another field."""
         if (name := self._name("messages", row)) and not self._name("prompt", row):
-            return _messages(row[name], where)
-        name = self._needed("prompt", row, where)
-        asked = _messages_of(row[name], where, role="user")
+            return _messages(row[name], context)
+        name = self._require("prompt", row, context)
+        prompt = _messages_of(row[name], context, role="user")
         if (extra := self._name("input", row)) and isinstance(row[extra], str) and row[extra].strip():  # Alpaca
-            asked = (Message.of("user", f"{asked[-1].text}\n\n{row[extra]}"),)
+            prompt = (Message.of("user", f"{prompt[-1].text}\n\n{row[extra]}"),)
         if (history := self._name("history", row)) and isinstance(row[history], list):
-            before = [(Message.of("user", one), Message.of("assistant", two)) for one, two in row[history]]
-            asked = (*(message for pair in before for message in pair), *asked)
+            pairs = [(Message.of("user", query), Message.of("assistant", reply)) for query, reply in row[history]]
+            prompt = (*itertools.chain.from_iterable(pairs), *prompt)
         if (system := self._name("system", row)) and isinstance(row[system], str) and row[system]:
-            asked = (Message.of("system", row[system]), *asked)
-        return asked
+            prompt = (Message.of("system", row[system]), *prompt)
+        return prompt
 
-    def _tools(self, row: Row, where: str) -> tuple[Mapping[str, Any], ...]:
+    def _tools(self, row: Row, context: str) -> tuple[Mapping[str, Any], ...]:
         name = self._name("tools", row)
         value = row[name] if name else None
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-            raise DataError(f"{where}: field {name!r}: tools are a list of their descriptions")
+            raise DataError(f"{context}: field {name!r}: tools are a list of their descriptions")
         return tuple(value)
 
-    def _name(self, of: str, row: Row) -> str:
-        """The field's name in this row; empty where it has none."""
-        if own := self.names.get(of):
-            return own if own in row else ""
-        return next((name for name in FIELDS[of] if name in row), "")
+    def _name(self, field: str, row: Row) -> str:
+        """The field's name in this row; empty if the row does not have it."""
+        if name := self.names.get(field):
+            return name if name in row else ""
+        return next((name for name in FIELDS[field] if name in row), "")
 
-    def _needed(self, of: str, row: Row, where: str) -> str:
-        if name := self._name(of, row):
+    def _require(self, field: str, row: Row, context: str) -> str:
+        if name := self._name(field, row):
             return name
-        known = self.names.get(of) or " or ".join(FIELDS[of][:3])
+        names = self.names.get(field) or " or ".join(FIELDS[field][:3])
         raise DataError(
-            f"{where}: no field {known}; the row has {', '.join(row) or 'no fields'}: name it with "
-            f"env.fields.{of}=FIELD"
+            f"{context}: no field {names}; the row has {', '.join(row) or 'no fields'}: name it with "
+            f"env.fields.{field}=FIELD"
         )
 
 
 def _with_rewards(record: Record, reward: float) -> Record:
-    """The same with a reward for the last turn."""
+    """The record with a reward for its last turn."""
     (variant,) = record.variants
     rewards = (*[None] * (_n_turns(variant.messages) - 1), reward)
     return Record(record.prompt, (Variant(variant.messages, rewards),), record.margin, record.tools)
@@ -254,10 +257,10 @@ def _n_turns(messages: Sequence[Message]) -> int:
     return sum(message.role == "assistant" for message in messages)
 
 
-def _messages(value: Any, where: str) -> tuple[Message, ...]:
+def _messages(value: Any, context: str) -> tuple[Message, ...]:
     """Messages in OpenAI's form or in ShareGPT's (`from` and `value`)."""
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: a conversation is a list of messages, not {value!r:.60}")
+        raise DataError(f"{context}: a conversation is a list of messages, not {value!r:.60}")
     return as_messages([_message(item) for item in value])
 
 
@@ -269,57 +272,57 @@ def _message(item: Any) -> Any:
     return {**item, "role": ROLES.get(str(role), role), "content": content}
 
 
-def _messages_of(value: Any, where: str, role: str = "assistant") -> tuple[Message, ...]:
-    """Text that `role` says, or messages as they are."""
+def _messages_of(value: Any, context: str, role: str = "assistant") -> tuple[Message, ...]:
+    """Text as a message of `role`, or messages."""
     if isinstance(value, str):
-        return (Message.of(role, _text(value, f"what the {role} says", where)),)
-    return _messages(value, where)
+        return (Message.of(role, _text(value, f"the text of the {role}", context)),)
+    return _messages(value, context)
 
 
-def _prompt(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
+def _prompt(messages: Sequence[Message], context: str) -> tuple[Message, ...]:
     if not any(message.text.strip() for message in messages):
-        raise DataError(f"{where}: nothing is asked: there is no text before the assistant's first turn")
+        raise DataError(f"{context}: the prompt is empty: there is no text before the assistant's first turn")
     return tuple(messages)
 
 
-def _ends_with_answer(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
-    """Messages whose first and last are the assistant's, and whose turns all say something."""
+def _ends_with_answer(messages: Sequence[Message], context: str) -> tuple[Message, ...]:
+    """Check that the first and last messages are the assistant's, and that none of its turns is empty."""
     if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
-        raise DataError(f"{where}: an answer begins and ends with a turn of the assistant")
-    for before, after in itertools.pairwise(messages):
-        if before.role == after.role == "assistant":
-            raise DataError(f"{where}: two turns of the assistant follow each other")
+        raise DataError(f"{context}: an answer begins and ends with a turn of the assistant")
+    for message, next_message in itertools.pairwise(messages):
+        if message.role == next_message.role == "assistant":
+            raise DataError(f"{context}: two turns of the assistant follow each other")
     if any(m.role == "assistant" and not m.text.strip() and not m.tool_calls for m in messages):
-        raise DataError(f"{where}: an answer is empty")
+        raise DataError(f"{context}: an answer is empty")
     return tuple(messages)
 
 
-def _text(value: Any, what: str, where: str) -> str:
+def _text(value: Any, subject: str, context: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{where}: {what} is text, not {type(value).__name__}")
+        raise DataError(f"{context}: {subject} is text, not {type(value).__name__}")
     if not value.strip():
-        raise DataError(f"{where}: {what} is empty")
+        raise DataError(f"{context}: {subject} is empty")
     return value
 
 
-def _number(value: Any, what: str, where: str) -> float:
+def _number(value: Any, subject: str, context: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{where}: the {what} is a finite number, not {_shown(value)}")
+        raise DataError(f"{context}: the {subject} is a finite number, not {_quoted(value)}")
     return float(value)
 
 
-def _shown(value: Any) -> str:
-    """A value that a message refuses; where it is text that spells a label or a number, what to write for it."""
-    spelled = value.strip().lower() if isinstance(value, str) else ""
-    if re.fullmatch(r"true|false|-?[\d.]+", spelled):
-        return f"the text {value!r}: write {spelled} without quotation marks (CSV has only text: take JSON lines)"
+def _quoted(value: Any) -> str:
+    """A rejected value, for a message; with the spelling to use, if it is the text of a label or a number."""
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if re.fullmatch(r"true|false|-?[\d.]+", text):
+        return f"the text {value!r}: write {text} without quotation marks (CSV has only text: take JSON lines)"
     return f"{value!r:.60}"
 
 
-def _share(value: Any, where: str) -> float:
-    """A label of a step: right or wrong, + or -, 1 or 0 (-1 for some), or a probability between."""
+def _step_reward(value: Any, context: str) -> float:
+    """The reward in the label of a step: true or false, + or -, 1 or 0 (or -1), or a probability."""
     value = {"+": True, "-": False}.get(value, value) if isinstance(value, str) else value
-    number = float(value) if isinstance(value, bool) else max(0.0, _number(value, "label", where))
+    number = float(value) if isinstance(value, bool) else max(0.0, _number(value, "label", context))
     if number > 1:
-        raise DataError(f"{where}: a step's label is a probability, or right or wrong, not {value!r:.60}")
+        raise DataError(f"{context}: a step's label is a probability, or right or wrong, not {value!r:.60}")
     return number

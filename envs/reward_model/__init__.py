@@ -1,4 +1,4 @@
-"""Answers in one turn, paid by reward models: one or several with weights, here or behind HTTP."""
+"""Answers in one turn, rewarded by reward models: one, or several with weights, local or behind HTTP."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class WeightedModel(RewardModel):
-    """A reward model, and what it counts."""
+    """A reward model with a weight."""
 
     weight: Weight = 1.0
-    """Its share in the sum that is the reward."""
+    """Factor of its reward in the sum, which is the episode's reward."""
     name: str = ""
     """Name of its metric; by default the last part of `model`."""
 
@@ -37,10 +37,10 @@ class WeightedModel(RewardModel):
 
 
 class WeightedEndpoint(RewardEndpoint):
-    """A reward server, and what it counts."""
+    """A reward server with a weight."""
 
     weight: Weight = 1.0
-    """Its share in the sum that is the reward."""
+    """Factor of its reward in the sum, which is the episode's reward."""
     name: str = ""
     """Name of its metric; by default the server's host."""
 
@@ -53,51 +53,51 @@ class WeightedEndpoint(RewardEndpoint):
         return RewardEndpoint(**self.model_dump(exclude={"weight", "name"}))
 
 
-def _several(key: str) -> Any:
-    """One where several may stand, and a plain name in place of settings that give `key`."""
+def _as_list(key: str) -> Any:
+    """Accept a single entry for a list, and a plain name for settings with only `key`."""
 
-    def spread(value: Any) -> Any:
+    def expand(value: Any) -> Any:
         entries = [value] if isinstance(value, str | Mapping) else value
         if not isinstance(entries, Sequence):
             return value
         return [{key: entry} if isinstance(entry, str) else entry for entry in entries]
 
-    return BeforeValidator(spread)
+    return BeforeValidator(expand)
 
 
 class RewardModelConfig(DataEnvConfig):
-    models: Annotated[tuple[WeightedModel, ...], _several("model")] = ()
+    models: Annotated[tuple[WeightedModel, ...], _as_list("model")] = ()
     """Reward models: folders or hub ids, or settings of each (`[{model: M, weight: 0.7}, …]`)."""
-    endpoints: Annotated[tuple[WeightedEndpoint, ...], _several("urls")] = ()
+    endpoints: Annotated[tuple[WeightedEndpoint, ...], _as_list("urls")] = ()
     """Reward servers: addresses, or settings of each (`[{urls: [U, V], weight: 0.3}]`)."""
     call_timeout: float = Field(300.0, gt=0)
-    """Seconds an answer may wait for its reward, the queue included."""
+    """Seconds an answer may wait for its reward, including the queue."""
 
 
 class RewardModelEnv(Env):
-    """Poses the task and pays what the models say of the answer."""
+    """Presents the task and rewards the answer by the models."""
 
     spec: RewardModelEnvSpec
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         self.task: Task = (options or {})["task"]
-        self.messages = asked(self.task)
+        self.messages = prompt_messages(self.task)
         return list(self.messages), {}
 
     async def step(self, action: Action) -> StepResult:
         conversation = [*self.messages, Message.of("assistant", action.text)]
-        reward, info = await self.spec.pay(conversation, self.task.answer)
+        reward, info = await self.spec.assess(conversation, self.task.answer)
         return (), reward, True, False, info
 
 
-def asked(task: Task) -> tuple[Message, ...]:
-    """The task's conversation without the answer that recorded data have at its end."""
+def prompt_messages(task: Task) -> tuple[Message, ...]:
+    """The task's conversation without the final answer of recorded data."""
     messages = as_messages(task.prompt)
     return messages[:-1] if len(messages) > 1 and messages[-1].role == "assistant" else messages
 
 
 class RewardModelEnvSpec(DataEnvSpec):
-    """Answers in one turn, paid by reward models: one or several with weights, here or behind HTTP."""
+    """Answers in one turn, rewarded by reward models: one, or several with weights, local or behind HTTP."""
 
     env_class = RewardModelEnv
     Config = RewardModelConfig
@@ -127,24 +127,24 @@ class RewardModelEnvSpec(DataEnvSpec):
         await super().setup()
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """The answer that the data holds, where it does: by itself, or as the end of the conversation."""
+        """The answer in the data, if any: its own field, or the end of the conversation."""
         if isinstance(task.answer, str):
             return [task.answer]
         last = as_messages(task.prompt)[-1]
         return [last] if last.role == "assistant" else super().demonstrations(task, seed)
 
-    async def pay(self, conversation: Sequence[Message], label: Any) -> tuple[float, Info]:
-        """The weighted sum of what the models say of a conversation, and what each of them says, as metrics."""
+    async def assess(self, conversation: Sequence[Message], label: Any) -> tuple[float, Info]:
+        """The weighted sum of the models' rewards for a conversation, and the `info` with each of them as a metric."""
         weighted = self.weighted
         clients: list[RewardClient] = [self.clients[name] for name in weighted]
-        found: list[Assessment] = await asyncio.gather(*(c.assess(conversation, label=label) for c in clients))
-        reward = sum(model.weight * one.reward for model, one in zip(weighted.values(), found, strict=True))
+        results: list[Assessment] = await asyncio.gather(*(c.assess(conversation, label=label) for c in clients))
+        reward = sum(model.weight * result.reward for model, result in zip(weighted.values(), results, strict=True))
         metrics: dict[str, float] = {}
-        for name, one in zip(weighted, found, strict=True):
-            metrics[name] = one.reward
-            metrics |= {f"{name}/{metric}": value for metric, value in one.metrics.items()}
-        # A server by itself decides whether it scores; several have only their sum in common.
-        score = found[0].score if len(found) == 1 else preference(reward)
-        if score == reward:  # as servers repeat it: the other rewards tell whether it is one (`envgym.episodes.scores`)
+        for name, result in zip(weighted, results, strict=True):
+            metrics[name] = result.reward
+            metrics |= {f"{name}/{metric}": value for metric, value in result.metrics.items()}
+        # A single server may give a score; of several, the score is that of the sum.
+        score = results[0].score if len(results) == 1 else preference(reward)
+        if score == reward:  # a repeated reward is no evidence of a score: `envgym.episodes.scores` decides over all
             score = None
         return reward, {"metrics": metrics} | ({} if score is None else {"score": score})

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
-from envgym.processes.pool import Processes, Session
+from envgym.processes.pool import Processes, ProcessSession
 from envgym.services import ChatOrPolicy, Service
 from envgym.types import Action, Message
 
@@ -21,7 +21,7 @@ from .games import Position
 
 HOST = "envgym.envs.textarena.games:Games"
 STARTS = 5
-"""Times a game is begun anew that an opponent loses before the policy has had a turn."""
+"""Maximum starts of a game that the opponent loses before the policy's first turn."""
 
 
 class TextArenaConfig(EnvConfig):
@@ -32,19 +32,19 @@ class TextArenaConfig(EnvConfig):
     players: int | None = Field(None, ge=1)
     """Number of players. Unset: two, or one, or the fewest the game accepts."""
     seat: int | None = Field(None, ge=0)
-    """The policy's seat, from 0; who has it often moves first. Unset: drawn by the task's seed."""
+    """The policy's seat, from 0; often the one that moves first. Unset: drawn by the task's seed."""
     opponent: Literal["random"] | ChatOrPolicy = "random"
-    """The player of the other seats: `random`, legal moves drawn at random where they can be found out; `policy`, the
+    """The player of the other seats: `random`, legal moves drawn at random, as far as they can be found; `policy`, the
     policy in training; or a model behind an API (`{base_url: …, model: …}`)."""
     opponent_max_tokens: int = Field(512, ge=1)
-    """Tokens a model has for one move."""
+    """Maximum tokens of a model's move."""
     opponent_temperature: float = Field(1.0, ge=0)
     """Temperature at which a model's moves are sampled."""
     max_turns: int = Field(100, ge=1)
-    """Moves of the policy after which an episode ends, truncated, without a reward. The game's own limit holds beside
-    it."""
+    """Moves of the policy after which an episode is truncated, without a reward. The game's own limit holds as
+    well."""
     processes: int = Field(2, ge=1)
-    """Processes that the games are played in; each holds many."""
+    """Processes that run the games; each holds many."""
 
     @model_validator(mode="after")
     def _check(self) -> TextArenaConfig:
@@ -54,11 +54,11 @@ class TextArenaConfig(EnvConfig):
 
 
 class TextArenaEnv(Env):
-    """A game of TextArena: pays at its end, from -1 for a loss to 1 for a win."""
+    """A game of TextArena: the reward comes at its end, from -1 for a loss to 1 for a win."""
 
     spec: TextArenaGame
 
-    _session: Session | None = None
+    _session: ProcessSession | None = None
     _key = ""
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
@@ -71,73 +71,73 @@ class TextArenaEnv(Env):
         self._session = await spec.games.session()
         for start in range(STARTS):
             self._key = uuid.uuid4().hex
-            self._talks: dict[int, list[Message]] = {}
+            self._conversations: dict[int, list[Message]] = {}
             position = await self._call("start", self._seat, seed + start)
-            position = await self._others_play(position)
-            if not position.done:
-                return [replace(Message.of("user", position.seen), from_others=True)], {}
+            position = await self._play_opponents(position)
+            if not position.is_over:
+                return [replace(Message.of("user", position.text), from_others=True)], {}
             await self._call("end")
         raise InvalidOutcome("opponent", "the opponent lost before the policy had a turn", retryable=True)
 
     async def step(self, action: Action) -> StepResult:
         self._turns += 1
-        position = await self._others_play(await self._play(action.text))
-        observation = [Message.of("user", position.seen)]
-        if not position.done:
+        position = await self._play_opponents(await self._play(action.text))
+        observation = [Message.of("user", position.text)]
+        if not position.is_over:
             truncated = self._turns >= self.spec.config.max_turns
             return observation, 0.0, False, truncated, {"metrics": {"turns": self._turns}}
         reward = position.rewards.get(self._seat, 0.0)
         metrics = {
             "turns": self._turns,
             "won": float(reward > 0),
-            "lost_by_invalid_move": float(self._seat in position.lost_by_invalid),
-            "won_by_invalid_move": float(reward > 0 and bool(set(position.lost_by_invalid) - {self._seat})),
+            "lost_by_invalid_move": float(self._seat in position.invalid_seats),
+            "won_by_invalid_move": float(reward > 0 and bool(set(position.invalid_seats) - {self._seat})),
             f"reward_seat_{self._seat}": reward,
         }
         return observation, reward, True, False, {"score": self._score(reward), "metrics": metrics}
 
-    async def _others_play(self, position: Position) -> Position:
+    async def _play_opponents(self, position: Position) -> Position:
         """Let the other seats move until it is the policy's turn, or the game has ended."""
-        while not position.done and position.player != self._seat:
-            move = await self._opponents_move(position)
+        while not position.is_over and position.player != self._seat:
+            move = await self._opponent_move(position)
             position = await self._play(move)
         return position
 
-    async def _opponents_move(self, position: Position) -> str:
+    async def _opponent_move(self, position: Position) -> str:
         config = self.spec.config
         if config.opponent == "random":
             return str(await self._call("random_move"))
-        talk = self._talks.setdefault(position.player, [])
-        talk.append(Message.of("user", position.seen))
+        conversation = self._conversations.setdefault(position.player, [])
+        conversation.append(Message.of("user", position.text))
         move = await self.spec.clients["opponent"].complete(
-            talk,
+            conversation,
             max_tokens=config.opponent_max_tokens,
             temperature=config.opponent_temperature,
             seed=self.rng.getrandbits(31),
         )
-        talk.append(Message.of("assistant", move))
+        conversation.append(Message.of("assistant", move))
         return str(move)
 
     async def _play(self, text: str) -> Position:
-        position: Position = await self._call("play", spoken(text))
+        position: Position = await self._call("play", without_thoughts(text))
         return position
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call the process that holds the game."""
+        """Call a method of the process that holds the game."""
         assert self._session is not None  # a reset came first
         return await self._session.call(method, self._key, *args)
 
     async def close(self) -> None:
-        """Give the game up."""
+        """End the game."""
         if self._session is not None:
-            with contextlib.suppress(EnvgymError):  # where the process is gone, the game is as well
+            with contextlib.suppress(EnvgymError):  # a process that has died took the game with it
                 if self._session.alive:
                     await self._call("end")
             self._session.end()
             self._session = None
 
     def _score(self, reward: float) -> float:
-        """1 for a win and 0 for a loss; one who plays alone is paid shares of success as they are."""
+        """1 for a win, 0 for a loss; in a game for one player the reward itself, clipped to [0, 1]."""
         bounded = min(max(reward, -1.0), 1.0)
         return max(bounded, 0.0) if self.spec.players == 1 else (bounded + 1) / 2
 
@@ -172,9 +172,9 @@ class TextArenaGame(EnvSpec):
             raise ConfigError(f"{self.id}: {config.game} has the seats 0 to {self.players - 1}, not {config.seat}")
 
 
-def spoken(text: str) -> str:
-    """The words of an answer without the thoughts before them, which hold moves that were not made, and which TextArena
-    would show the other players."""
+def without_thoughts(text: str) -> str:
+    """The answer without the thoughts before it: they hold moves that were not made, and TextArena would show them to
+    the other players."""
     if "</think>" in text:
         return text.rpartition("</think>")[2].strip()
     return text.partition("<think>")[0].strip()

@@ -1,8 +1,8 @@
-"""TextArena's games, in a process of their own (the class that `Processes` hosts); one process holds many.
+"""TextArena's games, in a separate process (the class that `Processes` hosts); one process holds many.
 
-TextArena seeds Python's global generator when a game starts and draws from it at every move, some games from NumPy's
-as well. Here each game has its own state of both, put in place around every call: games in one process do not meet,
-and the generators of the run are never touched. What a game's library prints or downloads stays out of the run, too.
+TextArena seeds Python's global generator when a game starts and draws from it at every move; some games use NumPy's as
+well. Here each game has its own state of both, set around every call: games in one process do not disturb each other,
+and the run's generators are never touched. Output and downloads of a game's library stay out of the run, too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from envgym.errors import ConfigError, EnvgymError, NameNotFound, did_you_mean, 
 
 MOST_PLAYERS = 15
 TRIALS = 300
-"""Moves that are tried out in search of a legal one."""
+"""Maximum moves to try in search of a legal one."""
 DRAWS = 400
-"""Variations of a game's examples that are made."""
+"""Variations to draw from a game's examples."""
 
 MOVE_CHARACTERS = 4000
-"""Characters of a move that a game reads, the last ones: many take quadratic time, and fail on numbers of more digits
-than Python reads."""
+"""Last characters of a move that a game reads: many games take quadratic time, and fail on numbers with more digits
+than Python parses."""
 MOVE_SECONDS = 2.0
-"""CPU time that a game may take for one move; the other games of the process wait for it."""
+"""CPU seconds that a game may take per move; the other games of the process wait for it."""
 
 _BRACKETS = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _ROLES = re.compile(r"\[(?:Player \d+|GAME|Game)\]")
@@ -42,33 +42,33 @@ _VARIABLE = re.compile(
 class Position:
     """The state of a game: whose turn it is, and the messages to that player since their last move.
 
-    At the end `seen` is for the policy's seat; `rewards` by seat, and `lost_by_invalid` the seats that a move
-    against the rules has cost the game.
+    At the end `text` is for the policy's seat, `rewards` are by seat, and `invalid_seats` have lost by a move against
+    the rules.
     """
 
     player: int
-    seen: str
-    done: bool = False
+    text: str
+    is_over: bool = False
     rewards: dict[int, float] = field(default_factory=dict)
-    lost_by_invalid: tuple[int, ...] = ()
+    invalid_seats: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class Game:
-    """One game under way."""
+    """One game in progress."""
 
     env: Any
     seat: int
     generators: tuple[Any, Any]
-    """The states of Python's and NumPy's global generators that belong to it."""
+    """The game's states of Python's and NumPy's global generators."""
     rng: random.Random
-    """For moves of the built-in opponent."""
-    seen: dict[int, str] = field(default_factory=dict)
+    """Generator for the moves of the built-in opponent."""
+    transcripts: dict[int, str] = field(default_factory=dict)
     """All messages to each seat."""
 
     @property
     def world(self) -> Any:
-        """The game within its wrappers. Its action wrappers are used; observations are taken from itself, as those of
+        """The unwrapped game. Actions go through the wrappers; observations come from the game itself, since the
         wrappers repeat the whole conversation at every move."""
         world = self.env
         while "env" in vars(world):
@@ -77,9 +77,9 @@ class Game:
 
 
 class Games:
-    """Plays games of one id. `players` is their number; None finds one the game accepts.
+    """Plays games of one id. `players` is the number of players; None finds one that the game accepts.
 
-    Raises `NameNotFound` and `ConfigError` for a game that is not there or cannot be made.
+    Raises `NameNotFound` for an unknown game, and `ConfigError` for one that cannot be made.
     """
 
     def __init__(self, name: str, players: int | None) -> None:
@@ -91,40 +91,40 @@ class Games:
         self._make = textarena.make
         self._name = name
         self._games: dict[str, Game] = {}
-        self.players = self._accepted(players)
+        self.players = self._find_players(players)
 
     def number_of_players(self) -> int:
         return self.players
 
     def start(self, key: str, seat: int, seed: int) -> Position:
-        """Begin game `key` with the policy on `seat`."""
+        """Start game `key` with the policy on `seat`."""
         import numpy as np
 
-        before = random.getstate(), np.random.get_state()
+        generators = random.getstate(), np.random.get_state()
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        game = Game(self._make(self._name), seat, before, random.Random(f"opponent {seed}"))
+        game = Game(self._make(self._name), seat, generators, random.Random(f"opponent {seed}"))
         game.env.reset(num_players=self.players, seed=seed)
         game.generators = random.getstate(), np.random.get_state()
         self._games[key] = game
         return self._position(game)
 
     def play(self, key: str, move: str) -> Position:
-        """Play a move for whose turn it is; one that takes the game too long is an empty one."""
+        """Play a move of the current player. A move that takes the game too long is replaced by an empty one."""
         game = self._games[key]
-        with _own_generators(game):
+        with _generators_of(game):
             try:
                 with _cpu_limit(MOVE_SECONDS):
-                    done, _ = game.env.step(move[-MOVE_CHARACTERS:])
+                    is_over, _ = game.env.step(move[-MOVE_CHARACTERS:])
             except TimeoutError:
-                done, _ = game.env.step("")
-            return self._ended(game) if done else self._position(game)
+                is_over, _ = game.env.step("")
+            return self._final_position(game) if is_over else self._position(game)
 
     def random_move(self, key: str) -> str:
-        """A legal move drawn at random for whose turn it is, or one that may not be legal where none is found."""
+        """A legal move of the current player, drawn at random; if none is found, a move that may not be legal."""
         game = self._games[key]
-        seen = game.seen[game.world.state.current_player_id]
-        moves = candidates(seen, game.rng)
+        transcript = game.transcripts[game.world.state.current_player_id]
+        moves = candidates(transcript, game.rng)
         for move in moves[:TRIALS]:
             if _is_legal(game, move):
                 return move
@@ -134,9 +134,9 @@ class Games:
         """Forget game `key`."""
         self._games.pop(key, None)
 
-    def _accepted(self, players: int | None) -> int:
-        """The number of players: the one asked for, or two, or one, or the fewest the game accepts."""
-        refusal = ""
+    def _find_players(self, players: int | None) -> int:
+        """The given number of players, or two, or one, or the fewest that the game accepts."""
+        reason = ""
         for number in [players] if players is not None else [2, 1, *range(3, MOST_PLAYERS + 1)]:
             try:
                 self._make(self._name).reset(num_players=number, seed=0)
@@ -150,27 +150,28 @@ class Games:
                     "python -m nltk.downloader words averaged_perceptron_tagger_eng"
                 ) from None
             except (AssertionError, ValueError, ImportError, OSError) as error:
-                refusal = " ".join(str(error).split())
+                reason = " ".join(str(error).split())
             else:
                 return number
-        wanted = f"with {players} players " if players is not None else ""
-        raise ConfigError(f"{self._name} cannot be played {wanted}here: {refusal}")
+        count = f"with {players} players " if players is not None else ""
+        raise ConfigError(f"{self._name} cannot be played {count}here: {reason}")
 
     def _position(self, game: Game) -> Position:
         player, observations = game.world.get_observation()
-        return Position(player, self._tell(game, player, observations))
+        return Position(player, self._new_messages(game, player, observations))
 
-    def _ended(self, game: Game) -> Position:
+    def _final_position(self, game: Game) -> Position:
         rewards, info = game.env.close()
-        seen = self._tell(game, game.seat, game.world.state.observations.get(game.seat, []))
+        text = self._new_messages(game, game.seat, game.world.state.observations.get(game.seat, []))
         reason = str(info.get(game.seat, {}).get("reason") or "")
-        if reason not in seen:
-            seen = f"{seen}\n{reason}".strip()
-        lost = tuple(seat for seat, notes in info.items() if notes.get("invalid_move"))
-        return Position(game.seat, seen, True, {seat: float(reward) for seat, reward in (rewards or {}).items()}, lost)
+        if reason not in text:
+            text = f"{text}\n{reason}".strip()
+        rewards = {seat: float(reward) for seat, reward in (rewards or {}).items()}
+        invalid_seats = tuple(seat for seat, notes in info.items() if notes.get("invalid_move"))
+        return Position(game.seat, text, True, rewards, invalid_seats)
 
-    def _tell(self, game: Game, player: int, observations: Any) -> str:
-        """The messages to a player as text, without the player's own moves and with the last of several boards."""
+    def _new_messages(self, game: Game, player: int, observations: Any) -> str:
+        """The messages to a player as text, without the player's own moves and all boards but the last."""
         names = game.world.state.role_mapping
         boards = [index for index, (_, _, kind) in enumerate(observations) if getattr(kind, "name", "") == "GAME_BOARD"]
         lines = [
@@ -179,12 +180,13 @@ class Games:
             if sender != player and index not in boards[:-1]
         ]
         text = "\n".join(line.strip("\n") for line in lines)
-        game.seen[player] = f"{game.seen.get(player, '')}\n{text}"
+        game.transcripts[player] = f"{game.transcripts.get(player, '')}\n{text}"
         return text
 
 
 @contextmanager
-def _own_generators(game: Game) -> Iterator[None]:
+def _generators_of(game: Game) -> Iterator[None]:
+    """Set the global generators to the game's states, and store them at the end."""
     import numpy as np
 
     random.setstate(game.generators[0])
@@ -197,7 +199,7 @@ def _own_generators(game: Game) -> Iterator[None]:
 
 @contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` within, once it has taken `seconds` of CPU time, also in a regular expression."""
+    """Raise `TimeoutError` in the block once it has taken `seconds` of CPU time, even inside a regular expression."""
 
     def stop(*_: object) -> None:
         raise TimeoutError
@@ -211,44 +213,44 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def _is_legal(game: Game, move: str) -> bool:
-    """True if the game accepts a move: it is played in a copy."""
+    """True if a copy of the game accepts the move."""
     trial = copy.copy(game)
     trial.env = copy.deepcopy(game.env)
     state = trial.world.state
     player, errors = state.current_player_id, getattr(state, "error_count", 0)
     try:
-        with _own_generators(trial):
+        with _generators_of(trial):
             trial.env.step(move)
     except EnvgymError:
         raise
-    except Exception:  # games have bugs; this move meets one
+    except Exception:  # a bug of the game that this move meets
         return False
     if state.game_info[player].get("invalid_move"):
         return False
     return bool(getattr(state, "error_count", 0) <= errors)
 
 
-def candidates(seen: str, rng: random.Random) -> list[str]:
-    """Moves to try, in a random order: those a game offers at the moment first, then those that resemble examples."""
-    offers = [line for line in _OFFERED.findall(seen) if _BRACKETS.search(line)]
+def candidates(transcript: str, rng: random.Random) -> list[str]:
+    """Moves to try, in random order: first those that the game offers now, then variations of its examples."""
+    offers = [line for line in _OFFERED.findall(transcript) if _BRACKETS.search(line)]
     offered = _examples(offers[-1]) if offers else []
-    examples = _examples(seen)
-    rest = examples + [varied(rng.choice(examples), rng) for _ in range(DRAWS if examples else 0)]
+    examples = _examples(transcript)
+    variations = examples + [vary(rng.choice(examples), rng) for _ in range(DRAWS if examples else 0)]
     rng.shuffle(offered)
-    rng.shuffle(rest)
-    return list(dict.fromkeys(offered + rest))
+    rng.shuffle(variations)
+    return list(dict.fromkeys(offered + variations))
 
 
-def varied(example: str, rng: random.Random) -> str:
+def vary(example: str, rng: random.Random) -> str:
     """A move of the form of an example, with other numbers, squares (`e2e4`) and values for placeholders (`X`)."""
-    largest, side = rng.choice((3, 9, 20)), rng.choice((5, 8, 10))
+    limit, side = rng.choice((3, 9, 20)), rng.choice((5, 8, 10))
     return _VARIABLE.sub(
-        lambda match: _squares(match[0], side, rng) if match["squares"] else str(rng.randint(0, largest)), example
+        lambda match: _squares(match[0], side, rng) if match["squares"] else str(rng.randint(0, limit)), example
     )
 
 
 def _squares(text: str, side: int, rng: random.Random) -> str:
-    """As many squares of a board as `text` names, each near the one before, as most moves go."""
+    """Draw as many squares of a board as `text` names, each near the previous one, as in most moves."""
     column, row = rng.randrange(side), rng.randrange(side)
     first, squares = rng.randint(0, 1), []
     for _ in range(len(text) // 2):
@@ -259,5 +261,5 @@ def _squares(text: str, side: int, rng: random.Random) -> str:
 
 
 def _examples(text: str) -> list[str]:
-    """The different texts in brackets, without those that name who is speaking."""
+    """The distinct texts in brackets, without the names of speakers."""
     return [move for move in dict.fromkeys(_BRACKETS.findall(text)) if not _ROLES.fullmatch(move)]

@@ -1,4 +1,4 @@
-"""Tasks done with tools: Python functions or an MCP server's, and answers that are checked against the task's."""
+"""Tasks solved with tools: Python functions or an MCP server's, and a final answer compared with the reference."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from envgym.env import ListTasks, TaskSet
+from envgym.env import TaskList, TaskSet
 from envgym.errors import ConfigError
 from envgym.hashing import hash_fraction
 from envgym.sandbox import Limits, Sandbox, python_tool
-from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
+from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from envgym.tools import McpServer, McpSession, Tool, ToolBox, ToolEnv, ToolEnvConfig, load_tool
 from envgym.types import Action, Message, Task, TextPart, ToolCall
 
 PYTHON = "python"
-"""The sandbox's name among the tools."""
+"""Name of the sandbox among the tools."""
 TEST_TASKS = 512
 TEST_SHARE = 1 / 8  # of all keys
 UNAIDED = ("I do not know.", "No idea.")
-"""Demonstrations without a call of the tool."""
+"""Demonstrations that do not call the tool."""
 Match = Literal["auto", "number", "exact", "contains"]
 
 _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -32,30 +32,30 @@ _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)
 
 class McpSetting(McpServer):
     shared: bool = False
-    """One session for all episodes, for servers without state that are slow to start."""
+    """Share one session among all episodes: for stateless servers that are slow to start."""
 
 
 class ToolUseConfig(ToolEnvConfig, DataEnvConfig):
-    """Without data the tasks are made here: the value of a key, which only the tool `get` tells."""
+    """Without data the tasks are generated: look up the value of a key, which only the tool `get` returns."""
 
     tools: tuple[str, ...] = ()
     """Functions, as `file.py:name` or `package.module:name`, or `python` for the sandbox."""
     mcp: tuple[McpSetting, ...] = ()
     """MCP servers: `{command: [program, argument, …]}` or `{url: …}`."""
     sandbox: Limits = Limits()
-    """Limits of a program that the tool `python` runs."""
+    """Limits of a program run by the tool `python`."""
     match: Match = "auto"
-    """Comparison of the final answer with the task's."""
+    """Comparison of the final answer with the reference answer."""
     hops: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
-    """Without data: look-ups a task takes, drawn for each task; the value of the value of … a key."""
+    """Without data: look-ups that a task needs, drawn per task: the value of the value of … a key."""
     digits: int = Field(2, ge=2, le=9)
-    """Without data: digits of keys and values. Guessing is right in one of 9 * 10 ** (digits - 1) cases."""
+    """Without data: digits of keys and values. A guess is right in one of 9 * 10 ** (digits - 1) cases."""
     call_share: float = Field(0.4, ge=0, le=1)
-    """Without data: share of the demonstrations that call the tool. The others give up, and would earn nothing."""
+    """Without data: share of the demonstrations that call the tool. The others give up, and would get no reward."""
 
 
 class ToolUseEnv(ToolEnv):
-    """Tasks done with tools (functions, MCP servers): pays 1 for a right final answer, 0 for anything else."""
+    """Tasks solved with tools (functions, MCP servers): the reward is 1 for a right final answer, else 0."""
 
     spec: ToolUse
 
@@ -66,11 +66,11 @@ class ToolUseEnv(ToolEnv):
         return float(is_right(action.text, self.task.answer, self.spec.config.match))
 
     def answer(self, action: Action) -> str | None:
-        return given(action.text, self.task.answer, self.spec.config.match)
+        return final_answer(action.text, self.task.answer, self.spec.config.match)
 
 
 class ToolUse(DataEnvSpec):
-    """The tasks, the tools, and the sessions with MCP servers that episodes share."""
+    """The tasks, the tools, and the MCP sessions that episodes share."""
 
     env_class = ToolUseEnv
     agent = "tool_calling"
@@ -83,7 +83,7 @@ class ToolUse(DataEnvSpec):
         if config.data is not None and not (config.tools or config.mcp):
             raise ConfigError(f"environment {id}: which tools do the tasks need? set env.tools or env.mcp")
         if config.data is None and (config.tools or config.mcp):
-            raise ConfigError(f"environment {id}: tools of your own need tasks: give it some with data.path=FILE")
+            raise ConfigError(f"environment {id}: custom tools need tasks: give some with data.path=FILE")
         self._tools: list[Tool] = []
         self._shared: dict[int, McpSession] = {}
         self._sharing = asyncio.Lock()
@@ -92,28 +92,28 @@ class ToolUse(DataEnvSpec):
         await super().setup()
         self.closing.push_async_callback(self._close, self._shared)
         self._tools = [await self._tool(name) for name in self.config.tools]
-        # Each server is started now: a mistake is reported before the first episode.
+        # Every server starts here once, so that a mistake is reported before the first episode.
         sessions = await asyncio.gather(*(self._session(index) for index in range(len(self.config.mcp))))
         ToolBox([*self._tools, *(tool for session in sessions for tool in session.tools)])
         await self._close([index for index, server in enumerate(self.config.mcp) if not server.shared])
 
     async def tools_of(self, task: Task) -> list[Tool | McpServer]:
-        """The tools of one episode; a server among them gets a session of its own."""
+        """The tools of one episode. Each server in the list gets a separate session."""
         if self.config.data is None:
-            return [Tool.of(Table(task).get)]
+            return [Tool.from_function(Table(task).get)]
         tools: list[Tool | McpServer] = [*self._tools]
         for index, server in enumerate(self.config.mcp):
             tools += (await self._session(index)).tools if server.shared else [server]
         return tools
 
-    def own_tasks(self, split: str) -> TaskSet:
+    def default_tasks(self, split: str) -> TaskSet:
         hops, digits = self.config.hops, self.config.digits
         if split == "train":
-            return FunctionTasks(lambda index: train_task(index, hops, digits))
-        return ListTasks(held_out_tasks(hops, digits))
+            return GeneratedTasks(lambda index: train_task(index, hops, digits))
+        return TaskList(held_out_tasks(hops, digits))
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """The calls and the answer; or, by the seed, a turn that gives up."""
+        """The calls and the answer, or a turn that gives up; the seed decides."""
         if self.config.data is not None:
             return super().demonstrations(task, seed)
         rng = random.Random(f"{task.id} {seed}")
@@ -123,12 +123,11 @@ class ToolUse(DataEnvSpec):
         if name != PYTHON:
             return load_tool(name)
         sandbox = await self.closing.enter_async_context(Sandbox(self.config.sandbox))
-        # A program has limits of its own, and waiting for its turn is not its fault: only the whole call's deadline
-        # stands above those.
-        return Tool.of(python_tool(sandbox), timeout=self.config.call_timeout)
+        # The sandbox limits the program's own time; the deadline of the call also covers waiting for a slot.
+        return Tool.from_function(python_tool(sandbox), timeout=self.config.call_timeout)
 
     async def _session(self, index: int) -> McpSession:
-        """The shared session with a server, opened anew where it has died."""
+        """The shared session with a server; reopened if it has died."""
         async with self._sharing:
             session = self._shared.get(index)
             if session is None or not session.alive:
@@ -141,35 +140,35 @@ class ToolUse(DataEnvSpec):
         await asyncio.gather(*(session.close() for session in sessions))
 
 
-def given(text: str, answer: object, match: Match) -> str | None:
-    """The answer in `text`, as `is_right` compares it; None where there is none."""
+def final_answer(text: str, answer: object, match: Match) -> str | None:
+    """The final answer in `text`, as `is_right` compares it; None if there is none."""
     final = text.rpartition("</think>")[2]
     if match == "number" or (match == "auto" and number(str(answer)) is not None):
-        found = last_number(final)
-        return None if found is None else f"{found:.12g}"
+        value = last_number(final)
+        return None if value is None else f"{value:.12g}"
     return _plain(final) or None
 
 
 def is_right(text: str, answer: object, match: Match) -> bool:
-    """True if `text` gives `answer`. `auto` compares numbers where the answer is one, else the whole text.
+    """True if the final answer in `text` is `answer`. `auto` compares numbers if `answer` is one, else the whole text.
 
-    `number`: the last number in the text equals the answer. `exact`: the same text, but for case, spacing and a full
+    `number`: the last number in the text equals the answer. `exact`: the same text, ignoring case, spacing and a full
     stop at the end. `contains`: the answer occurs in the text, as whole words. Thoughts before `</think>` do not count.
     """
     final = text.rpartition("</think>")[2]
-    wanted = str(answer)
+    reference = str(answer)
     if match == "auto":
-        match = "exact" if number(wanted) is None else "number"
+        match = "exact" if number(reference) is None else "number"
     if match == "number":
-        right, found = number(wanted), last_number(final)
-        return right is not None and found is not None and math.isclose(right, found, rel_tol=1e-9, abs_tol=1e-12)
+        expected, value = number(reference), last_number(final)
+        return expected is not None and value is not None and math.isclose(expected, value, rel_tol=1e-9, abs_tol=1e-12)
     if match == "exact":
-        return _plain(final) == _plain(wanted)
-    return re.search(rf"(?<!\w){re.escape(_plain(wanted))}(?!\w)", _plain(final)) is not None
+        return _plain(final) == _plain(reference)
+    return re.search(rf"(?<!\w){re.escape(_plain(reference))}(?!\w)", _plain(final)) is not None
 
 
 def number(text: str) -> float | None:
-    """The number that `text` is, with or without thousands' commas; None where it is none."""
+    """Parse `text` as a number, with or without thousands' commas; None if it is none."""
     text = text.strip()
     if not any(map(str.isdigit, text)) or not _NUMBER.fullmatch(text):
         return None
@@ -178,15 +177,15 @@ def number(text: str) -> float | None:
 
 def last_number(text: str) -> float | None:
     """The last number in `text`."""
-    found = [value for word in _NUMBER.findall(text) if (value := number(word)) is not None]
-    return found[-1] if found else None
+    values = [value for word in _NUMBER.findall(text) if (value := number(word)) is not None]
+    return values[-1] if values else None
 
 
 def _plain(text: str) -> str:
     return " ".join(text.split()).casefold().removesuffix(".").rstrip()
 
 
-# -- tasks that only a tool can answer: the value of a key in a table of the task's own, which is not shown --
+# -- tasks that only a tool can answer: the value of a key in the task's own, hidden table ----------------
 
 
 def train_task(index: int, hops: Sequence[int], digits: int) -> Task:
@@ -195,7 +194,7 @@ def train_task(index: int, hops: Sequence[int], digits: int) -> Task:
 
 
 def held_out_tasks(hops: Sequence[int], digits: int) -> list[Task]:
-    """The 512 test tasks. They begin with keys that no train task begins with."""
+    """The 512 test tasks. Their first keys are those of no train task."""
     return [_task(f"test-{index}", hops, digits, held_out=True) for index in range(TEST_TASKS)]
 
 
@@ -219,7 +218,7 @@ def value_of(task: Task, key: int) -> int:
 
 
 def demonstration(task: Task, *, calls: bool, rng: random.Random) -> list[str | Message]:
-    """The turns that answer `task` by calling the tool, or a turn that gives up."""
+    """The turns that solve `task` by calling the tool, or a turn that gives up."""
     if not calls:
         return [rng.choice(UNAIDED)]
     turns: list[str | Message] = []
@@ -232,7 +231,7 @@ def demonstration(task: Task, *, calls: bool, rng: random.Random) -> list[str | 
 
 
 def is_held_out(key: int) -> bool:
-    """True for a key that test tasks begin with, by a hash that is the same everywhere."""
+    """True for a first key of test tasks, by a hash that is the same everywhere."""
     return hash_fraction(f"key {key}") < TEST_SHARE
 
 

@@ -146,7 +146,7 @@ def test_a_run_is_stopped_from_another_terminal(start, tmp_path):
     assert f"(process {program.pid})" in listed.stdout
     stopped = subprocess.run([ENVGYM, "stop", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert stopped.returncode == 0
-    assert "go on with: envgym train --resume runs/run" in stopped.stdout
+    assert "resume it with: envgym train --resume runs/run" in stopped.stdout
     assert program.wait(30) == 130
     wait_for_the_end_of(family, LIMIT)
     kept = sorted((tmp_path / "runs" / "run" / "checkpoints").iterdir())[-1]
@@ -157,6 +157,6 @@ def test_a_run_is_stopped_from_another_terminal(start, tmp_path):
     assert [record["step"] for record in records] == list(range(steps + 3))
     assert max(record.get("staleness/max", 0) for record in records) <= 1
     played = read_episodes(tmp_path / "runs" / "run")
-    tasks = Counter((episode.group, episode.task.id) for episode in played)
+    tasks = Counter((episode.group_id, episode.task.id) for episode in played)
     assert set(tasks.values()) == {4}
     assert len(tasks) == 16 * (steps + 2)

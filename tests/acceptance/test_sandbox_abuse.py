@@ -628,7 +628,7 @@ def play(way: str, bystanders: Bystanders) -> Iterator[Callable[[str, Limits], E
             sandboxes[key] = sandbox_by(way, limits)
         done = asyncio.run(sandboxes[key].run(source))
         assert sandboxes[key].isolation is not None
-        assert sandboxes[key].isolation.by == way
+        assert sandboxes[key].isolation.kind == way
         assert no_program_is_left(sandboxes[key])
         return done
 

@@ -19,7 +19,7 @@ def test_a_lost_sync_stops_the_run(tmp_path, monkeypatch, store):
         begun += method == "begin_weights"
         return None if begun == 3 and method.endswith(("_weights", "_bucket")) else await tell(self, method, *args)
 
-    monkeypatch.setattr(EngineClient, "tell", lose_the_third)
+    monkeypatch.setattr(EngineClient, "call", lose_the_third)
     settings = {
         "env": "math_verify", "name": "lost", "runs_dir": str(tmp_path), "steps": 4,
         "rollout.tasks": 16, "eval.every": 0,

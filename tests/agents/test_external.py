@@ -326,7 +326,7 @@ def test_requests_in_parallel_stay_within_the_budget_of_the_episode(renderer):
         most.clear()
         sampler = EpisodeSampler(Slow(renderer, lambda n, prompt: "ok"), "e", SamplingParams(max_tokens=8), 512)
         conversation = Conversation(renderer, sampler, None, budget)
-        asked = (conversation.complete([Message.of("user", f"question {n}")], (), None) for n in range(16))
+        asked = (conversation.answer([Message.of("user", f"question {n}")], (), None) for n in range(16))
         answers = await asyncio.gather(*asked, return_exceptions=True)
         said = [len(answer[1].token_ids) for answer in answers if not isinstance(answer, OutOfBudget)]
         return conversation.limit, said
@@ -569,8 +569,8 @@ def test_special_tokens_that_a_program_sends_back_are_characters(renderer):
     async def main(text, prompt="Ask."):
         conversation = Conversation(renderer, Sampling(), None, None)
         messages = [Message.of("user", prompt), Message.of("assistant", text), Message.of("user", text)]
-        reply, *_ = await conversation.complete(messages, (), None)
-        await conversation.complete([*messages, reply, Message.of("user", text)], (), None)
+        reply, *_ = await conversation.answer(messages, (), None)
+        await conversation.answer([*messages, reply, Message.of("user", text)], (), None)
         assert len(conversation.rows) == 1
 
     asyncio.run(main("plain"))

@@ -111,6 +111,6 @@ def test_a_response_is_what_the_real_client_reads():
 
 
 def test_a_response_that_was_cut_says_so():
-    cut = responses.response([], cut=True, metadata={"a": "b"})
+    cut = responses.response([], truncated=True, metadata={"a": "b"})
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert cut["metadata"] == {"a": "b"}

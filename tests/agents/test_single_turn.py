@@ -17,7 +17,7 @@ from envgym.types import Message, Observation, Status, StopReason, Task, Version
 def said(renderer, text):
     """The tokens of a policy's whole turn."""
     dialogue = renderer.dialogue()
-    dialogue.begin(Observation(messages=(Message.of("user", "?"),)))
+    dialogue.start(Observation(messages=(Message.of("user", "?"),)))
     return dialogue.add_demonstration(text)
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from envgym.check.leak import SHARE, places, verdict, written
+from envgym.check.leak import SHARE, answer_text, leak_finding, places
 
 OPERATIONS = {
     "+": lambda a, b: a + b,
@@ -29,7 +29,7 @@ def arithmetic(rng, tasks=160):
     form = rng.choice(FORMATS)
     pairs = [(rng.randint(low, high), rng.randint(low, high)) for _ in range(tasks)]
     texts = [form.format(a=a, b=b, op=name) for a, b in pairs]
-    return name, texts, [written(OPERATIONS[name](a, b)) for a, b in pairs]
+    return name, texts, [answer_text(OPERATIONS[name](a, b)) for a, b in pairs]
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_arithmetic_raises_no_alarm():
     rng = random.Random(0)
     for _ in range(60):
         name, texts, answers = arithmetic(rng)
-        finding = verdict(texts, answers)
+        finding = leak_finding(texts, answers)
         assert finding.verdict != "FAILED", (name, texts[:3], finding)
         if name in ("+", "-"):
             assert finding.verdict != "warning", (texts[:3], finding)
@@ -51,7 +51,7 @@ def test_what_is_given_away_is_found_whatever_the_arithmetic(leak):
         name, texts, answers = arithmetic(rng)
         if len(set(answers)) > 2:  # else there is little to give away
             given = [leak.format(t=text, x=answer) for text, answer in zip(texts, answers, strict=True)]
-            finding = verdict(given, answers)
+            finding = leak_finding(given, answers)
             assert finding.verdict == "FAILED", (name, given[:3], finding)
 
 
@@ -59,16 +59,16 @@ def test_yes_or_no_given_away_is_found_and_asked_for_is_not():
     rng = random.Random(1)
     answers = [rng.choice(("yes", "no")) for _ in range(80)]
     asked = [f"Is {rng.randrange(100)} prime? Answer yes or no." for _ in answers]
-    assert verdict(asked, answers).verdict == "ok"
+    assert leak_finding(asked, answers).verdict == "ok"
     given = [f"{text} ({answer})" for text, answer in zip(asked, answers, strict=True)]
-    assert verdict(given, answers).verdict == "FAILED"
+    assert leak_finding(given, answers).verdict == "FAILED"
 
 
 def test_an_answer_to_be_picked_out_of_a_text_is_a_warning():
     rng = random.Random(2)
     rows = [[f"w{rng.randrange(1000)}" for _ in range(6)] for _ in range(80)]
     texts = [f"Which of these is in my list? {' '.join(row)}" for row in rows]
-    assert verdict(texts, [rng.choice(row) for row in rows]).verdict == "warning"
+    assert leak_finding(texts, [rng.choice(row) for row in rows]).verdict == "warning"
 
 
 def test_answers_dealt_out_at_random_raise_no_alarm():
@@ -78,7 +78,7 @@ def test_answers_dealt_out_at_random_raise_no_alarm():
     for _ in range(60):
         _, texts, answers = arithmetic(rng, tasks=64)
         rng.shuffle(answers)
-        alarms += verdict(texts, answers).verdict in ("FAILED", "warning")
+        alarms += leak_finding(texts, answers).verdict in ("FAILED", "warning")
     assert alarms == 0
 
 
@@ -86,22 +86,22 @@ def test_a_rule_that_is_often_right_by_honest_chance_is_no_leak():
     """The first operand is the sum in two of three tasks here: less than the share that counts."""
     rng = random.Random(5)
     pairs = [(rng.randrange(100), 0 if rng.random() < 0.8 * SHARE else rng.randrange(1, 100)) for _ in range(200)]
-    finding = verdict([f"{a} + {b}" for a, b in pairs], [str(a + b) for a, b in pairs])
+    finding = leak_finding([f"{a} + {b}" for a, b in pairs], [str(a + b) for a, b in pairs])
     assert finding.verdict == "ok"
 
 
 def test_numbers_stand_for_themselves():
     assert places("4", "4 + 0 = 4, not 42 or 14") == [0, 8]
     assert places("x", "fox box") == []
-    assert written(4.0) == "4"
-    assert written("so it is #### 12") == "12"
-    assert written(None) == ""
+    assert answer_text(4.0) == "4"
+    assert answer_text("so it is #### 12") == "12"
+    assert answer_text(None) == ""
 
 
 def test_an_answer_with_signs_around_it_is_found_where_it_stands():
     rng = random.Random(3)
     answers = [f"[{rng.randrange(1000)}]" for _ in range(64)]
     texts = ["".join(rng.choices("abcdefgh", k=9)) + f" {answer}" for answer in answers]
-    finding = verdict(texts, answers)
+    finding = leak_finding(texts, answers)
     assert str(finding.verdict) == "FAILED"
-    assert "the 1. last word" in finding.found or "the 2. word" in finding.found
+    assert "the 1. last word" in finding.message or "the 2. word" in finding.message

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from envgym.check import Verdict, check_environment, scores
+from envgym.check import CheckVerdict, check_environment, scores
 from envgym.check.subject import Subject
 from envgym.registry import spec
 
@@ -68,7 +68,7 @@ def process_reward_model(reward_model, folder):
 
 
 def problems(report):
-    return "\n".join(str(finding) for finding in report.findings if finding.verdict is Verdict.FAILED)
+    return "\n".join(str(finding) for finding in report.findings if finding.verdict is CheckVerdict.FAILED)
 
 
 @pytest.mark.parametrize("id", [id if id in QUICK else pytest.param(id, marks=pytest.mark.slow) for id in SHIPPED])
@@ -83,8 +83,8 @@ def test_what_ships_passes(id, tmp_path, serving, tiny_reward_model):
     report = asyncio.run(examine())
     assert report.passed, problems(report)
     played = {"types", "seed", "generators", "isolation", "event loop", "after the end", "close", "left behind"}
-    assert {check: report.verdict(check) for check in played} == dict.fromkeys(played, Verdict.OK)
-    assert (report.verdict("rambling") is Verdict.WARNING) == (id in READ_THE_BEGINNING), rambling(report)
+    assert {check: report.verdict(check) for check in played} == dict.fromkeys(played, CheckVerdict.OK)
+    assert (report.verdict("rambling") is CheckVerdict.WARNING) == (id in READ_THE_BEGINNING), rambling(report)
 
 
 def rambling(report):
@@ -109,7 +109,7 @@ def test_environments_of_the_pages_reward_no_rambling(block, tmp_path):
             found = await scores.check(Subject(environment, environment.id, {}))
             return dict(zip(scores.CHECKS, found, strict=True))["rambling"]
 
-    assert asyncio.run(ask()).verdict is not Verdict.WARNING
+    assert asyncio.run(ask()).verdict is not CheckVerdict.WARNING
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_environments_of_the_pages_reward_no_rambling(block, tmp_path):
 def test_examples_pass(example):
     report = asyncio.run(check_environment(str(example)))
     assert report.passed, problems(report)
-    assert report.verdict("rambling") is not Verdict.WARNING, rambling(report)
+    assert report.verdict("rambling") is not CheckVerdict.WARNING, rambling(report)
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_a_service_that_is_not_there_is_no_fault_of_the_environment(tmp_path):
     judge = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "tries": 1}
     report = asyncio.run(check_environment("judge", {"judge": judge} | data(tmp_path)))
     assert report.passed, problems(report)
-    assert report.verdict("settings") is report.verdict("tasks") is report.verdict("splits") is Verdict.OK
+    assert report.verdict("settings") is report.verdict("tasks") is report.verdict("splits") is CheckVerdict.OK
     (episodes,) = [finding for finding in report.findings if finding.check == "episodes"]
-    assert episodes.verdict is Verdict.NOT_APPLICABLE
-    assert "127.0.0.1:9" in episodes.found
+    assert episodes.verdict is CheckVerdict.NOT_APPLICABLE
+    assert "127.0.0.1:9" in episodes.message

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envgym.check import Finding, Verdict, check_environment
+from envgym.check import CheckVerdict, Finding, check_environment
 from envgym.check.run import GROUPS
 from envgym.check.subject import Subject
 from envgym.errors import EnvgymError
@@ -22,23 +22,23 @@ CHECKS = [check for group in GROUPS for check in group]
 FAILING = {
     "tasks.py:OverlappingSplits": ("splits", "10 of 40 held-out tasks are also among 60"),
     "returns.py:TextReward": ("types", "a reward is a number or None, not '1.0'"),
-    "returns.py:HoldsTheLoopForGood": ("episodes", "held for good in step"),
-    "returns.py:SwallowsItsEnd": ("episodes", "step goes on 0.2 s after it was cancelled"),
+    "returns.py:HoldsTheLoopForGood": ("episodes", "blocked permanently in step"),
+    "returns.py:SwallowsItsEnd": ("episodes", "step still runs 0.2 s after it was cancelled"),
     "returns.py:CancelsATask": ("episodes", "step raised CancelledError"),
     "repeats.py:IgnoresItsSeed": ("seed", "lucky number is"),
-    "repeats.py:SharedSecret": ("isolation", "with others in play"),
+    "repeats.py:SharedSecret": ("isolation", "with concurrent episodes"),
     "rewards.py:LeaksInThePrompt": ("leak", "100% of 45 tasks"),
-    "rewards.py:PaysForSilence": ("trivial answers", "an empty answer earns the full score"),
+    "rewards.py:PaysForSilence": ("trivial answers", "an empty answer gets the full score"),
     "endings.py:HoldsTheLoop": ("event loop", "step holds up all other episodes for"),
     "endings.py:LeavesAProcess": ("left behind", "6 processes more (sleep 1000)"),
     "tasks.py:SettingsThatGrow": ("settings", '"size": 4'),
     "tasks.py:DuplicateIds": ("tasks", "ids of train that several tasks have: 21"),
     "returns.py:TrustsThePolicy": ("episodes", "step raised ValueError: invalid literal for int()"),
     "repeats.py:GlobalGenerator": ("generators", "(random)"),
-    "rewards.py:WrongDemonstrations": ("demonstrations", "earns 0.00"),
+    "rewards.py:WrongDemonstrations": ("demonstrations", "scores 0.00"),
     "endings.py:CloseRaises": ("close", "RuntimeError('cannot close')"),
     "tasks.py:UnserialisableSettings": ("settings", "cannot be written as JSON"),
-    "tasks.py:TasksThatChange": ("tasks", "others when asked for again"),
+    "tasks.py:TasksThatChange": ("tasks", "differ when read again"),
     "tasks.py:TasksThatAreNoData": ("tasks", "set is not JSON serializable"),
     "tasks.py:TasksWithoutEnd": ("tasks", "get(90) of train raises no IndexError"),
     "tasks.py:NoTasks": ("tasks", "train: 0, test: 0"),
@@ -47,10 +47,10 @@ FAILING = {
     "returns.py:ScoreOfTwo": ("types", "a score lies in [0, 1], not at 2"),
     "returns.py:FourTuple": ("types", "(observation, reward, terminated, truncated, info)"),
     "returns.py:NumberAsObservation": ("types", "not int"),
-    "returns.py:SaysNothing": ("types", "the first observation says nothing"),
+    "returns.py:SaysNothing": ("types", "the first observation is empty"),
     "returns.py:NoInfo": ("types", "reset must return (observation, info)"),
     "returns.py:WordAsFlag": ("types", "'yes' as terminated"),
-    "returns.py:NanMetric": ("types", "metrics that are no finite numbers"),
+    "returns.py:NanMetric": ("types", "metrics that are not finite numbers"),
     "returns.py:RaisesInReset": ("episodes", f"reset raised KeyError: 'question' ({ZOO}/returns.py, line "),
     "returns.py:ForgetsToAwait": ("types", "a reward is a number or None, not a coroutine: an await is missing before"),
     "returns.py:ForgetsToAwaitInReset": ("types", "not a coroutine: an await is missing before fetch(…)"),
@@ -72,17 +72,17 @@ FAILING = {
     "repeats.py:SeedsTheGlobalGenerator": ("generators", "draws from or seeds"),
     "repeats.py:NumpyGenerator": ("generators", "(numpy.random)"),
     "repeats.py:OrderOfASet": ("process", "another in another process"),
-    "repeats.py:SharedOnTheSpec": ("isolation", "with others in play"),
+    "repeats.py:SharedOnTheSpec": ("isolation", "with concurrent episodes"),
     "repeats.py:ChangesTheFolder": ("surroundings", "working directory"),
     "repeats.py:WritesVariables": ("surroundings", "environment variable PROBLEM"),
-    "repeats.py:ResetsHalf": ("after the end", "plays another episode than a new one"),
+    "repeats.py:ResetsHalf": ("after the end", "gives another episode than a new one"),
     "rewards.py:NeverRewards": ("reward range", "no reward in any of"),
     "rewards.py:JudgesNoSilence": ("reward range", "score_group raised IndexError: list index out of range"),
     "rewards.py:LeaksAtTheEnd": ("leak", "last number is the answer"),
     "rewards.py:LeaksInATool": ("leak", "expected value"),
     "rewards.py:DemonstrationsThatRaise": ("demonstrations", "KeyError: 'solution'"),
-    "rewards.py:FindsTheAnswerAnywhere": ("trivial answers", "the prompt repeated earns the full score"),
-    "rewards.py:Gullible": ("injection", "earns 1.00, noise 0.00"),
+    "rewards.py:FindsTheAnswerAnywhere": ("trivial answers", "the prompt repeated gets the full score"),
+    "rewards.py:Gullible": ("injection", "gets 1.00, noise 0.00"),
     "endings.py:HoldsTheLoopInReset": ("event loop", "reset holds up"),
     "endings.py:LeavesAThread": ("left behind", "6 threads more (telemetry)"),
     "endings.py:LeavesAFile": ("left behind", "6 open files more"),
@@ -103,10 +103,10 @@ QUICK = {"returns.py:HoldsTheLoopForGood", "repeats.py:OrderOfASet", "endings.py
 """Examined as a whole in the quick tests too, for what only processes have."""
 WARNED_OF = {
     "returns.py:NeverEnds": ("episodes", "none ended within 30 turns"),
-    "rewards.py:NeverPays": ("reward range", "nothing that was tried was ever rewarded"),
-    "rewards.py:ReadsTheBeginning": ("rambling", "earn 1, with noise after them 1, before 0"),
+    "rewards.py:NeverPays": ("reward range", "no completion that was tried was rewarded"),
+    "rewards.py:ReadsTheBeginning": ("rambling", "is 1, with noise at the end 1, at the beginning 0"),
     "rewards.py:PaysTooMuch": ("reward range", "from -5 to 100"),
-    "rewards.py:PaysForEffort": ("trivial answers", "earns a mean score of 0.60"),
+    "rewards.py:PaysForEffort": ("trivial answers", "gets a mean score of 0.60"),
     "rewards.py:FindsTheAnswerAnywhere": ("leak", "in the observation in 100%"),
 }
 
@@ -127,7 +127,7 @@ def finding(report, check) -> Finding:
 def test_a_healthy_one_passes_every_check(animal):
     report = examine(animal)
     assert [str(finding) for finding in report.findings if finding.verdict not in ("ok", "not applicable")] == []
-    assert [f.check for f in report.findings if f.verdict is Verdict.NOT_APPLICABLE] == ["tools"]
+    assert [f.check for f in report.findings if f.verdict is CheckVerdict.NOT_APPLICABLE] == ["tools"]
     assert [finding.check for finding in report.findings] == CHECKS
 
 
@@ -139,9 +139,9 @@ def test_each_fails_for_its_own_reason(animal):
     report = examine(animal)
     assert not report.passed
     assert report.failed() == {check}, "\n".join(map(str, report.findings))
-    assert said in finding(report, check).found
+    assert said in finding(report, check).message
     assert finding(report, check).advice
-    assert not any("(episodes)" in finding.found for finding in report.findings)  # nothing repeats it
+    assert not any("(episodes)" in finding.message for finding in report.findings)  # nothing repeats it
     if animal == "returns.py:HoldsTheLoopForGood":
         assert report.findings[-1].check == "episodes"
 
@@ -157,33 +157,35 @@ def ask(animal, check):
 
     async def main():
         subject = Subject(spec(f"{ZOO}/{animal}", **settings), f"{ZOO}/{animal}", settings)
-        subject.verdicts = dict.fromkeys(CHECKS, Verdict.OK)
+        subject.verdicts = dict.fromkeys(CHECKS, CheckVerdict.OK)
         async with start_services(subject.spec):
             return dict(zip(group, await run(subject), strict=True))[check]
 
     return asyncio.run(main())
 
 
-QUESTIONS = [(animal, *FAILING[animal], Verdict.FAILED) for animal in FAILING if animal not in NEED_A_PROCESS]
+QUESTIONS = [(animal, *FAILING[animal], CheckVerdict.FAILED) for animal in FAILING if animal not in NEED_A_PROCESS]
 QUESTIONS += [
-    ("rewards.py:NeverEndsNorRewards", "reward range", "of which none came to an end", Verdict.FAILED),
-    ("rewards.py:RaisesOrNeverRewards", "reward range", "no reward in any of", Verdict.FAILED),
+    ("rewards.py:NeverEndsNorRewards", "reward range", "of which none came to an end", CheckVerdict.FAILED),
+    ("rewards.py:RaisesOrNeverRewards", "reward range", "no reward in any of", CheckVerdict.FAILED),
 ]
-QUESTIONS += [(animal, *asked, Verdict.WARNING) for animal, asked in WARNED_OF.items() if asked[0] != "reward range"]
+QUESTIONS += [
+    (animal, *asked, CheckVerdict.WARNING) for animal, asked in WARNED_OF.items() if asked[0] != "reward range"
+]
 
 
 @pytest.mark.parametrize(("animal", "check", "said", "verdict"), QUESTIONS)
 def test_the_check_that_looks_for_it_finds_it(animal, check, said, verdict):
     found = ask(animal, check)
     assert found.verdict is verdict
-    assert said in found.found
+    assert said in found.message
     assert found.advice
 
 
 def test_a_healthy_one_gives_each_check_nothing_to_find():
     """But for the comparison with another process."""
     found = {check: ask("healthy.py:Sums", check) for group in GROUPS for check in group[:1] if check != "process"}
-    assert {check: finding.verdict for check, finding in found.items()} == dict.fromkeys(found, Verdict.OK)
+    assert {check: finding.verdict for check, finding in found.items()} == dict.fromkeys(found, CheckVerdict.OK)
 
 
 def test_every_check_has_an_animal_that_fails_it():
@@ -196,8 +198,8 @@ def test_every_check_has_an_animal_that_fails_it():
 def test_what_may_be_meant_is_a_warning(animal):
     check, said = WARNED_OF[animal]
     report = examine(animal)
-    assert finding(report, check).verdict is Verdict.WARNING
-    assert said in finding(report, check).found
+    assert finding(report, check).verdict is CheckVerdict.WARNING
+    assert said in finding(report, check).message
 
 
 def test_a_set_up_that_does_not_end_is_said_and_nothing_is_left(tmp_path):

@@ -147,7 +147,7 @@ MISTAKES = {
     "shown environment": (["envs", "show", "math_verfy"], "Did you mean 'math_verify'?"),
     "shown environment's key": (["envs", "show", "math_verify", "digits=3"], "written env.KEY=VALUE"),
     "no shown environment": (["envs", "show"], "E"),
-    "shown environment as option": (["envs", "show", "--env", "x"], "is a word of its own: envgym envs show E. See"),
+    "shown environment as option": (["envs", "show", "--env", "x"], "is a separate word: envgym envs show E. See"),
     "served environment": (["serve", "math_verfy"], "Did you mean 'math_verify'?"),
     "port": (["serve", "math_verify", "--port", "http"], "--port: invalid int value: 'http'"),
     "address": (["serve", "math_verify", "--host", "0.0.0.0"], "127.0.0.1"),
@@ -402,7 +402,7 @@ def test_a_run_that_goes_on_is_listed_with_its_place_and_stopped_there(run, tmp_
     assert re.match(rf"first +runs on {socket.gethostname()} \(process {os.getpid()}\) since \d{{4}}-", listed)
     said = run("stop", "first").stdout
     assert asked.is_set()
-    assert "it has stopped; go on with: envgym train --resume runs/first" in said
+    assert "it has stopped; resume it with: envgym train --resume runs/first" in said
     thread.join()
 
 
@@ -515,9 +515,9 @@ class Leaves(envgym.Env):
     ("what", "status", "said"),
     [
         ("processes", 0, ""),
-        ("thread", 0, "envgym: threads that do not end are left behind: pump\n"),
+        ("thread", 0, "envgym: threads that do not end are abandoned: pump\n"),
         ("task", 0, ""),
-        ("exit", 2, "envgym: error: something that was called ended the program: SystemExit: 0 (LEAVES, line 30)\n"),
+        ("exit", 2, "envgym: error: the called code ended the program: SystemExit: 0 (LEAVES, line 30)\n"),
     ],
 )
 def test_nothing_that_an_environment_leaves_holds_the_end_up_or_outlives_it(start, tmp_path, what, status, said):

@@ -148,7 +148,7 @@ def test_a_served_environment_is_examined_as_far_as_it_can_be_seen(run, tmp_path
         finally:
             server.send_signal(signal.SIGINT)
     assert result.returncode == 0, result.stdout
-    on_its_server = re.findall(r"^not applicable  (.{16})  it plays on its server", result.stdout, re.MULTILINE)
+    on_its_server = re.findall(r"^not applicable  (.{16})  it runs on its server", result.stdout, re.MULTILINE)
     assert [name.strip() for name in on_its_server] == ["generators", "surroundings", "event loop"]
     assert "terminated after 2 turns: reward 0, score 0" in tried.stdout
 

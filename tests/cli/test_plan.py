@@ -63,7 +63,7 @@ def test_machines_that_are_there_are_planned_for_and_a_model_that_is_not_here_is
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["plan", "--env", "math_verify", "--model", "somebody/model"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^actor +1 +this machine +- +\? +the model's sizes are not known", out, re.MULTILINE)
+    assert re.search(r"^actor +1 +this machine +- +\? +the model's sizes are unknown", out, re.MULTILINE)
     assert re.search(r"^this machine +\d+\.\d\d GiB +of \d+\.\d\d GiB$", out, re.MULTILINE)
 
 

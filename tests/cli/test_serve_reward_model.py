@@ -19,8 +19,8 @@ import aiohttp
 import pytest
 
 from envgym.errors import ConfigError, InvalidOutcome
-from envgym.net.server import running
-from envgym.net.tokens import made_token
+from envgym.net.server import serve_requests
+from envgym.net.tokens import new_token_file
 from envgym.services import RewardEndpoint, RewardModel
 from envgym.services.client import Assessment, RewardClient
 from envgym.services.reward import RewardEndpointClient
@@ -158,7 +158,7 @@ def test_without_a_token_web_pages_cannot_use_it_by_another_name_either(headers,
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as listener:
             app = RewardServer(One(), None).app
-            async with running(app, listener, drain=1), aiohttp.ClientSession(headers=headers) as http:
+            async with serve_requests(app, listener, drain=1), aiohttp.ClientSession(headers=headers) as http:
                 url = f"http://127.0.0.1:{listener.getsockname()[1]}"
                 async with http.post(f"{url}/get_reward", json={"query": ["a"]}) as answer:
                     assert answer.status == status
@@ -210,7 +210,7 @@ def test_a_dead_model_ends_the_server_with_one_line(tiny_reward_model, tmp_path)
 def test_a_cache_that_takes_no_token_is_named(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="or name a folder that can be with ENVGYM_CACHE"), made_token("x"):
+    with pytest.raises(ConfigError, match="or name a folder that can be with ENVGYM_CACHE"), new_token_file("x"):
         pass
 
 

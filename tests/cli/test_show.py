@@ -14,7 +14,7 @@ def episode(task, member, text, *, reward=1.0, outcome=None, messages=(), env=""
     row = Row([Segment("prompt", [1, 2]), Segment("action", [3, 4, 5])], turns=[Turn(reward, StopReason.STOP)])
     said = [Message.of("user", f"What is {task}?"), Message.of("assistant", text), *messages]
     return Episode(
-        f"{task}:{member}", Task(task, answer=46, env=env), outcome or Outcome.completed(), [row], reward, reward,
+        f"{task}:{member}", Task(task, answer=46, env=env), outcome or Outcome.complete(), [row], reward, reward,
         answer=text[-2:], messages=said, member=member, metrics={"characters": float(len(text))},
     )  # fmt: skip
 
@@ -84,7 +84,7 @@ def test_calls_of_tools_and_failures_are_told(show, tmp_path):
         Message("assistant", (), (call, broken)),
         Message("tool", Message.of("tool", "46").content, tool_call_id="c1", name="add"),
     ]
-    failed = Outcome.failed("timeout", "the episode took longer than 3 s")
+    failed = Outcome.fail("timeout", "the episode took longer than 3 s")
     write_episodes(tmp_path / "a.jsonl", [episode("1", 0, "Hm", reward=None, outcome=failed, messages=messages)])
     _, shown = show("a.jsonl")
     assert 'calls add({"a": 12, "b": "zwölf"})\na call that cannot be read: no JSON\ntool add:\n46\n' in shown
@@ -110,7 +110,7 @@ def test_what_a_model_says_does_not_command_the_terminal(show, tmp_path):
         ),
         (["first", "step=3"], "envgym show has no settings: leave out step=3"),
         (["first", "3"], "'3' is neither an option nor a key=value setting"),
-        (["taught"], "taught holds no episodes: it has taken no step, or learned from recorded data only"),
+        (["taught"], "taught holds no episodes: it has taken no step, or trained on recorded data only"),
         (["a.txt"], "a.txt: episodes are read from files that end with"),
         (["a.txt", "--step", "1"], "a.txt has no steps with episodes: leave out --step"),
         (["torn", "--step", "1"], "cannot be read as a Parquet file"),

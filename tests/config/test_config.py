@@ -8,7 +8,7 @@ import yaml
 from envgym.config.known_settings import known_keys, other_names
 from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig
-from envgym.config.words import merge, parse_words
+from envgym.config.words import merge, parse_overrides
 from envgym.errors import ConfigError, DataError, DroppedSettings, EnvgymError, NameNotFound
 from envgym.rollout.config import RolloutConfig
 
@@ -16,7 +16,7 @@ ENV = {"env": "math_verify"}
 
 
 def of_words(*words, **options):
-    return resolve(merge(ENV, parse_words(words)), **options)
+    return resolve(merge(ENV, parse_overrides(words)), **options)
 
 
 def stage_of(*words, **options):
@@ -112,7 +112,7 @@ def test_what_a_recipe_says_of_one_stage_wins_over_the_models_settings(tmp_path)
 )
 def test_of_steps_and_epochs_the_one_of_the_later_layer_counts(tmp_path, of_recipe, words, length):
     recipe = write(tmp_path / "own.yaml", f"env: math_verify\nlearner: grpo\nmodel: ./some-model\n{of_recipe}")
-    config = resolve(parse_words(words), recipe=str(recipe))
+    config = resolve(parse_overrides(words), recipe=str(recipe))
     assert (config.stages[0].steps, config.stages[0].epochs) == length
     saved = write(tmp_path / "saved.yaml", config.to_yaml())
     assert resolve(file=saved).to_yaml() == config.to_yaml()
@@ -203,7 +203,7 @@ def test_a_setting_that_only_has_the_same_name_does_not_go_over(tmp_path, recwar
 
             def prepare(self, groups): ...
 
-            def loss(self, role, outputs, batch, denominators): ...
+            def loss(self, role, outputs, batch, normalizers): ...
         """,
     )
     settings = learner_of("learner.lr=0.5", "learner.clip_low=high", f"learner={own}").settings
@@ -322,29 +322,29 @@ def test_merge_leaves_what_it_was_given_alone():
     ],
 )
 def test_a_words_value_is_yaml(text, value):
-    parsed = parse_words([f"key={text}"])["key"]
+    parsed = parse_overrides([f"key={text}"])["key"]
     assert parsed == value
     assert type(parsed) is type(value)
 
 
 def test_dots_nest():
-    assert parse_words(["a.b.c=1", "a.d=2", "e=3"]) == {"a": {"b": {"c": 1}, "d": 2}, "e": 3}
+    assert parse_overrides(["a.b.c=1", "a.d=2", "e=3"]) == {"a": {"b": {"c": 1}, "d": 2}, "e": 3}
 
 
 @pytest.mark.parametrize("word", ["steps", "=3", "--steps=3", "-x=1"])
 def test_a_word_that_is_no_setting_is_refused(word):
     with pytest.raises(ConfigError, match="is not a key=value setting"):
-        parse_words([word])
+        parse_overrides([word])
 
 
 @pytest.mark.parametrize("words", [["learner=sft", "learner.lr=1"], ["learner.lr=1", "learner=sft"]])
 def test_a_name_and_settings_may_come_in_either_order(words):
-    learner = merge({"learner": "grpo"}, parse_words(words))["learner"]
+    learner = merge({"learner": "grpo"}, parse_overrides(words))["learner"]
     assert learner == {"name": "sft", "lr": 1}
 
 
 def test_later_words_win():
-    assert parse_words(["steps=1", "rollout.tasks=1", "rollout.tasks=2", "steps=2"]) == {
+    assert parse_overrides(["steps=1", "rollout.tasks=1", "rollout.tasks=2", "steps=2"]) == {
         "steps": 2,
         "rollout": {"tasks": 2},
     }
@@ -532,7 +532,7 @@ def test_a_saved_config_has_every_key_written_out():
 
 def test_words_change_a_saved_config(tmp_path):
     file = write(tmp_path / "config.yaml", of_words("steps=3").to_yaml())
-    [stage] = resolve(parse_words(["steps=4", "learner.lr=0.5"]), file=file).stages
+    [stage] = resolve(parse_overrides(["steps=4", "learner.lr=0.5"]), file=file).stages
     assert (stage.steps, stage.learner.settings["lr"]) == (4, 0.5)
 
 

@@ -100,7 +100,7 @@ def test_a_call_given_up_by_its_caller_is_cancelled_as_ever(ask):
     ask("moves", body)
 
 
-@pytest.mark.parametrize("call", [("tell", "end_weights", 1, 1), ("tell", "begin_weights"), ("info",)])
+@pytest.mark.parametrize("call", [("call", "end_weights", 1, 1), ("call", "begin_weights"), ("info",)])
 def test_other_calls_have_a_deadline(ask, call, monkeypatch):
     monkeypatch.setattr(client, "CALL_SECONDS", 0.0)
     method, *args = call
@@ -122,14 +122,14 @@ class Pair:
 
 
 @pytest.mark.parametrize("kind", ["paused", "silent"])
-@pytest.mark.parametrize("ask_for", ["generate", "tell"])
+@pytest.mark.parametrize("ask_for", ["generate", "call"])
 def test_beside_an_engine_that_moves_little_patience_is_enough(kind, ask_for, monkeypatch):
     monkeypatch.setattr(client, "LOOK_SECONDS", 0.001)
 
     async def main():
         pair = Pair(kind, lambda looks: True)
         with pytest.raises(WorkerDied, match="the engine ha"):
-            await (pair.engine.generate(REQUEST) if ask_for == "generate" else pair.engine.tell("end_weights", 1))
+            await (pair.engine.generate(REQUEST) if ask_for == "generate" else pair.engine.call("end_weights", 1))
         return pair.handle.looks
 
     assert asyncio.run(main()) <= client.PATIENCE_BESIDE_OTHERS + 1

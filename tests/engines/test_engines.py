@@ -12,7 +12,7 @@ from envgym.engine import Generation, Request, SamplingParams
 from envgym.engines import TARGETS, choose_engine
 from envgym.engines.spec import EngineSpec
 from envgym.errors import ConfigError, MissingDependency, WorkerError
-from envgym.models.weights_file import cut, read_weights, write_bucket, write_weights
+from envgym.models.weights_file import read_weights, split_into_buckets, write_bucket, write_weights
 from envgym.processes.local import LocalRuntime
 from envgym.types import StopReason, VersionSpan
 from tests.weight_files import bucket_of, load
@@ -214,7 +214,7 @@ def test_weights_in_several_buckets_that_part_a_layer(engine, new_policy, tmp_pa
     other, path = new_policy
     parts = [
         write_bucket(number, str(tmp_path / f"bucket-{number}"), bucket)
-        for number, bucket in enumerate(cut(read_weights(path), 2**14))
+        for number, bucket in enumerate(split_into_buckets(read_weights(path), 2**14))
     ]
     assert len(parts) > 4
 

@@ -65,7 +65,7 @@ def make_worker():
     def make(folder):
         worker = ModelWorker(WorkerSpec("actor", str(folder), RoleSpec(), settings=WorkersConfig(dtype="float32")))
         worker.load()
-        [scores] = worker.forward([TrainSample.of(Row([Segment("action", int_array(IDS))]))])
+        [scores] = worker.forward([TrainSample.from_row(Row([Segment("action", int_array(IDS))]))])
         return worker, scores[1:]
 
     return make
@@ -97,7 +97,7 @@ def test_weights_go_by_the_names_and_in_the_pieces_of_a_checkpoint(make_model, m
     sent = dict(source)
     assert described == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()}
     assert all(torch.equal(sent[name], tensor) for name, tensor in saved.items())
-    assert source.largest() == max(tensor.nbytes for tensor in saved.values())
+    assert source.max_bytes() == max(tensor.nbytes for tensor in saved.values())
 
 
 @pytest.mark.parametrize("bucket_bytes", [2**20, 2**29])

@@ -25,7 +25,7 @@ from envgym.engines.openai import OpenAIEngine
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
-from envgym.launch.components import make_agent, make_runner, running, set_up, start_sampling
+from envgym.launch.components import make_agent, make_runner, open_runtime, stage_context_in, start_sampling
 from envgym.net import client as http
 from envgym.rollout.runner import SamplingPlan
 from envgym.run_folder import RunFolder
@@ -469,7 +469,7 @@ def evaluate(serving, handler, tmp_path, n_tasks, monkeypatch=None, engine=None,
             if monkeypatch is not None:
                 monkeypatch.setattr(type(stage), "make_spec", lambda self: EnvSpec("sum", Sum))
             folder = RunFolder(tmp_path)
-            async with running(config, folder) as runtime, set_up(config, stage, runtime) as place:
+            async with open_runtime(config, folder) as runtime, stage_context_in(config, stage, runtime) as place:
                 agent = make_agent(stage, "m")
                 sampler, context = await start_sampling(config, stage, [place], agent, "m", display)
                 runner = make_runner(config, stage, place.spec, agent, sampler, context)
@@ -696,7 +696,7 @@ def evaluated(folder, *words):
     assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     lines = (folder / "evals" / "it" / "episodes.jsonl").read_text().splitlines()
     episodes = [from_record(json.loads(line)) for line in lines]
-    return json.loads((folder / "evals" / "it" / "result.json").read_text()), {e.group: e for e in episodes}
+    return json.loads((folder / "evals" / "it" / "result.json").read_text()), {e.group_id: e for e in episodes}
 
 
 @pytest.mark.slow
@@ -722,11 +722,11 @@ def test_an_api_gives_the_scores_of_the_same_model_in_our_own_engine(vllm_server
     # The server wrote the prompts that our renderer writes, and counts what was sampled as we do.
     assert all(a.task.id == e.task.id for a, e in pairs)
     assert all(a.metrics["prompt_tokens"] == len(e.rows[0].segments[0].token_ids) for a, e in pairs)
-    greedy = [(a, e) for a, e in pairs if a.group.startswith("greedy")]
+    greedy = [(a, e) for a, e in pairs if a.group_id.startswith("greedy")]
     assert len(greedy) == 256
     assert sum(a.messages[-1] == e.messages[-1] for a, e in greedy) >= 250  # ties in the last bit may fall either way
     # Sampled at temperature 1, paired by task.
-    sampled = [(a.score, e.score) for a, e in pairs if not a.group.startswith("greedy")]
+    sampled = [(a.score, e.score) for a, e in pairs if not a.group_id.startswith("greedy")]
     assert len(sampled) == 256
     differences = [a - e for a, e in sampled]
     mean = sum(differences) / 256

@@ -39,7 +39,7 @@ class Fake:
             raise self.error
         return [float(self.number)]
 
-    async def tell(self, method, *args):
+    async def call(self, method, *args):
         if isinstance(self.error, WorkerError):
             raise self.error
         self.loaded.append((method, *args))
@@ -113,7 +113,7 @@ def test_load_is_spread_though_a_group_is_large():
 
 def test_deterministic_requests_go_round():
     async def main():
-        world = World(in_turn=True)
+        world = World(round_robin=True)
         await world.ask(*turns(0), *turns(1))
         assert world.asked == [[*turns(0)[::2], *turns(1)[::2]], [*turns(0)[1::2], *turns(1)[1::2]]]
 
@@ -135,7 +135,7 @@ def test_what_a_dead_engine_was_at_fails_and_another_takes_its_place():
             await world.ask(*turns(0, members=1, turn=1))
         assert failure.value.retryable
         assert failure.value.kind == "engine"
-        with pytest.raises(InvalidOutcome, match="played the turns before has died"):  # no episode has two engines
+        with pytest.raises(InvalidOutcome, match="engine of the earlier turns has died"):  # no episode has two engines
             await world.ask(*turns(0, members=1, turn=2))
         await asyncio.sleep(0.01)
         assert victim.closed
@@ -187,7 +187,7 @@ def test_where_none_is_left_requests_wait_and_their_clocks_stand_still():
 def test_weights_go_to_all_and_all_are_probed():
     async def main():
         world = World(count=3)
-        await world.pool.tell("load_bucket", 1)
+        await world.pool.call("load_bucket", 1)
         assert [fake.loaded for fake in world.fakes] == [[("load_bucket", 1)]] * 3
         world.fakes[1].error = WorkerDied("gone")
         assert await world.pool.probe((1, 2)) == [[0.0], [2.0]]
@@ -199,7 +199,7 @@ def test_an_engine_that_has_half_of_the_weights_leaves_the_pool():
     async def main():
         world = World(count=2)
         world.fakes[1].error = WorkerError("bucket 1 of the weights has changed on its way")
-        await world.pool.tell("load_bucket", 1)
+        await world.pool.call("load_bucket", 1)
         await asyncio.sleep(0.01)
         assert [fake.loaded for fake in world.fakes] == [[("load_bucket", 1)], [], []]
         assert world.notes == ["bucket 1 of the weights has changed on its way; starting another"]
@@ -258,8 +258,8 @@ def test_a_frozen_engine_beside_one_that_moves_is_replaced_with_little_patience(
         return await EngineClient.start(runtime, f"{__name__}:Stepping", {}, {}, f"engine-{number}")
 
     async def main():
-        pool = await EnginePool.started(start, 2, note=notes.append)
-        frozen = await pool.members[0].client.tell("pid")
+        pool = await EnginePool.start(start, 2, note=notes.append)
+        frozen = await pool.members[0].client.call("pid")
         os.kill(frozen, signal.SIGSTOP)
 
         async def asked(group):
@@ -272,7 +272,7 @@ def test_a_frozen_engine_beside_one_that_moves_is_replaced_with_little_patience(
             asking = [asyncio.create_task(asked(group * 10 + number)) for number in range(2)]
             await asyncio.gather(*asking)
         assert [member.number for member in pool.members] == [0, 1]
-        assert await pool.members[0].client.tell("pid") != frozen
+        assert await pool.members[0].client.call("pid") != frozen
         await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -161,10 +161,10 @@ def test_why_a_request_ended(ends, reason, meant):
 @pytest.mark.parametrize("reason", ["abort", "error", "something newer", None])
 def test_a_request_that_vllm_gives_up_is_no_answer_cut_short(ends, reason):
     engine = ends(reason)
-    with pytest.raises(InvalidOutcome, match=f"gave a request up .*{reason}") as failure:
+    with pytest.raises(InvalidOutcome, match=f"aborted a request .*{reason}") as failure:
         asyncio.run(engine.generate(Request("r", (3, 4), SamplingParams(max_tokens=4))))
     assert (failure.value.kind, failure.value.retryable) == ("engine", True)
-    with pytest.raises(WorkerError, match="gave a request up"):
+    with pytest.raises(WorkerError, match="aborted a request"):
         asyncio.run(engine.score((3, 4, 5)))
 
 

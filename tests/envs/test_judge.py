@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import envgym
-from envgym.envs.judge import JudgeSpec, agreement, order_of, standing
+from envgym.envs.judge import JudgeSpec, agreement, mean_standings, presentation_order
 from envgym.envs.judge.prompts import Question, mark_for, ranking_prompt, scoring_prompt
 from envgym.envs.judge.replies import ranking_in, score_in
 from envgym.errors import ConfigError, InvalidOutcome
@@ -68,7 +68,7 @@ async def answered(spec, text, task=TASK):
 
 def episode(text):
     messages = [Message.of("user", "What is 1 + 1?"), Message.of("assistant", text)]
-    return Episode("e", TASK, Outcome.completed(), messages=messages)
+    return Episode("e", TASK, Outcome.complete(), messages=messages)
 
 
 def shown(messages):
@@ -242,12 +242,12 @@ def test_grading_singly_leaves_groups_alone(serving, tmp_path):
 
 def test_orders_are_shuffled_by_what_is_asked():
     answers = list("abcdefgh")
-    orders = [order_of("task", answers, number) for number in range(4)]
+    orders = [presentation_order("task", answers, number) for number in range(4)]
     assert orders[1] == orders[0][::-1]
     assert orders[2] not in orders[:2]
-    assert orders == [order_of("task", answers, number) for number in range(4)]
-    assert order_of("other task", answers, 0) != orders[0]
-    assert standing([[2, 0, 1], [2, 1, 0]]) == [0.25, 0.25, 1.0]
+    assert orders == [presentation_order("task", answers, number) for number in range(4)]
+    assert presentation_order("other task", answers, 0) != orders[0]
+    assert mean_standings([[2, 0, 1], [2, 1, 0]]) == [0.25, 0.25, 1.0]
     assert agreement([[2, 0, 1], [2, 1, 0]]) == pytest.approx(2 / 3)
     assert "1 to 8" in ranking_prompt(Question("?", "", "x"), answers)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import envgym
-from envgym.envs.math_verify.answers import boxed, judge_at_once
+from envgym.envs.math_verify.answers import boxed, grade_by_text
 from envgym.envs.math_verify.notation import plain
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -121,7 +121,7 @@ def test_other_notations_of_wrong_answers_are_wrong(grade, gold, wrong):
     ],
 )
 def test_boxes_that_are_one_answer(text, content):
-    assert boxed(text, several=True) == content
+    assert boxed(text, allow_several=True) == content
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_boxes_that_are_one_answer(text, content):
     ],
 )
 def test_a_number_of_the_problem_in_its_form_is_a_copy(problem, gold, copy):
-    assert judge_at_once(copy, gold, problem) is False
-    assert judge_at_once(copy, gold) is True
+    assert grade_by_text(copy, gold, problem) is False
+    assert grade_by_text(copy, gold) is True
 
 
 def test_plain_notation_leaves_values_as_they_are():

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import envgym
 from envgym.env import EnvSpec
 from envgym.envs.math_verify import grader, held_out_tasks, train_task
-from envgym.envs.math_verify.answers import boxed, judge_at_once, looks_costly, reference
+from envgym.envs.math_verify.answers import boxed, grade_by_text, looks_costly, reference
 from envgym.errors import CallTimeout, ConfigError, MissingDependency, WorkerError
 from envgym.processes.pool import Processes
 from envgym.types import Task
@@ -102,8 +102,8 @@ def test_reference_answers(answer, final):
 @given(st.integers(-(10**20), 10**20), st.integers(-(10**20), 10**20))
 @settings(deadline=None)
 def test_whole_numbers_are_judged_at_once(a, b):
-    assert judge_at_once(str(a), str(b)) is (a == b)
-    assert judge_at_once(f"{a:,}", f"{a}.000") is True
+    assert grade_by_text(str(a), str(b)) is (a == b)
+    assert grade_by_text(f"{a:,}", f"{a}.000") is True
 
 
 # -- tasks -----------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_a_sum_copied_from_the_problem_earns_nothing(a, b, operation):
     problem = f"What is {a} {operation} {b}?"
     for copy in (f"{a} {operation} {b}", f"{a}{operation}{b}", f"x = {a}{operation}{b}", rf"({a}{operation}{b})"):
         for gold in {a + b, a - b, a * b} - {a, b}:
-            assert judge_at_once(copy, str(gold), problem) is False
+            assert grade_by_text(copy, str(gold), problem) is False
 
 
 HOSTILE = [

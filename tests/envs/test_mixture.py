@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import envgym
 from envgym.agent import Agent, AgentConfig
 from envgym.config.resolve import resolve
-from envgym.config.words import parse_words
+from envgym.config.words import parse_overrides
 from envgym.engine import SamplingParams
-from envgym.env import EnvConfig, EnvSpec, ListTasks
+from envgym.env import EnvConfig, EnvSpec, TaskList
 from envgym.errors import ConfigError, DataError, EnvgymError, NameNotFound, ResetNeeded
 from envgym.evaluation.held_out import result_of
 from envgym.monitoring.metrics import rollout_metrics
@@ -24,7 +24,7 @@ from envgym.types import Action, Episode, Outcome, Task
 PLAYERS = '''
 import asyncio
 import envgym
-from envgym.env import EnvConfig, ListTasks, SeedTasks
+from envgym.env import EnvConfig, TaskList, SeededTasks
 from envgym.services import Chat
 from envgym.types import Message, Task
 
@@ -66,7 +66,7 @@ class FiniteSpec(envgym.EnvSpec):
 
     def tasks(self, split):
         count = self.config.size if split == "train" else self.config.test_size
-        return ListTasks([Task(f"{split}-{n}", prompt=f"{n}?", answer=n) for n in range(count)])
+        return TaskList([Task(f"{split}-{n}", prompt=f"{n}?", answer=n) for n in range(count)])
 
     def demonstrations(self, task, seed):
         return [str(task.answer)]
@@ -86,7 +86,7 @@ class Endless(FiniteSpec):
     agent = "single_turn"
 
     def tasks(self, split):
-        return SeedTasks(split)
+        return SeededTasks(split)
 
     async def score_group(self, task, episodes):
         return [0.25 for _ in episodes]
@@ -188,12 +188,12 @@ def test_a_mixture_is_json_and_its_members_are_written_out(file):
 def test_from_words_a_file_and_back(file, tmp_path):
     words = ["env.members.easy.env=math_verify", "env.members.easy.weight=2", "env.members.hard.env=math_verify"]
     words += ["env.members.hard.digits=4", "agent=single_turn"]
-    config = resolve({"env": "mixture", **parse_words(["env.name=mixture", *words])})
+    config = resolve({"env": "mixture", **parse_overrides(["env.name=mixture", *words])})
     spec = config.stages[0].make_spec()
     assert spec.members["hard"].config.digits == 4
     assert spec.config.members["easy"].weight == 2
     (tmp_path / "saved.yaml").write_text(config.to_yaml())
-    again = resolve(parse_words(["env.members.easy.digits=3"]), file=tmp_path / "saved.yaml")
+    again = resolve(parse_overrides(["env.members.easy.digits=3"]), file=tmp_path / "saved.yaml")
     assert again.stages[0].make_spec().members["easy"].config.digits == 3
     assert again.stages[0].make_spec().members["hard"] == spec.members["hard"]  # laid over, not replaced
 
@@ -292,8 +292,8 @@ def test_demonstrations_and_group_scores_are_the_members(file):
     assert spec.demonstrations(Task("t", answer=5, env="a"), 0) == ["5"]
     assert asyncio.run(spec.score_group(Task("t", env="a"), [1, 2])) is None
     assert asyncio.run(spec.score_group(Task("t", env="b"), [1, 2])) == [0.25, 0.25]
-    with pytest.raises(ConfigError, match=r"no member 'c' to play task 't'"):
-        spec.of(Task("t", env="c"))
+    with pytest.raises(ConfigError, match=r"no member 'c' for task 't'"):
+        spec.spec_for(Task("t", env="c"))
 
 
 def test_services_of_members_reach_the_members(file):
@@ -303,7 +303,7 @@ def test_services_of_members_reach_the_members(file):
     assert set(spec.services) == {"a-judge", "b-judge"}
 
     async def clients():
-        async with start_services(spec, now=False):
+        async with start_services(spec, eager=False):
             return [set(member.clients) for member in spec.parts()]
 
     assert asyncio.run(clients()) == [{"judge"}, {"judge"}, set()]
@@ -360,7 +360,7 @@ class Answers(Agent):
         await env.reset(seed=seed, options={"task": task})
         text = str(task.answer) if task.answer is not None and task.answer % 2 == 0 else "wrong"
         _, reward, _, _, info = await env.step(Action(text))
-        return Episode("", task, Outcome.completed(), reward=reward, score=info["score"], metrics=info["metrics"])
+        return Episode("", task, Outcome.complete(), reward=reward, score=info["score"], metrics=info["metrics"])
 
 
 @pytest.fixture
@@ -411,9 +411,9 @@ def test_one_environment_alone_is_not_told_apart():
         Config = EnvConfig
 
         def tasks(self, split):
-            return ListTasks([Task("t")])
+            return TaskList([Task("t")])
 
-    groups = [envgym.types.Group("g", Task("t"), [Episode("e", Task("t"), Outcome.completed(), reward=1.0, score=1.0)])]
+    groups = [envgym.types.Group("g", Task("t"), [Episode("e", Task("t"), Outcome.complete(), reward=1.0, score=1.0)])]
     assert "envs" not in result_of(groups)
     assert not [key for key in rollout_metrics(groups) if key.startswith("env/")]
 

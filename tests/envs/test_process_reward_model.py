@@ -44,7 +44,7 @@ def test_a_step_is_scored_as_it_was_trained_on(process_model, rows):
         async with envgym.spec("recorded", data=rows, separator="\n") as spec, spec.make() as env:
             task = await spec.tasks("train").get(0)
             agent = Replay(renderer, Replay.Config())
-            return (await agent.replay(CheckedEnv(env, spec), task, seed=0, member=0)).rows[0]
+            return (await agent.replay(CheckedEnv(env, spec), task, seed=0, recording_index=0)).rows[0]
 
     row = asyncio.run(replayed())
     worker = RewardWorker(RewardModel(model=str(process_model)))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from envgym import errors, registry
-from envgym.envs.reasoning_gym import extracted, tagged, without_length_ratio
-from envgym.envs.reasoning_gym.datasets import TEST_START, Datasets, RefusedExpression, answers_are_data
+from envgym.envs.reasoning_gym import extract_answer, tagged_answer, without_length_ratio
+from envgym.envs.reasoning_gym.datasets import TEST_START, Datasets, UnsafeExpression, answers_are_data
 from envgym.types import Action, Task
 
 TARGET = "envgym.envs.reasoning_gym:ReasoningGym"
@@ -81,12 +81,12 @@ def no_memory_limit(monkeypatch):
     ],
 )
 def test_the_answer_is_taken_out_of_the_words_around_it(text, answer):
-    assert extracted(text) == answer
+    assert extract_answer(text) == answer
 
 
 def test_only_closed_tags_count_as_answered():
-    assert tagged("<answer>12") is None
-    assert tagged("<answer></answer>") == ""
+    assert tagged_answer("<answer>12") is None
+    assert tagged_answer("<answer></answer>") == ""
 
 
 def test_what_the_library_pays_for_a_share_of_the_characters_is_not_paid():
@@ -198,9 +198,9 @@ def test_an_answer_is_not_run(program):
     import sympy
 
     with answers_are_data():
-        with pytest.raises(RefusedExpression):
+        with pytest.raises(UnsafeExpression):
             eval(program)
-        with pytest.raises((RefusedExpression, ValueError, SyntaxError)):
+        with pytest.raises((UnsafeExpression, ValueError, SyntaxError)):
             sympy.parse_expr(program)
     assert eval("len('abc')") == 3  # outside all is as it was
 

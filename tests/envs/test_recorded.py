@@ -139,7 +139,7 @@ def test_rows_of_every_form_keep_their_tools(row, write):
         ({"prompt": "1 + 2?", "completions": ["a"], "labels": [7]}, {}, "a step's label is a probability"),
         ({"prompt": "1 + 2?", "completions": ["a"], "labels": [None]}, {}, "no step has a label"),
         ({"messages": [{"role": "user", "content": "1 + 2?"}]}, {}, "no turn of the assistant"),
-        ({"messages": [RIGHT]}, {}, "nothing is asked"),
+        ({"messages": [RIGHT]}, {}, "the prompt is empty"),
         ({"messages": [*ASKED, RIGHT, WRONG]}, {}, "two turns of the assistant follow each other"),
         ({"messages": "1 + 2?"}, {}, "a conversation is a list of messages"),
         ({"messages": [*ASKED, 3]}, {}, "not 3"),
@@ -194,7 +194,7 @@ def replayed(path, model, *, agent=None, render="auto", **settings):
             replay = Replay(renderer, ReplayConfig(**agent or {}))
             runner = Runner(spec, replay, None, RolloutConfig(refills=0), max_model_len=0, seed=0, deterministic=False)
             tasks = [await spec.tasks("train").get(index) for index in range(spec.tasks("train").size)]
-            plan = SamplingPlan("step-1", SamplingParams(8, 1.0, 1.0, 0, ()), spec.recordings)
+            plan = SamplingPlan("step-1", SamplingParams(8, 1.0, 1.0, 0, ()), spec.recordings_per_task)
             return await runner.play(tasks, plan), renderer
 
     return asyncio.run(main())
@@ -316,7 +316,7 @@ def test_several_sets_are_mixed_by_their_weights(write):
         data = {"sources": {"a": {"path": many, "weight": 3}, "b": {"path": few, "weight": 1}}, "test_fraction": 0}
         async with envgym.spec("recorded", data=data) as spec:
             tasks = spec.tasks("train")
-            assert spec.recordings == 2
+            assert spec.recordings_per_task == 2
             return [spec.record(await tasks.get(index)).prompt[0].text.split()[0] for index in range(40)]
 
     drawn = asyncio.run(main())

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from envgym import errors, registry
-from envgym.envs.textarena import spoken
-from envgym.envs.textarena.games import Games, candidates, varied
+from envgym.envs.textarena import without_thoughts
+from envgym.envs.textarena.games import Games, candidates, vary
 from envgym.services import start_services
 from envgym.services.client import ChatClient
 from envgym.services.declarations import Chat, Policy
@@ -109,7 +109,7 @@ def test_thoughts_are_no_moves_and_nobody_hears_them(tic_tac_toe):
     ],
 )
 def test_what_is_said_aloud(text, said):
-    assert spoken(text) == said
+    assert without_thoughts(text) == said
 
 
 def test_the_same_seed_is_the_same_game_and_the_global_generators_stay(tic_tac_toe):
@@ -207,15 +207,15 @@ def test_a_game_reads_the_last_characters_of_a_long_move():
     games.start("game", 1, 0)
     position = games.play("game", "[ " * 8000 + "so I take [col 3]")
     assert position.player == 1
-    assert "dropped their disk (X) into column 3" in position.seen
-    assert len(position.seen) < 5000
+    assert "dropped their disk (X) into column 3" in position.text
+    assert len(position.text) < 5000
 
 
 def test_a_number_of_many_digits_is_a_move_against_the_rules():
     games = Games("TicTacToe-v0", 2)
     games.start("game", 0, 0)
     position = games.play("game", f"[{'9' * 16_000}]")
-    assert "attempted an invalid move" in position.seen
+    assert "attempted an invalid move" in position.text
 
 
 def test_a_move_that_takes_too_long_is_an_empty_one_and_other_games_go_on(monkeypatch):
@@ -225,7 +225,7 @@ def test_a_move_that_takes_too_long_is_an_empty_one_and_other_games_go_on(monkey
     for key in ("hostile", "other"):
         games.start(key, 0, 0)
     assert games.play("hostile", "[offer:" + " " * 16_000).player == 1
-    assert "Good day." in games.play("other", "Good day.").seen
+    assert "Good day." in games.play("other", "Good day.").text
     assert games.play("hostile", "Good day.").player == 0
 
 
@@ -331,7 +331,7 @@ def test_word_lists_that_are_not_here_are_asked_for(monkeypatch):
     games = Games("TicTacToe-v0", 2)
     monkeypatch.setattr(games, "_make", none)
     with pytest.raises(errors.ConfigError, match=r"python -m nltk\.downloader words"):
-        games._accepted(None)
+        games._find_players(None)
 
 
 def test_without_the_library_the_command_that_installs_it_is_said(monkeypatch):
@@ -353,11 +353,11 @@ def test_random_moves_are_legal_and_not_always_the_same(name):
     firsts = set()
     for seed in range(8):
         position, moves = games.start("game", 0, seed), []
-        while not position.done:
+        while not position.is_over:
             moves.append(games.random_move("game"))
             position = games.play("game", moves[-1])
         firsts.add(moves[0])
-        assert position.lost_by_invalid == ()
+        assert position.invalid_seats == ()
         games.end("game")
     assert len(firsts) > 1
 
@@ -380,8 +380,8 @@ def test_moves_are_guessed_from_what_is_offered_and_from_examples():
     assert all(re.fullmatch(r"\[([a-j]\d\d?){2}\]|\[move \d+ (\d+|X)\]|\[\d+\]", move) for move in moves)
     assert len(moves) > 100
     assert candidates("Say what you like.", rng) == []
-    assert re.fullmatch(r"\[swap \d+ \d+\]", varied("[swap X Y]", rng))
-    assert re.fullmatch(r"\[\d+\]", varied("[<number>]", rng))
+    assert re.fullmatch(r"\[swap \d+ \d+\]", vary("[swap X Y]", rng))
+    assert re.fullmatch(r"\[\d+\]", vary("[<number>]", rng))
 
 
 # -- models as opponents ----------------------------------------------------------------------------------

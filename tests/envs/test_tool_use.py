@@ -282,11 +282,11 @@ def test_mistakes_are_told_before_the_first_episode(folder):
 
     with pytest.raises(ConfigError, match=r"which tools do the tasks need\? set env.tools or env.mcp"):
         setup(data=DATA)
-    with pytest.raises(ConfigError, match=r"tools of your own need tasks: give it some with data.path=FILE"):
+    with pytest.raises(ConfigError, match=r"custom tools need tasks: give some with data.path=FILE"):
         setup(tools=["shop.py:price"])
     with pytest.raises(NameNotFound, match=r"shop.py defines no 'prize'. Did you mean 'price'\?"):
         setup(data=DATA, tools=["shop.py:prize"])
-    with pytest.raises(ConfigError, match="two tools are called 'price'"):
+    with pytest.raises(ConfigError, match="two tools have the name 'price'"):
         setup(data=DATA, tools=["shop.py:price", "shop.py:price"])
     with pytest.raises(InvalidOutcome, match="no licence found"):
         setup(data=DATA, mcp=[{"command": [sys.executable, PROGRAM, "--die"]}])

@@ -12,7 +12,7 @@ from envgym.types import Episode, Message, Outcome, Task
 
 def episode(member, task="t"):
     messages = [Message.of("user", "1 + 1 = ?"), Message.of("assistant", "2")]
-    return Episode(f"g:{member}", Task(task), Outcome.completed(), messages=messages, group="g", member=member)
+    return Episode(f"g:{member}", Task(task), Outcome.complete(), messages=messages, group_id="g", member=member)
 
 
 EPISODES = [episode(1), episode(0), episode(2)]

@@ -43,7 +43,7 @@ def episode():
     return Episode(
         id="step-000001-0/00000:001:2",
         task=Task("sum-1", prompt="1 + 1 = ?", answer=2),
-        outcome=Outcome.truncated("length"),
+        outcome=Outcome.truncate("length"),
         rows=[Row(segments, turns=turns), Row([Segment("action", [8])], objective=Objective.CROSS_ENTROPY)],
         reward=0.75,
         score=0.5,
@@ -55,7 +55,7 @@ def episode():
             Message("tool", (TextPart("2"),), (), "1", "add"),
         ],
         env="sums-v0",
-        group="step-000001-0/00000",
+        group_id="step-000001-0/00000",
         member=1,
         seed=2**31 - 1,
         attempt=2,
@@ -112,7 +112,7 @@ def test_an_episode_comes_back_with_every_token_mask_and_number(tmp_path, episod
 
 
 def test_a_failed_episode_is_kept_with_its_reason_and_without_a_reward(tmp_path):
-    failed = Episode("e", Task("t"), Outcome.failed("environment", "KeyError: 'x'", retryable=True))
+    failed = Episode("e", Task("t"), Outcome.fail("environment", "KeyError: 'x'", retryable=True))
     [record] = read(tmp_path / "step.parquet", [failed])
     assert record["outcome"] == {
         "status": "failed", "reason": "environment", "retryable": True, "message": "KeyError: 'x'"
@@ -122,7 +122,7 @@ def test_a_failed_episode_is_kept_with_its_reason_and_without_a_reward(tmp_path)
 
 @pytest.mark.parametrize("answer", [[1, 2], {"x": 1}, 2.5, "text", math.inf])
 def test_any_answer_of_a_task_is_written_as_text(tmp_path, answer):
-    [record] = read(tmp_path / "step.parquet", [Episode("e", Task("t", answer=answer), Outcome.completed())])
+    [record] = read(tmp_path / "step.parquet", [Episode("e", Task("t", answer=answer), Outcome.complete())])
     assert json.loads(record["task"])["answer"] == answer
 
 
@@ -142,7 +142,7 @@ def test_the_file_appears_in_one_piece_and_compressed(tmp_path, episode):
 def test_float32_log_probabilities_keep_every_bit(tmp_path):
     logprobs = [-1.1920928955078125e-07, -0.6931471824645996, -103.27892303466797]  # as a float32 engine gives them
     rows = [Row([Segment("action", [1, 2, 3], logprobs=logprobs)])]
-    [record] = read(tmp_path / "step.parquet", [Episode("e", Task("t"), Outcome.completed(), rows=rows)])
+    [record] = read(tmp_path / "step.parquet", [Episode("e", Task("t"), Outcome.complete(), rows=rows)])
     assert record["rows"][0]["segments"][0]["logprobs"] == logprobs
 
 
@@ -154,7 +154,7 @@ def test_episodes_are_read_back_as_they_were(tmp_path, episode):
     other = Episode(
         id="other",
         task=task,
-        outcome=Outcome.failed("timeout", "it took 3 s", retryable=True),
+        outcome=Outcome.fail("timeout", "it took 3 s", retryable=True),
         rows=[Row([Segment("action", [7], loss_weights=[0.1], logprobs=[-0.5], temperature=0.7)], turns=[])],
         messages=[Message("assistant", (TextPart(""),), (unread,))],
     )

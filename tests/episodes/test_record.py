@@ -35,7 +35,7 @@ EPISODE = Episode(
         seed=9,
         env="sums",
     ),
-    outcome=Outcome.failed("timeout", "it took too long", retryable=True),
+    outcome=Outcome.fail("timeout", "it took too long", retryable=True),
     rows=[
         Row(
             [
@@ -61,7 +61,7 @@ EPISODE = Episode(
         Message("tool", (TextPart("2"),), tool_call_id="1", name="add"),
     ],
     env="sums-v0",
-    group="eval/00001",
+    group_id="eval/00001",
     member=2,
     seed=2**31 - 1,
     attempt=1,

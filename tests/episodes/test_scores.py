@@ -50,7 +50,7 @@ class OneTurn(Agent):
         transcript.rows = [Row([Segment("action", [1])], turns=[Turn(None, StopReason.STOP)])]
         _, reward, _, _, info = await env.step(Action("a"))
         transcript.add_reward(reward, info)
-        return transcript.episode(task, Outcome.completed())
+        return transcript.episode(task, Outcome.complete())
 
 
 def runner_of(env=Pays):
@@ -164,6 +164,7 @@ def test_a_run_that_goes_on_knows_whose_rewards_are_no_scores(tmp_path):
 
     def checkpoints(unscored):
         nothing = SimpleNamespace(state=dict, load_state=lambda state: None, roles={})
+        nothing.state_dict, nothing.load_state_dict = nothing.state, nothing.load_state
         components = Components(nothing, SimpleNamespace(unscored=unscored), {}, SamplingParams(max_tokens=1))
         return Checkpoints(CheckpointConfig(), RunFolder(tmp_path), components, Progress(), nothing, nothing)
 

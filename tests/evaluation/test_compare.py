@@ -109,7 +109,7 @@ def test_what_makes_two_evaluations_less_alike_is_noted(play):
     notes = "\n".join(compare(a, b).notes)
     assert "sampled differently" in notes
     assert "weights differ (1 and 2)" in notes
-    assert "both are of the same model" in notes
+    assert "both evaluate the same model" in notes
     Path("scripted.py").write_text(SCRIPTED + "\n# another version\n")
     c = play("c", 1.0, 0.0, environments={"more": "scripted.py:Scripted"})
     notes = "\n".join(compare(a, c).notes)
@@ -123,7 +123,7 @@ def test_another_specification_is_told_of_where_the_code_is_the_same(play):
         }
 
     a, b, c = (play(name, 1.0, 0.0, **more(timeout)) for name, timeout in (("a", 50), ("b", 60), ("c", 50)))
-    assert "more: the environment has other settings in the two" in compare(a, b).notes
+    assert "more: the environment's settings differ" in compare(a, b).notes
     assert not [note for note in [*compare(a, c).notes, *compare(a, b).notes] if note.startswith("one: the env")]
     assert not [note for note in compare(a, c).notes if "the environment has other" in note]
 
@@ -204,7 +204,7 @@ def test_mistakes_are_a_line(play, folder):
     result.write_text(json.dumps({**json.loads(result.read_text()), "status": "running"}))
     for words, said in {
         ("a", "nothing"): "no evaluation 'nothing' in evals/",
-        ("a", "a"): "is not finished: go on with: envgym eval --resume evals/a",
+        ("a", "a"): "is not finished: resume with: envgym eval --resume evals/a",
         ("a",): "the following arguments are required: B",
         ("a", "a", "--fail-below", "x"): "--fail-below: invalid float value",
     }.items():
@@ -227,7 +227,7 @@ def test_rewards_that_are_no_scores_are_told_as_the_reason(tmp_path):
         for number, (reward, score) in enumerate(episodes):
             task = Task(f"t{number}")
             folder.journal.write(
-                Episode("e", task, Outcome.completed(), reward=reward, score=score, group=f"game/{number:05d}")
+                Episode("e", task, Outcome.complete(), reward=reward, score=score, group_id=f"game/{number:05d}")
             )
         return folder
 

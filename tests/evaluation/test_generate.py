@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from envgym import registry
-from envgym.env import EnvSpec, ListTasks, SeedTasks
+from envgym.env import EnvSpec, SeededTasks, TaskList
 from envgym.episodes.files import read_episodes
 from envgym.episodes.journal import Journal
 from envgym.errors import ConfigError, DataError, RunError
@@ -93,17 +93,17 @@ def test_a_rollout_that_is_stopped_goes_on_with_nothing_repeated_and_nothing_los
         assert status == 130
         [line] = stderr.splitlines()
         assert line == (
-            f"envgym: interrupted: {len(before)} episodes are kept in out.jsonl.unfinished; the same command goes on "
+            f"envgym: interrupted: {len(before)} episodes are saved in out.jsonl.unfinished; the same command resumes "
             "from there"
         )
     done = run(folder, words(tiny_model))
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{len(before)} episodes are kept from before" in done.stdout
+    assert f"{len(before)} saved episodes are reused" in done.stdout
     episodes = read_episodes(folder / "out.jsonl")
     # Every place once, in order; what had ended is there as it was.
     places = [(f"rollout-train-00000/{task:05d}", member) for task in range(TASKS) for member in range(SAMPLES)]
-    assert [(each.group, each.member) for each in episodes] == places
-    after = {(each.group, each.member): each for each in episodes}
+    assert [(each.group_id, each.member) for each in episodes] == places
+    after = {(each.group_id, each.member): each for each in episodes}
     assert all(after[place] == old for place, old in before.items())
     # Played again was at most what was in play.
     resets = Counter((folder / "resets.txt").read_text().split())
@@ -155,7 +155,7 @@ def test_two_at_once_are_refused(folder, tiny_model):
 
 def unfinished(folder, *, overwrite=False, settings=None):
     work = UnfinishedFile(folder / "out.jsonl", overwrite=overwrite)
-    with work.begun(settings or {"rollout": {"temperature": 1.0}, "seed": 0}):
+    with work.open(settings or {"rollout": {"temperature": 1.0}, "seed": 0}):
         work.check_model(str(folder / "model"))
     return work
 
@@ -163,17 +163,17 @@ def unfinished(folder, *, overwrite=False, settings=None):
 def test_what_is_kept_goes_on_only_from_the_same_settings_and_weights(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    assert unfinished(tmp_path).kept == {}
-    assert unfinished(tmp_path, settings={"seed": 9}).kept == {}  # nothing is kept yet that could differ
+    assert unfinished(tmp_path).saved == {}
+    assert unfinished(tmp_path, settings={"seed": 9}).saved == {}  # nothing is kept yet that could differ
     unfinished(tmp_path).write(member(0, 1.0))
-    assert [each.score for each in unfinished(tmp_path).kept.values()] == [1.0]
+    assert [each.score for each in unfinished(tmp_path).saved.values()] == [1.0]
     with pytest.raises(RunError, match=r"rollout.temperature was 1.0 and is 0.5; seed was 0 and is 1\)"):
         unfinished(tmp_path, settings={"rollout": {"temperature": 0.5}, "seed": 1})
     (tmp_path / "model" / "config.json").write_text("{ }")
     with pytest.raises(RunError, match="other weights"):
         unfinished(tmp_path)
     assert len(unfinished(tmp_path, overwrite=True).journal.played()) == 0
-    assert unfinished(tmp_path).kept == {}
+    assert unfinished(tmp_path).saved == {}
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"- 1", b"\xff"])
@@ -189,18 +189,18 @@ def test_what_is_kept_and_damaged_is_told_and_begins_anew_when_told(tmp_path, na
     else:
         file.write_bytes(content)
     if name == "episodes.jsonl" and content is None:
-        assert unfinished(tmp_path).kept == {}  # nothing is there that could differ
+        assert unfinished(tmp_path).saved == {}  # nothing is there that could differ
         return
     with pytest.raises(RunError, match=f"(?s)out.jsonl.unfinished holds episodes that .*{name}.*--overwrite"):
         unfinished(tmp_path)
-    assert unfinished(tmp_path, overwrite=True).kept == {}
+    assert unfinished(tmp_path, overwrite=True).saved == {}
     unfinished(tmp_path).write(member(0, 0.5))
-    assert [each.score for each in unfinished(tmp_path).kept.values()] == [0.5]
+    assert [each.score for each in unfinished(tmp_path).saved.values()] == [0.5]
 
 
 def test_where_the_folder_cannot_be_is_one_line(tmp_path):
     (tmp_path / "out.jsonl.unfinished").write_text("")
-    with pytest.raises(RunError, match="where episodes are kept, cannot be made: File exists"):
+    with pytest.raises(RunError, match="for unfinished episodes, cannot be created: File exists"):
         unfinished(tmp_path)
 
 
@@ -209,21 +209,23 @@ def test_a_file_that_cannot_be_written_in_the_end_leaves_the_episodes(tmp_path):
     work = unfinished(tmp_path)
     work.write(member(0, 1.0))
     (tmp_path / "out.jsonl").mkdir()
-    with pytest.raises(DataError, match=r"cannot be written: Is a directory; 1 episodes are kept in .*unfinished; the"):
+    with pytest.raises(
+        DataError, match=r"cannot be written: Is a directory; 1 episodes are saved in .*unfinished; the"
+    ):
         work.finish([member(0, 1.0)])
     (tmp_path / "out.jsonl").rmdir()
-    assert len(unfinished(tmp_path).kept) == 1
+    assert len(unfinished(tmp_path).saved) == 1
 
 
 def test_what_is_kept_goes_on_only_with_the_same_tasks_and_code(tmp_path):
     spec, tasks = registry.spec("math_verify"), [Task("a", "1 + 1"), Task("b", "1 + 2")]
     episode = member(0)
-    episode.group = "rollout-train-00000/00001"
+    episode.group_id = "rollout-train-00000/00001"
     episode.fingerprints = {**spec.fingerprint(), "task": task_hash(tasks[1])}
     work = unfinished(tmp_path)
-    work.kept = {(episode.group, 0): episode}
+    work.saved = {(episode.group_id, 0): episode}
     work.check_tasks("rollout-train-00000", tasks, spec)
-    with pytest.raises(RunError, match="posed other tasks"):
+    with pytest.raises(RunError, match="are of other tasks"):
         work.check_tasks("rollout-train-00000", tasks[::-1], spec)
     with pytest.raises(RunError, match="before the code of environment math_verify-v0 changed, or its settings"):
         work.check_tasks("rollout-train-00000", tasks, registry.spec("math_verify", digits=3))
@@ -236,12 +238,12 @@ class Finite(EnvSpec):
     size = 7
 
     def tasks(self, split):
-        return ListTasks([Task(f"{split}-{number}") for number in range(self.size)])
+        return TaskList([Task(f"{split}-{number}") for number in range(self.size)])
 
 
 class Endless(EnvSpec):
     def tasks(self, split):
-        return SeedTasks(split)
+        return SeededTasks(split)
 
 
 class Notes(Display):
@@ -291,7 +293,7 @@ def test_one_task_by_its_key():
 
 
 def member(number, score=None, reward=None, *, failed=False):
-    outcome = Outcome.failed("timeout", "") if failed else Outcome.completed()
+    outcome = Outcome.fail("timeout", "") if failed else Outcome.complete()
     return Episode(str(number), Task("t"), outcome, score=score, reward=reward)
 
 

@@ -47,7 +47,7 @@ def tool_episode(member):
     return Episode(
         f"shop/00000:{member:03d}:0",
         Task("tea", "How much tea is left?", 12, fields={"shelf": "b", "when": Path("x")}),
-        Outcome.completed(),
+        Outcome.complete(),
         rows=[row(5, 3, 4, 2)],
         reward=1.0,
         score=1.0,
@@ -61,7 +61,7 @@ def tool_episode(member):
             Message.of("assistant", "12"),
         ],
         env="shop-v0",
-        group="shop/00000",
+        group_id="shop/00000",
         member=member,
         seed=7 + member,
         seconds=1.5,
@@ -73,7 +73,8 @@ def episode(group, member, task, outcome, score=None, **more):
     messages = [Message.of("user", f"{task.id}?"), *([Message.of("assistant", "so")] if "rows" in more else [])]
     if outcome.reason == "timeout":
         messages = []
-    said = {"env": "shop-v0", "group": group, "member": member, "messages": messages, "reward": score, "score": score}
+    said = {"env": "shop-v0", "group_id": group, "member": member}
+    said |= {"messages": messages, "reward": score, "score": score}
     return Episode(f"{group}:{member:03d}:0", task, outcome, **said, **more)
 
 
@@ -87,30 +88,30 @@ def all_kinds():
                 "shop/00001",
                 0,
                 coffee,
-                Outcome.truncated("length"),
+                Outcome.truncate("length"),
                 0.0,
                 rows=[row(4, 6, last=StopReason.LENGTH)],
             ),
-            episode("shop/00001", 1, coffee, Outcome.failed("timeout", "no answer in 60 s", retryable=True)),
+            episode("shop/00001", 1, coffee, Outcome.fail("timeout", "no answer in 60 s", retryable=True)),
         ],
         [
-            episode("shop/00002", 0, milk, Outcome.truncated("turns"), 0.25, rows=[row(4, 2, 1, 2)]),
-            episode("shop/00002", 1, milk, Outcome.completed(), rows=[row(4, 2)]),
+            episode("shop/00002", 0, milk, Outcome.truncate("turns"), 0.25, rows=[row(4, 2, 1, 2)]),
+            episode("shop/00002", 1, milk, Outcome.complete(), rows=[row(4, 2)]),
         ],
         [
             episode(
                 "shop/00003",
                 0,
                 coffee,
-                Outcome.completed(),
+                Outcome.complete(),
                 1.0,
                 rows=[Row([], turns=[Turn(1.0, StopReason.STOP)])],
                 metrics={"prompt_tokens": 40.0, "completion_tokens": 9.0},
             ),
-            episode("shop/00003", 1, coffee, Outcome.failed("environment", "KeyError: 'x'")),
+            episode("shop/00003", 1, coffee, Outcome.fail("environment", "KeyError: 'x'")),
         ],
     ]
-    return [Group(of[0].group, of[0].task, of) for of in groups]
+    return [Group(of[0].group_id, of[0].task, of) for of in groups]
 
 
 def result_with(**groups):
@@ -222,7 +223,7 @@ def test_the_log_is_strict_json_and_the_same_each_time():
 
 def test_an_evaluation_in_which_everything_failed_has_a_log():
     task = Task("a", "A?", "b")
-    groups = [Group("e/00000", task, [episode("e/00000", 0, task, Outcome.failed("timeout", ""))])]
+    groups = [Group("e/00000", task, [episode("e/00000", 0, task, Outcome.fail("timeout", ""))])]
     log = log_of(groups)
     assert log["results"]["scores"][0]["metrics"] == {}
     assert log["results"]["scores"][0]["unscored_samples"] == 1

@@ -82,8 +82,8 @@ def evaluated(tiny_model, folder):
 
 def groups_of(folder, name):
     episodes = [episode for (group, _), episode in folder.journal.judged().items() if group.startswith(f"{name}/")]
-    ids = dict.fromkeys(episode.group for episode in episodes)
-    return [Group(id, of[0].task, of) for id in ids if (of := [e for e in episodes if e.group == id])]
+    ids = dict.fromkeys(episode.group_id for episode in episodes)
+    return [Group(id, of[0].task, of) for id in ids if (of := [e for e in episodes if e.group_id == id])]
 
 
 def test_a_folder_holds_the_result_a_table_every_episode_and_how_it_was_made(evaluated, tiny_model):
@@ -148,13 +148,13 @@ def test_what_has_changed_since_is_no_way_to_go_on(evaluated):
     Path("counted.py").write_text(COUNTED.replace("/ 20", "/ 10"))
     done = subprocess.run([ENVGYM, "eval", "--resume", "first"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "were played before the code of environment" in done.stderr
+    assert "were run before the code or the settings of environment" in done.stderr
     assert "start a new evaluation" in done.stderr
 
 
 def test_one_process_at_a_time(evaluated):
     _, folder = evaluated
-    with folder.locked():
+    with folder.lock():
         done = subprocess.run([ENVGYM, "eval", "--resume", "first"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "another envgym eval is writing to evals/first" in done.stderr
@@ -236,7 +236,7 @@ def test_ctrl_c_keeps_what_ended_and_says_how_to_go_on(tiny_model, folder):
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert said.splitlines()[-1].endswith("go on with: envgym eval --resume evals/first")
+    assert said.splitlines()[-1].endswith("resume with: envgym eval --resume evals/first")
     assert len(journal.played()) >= 5
 
 
@@ -252,7 +252,7 @@ def test_an_evaluation_in_which_nothing_was_scored_says_so(tiny_model, folder):
 
 
 def test_a_name_is_taken_once_and_a_folder_without_an_episode_is_not_kept(evaluated, tiny_model, folder):
-    with pytest.raises(RunError, match="exists: choose another --name, or go on with --resume first"):
+    with pytest.raises(RunError, match="exists: choose another --name, or resume with --resume first"):
         new_evaluation(settings(tiny_model, name="first"), suite=SUITE)
     with pytest.raises(EnvgymError, match="nowhere"):
         run_evaluation(new_evaluation(settings("./nowhere", name="second"), suite=SUITE), Display())

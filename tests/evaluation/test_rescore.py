@@ -107,11 +107,11 @@ def saved(texts, *, member=0, group="rollout/00000", task=None, outcome=None, st
     return Episode(
         f"{group}:{member:03d}:1",
         task,
-        outcome or Outcome.completed(),
+        outcome or Outcome.complete(),
         rows=[Row(segments, turns=turns)],
         messages=messages,
         env="sums-v0",
-        group=group,
+        group_id=group,
         member=member,
         seed=77,
         attempt=1,
@@ -157,8 +157,8 @@ def test_a_reward_function_judges_the_saved_task_and_the_old_judgement_is_kept(f
     assert {k: v for k, v in before.items() if k not in kept} == {k: v for k, v in after.items() if k not in kept}
     assert before["rows"][0]["segments"] == after["rows"][0]["segments"]
     assert (result["judged"], result["changed"], result["failures"]) == (1, 1, {})
-    assert (result["score"].before.score, result["score"].after.score) == (0.5, 1 / 3)
-    assert (result["reward"].before.score, result["reward"].after.score) == (1.0, 3.0)
+    assert (result["score"].earlier.score, result["score"].new.score) == (0.5, 1 / 3)
+    assert (result["reward"].earlier.score, result["reward"].new.score) == (1.0, 3.0)
 
 
 def test_judging_again_keeps_the_last_judgement_alone(folder):
@@ -182,7 +182,7 @@ def test_the_environment_hears_what_was_said_and_is_reset_as_it_was(folder):
     assert other[3] == 77  # a task without a seed of its own is reset with the episode's
     assert posed[4] == other[4]  # and so is the environment's generator
     assert [turn.reward for turn in new.rows[0].turns] == [1.0, 1.0]
-    assert (new.reward, new.outcome) == (2.0, Outcome.truncated("length"))
+    assert (new.reward, new.outcome) == (2.0, Outcome.truncate("length"))
 
 
 def test_turns_of_the_task_are_not_the_policy_s(folder):
@@ -214,10 +214,10 @@ def test_turns_in_several_rows_are_paid_where_they_are(folder):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (Outcome.completed(), Outcome.truncated("recording")),
-        (Outcome.truncated("environment"), Outcome.truncated("recording")),
-        (Outcome.truncated("context"), Outcome.truncated("context")),
-        (Outcome.truncated("turns"), Outcome.truncated("turns")),
+        (Outcome.complete(), Outcome.truncate("recording")),
+        (Outcome.truncate("environment"), Outcome.truncate("recording")),
+        (Outcome.truncate("context"), Outcome.truncate("context")),
+        (Outcome.truncate("turns"), Outcome.truncate("turns")),
     ],
 )
 def test_an_environment_that_wants_more_turns_truncates_the_episode(folder, before, after):
@@ -235,7 +235,7 @@ def test_an_environment_that_ends_earlier_leaves_turns_unpaid(folder):
 
 
 def test_failed_episodes_stay_as_they_are_and_new_failures_are_counted(folder):
-    failed = saved([], outcome=Outcome.failed("timeout", "too slow", retryable=True), member=1)
+    failed = saved([], outcome=Outcome.fail("timeout", "too slow", retryable=True), member=1)
     silent = saved([""], member=2, reward=0.5)  # the function divides by the length
     episodes = [saved(["two"]), failed, silent]
     (good, same, broken), result = judge(folder, episodes, "length.py")
@@ -275,7 +275,7 @@ def test_a_record_without_its_turns_is_a_failure_of_its_own_kind():
 def test_a_group_is_judged_together_without_its_failed_members(folder):
     texts = {0: "aaa", 1: "a", 2: "aa"}
     group = [saved([text], member=member) for member, text in texts.items()]
-    failed = saved([], member=3, outcome=Outcome.failed("timeout", "too slow"))
+    failed = saved([], member=3, outcome=Outcome.fail("timeout", "too slow"))
     other = saved(["b"], group="rollout/00001", task=Task("other", answer="4"))
     new, _ = judge(folder, [*group, failed, other], "rank.py")
     assert [each.reward for each in new] == [2 / 3, 0.0, 1 / 3, None, 0.0]
@@ -292,7 +292,7 @@ def test_a_mixture_judges_each_task_by_its_member(folder):
     second = saved(["stop"], task=Task("b", env="game"), group="rollout/00001")
     new, _ = judge(folder, [first, second], {"name": "mixture", "members": members})
     assert [each.reward for each in new] == [4.0, 1.0]
-    with pytest.raises(ConfigError, match="has no member 'else' to play task 'c'"):
+    with pytest.raises(ConfigError, match="has no member 'else' for task 'c'"):
         judge(folder, [saved(["stop"], task=Task("c", env="else"))], {"name": "mixture", "members": members})
 
 
@@ -329,7 +329,7 @@ def test_demonstrations_with_real_tools_earn_what_they_show(folder, tiny_model):
         return [episode for group in groups for episode in group.episodes]
 
     episodes = asyncio.run(demonstrated())
-    assert [each.outcome for each in episodes] == [Outcome.completed()] * 4
+    assert [each.outcome for each in episodes] == [Outcome.complete()] * 4
     assert all(each.score is None and sum(len(row.turns) for row in each.rows) > 1 for each in episodes)
     new, result = judge(folder, episodes, "tool_use", ".parquet")
     assert [each.score for each in new] == [1.0] * 4
@@ -384,9 +384,9 @@ def test_tasks_of_one_key_in_several_parts_are_several_problems(folder):
     _, result = judge(folder, episodes, "length.py")
     means = [result[what] for what in ("score", "reward")] + [part["score"] for part in result["parts"].values()]
     assert list(result["parts"]) == ["easy", "hard"]
-    assert [mean.before and mean.before.score for mean in means] == [0.5, None, 1.0, 0.0]
-    assert [mean.after.score for mean in means] == [0.625, 2.5, 1.0, 0.25]
-    assert result["score"].after.n == 2
+    assert [mean.earlier and mean.earlier.score for mean in means] == [0.5, None, 1.0, 0.0]
+    assert [mean.new.score for mean in means] == [0.625, 2.5, 1.0, 0.25]
+    assert result["score"].new.n == 2
 
 
 def test_steps_of_training_are_one_part(folder):
@@ -399,7 +399,7 @@ def test_before_and_after_are_of_the_same_episodes(folder):
     unscored = saved(["four"], task=Task("other", answer="4", fields={"level": 3}), group="rollout/00001")
     _, result = judge(folder, [fails, saved(["a"], member=1, score=1.0), unscored], "length.py")
     change = result["score"]
-    assert (change.before.score, change.after.score, change.episodes) == (1.0, 1.0, 1)
+    assert (change.earlier.score, change.new.score, change.episodes) == (1.0, 1.0, 1)
     done = run(folder, "saved.jsonl", "--env", "length.py", "--out", "again.jsonl")
     assert re.search(r"^score .* of the 1 episodes that have both$", done.stdout, re.MULTILINE)
 
@@ -426,14 +426,14 @@ def test_what_was_judged_before_ctrl_c_is_not_judged_again(folder):
     count = journal.read_bytes().count(b"\n")
     assert program.returncode == 130
     assert said == (
-        f"envgym: interrupted: {count} episodes are kept in judged.jsonl.unfinished; the same command goes on from "
+        f"envgym: interrupted: {count} episodes are saved in judged.jsonl.unfinished; the same command resumes from "
         "there\n"
     )
     changed = run(folder, *command, "env.call_timeout=5")
     assert "env.call_timeout was 120.0 and is 5.0" in changed.stderr
     done = run(folder, *command)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{count} episodes are kept from before" in done.stdout
+    assert f"{count} saved episodes are reused" in done.stdout
     assert [each.reward for each in read_episodes(folder / "judged.jsonl")] == [1.0] * 8
     assert [each.task.id for each in read_episodes(folder / "judged.jsonl")] == [task.id for task in tasks]
     assert sorted(each[0][0] for each in heard(folder)) == [task.id for task in tasks]
@@ -460,13 +460,13 @@ def test_a_group_that_is_judged_together_is_so_when_it_goes_on(folder, monkeypat
     assert len(Journal(folder / "judged.jsonl.unfinished" / "episodes.jsonl").played()) == 2
     new, _ = judge(folder, episodes, "rank.py")
     assert [each.reward for each in new] == [2 / 3, 0.0, 1 / 3]
-    assert [each.group for each in new] == ["rollout/00000"] * 3
+    assert [each.group_id for each in new] == ["rollout/00000"] * 3
 
 
 def test_episodes_that_changed_since_are_judged_anew_only_when_told(folder):
     work = UnfinishedFile(folder / "o.jsonl", overwrite=False)
     write_episodes(folder / "saved.jsonl", [saved(["two"])])
-    with work.begun({"env": {}, "episodes": "0"}):
+    with work.open({"env": {}, "episodes": "0"}):
         work.journal.write(saved(["two"]))
     command = ["saved.jsonl", "--env", "length.py", "--out", "o.jsonl"]
     assert re.search(r"episodes was '0' and is '[0-9a-f]{16}'[;)]", run(folder, *command).stderr)
@@ -482,8 +482,8 @@ def test_a_target_that_cannot_be_written_in_the_end_costs_nothing(folder):
     failed = run(folder, *command)
     assert failed.returncode == 2
     assert re.fullmatch(
-        r"envgym: error: judged.jsonl cannot be written: Is a directory; 1 episodes are kept in "
-        r"judged.jsonl.unfinished; the same command goes on from there\n",
+        r"envgym: error: judged.jsonl cannot be written: Is a directory; 1 episodes are saved in "
+        r"judged.jsonl.unfinished; the same command resumes from there\n",
         failed.stderr,
     )
     (folder / "judged.jsonl").rmdir()

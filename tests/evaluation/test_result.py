@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from envgym.evaluation.result import doubt_of, ks, result_of
+from envgym.evaluation.result import ks, result_of, score_warning
 from envgym.registry import spec
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
 
-TIMEOUT, BROKEN = Outcome.failed("timeout", "slow"), Outcome.failed("environment", "KeyError")
+TIMEOUT, BROKEN = Outcome.fail("timeout", "slow"), Outcome.fail("environment", "KeyError")
 
 
 def group(id, *members, task=None, answers=None):
@@ -18,7 +18,7 @@ def group(id, *members, task=None, answers=None):
     episodes = [
         Episode("e", task, member)
         if isinstance(member, Outcome)
-        else Episode("e", task, Outcome.completed(), rows=[row], score=member, reward=member)
+        else Episode("e", task, Outcome.complete(), rows=[row], score=member, reward=member)
         for member in members
     ]
     for episode, answer in zip(episodes, answers or [], strict=False):
@@ -38,7 +38,7 @@ def test_failed_and_unscored_episodes_are_counted_and_not_averaged():
 
 def test_truncated_episodes_count_with_their_score_and_are_counted():
     cut = group("a", 0.0, 1.0)
-    cut.episodes[0].outcome = Outcome.truncated("length")
+    cut.episodes[0].outcome = Outcome.truncate("length")
     result = result_of([cut])
     assert (result["score"], result["truncated"], result["truncated_by"], result["failures"]) == (
         0.5, 1, {"length": 1}, {},
@@ -140,14 +140,14 @@ def test_a_mean_that_comparing_makes_the_same_everywhere_is_told(tmp_path):
     )
     together, alone = spec(str(tmp_path / "ranks.py")), spec("math_verify")
     ranked = [group("a", 1.0), group("b", 1.0)]
-    assert "each of 2 tasks has the mean reward 1.000" in doubt_of(together, ranked)
-    assert "mean reward 0.500" in doubt_of(together, [group("a", 1.0, 0.0), group("b", 0.0, 1.0)])
-    assert doubt_of(alone, ranked) == ""
-    assert doubt_of(together, ranked[:1]) == ""
-    assert doubt_of(together, [group("a", 1.0), group("b", 0.5)]) == ""
+    assert "each of 2 tasks has the mean reward 1.000" in score_warning(together, ranked)
+    assert "mean reward 0.500" in score_warning(together, [group("a", 1.0, 0.0), group("b", 0.0, 1.0)])
+    assert score_warning(alone, ranked) == ""
+    assert score_warning(together, ranked[:1]) == ""
+    assert score_warning(together, [group("a", 1.0), group("b", 0.5)]) == ""
     of_fewer = [group("a", 1.0, 0.0), group("b", 0.0, 1.0), group("c", 1.0, TIMEOUT)]
-    assert "each of 2 tasks has the mean reward 0.500" in doubt_of(together, of_fewer)
-    assert doubt_of(together, of_fewer[1:]) == doubt_of(together, of_fewer[2:]) == ""
+    assert "each of 2 tasks has the mean reward 0.500" in score_warning(together, of_fewer)
+    assert score_warning(together, of_fewer[1:]) == score_warning(together, of_fewer[2:]) == ""
 
 
 def test_a_single_task_whose_rewards_are_ranks_is_told_and_no_other(tmp_path):
@@ -157,9 +157,9 @@ def test_a_single_task_whose_rewards_are_ranks_is_told_and_no_other(tmp_path):
     )
     together, alone = spec(str(tmp_path / "ranks.py")), spec("math_verify")
     ranks = [group("a", 1 / 3, 1.0, 0.0, 2 / 3)]
-    assert "evenly spaced, has the mean reward 0.500" in doubt_of(together, ranks)
-    assert "mean reward 2.500" in doubt_of(together, [group("a", 4.0, 1.0, 3.0, 2.0)])
-    assert doubt_of(alone, ranks) == ""
+    assert "evenly spaced, has the mean reward 0.500" in score_warning(together, ranks)
+    assert "mean reward 2.500" in score_warning(together, [group("a", 4.0, 1.0, 3.0, 2.0)])
+    assert score_warning(alone, ranks) == ""
     for members in ([1.0, 0.0], [0.0, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [0.1, 0.2, 0.4, 0.9],
                     [1 / 3, 1.0, 0.0, 2 / 3, TIMEOUT]):  # fmt: skip
-        assert doubt_of(together, [group("a", *members)]) == ""
+        assert score_warning(together, [group("a", *members)]) == ""

@@ -337,12 +337,12 @@ def test_weights_that_are_none_are_refused(weights):
 def test_variances_within_and_between_by_hand():
     # Variances 2, 0, 0.5 of means 1, 4, 2.5; the last task has no repeat.
     result = within_between_variance({"a": [0, 2], "b": [4, 4, 4], "c": [2, 3], "d": [9]})
-    assert result.within == pytest.approx(2.5 / 3)
-    assert result.between == pytest.approx(2.25 - (2 / 2 + 0 / 3 + 0.5 / 2) / 3)
+    assert result.within_tasks == pytest.approx(2.5 / 3)
+    assert result.between_tasks == pytest.approx(2.25 - (2 / 2 + 0 / 3 + 0.5 / 2) / 3)
     nothing = within_between_variance({"a": [1.0], "b": []})
-    assert math.isnan(nothing.within)
-    assert math.isnan(nothing.between)
-    assert math.isnan(within_between_variance({"a": [1.0, 2.0]}).between)
+    assert math.isnan(nothing.within_tasks)
+    assert math.isnan(nothing.between_tasks)
+    assert math.isnan(within_between_variance({"a": [1.0, 2.0]}).between_tasks)
 
 
 def test_variances_are_unbiased():
@@ -352,5 +352,5 @@ def test_variances_are_unbiased():
     for _ in range(400):
         scores = {str(task): rng.binomial(1, rng.beta(2, 2), rng.integers(2, 5)).tolist() for task in range(20)}
         found.append(within_between_variance(scores))
-    assert np.mean([v.within for v in found]) == pytest.approx(0.2, abs=0.006)
-    assert np.mean([v.between for v in found]) == pytest.approx(0.05, abs=0.006)
+    assert np.mean([v.within_tasks for v in found]) == pytest.approx(0.2, abs=0.006)
+    assert np.mean([v.between_tasks for v in found]) == pytest.approx(0.05, abs=0.006)

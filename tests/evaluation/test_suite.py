@@ -27,25 +27,25 @@ def test_every_environment_of_a_shipped_suite_can_be_made(name):
 def test_the_suites_of_everything_have_their_size_of_each():
     for size in ("smoke", "standard", "full"):
         _, suite, _ = find_suite(size)
-        found = suite.of_size(None)
+        found = suite.sized_environments(None)
         assert {name.partition("/")[0] for name in found} == {"arithmetic", "reasoning", "tool_use", "multi_turn"}
         _, arithmetic, _ = find_suite("arithmetic")
         assert found["arithmetic/addition"].tasks == arithmetic.sizes[size]
 
 
 def test_a_size_says_how_many_tasks_and_standard_is_the_one_unless_asked():
-    assert SUMS.of_size("smoke")["sums"].tasks == 4
-    assert SUMS.of_size(None)["sums"].tasks == 32
+    assert SUMS.sized_environments("smoke")["sums"].tasks == 4
+    assert SUMS.sized_environments(None)["sums"].tasks == 32
     own = Suite(sizes={"tiny": 2, "big": 9}, environments={"a": "math_verify", "b": {"env": "math_verify", "tasks": 5}})
-    assert [env.tasks for env in own.of_size(None).values()] == [2, 5]
+    assert [env.tasks for env in own.sized_environments(None).values()] == [2, 5]
     with pytest.raises(ConfigError, match=r"no size 'smke'.*Did you mean 'smoke'"):
-        SUMS.of_size("smke")
+        SUMS.sized_environments("smke")
 
 
 def test_a_file_is_a_suite_too(tmp_path):
     path = write(tmp_path, "sizes: {a: 3}\nenvironments:\n  sums: math_verify\n")
     name, suite, size = find_suite(f"{path}:a")
-    assert (name, size, suite.of_size(size)["sums"].tasks) == ("own", "a", 3)
+    assert (name, size, suite.sized_environments(size)["sums"].tasks) == ("own", "a", 3)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_files_include_each_other_by_where_they_lie_and_none_itself(tmp_path):
         "include: [inner.yaml, 'tool_use:smoke']\ntasks: 5\nenvironments: {b: math_verify}\n"
     )
     _, suite, _ = find_suite(str(tmp_path / "sub/outer.yaml"))
-    found = suite.of_size(None)
+    found = suite.sized_environments(None)
     assert [name for name in found if not name.startswith("tool_use/")] == ["inner/a", "inner/shown", "b"]
     assert (found["inner/a"].tasks, found["b"].tasks, found["tool_use/one_call"].tasks) == (3, 5, 16)
     (tmp_path / "sub/inner.yaml").write_text("include: [outer.yaml]\n")
     with pytest.raises(ConfigError, match=r"outer\.yaml includes itself"):
-        suite.of_size(None)
+        suite.sized_environments(None)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_files_include_each_other_by_where_they_lie_and_none_itself(tmp_path):
 def test_what_only_all_environments_together_show(tmp_path, text, said):
     _, suite, _ = find_suite(write(tmp_path, text))
     with pytest.raises(ConfigError, match=said):
-        suite.of_size(None)
+        suite.sized_environments(None)
 
 
 def test_the_caller_may_want_the_likeliest_tokens():

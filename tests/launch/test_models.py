@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from envgym.config.recipes import made_model
+from envgym.config.recipes import recipe_model_folder
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, EnvgymError, RunError
 from envgym.launch.models import fetch_model
@@ -94,15 +94,15 @@ def recipe(tmp_path, monkeypatch):
 
 def test_the_file_of_a_recipe_is_the_model_that_it_makes(recipe):
     file = recipe()
-    made = made_model(file)
-    assert made != made_model("starter")
+    made = recipe_model_folder(file)
+    assert made != recipe_model_folder("starter")
     made.mkdir(parents=True)
     (made / "config.json").write_text("{}")
     for config in (resolve({"env": "math_verify", "model": file}), resolve(recipe=file)):
         assert (config.stages[0].model, config.stages[0].steps) == (file, 7)
         assert asyncio.run(fetch_model(file, config, Display(), make_model)) == str(made)
-    assert made_model(recipe(model_settings={"steps": 8})) == made
-    assert made_model(recipe(new_model={"layers": 2})) != made
+    assert recipe_model_folder(recipe(model_settings={"steps": 8})) == made
+    assert recipe_model_folder(recipe(new_model={"layers": 2})) != made
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,6 @@ def test_the_model_of_a_file_is_made_as_the_file_says(recipe):
     command = [sys.executable, "-c", "import envgym.cli as c; c.main()", "model", file]
     printed = subprocess.run(command, env=dict(os.environ), check=True, capture_output=True, text=True).stdout
     made = Path(printed.splitlines()[-1])
-    assert made == made_model(file)
+    assert made == recipe_model_folder(file)
     assert json.loads((made / "config.json").read_text())["num_hidden_layers"] == 1
     assert len((made / "warm_up_metrics.jsonl").read_text().splitlines()) == 2

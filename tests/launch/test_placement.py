@@ -6,18 +6,18 @@ import contextlib
 import pytest
 
 from envgym.config.resolve import resolve
-from envgym.config.words import nested
+from envgym.config.words import nest_keys
 from envgym.errors import ConfigError
 from envgym.launch.components import start_engine
-from envgym.launch.memory import ModelSizes, of_engine
-from envgym.launch.placement import Node, Part, PlacedRuntime, Plan, nodes_of, place, plan_of, this_machine
+from envgym.launch.memory import ModelSizes, engine_memory
+from envgym.launch.placement import Node, StagePart, PlacedRuntime, Plan, nodes_of, place_parts, plan_of, this_machine
 from envgym.monitoring.display import Display
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime, Slot
 
 
 def stage(**settings):
-    return resolve(nested({"env": "math_verify", **settings}.items())).stages[0]
+    return resolve(nest_keys({"env": "math_verify", **settings}.items())).stages[0]
 
 
 def where(plan):
@@ -85,8 +85,8 @@ def test_pairs_share_and_the_others_do_not():
 
 
 def test_parts_are_spread_over_machines():
-    parts = [Part("actor", tuple(f"actor-{rank}" for rank in range(8)), nodes=2), Part("engine", ("engine",), gpus=4)]
-    plan = place(parts, machines(8, 8), [])
+    parts = [StagePart("actor", tuple(f"actor-{rank}" for rank in range(8)), nodes=2), StagePart("engine", ("engine",), gpus=4)]
+    plan = place_parts(parts, machines(8, 8), [])
     assert [plan.slots[f"actor-{rank}"] for rank in (0, 3, 4, 7)] == [
         Slot(0, (0,)),
         Slot(0, (3,)),
@@ -96,20 +96,20 @@ def test_parts_are_spread_over_machines():
     assert plan.slots["engine"] == Slot(0, (4, 5, 6, 7))
     assert plan.bundles() == [8, 4]
     with pytest.raises(ConfigError, match=r"actor needs 8 GPUs on 2 machines, 4 each; free are 8 of 8 on node0, 2"):
-        place(parts, machines(8, 2), [])
+        place_parts(parts, machines(8, 2), [])
     with pytest.raises(ConfigError, match=r"placement.actor.nodes=2 does not divide its 3 processes"):
         plan_of(stage(**{"workers.ranks": 3, "placement.actor.nodes": 2}), [], machines(8))
 
 
 def test_what_no_machine_holds_alone_goes_over_several_but_no_engine_does():
-    ranks = Part("actor", tuple(f"actor-{rank}" for rank in range(6)))
-    plan = place([ranks], machines(4, 4), [])
+    ranks = StagePart("actor", tuple(f"actor-{rank}" for rank in range(6)))
+    plan = place_parts([ranks], machines(4, 4), [])
     assert [plan.slots[name].node for name in ranks.workers] == [0, 0, 0, 0, 1, 1]
-    engines = Part("engine", ("engine-0", "engine-1"), gpus=3)
-    plan = place([engines], machines(4, 5), [])
+    engines = StagePart("engine", ("engine-0", "engine-1"), gpus=3)
+    plan = place_parts([engines], machines(4, 5), [])
     assert {slot.node for slot in plan.slots.values()} == {0, 1}
     with pytest.raises(ConfigError, match="engine needs 6 GPUs; free are 4 of 4 on node0, 2 of 2 on node1"):
-        place([engines], machines(4, 2), [])
+        place_parts([engines], machines(4, 2), [])
 
 
 def test_who_must_be_spread_chooses_first():
@@ -174,10 +174,10 @@ class Refusing:
 @pytest.mark.parametrize("given", [None, 0.3])
 def test_the_engine_takes_the_share_of_a_gpu_that_is_planned(settings, services, gpus, share, given):
     own = {} if given is None else {"engine.args": {"gpu_memory_utilization": given}}
-    config = resolve(nested({"env": "math_verify", **settings, **own}.items()))
+    config = resolve(nest_keys({"env": "math_verify", **settings, **own}.items()))
     chosen, runtime = config.stages[0], Refusing()
     plan = plan_of(chosen, services, [Node("node", gpus, 80 * 2**30)])
-    planned = of_engine(ModelSizes(10**9, 1, 1, 1, 1, 1), chosen, plan, 80 * 2**30).total / (80 * 2**30)
+    planned = engine_memory(ModelSizes(10**9, 1, 1, 1, 1, 1), chosen, plan, 80 * 2**30).total / (80 * 2**30)
     assert planned == pytest.approx(given or share)
     with contextlib.suppress(ConfigError):
         asyncio.run(start_engine(config, chosen, "model", PlacedRuntime(runtime, plan), Display()))

@@ -50,9 +50,9 @@ def free(monkeypatch):
     ],
 )
 def test_what_asks_for_more_than_half_of_the_free_memory_is_refused_with_the_numbers(free, settings, says):
-    from envgym.config.words import nested
+    from envgym.config.words import nest_keys
 
-    stage = resolve(nested({"env": "math_verify", **settings}.items())).stages[0]
+    stage = resolve(nest_keys({"env": "math_verify", **settings}.items())).stages[0]
     if not says:
         check_episodes(stage, stage.make_spec())
         return

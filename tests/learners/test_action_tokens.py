@@ -16,9 +16,9 @@ def action_tokens(*rows, reward=None, outcome=None):
     """The action tokens of an episode of rows, each given as (segments, rewards of its turns)."""
     made = [Row(segments, turns=[Turn(paid, "stop") for paid in rewards]) for segments, rewards in rows]
     total = sum(paid or 0.0 for _, rewards in rows for paid in rewards)
-    episode = Episode("e", Task("t"), outcome or Outcome.completed(), rows=made, reward=total)
-    samples = [TrainSample.of(row) for row in made]
-    return ActionTokens.of(Trajectory(episode, samples), total if reward is None else reward)
+    episode = Episode("e", Task("t"), outcome or Outcome.complete(), rows=made, reward=total)
+    samples = [TrainSample.from_row(row) for row in made]
+    return ActionTokens.from_trajectory(Trajectory(episode, samples), total if reward is None else reward)
 
 
 TWO_ROWS = (
@@ -34,12 +34,12 @@ def test_steps_and_turns_of_several_rows():
     assert steps.turn_ends == [2, 3, 6]
     assert steps.rewards == [0.5, 0.0, 2.0]
     assert not steps.truncated
-    assert action_tokens(*TWO_ROWS, outcome=Outcome.truncated("turns")).truncated
+    assert action_tokens(*TWO_ROWS, outcome=Outcome.truncate("turns")).truncated
 
 
 def test_rewards_land_on_the_last_token_of_their_turn():
-    assert action_tokens(*TWO_ROWS).step_rewards(by_turn=True).tolist() == [0, 0.5, 0, 0, 0, 2.0]
-    assert action_tokens(*TWO_ROWS).step_rewards(by_turn=False).tolist() == [0, 0, 0, 0, 0, 2.5]
+    assert action_tokens(*TWO_ROWS).token_rewards(by_turn=True).tolist() == [0, 0.5, 0, 0, 0, 2.0]
+    assert action_tokens(*TWO_ROWS).token_rewards(by_turn=False).tolist() == [0, 0, 0, 0, 0, 2.5]
 
 
 def test_what_shaping_took_is_the_last_turns():
@@ -52,7 +52,7 @@ def test_a_turn_without_a_token_pays_on_the_token_before_it():
     segments = [Segment("prompt", [1]), action(2), Segment("feedback", [3]), action(0)]
     steps = action_tokens((segments, [0.25, 1.0]))
     assert steps.turn_ends == [2, 2]
-    assert steps.step_rewards(by_turn=True).tolist() == [0, 1.25]
+    assert steps.token_rewards(by_turn=True).tolist() == [0, 1.25]
 
 
 def test_tokens_without_weight_are_no_steps():
@@ -61,7 +61,7 @@ def test_tokens_without_weight_are_no_steps():
     steps = action_tokens((segments, [1.0, 2.0, 4.0]))
     assert [indices.tolist() for indices in steps.token_indices] == [[1, 2, 3]]
     assert steps.turn_ends == [2, 3, 3]
-    assert steps.step_rewards(by_turn=True).tolist() == [0, 1.0, 6.0]
+    assert steps.token_rewards(by_turn=True).tolist() == [0, 1.0, 6.0]
 
 
 def test_the_first_token_of_a_row_is_predicted_by_nothing():
@@ -81,7 +81,7 @@ def test_a_row_with_other_numbers_of_turns_than_of_actions_is_one_turn(rewards):
 def test_an_episode_without_rows_has_no_steps():
     steps = action_tokens(reward=1.0)
     assert len(steps) == 0
-    assert steps.step_rewards(by_turn=True).tolist() == steps.step_rewards(by_turn=False).tolist() == []
+    assert steps.token_rewards(by_turn=True).tolist() == steps.token_rewards(by_turn=False).tolist() == []
     assert steps.read("old_logprobs").tolist() == []
 
 

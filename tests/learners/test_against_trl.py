@@ -83,13 +83,13 @@ class Step:
     def take(self, members=None, micro_batch=99):
         """Loss and gradients of a step over these episodes (all), in micro-batches of at most so many rows."""
         chosen = [pair for pair in zip(self.members, self.rows, strict=True) if members is None or pair[0] in members]
-        denominators = self.learner.denominators([row for _, row in chosen])
+        normalizers = self.learner.loss_normalizers([row for _, row in chosen])
         self.loss, self.gradient, self.entropy_gradient = 0.0, {}, {}
         for start in range(0, len(chosen), micro_batch):
             numbers, rows = zip(*chosen[start : start + micro_batch], strict=True)
             logprobs, entropy = self._table("current", numbers), self._table("entropy", numbers)
             outputs = Outputs(logprobs=logprobs, entropy=entropy)
-            loss, _ = self.learner.loss("actor", outputs, in_float64(pad(rows, torch.device("cpu"))), denominators)
+            loss, _ = self.learner.loss("actor", outputs, in_float64(pad(rows, torch.device("cpu"))), normalizers)
             loss.backward()
             self.loss += loss.item()
             self.gradient |= self._cut(logprobs, numbers)
@@ -110,7 +110,7 @@ class Step:
                 outputs = {"actor": old[i], "reference": batch["reference"][i]}
                 row = ScoredRow(segments, turns=turns, outputs={k: [0.0] * len(PROMPT) + v for k, v in outputs.items()})
                 cut = i in self.faults.get("truncated", [])
-                outcome = Outcome.truncated("max_tokens") if cut else Outcome.completed()
+                outcome = Outcome.truncate("max_tokens") if cut else Outcome.complete()
                 episodes.append(Episode(str(i), Task("t"), outcome, rows=[row], reward=rewards[i]))
             groups.append(Group("g", Task("t"), episodes))
         return groups

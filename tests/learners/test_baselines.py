@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.learners.advantages import centred, left_one_out, mean_of
+from envgym.learners.advantages import center, leave_one_out, mean_of
 from envgym.registry import load_component
 
 REWARDS = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9)
@@ -42,13 +42,13 @@ def test_no_variance_gives_exactly_0(name, reward, n):
 def test_leave_one_out_is_the_centred_reward_stretched(rewards):
     n = len(rewards)
     np.testing.assert_allclose(
-        left_one_out(rewards, rewards), n / (n - 1) * np.array(centred(rewards, rewards)), rtol=1e-6, atol=1e-6
+        leave_one_out(rewards, rewards), n / (n - 1) * np.array(center(rewards, rewards)), rtol=1e-6, atol=1e-6
     )
 
 
 def test_values_that_are_not_the_rewards_are_compared_with_these():
-    assert centred([10.0, 3.0], [1.0, 3.0]) == [8.0, 1.0]
-    assert left_one_out([10.0, 3.0], [1.0, 3.0]) == [7.0, 2.0]
+    assert center([10.0, 3.0], [1.0, 3.0]) == [8.0, 1.0]
+    assert leave_one_out([10.0, 3.0], [1.0, 3.0]) == [7.0, 2.0]
 
 
 def test_the_mean_of_equal_rewards_is_theirs():

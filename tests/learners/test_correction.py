@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from envgym.learners.losses import correction, episode_means
+from envgym.learners.losses import episode_means, importance_weights
 from envgym.learners.settings import CorrectionConfig
 
 NAN, INF = float("nan"), float("inf")
@@ -17,7 +17,7 @@ def corrected(kind, ratios, *, weights=None, episodes=None, low=0.5, high=2.0):
     weights = torch.ones_like(ratios) if weights is None else torch.tensor(weights).double()
     episodes = torch.arange(len(ratios)) if episodes is None else torch.tensor(episodes)
     config = CorrectionConfig(kind=kind, low=low, high=high)
-    factors, kept = correction(ratios.log(), torch.zeros_like(ratios), weights, episodes, config)
+    factors, kept = importance_weights(ratios.log(), torch.zeros_like(ratios), weights, episodes, config)
     return factors.tolist(), kept.tolist()
 
 
@@ -68,7 +68,7 @@ def test_without_a_sampler_gap_nothing_happens():
 def test_factors_have_no_gradient():
     old = torch.zeros(1, 2, requires_grad=True)
     config = CorrectionConfig(kind="tis")
-    factors, _ = correction(old, torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1), config)
+    factors, _ = importance_weights(old, torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1), config)
     assert not factors.requires_grad
 
 

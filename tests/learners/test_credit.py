@@ -3,7 +3,7 @@
 import pytest
 
 from envgym.learner import trajectories
-from envgym.learners.advantages import centred, left_one_out, standardised, turn_advantages
+from envgym.learners.advantages import center, leave_one_out, standardize, turn_advantages
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn
 
@@ -12,31 +12,29 @@ def test_a_turn_is_compared_with_the_members_that_reached_it():
     """Three members of 3, 2 and 1 turns. Turn 1: 6, 3, 3, mean 4. Turn 2: 5, 1, mean 3. Turn 3: one member, which
     earned 3 there, against the mean of the whole episodes, 4."""
     to_go = [[6.0, 5.0, 3.0], [3.0, 1.0], [3.0]]
-    assert turn_advantages(to_go, [6.0, 3.0, 3.0], centred) == [[2.0, 2.0, -1.0], [-1.0, -2.0], [-1.0]]
+    assert turn_advantages(to_go, [6.0, 3.0, 3.0], center) == [[2.0, 2.0, -1.0], [-1.0, -2.0], [-1.0]]
 
 
 def test_each_algorithm_compares_in_its_own_way():
     to_go, rewards = [[6.0, 5.0], [2.0]], [6.0, 2.0]
-    assert turn_advantages(to_go, rewards, left_one_out) == [[4.0, 3.0], [-4.0]]
+    assert turn_advantages(to_go, rewards, leave_one_out) == [[4.0, 3.0], [-4.0]]
     std = 8**0.5
 
     def grpo(values, rewards):
-        return standardised(values, rewards, 0.0)
+        return standardize(values, rewards, 0.0)
 
     assert turn_advantages(to_go, rewards, grpo) == [pytest.approx([2 / std, 1 / std]), pytest.approx([-2 / std])]
 
 
-@pytest.mark.parametrize(
-    "compare", [centred, left_one_out, lambda values, rewards: standardised(values, rewards, 1e-6)]
-)
+@pytest.mark.parametrize("compare", [center, leave_one_out, lambda values, rewards: standardize(values, rewards, 1e-6)])
 def test_equal_turns_give_exactly_0(compare):
     to_go = [[0.3, 0.1], [0.3, 0.1], [0.3, 0.1]]
     assert turn_advantages(to_go, [0.3] * 3, compare) == [[0.0, 0.0]] * 3
 
 
 def test_no_member_and_no_turn():
-    assert turn_advantages([], [], centred) == []
-    assert turn_advantages([[], [1.0]], [0.0, 1.0], centred) == [[], [0.5]]
+    assert turn_advantages([], [], center) == []
+    assert turn_advantages([[], [1.0]], [0.0, 1.0], center) == [[], [0.5]]
 
 
 def group(*members):
@@ -47,7 +45,7 @@ def group(*members):
         for _ in paid:
             segments += [Segment("action", [2, 3], logprobs=[-1.0, -1.0]), Segment("feedback", [4])]
         row = Row(segments[:-1], turns=[Turn(reward, "stop") for reward in paid])
-        episodes.append(Episode("e", Task("t"), Outcome.completed(), rows=[row], reward=sum(paid)))
+        episodes.append(Episode("e", Task("t"), Outcome.complete(), rows=[row], reward=sum(paid)))
     return Group("g", Task("t"), episodes)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from envgym.learner import Outputs, trajectories
 from envgym.learners.distill import Distill
-from envgym.learners.losses import divergence
+from envgym.learners.losses import topk_forward_kl
 from envgym.learners.settings import DistillConfig
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
 from envgym.workers.micro_batches import pad
@@ -23,8 +23,8 @@ def test_over_the_whole_vocabulary_the_divergence_is_exact():
     student, teacher = distributions()
     top, ids = teacher.topk(20, -1)
     exact = (teacher.exp() * (teacher - student)).sum(-1)
-    torch.testing.assert_close(divergence(student.gather(1, ids), top), exact, atol=1e-12, rtol=0)
-    below = divergence(student.gather(1, ids)[:, :5], top[:, :5])
+    torch.testing.assert_close(topk_forward_kl(student.gather(1, ids), top), exact, atol=1e-12, rtol=0)
+    below = topk_forward_kl(student.gather(1, ids)[:, :5], top[:, :5])
     assert (below <= exact + 1e-12).all()  # what is lumped together can only hide a difference
     assert (below >= 0).all()
 
@@ -34,13 +34,13 @@ def test_what_is_beyond_the_likeliest_counts_as_one_token():
     top, ids = teacher.topk(3, -1)
     own = student.gather(1, ids)
     p, q = (torch.cat([part.exp(), 1 - part.exp().sum(-1, keepdim=True)], -1) for part in (top, own))
-    torch.testing.assert_close(divergence(own, top), (p * (p / q).log()).sum(-1), atol=1e-12, rtol=0)
+    torch.testing.assert_close(topk_forward_kl(own, top), (p * (p / q).log()).sum(-1), atol=1e-12, rtol=0)
 
 
 def test_a_student_that_is_the_teacher_has_nothing_to_learn():
     _, teacher = distributions()
     top = teacher.topk(4, -1).values.requires_grad_()
-    loss = divergence(top, top.detach()).sum()
+    loss = topk_forward_kl(top, top.detach()).sum()
     loss.backward()
     assert loss.item() == pytest.approx(0.0, abs=1e-12)
     # A step along any direction that stays a distribution changes nothing: the gradient is the same for all tokens.
@@ -51,7 +51,7 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn():
 def test_the_loss_mixes_answers_and_teacher(coef):
     learner = Distill(DistillConfig(name="distill", kd_coef=coef, top_k=2))
     row = Row([Segment("prompt", [1, 2]), Segment("action", [5, 6])], Objective.CROSS_ENTROPY)
-    found = trajectories([Group("g", Task("t"), [Episode("e", Task("t"), Outcome.completed(), [row])])])
+    found = trajectories([Group("g", Task("t"), [Episode("e", Task("t"), Outcome.complete(), [row])])])
     likeliest = np.zeros((4, 2, 2), np.float32)
     likeliest[2:, :, 0] = np.log([[0.75, 0.25], [0.5, 0.5]])
     likeliest[2:, :, 1] = [[5, 7], [6, 8]]
@@ -63,7 +63,9 @@ def test_the_loss_mixes_answers_and_teacher(coef):
     student[0, 2:] = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log()
     logprobs = torch.full((1, 4), float("nan"))
     logprobs[0, 2:] = torch.tensor([0.5, 0.25]).log()
-    loss, metrics = learner.loss("actor", Outputs(logprobs, others=student), batch, learner.denominators(rows))
+    loss, metrics = learner.loss(
+        "actor", Outputs(logprobs, extra_logprobs=student), batch, learner.loss_normalizers(rows)
+    )
     nll = -(np.log(0.5) + np.log(0.25)) / 2
     kl = (0.75 * np.log(1.5) + 0.25 * np.log(0.5) + 0.5 * np.log(2) + 0.5 * np.log(2 / 3)) / 2
     assert loss.item() == pytest.approx((1 - coef) * nll + coef * kl, rel=1e-5)

@@ -25,7 +25,7 @@ def answer(reward, references):
     """Two prompt tokens and an answer of which the reference model says these log-probabilities."""
     segments = [Segment("prompt", [1, 2]), Segment("action", [5] * len(references))]
     row = ScoredRow(segments, Objective.CROSS_ENTROPY, outputs={"reference": [NAN, NAN, *references]})
-    return Episode("e", Task("t"), Outcome.completed(), rows=[row], reward=reward)
+    return Episode("e", Task("t"), Outcome.complete(), rows=[row], reward=reward)
 
 
 def group(*members):
@@ -43,7 +43,7 @@ def step(learner, groups, logprobs):
 
 
 def loss_of(learner, rows, outputs, cut=None):
-    denominators = learner.denominators(rows)
+    normalizers = learner.loss_normalizers(rows)
     total, summed = 0.0, {}
     cut = cut or len(rows)
     for start in range(0, len(rows), cut):
@@ -52,7 +52,7 @@ def loss_of(learner, rows, outputs, cut=None):
         values = torch.full(batch.token_ids.shape, NAN)
         for line, own in zip(values, outputs[start : start + cut], strict=True):
             line[: len(own)] = torch.from_numpy(own)
-        loss, metrics = learner.loss("actor", Outputs(values), batch, denominators)
+        loss, metrics = learner.loss("actor", Outputs(values), batch, normalizers)
         total += loss.item()
         for name, (a, b) in metrics.items():
             summed[name] = (summed.get(name, (0, 0))[0] + a, summed.get(name, (0, 0))[1] + b)
@@ -100,7 +100,7 @@ def test_of_a_sampled_group_the_best_and_the_worst_are_a_pair():
     rows = make().prepare(scored([group(*members), group(answer(1.0, [-1.0]), answer(1.0, [-1.0]))]))
     assert [len(row.token_ids) for row in rows] == [4, 5]
     assert [row.arrays["chosen"][0] for row in rows] == [1.0, 0.0]
-    assert {row.batch_unit for row in rows} == {0}
+    assert {row.microbatch_key for row in rows} == {0}
 
 
 def test_only_answers_have_a_gradient_and_fillers_none():

@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envgym.learner import trajectories
-from envgym.learners.advantages import standardised as standardised_against
+from envgym.learners.advantages import standardize as standardize_against
 from envgym.learners.grpo import GRPO, GRPOConfig
 from envgym.types import Episode, Group, Outcome, Row, Segment, Task
 
 REWARDS = st.floats(-1e6, 1e6, allow_subnormal=False)
 
 
-def standardised(rewards, eps):
-    return standardised_against(rewards, rewards, eps)
+def standardize(rewards, eps):
+    return standardize_against(rewards, rewards, eps)
 
 
 def group(*rewards, n_rows=1, id="g"):
@@ -24,7 +24,7 @@ def group(*rewards, n_rows=1, id="g"):
 
 def episode(reward, n_rows=1):
     row = [Segment("prompt", [1, 2]), Segment("action", [3, 4, 5], logprobs=[-0.1, -0.2, -0.3])]
-    return Episode("e", Task("t"), Outcome.completed(), rows=[Row(row) for _ in range(n_rows)], reward=reward)
+    return Episode("e", Task("t"), Outcome.complete(), rows=[Row(row) for _ in range(n_rows)], reward=reward)
 
 
 def advantages(rows):
@@ -47,36 +47,36 @@ def advantages(rows):
     ],
 )
 def test_by_hand(rewards, expected):
-    assert standardised(rewards, 0.0) == pytest.approx(expected, abs=1e-12)
+    assert standardize(rewards, 0.0) == pytest.approx(expected, abs=1e-12)
 
 
 def test_eps_is_added_to_the_standard_deviation():
-    assert standardised([1, 2, 3], 1.0) == pytest.approx([-0.5, 0, 0.5])
+    assert standardize([1, 2, 3], 1.0) == pytest.approx([-0.5, 0, 0.5])
 
 
 @given(st.lists(REWARDS, min_size=2, max_size=16), st.floats(1e-8, 1))
 def test_is_the_formula(rewards, eps):
     r = np.array(rewards)
     expected = (r - r.mean()) / (r.std(ddof=1) + eps) if len(set(rewards)) > 1 else np.zeros(len(r))
-    np.testing.assert_allclose(standardised(rewards, eps), expected, rtol=1e-6, atol=1e-4)
+    np.testing.assert_allclose(standardize(rewards, eps), expected, rtol=1e-6, atol=1e-4)
 
 
 @given(REWARDS, st.integers(1, 16))
 def test_equal_rewards_give_exactly_zero(reward, n):
     # 0.1 summed ten times is not ten times 0.1: a mean that is off by one bit must not make an advantage.
-    assert standardised([reward] * n, 1e-6) == [0.0] * n
+    assert standardize([reward] * n, 1e-6) == [0.0] * n
 
 
 @given(st.lists(REWARDS, min_size=2, max_size=8), st.floats(-1e3, 1e3))
 def test_does_not_change_when_all_rewards_are_shifted(rewards, shift):
     shifted = [reward + shift for reward in rewards]
     if len(set(shifted)) == len(set(rewards)):
-        np.testing.assert_allclose(standardised(shifted, 1e-3), standardised(rewards, 1e-3), atol=1e-4)
+        np.testing.assert_allclose(standardize(shifted, 1e-3), standardize(rewards, 1e-3), atol=1e-4)
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1e200])
 def test_rewards_of_any_finite_size(scale):
-    assert standardised([scale, 2 * scale, 3 * scale], 0.0) == pytest.approx([-1, 0, 1])
+    assert standardize([scale, 2 * scale, 3 * scale], 0.0) == pytest.approx([-1, 0, 1])
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,15 @@ def test_rewards_of_any_finite_size(scale):
     ],
 )
 def test_rewards_next_to_the_largest_number_do_not_overflow(rewards, expected):
-    assert standardised(rewards, 1e-6) == pytest.approx(expected, rel=1e-12)
+    assert standardize(rewards, 1e-6) == pytest.approx(expected, rel=1e-12)
 
 
 def test_ragged_groups_are_standardised_each_by_itself():
     """Failed members have left; the others are compared with each other only."""
     rows = GRPO(GRPOConfig(name="grpo")).prepare(trajectories([group(1, 0, 0, 0), group(10, 20, 30), group(5, 5)]))
     assert advantages(rows) == pytest.approx([1.5, -0.5, -0.5, -0.5, -1, 0, 1, 0, 0], abs=1e-5)
-    assert [row.group for row in rows] == [0] * 4 + [1] * 3 + [2] * 2
-    assert [row.episode for row in rows] == [row.batch_unit for row in rows] == list(range(9))
+    assert [row.group_index for row in rows] == [0] * 4 + [1] * 3 + [2] * 2
+    assert [row.episode_index for row in rows] == [row.microbatch_key for row in rows] == list(range(9))
 
 
 def test_an_episode_without_a_reward_is_in_no_mean():
@@ -110,7 +110,7 @@ def test_rows_of_an_episode_share_its_advantage_and_its_index():
     two = group(0.0, 1.0)
     two.episodes[1] = episode(1.0, n_rows=3)
     rows = GRPO(GRPOConfig(name="grpo")).prepare(trajectories([two]))
-    assert [row.episode for row in rows] == [0, 1, 1, 1]
+    assert [row.episode_index for row in rows] == [0, 1, 1, 1]
     assert advantages(rows) == pytest.approx([-(2**-0.5)] + [2**-0.5] * 3, rel=1e-5)
 
 
@@ -118,8 +118,8 @@ def test_rows_of_an_episode_share_its_advantage_and_its_index():
 @given(st.permutations(range(5)))
 def test_order_within_a_group_does_not_matter(order):
     rewards = [0.0, 0.25, 0.5, 0.5, 1.0]
-    moved = standardised([rewards[i] for i in order], 1e-6)
-    assert moved == [standardised(rewards, 1e-6)[i] for i in order]
+    moved = standardize([rewards[i] for i in order], 1e-6)
+    assert moved == [standardize(rewards, 1e-6)[i] for i in order]
 
 
 def test_needs_two_members():

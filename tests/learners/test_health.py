@@ -38,8 +38,8 @@ def row(ratios, *, advantages=None, sampled=None, reference=None, unit=0):
         old_logprobs=tokens(old[1:] if sampled is None else sampled),
         objective=Objective.POLICY_GRADIENT,
         arrays=arrays,
-        batch_unit=unit,
-        episode=unit,
+        microbatch_key=unit,
+        episode_index=unit,
     )
 
 
@@ -117,7 +117,7 @@ def group(*rewards, lengths=None):
     for reward, length in zip(rewards, lengths or [2] * len(rewards), strict=True):
         segments = [Segment("prompt", [1]), Segment("action", [2] * length, logprobs=[-1.0] * length)]
         one = ScoredRow(segments, turns=[Turn(reward, "stop")], outputs={"reference": [-1.0] * (length + 1)})
-        episodes.append(Episode("e", Task("t"), Outcome.completed(), rows=[one], reward=reward))
+        episodes.append(Episode("e", Task("t"), Outcome.complete(), rows=[one], reward=reward))
     return Group("g", Task("t"), episodes)
 
 
@@ -137,7 +137,7 @@ def test_advantages_of_no_token():
     learner = make("dr_grpo", shaping={"overlong_filter": True})
     cut = group(0.0, 1.0)
     for episode in cut.episodes:
-        episode.outcome = Outcome.truncated("length")
+        episode.outcome = Outcome.truncate("length")
     assert learner.metrics(learner.prepare(scored([cut]))) == {"learner/episodes": 2.0}
 
 
@@ -148,11 +148,11 @@ def test_an_adaptive_coefficient_follows_the_measured_kl(place):
     rows = learner.prepare(scored([group(0.0, 1.0)]))
     record = learner.metrics(rows) | {"policy/kl": 0.3}
     assert record["policy/kl_coef"] == 0.5
-    learner.observe(record)
+    learner.on_step_end(record)
     expected = 0.5 * (1 + 0.2 * 2 / 100)
     assert learner.kl_coef == pytest.approx(expected)
     again = make("grpo", kl={"coef": 0.5, "target": 0.1, "horizon": 100, "place": place})
-    again.load_state(learner.state())
+    again.load_state_dict(learner.state_dict())
     rows = again.prepare(scored([group(0.0, 1.0)]))
     assert again.metrics(rows)["policy/kl_coef"] == pytest.approx(expected)
     if place == "loss":  # the worker's own learner knows nothing of it but what the rows carry
@@ -175,11 +175,11 @@ def test_the_loss_uses_the_coefficient_that_the_rows_carry():
 def test_a_step_that_measured_no_kl_leaves_the_coefficient_alone():
     """While the critic warms up, the actor is not asked."""
     learner = make("ppo", kl={"coef": 0.5, "target": 0.1}, critic_warmup_steps=3)
-    learner.observe({"learner/episodes": 2.0})
+    learner.on_step_end({"learner/episodes": 2.0})
     assert learner.kl_coef == 0.5
 
 
 def test_a_fixed_coefficient_stays():
     learner = make("grpo", kl={"coef": 0.5})
-    learner.observe({"learner/episodes": 2.0, "policy/kl": 9.0})
+    learner.on_step_end({"learner/episodes": 2.0, "policy/kl": 9.0})
     assert learner.kl_coef == 0.5

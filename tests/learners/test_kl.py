@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envgym.learners.losses import kl_estimate
-from envgym.learners.policy_gradient import adapted
+from envgym.learners.policy_gradient import adapt_kl_coef
 
 LOGPROBS = st.floats(-30, 0)
 
@@ -81,16 +81,16 @@ def test_the_gradient_of_k3_leads_to_the_reference_also_beyond_its_bound(log_rat
     ],
 )
 def test_the_controller(kl, coefficient):
-    assert adapted(0.5, kl, target=0.1, horizon=1000, episodes=50) == pytest.approx(coefficient, rel=1e-12)
+    assert adapt_kl_coef(0.5, kl, target=0.1, horizon=1000, episodes=50) == pytest.approx(coefficient, rel=1e-12)
 
 
 def test_a_coefficient_stays_positive_however_many_episodes_a_step_has():
-    assert adapted(0.5, 0.0, target=0.1, horizon=10, episodes=1000) == 0.0
+    assert adapt_kl_coef(0.5, 0.0, target=0.1, horizon=10, episodes=1000) == 0.0
 
 
 def test_the_controller_finds_the_coefficient_that_keeps_the_target():
     """A policy whose KL is 0.02 / coefficient settles at 0.2."""
     coefficient = 1.0
     for _ in range(400):
-        coefficient = adapted(coefficient, 0.02 / coefficient, target=0.1, horizon=1000, episodes=256)
+        coefficient = adapt_kl_coef(coefficient, 0.02 / coefficient, target=0.1, horizon=1000, episodes=256)
     assert coefficient == pytest.approx(0.2, rel=0.01)

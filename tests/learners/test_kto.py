@@ -21,7 +21,7 @@ def sigmoid(x):
 
 def answer(prompt, tokens, reward):
     row = Row([Segment("prompt", prompt), Segment("action", tokens)], Objective.CROSS_ENTROPY)
-    return Group("g", Task("t"), [Episode("e", Task("t"), Outcome.completed(), [row], reward)])
+    return Group("g", Task("t"), [Episode("e", Task("t"), Outcome.complete(), [row], reward)])
 
 
 GROUPS = [answer([1, 2], [11, 12], 1.0), answer([3], [13], 0.0), answer([4, 5, 6], [14, 15, 16], 1.0)]
@@ -30,7 +30,7 @@ GROUPS = [answer([1, 2], [11, 12], 1.0), answer([3], [13], 0.0), answer([4, 5, 6
 def prepared(learner, groups, actor, reference):
     """Rows of which these functions of a token say the log-probabilities."""
     found = trajectories(groups)
-    for row in learner.to_score(found):
+    for row in learner.samples_to_score(found):
         for name, says in (("actor", actor), ("reference", reference)):
             row.arrays[name] = np.array([says(token) for token in row.token_ids], np.float32)
     return learner.prepare(found)
@@ -38,7 +38,7 @@ def prepared(learner, groups, actor, reference):
 
 def test_each_prompt_is_followed_by_the_answer_before_it():
     learner = KTO(KTOConfig(name="kto"))
-    rows = learner.to_score(trajectories(GROUPS))
+    rows = learner.samples_to_score(trajectories(GROUPS))
     assert [row.token_ids.tolist() for row in rows[1::2]] == [[1, 2, 14, 15, 16], [3, 11, 12], [4, 5, 6, 13]]
     assert [row.loss_weights.tolist() for row in rows[1::2]] == [[0, 0, 1, 1, 1], [0, 1, 1], [0, 0, 0, 1]]
 
@@ -52,11 +52,11 @@ def test_the_loss_by_hand(cut):
     assert [set(row.arrays) for row in rows] == [{"reference", "good", "baseline"}] * 3
     assert rows[0].arrays["baseline"][0] == pytest.approx(0.5)
     now = {11: 1.0, 12: 0.0, 13: -1.0, 14: 0.5, 15: 0.5, 16: 0.5}
-    total, denominators = 0.0, learner.denominators(rows)
+    total, normalizers = 0.0, learner.loss_normalizers(rows)
     for start in range(0, 3, cut):
         batch = pad(rows[start : start + cut], CPU)
         says = torch.tensor([[-3.0 + now.get(int(t), float("nan")) for t in line] for line in batch.token_ids])
-        total += learner.loss("actor", Outputs(says), batch, denominators)[0].item()
+        total += learner.loss("actor", Outputs(says), batch, normalizers)[0].item()
     losses = [1.5 * (1 - sigmoid(2 * (1.0 - 0.5))), 0.5 * (1 - sigmoid(2 * (0.5 + 1.0))), 1.5 * (1 - sigmoid(2 * 1.0))]
     assert total == pytest.approx(sum(losses) / 3, rel=1e-6)
 
@@ -85,5 +85,5 @@ def test_a_step_tells_the_share_that_moved_the_right_way():
     rows = prepared(learner, GROUPS, lambda t: -3.0, lambda t: -3.0)
     batch = pad(rows, CPU)
     says = torch.tensor([[-2.0] * batch.token_ids.shape[1]] * 2 + [[-4.0] * batch.token_ids.shape[1]])
-    metrics = learner.loss("actor", Outputs(says), batch, learner.denominators(rows))[1]
+    metrics = learner.loss("actor", Outputs(says), batch, learner.loss_normalizers(rows))[1]
     assert metrics["preference/accuracy"] == (1.0, 3.0)

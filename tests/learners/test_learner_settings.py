@@ -94,9 +94,9 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize(("words", "message"), CONTRADICTIONS.items(), ids=map(" ".join, CONTRADICTIONS))
 def test_contradictions_are_refused_in_one_line(words, message):
-    from envgym.config.words import parse_words
+    from envgym.config.words import parse_overrides
 
-    settings = parse_words([f"learner.{word}" for word in words])
+    settings = parse_overrides([f"learner.{word}" for word in words])
     with pytest.raises(ConfigError) as refused:
         resolve({"env": "math_verify", **settings}, recipe="grpo")
     assert message in str(refused.value)

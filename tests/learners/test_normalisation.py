@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envgym.learner import trajectories
-from envgym.learners.advantages import normalised, without_variance
+from envgym.learners.advantages import no_signal_masks, normalize_advantages
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
 
@@ -21,30 +21,32 @@ def test_batch_by_hand():
     """1, 1, 3, 5, 5, 5: mean 10/3, variance (2 * 49 + 1 + 3 * 25) / 9 / 6 = 174/54. Long episodes count for more."""
     std = (174 / 54) ** 0.5
     expected = [[-7 / 3 / std] * 2, [-1 / 3 / std], [5 / 3 / std] * 3]
-    assert flat(normalised(GROUPS, "batch")) == [pytest.approx(episode, rel=1e-6) for episode in expected]
+    assert flat(normalize_advantages(GROUPS, "batch")) == [pytest.approx(episode, rel=1e-6) for episode in expected]
 
 
 def test_group_by_hand():
     """1, 1, 3: mean 5/3, variance (4 + 4 + 16) / 9 / 3 = 8/9. The other group does not vary."""
     std = (8 / 9) ** 0.5
     expected = [[-2 / 3 / std] * 2, [4 / 3 / std], [0.0] * 3]
-    assert flat(normalised(GROUPS, "group")) == [pytest.approx(episode, rel=1e-6) for episode in expected]
+    assert flat(normalize_advantages(GROUPS, "group")) == [pytest.approx(episode, rel=1e-6) for episode in expected]
 
 
 def test_the_mean_of_a_batch_alone_by_hand():
     """1, 1, 3, 5, 5, 5: mean 10/3. The spread stays."""
     expected = [[-7 / 3] * 2, [-1 / 3], [5 / 3] * 3]
-    assert flat(normalised(GROUPS, "batch_mean")) == [pytest.approx(episode, rel=1e-12) for episode in expected]
+    assert flat(normalize_advantages(GROUPS, "batch_mean")) == [
+        pytest.approx(episode, rel=1e-12) for episode in expected
+    ]
 
 
 def test_none_changes_nothing():
-    assert flat(normalised(GROUPS, "none")) == flat(GROUPS)
+    assert flat(normalize_advantages(GROUPS, "none")) == flat(GROUPS)
 
 
 @given(st.lists(st.lists(st.floats(-100, 100), max_size=5), min_size=1, max_size=6))
 def test_is_the_formula(papers, episodes):
     tokens = [token for episode in episodes for token in episode]
-    [result] = normalised([[np.array(episode, np.float64) for episode in episodes]], "batch")
+    [result] = normalize_advantages([[np.array(episode, np.float64) for episode in episodes]], "batch")
     if len(set(tokens)) < 2:
         assert not any(episode.any() for episode in result)
     else:
@@ -55,7 +57,7 @@ def test_is_the_formula(papers, episodes):
 @pytest.mark.parametrize("n", range(1, 12))
 def test_equal_advantages_become_exactly_0(scope, n):
     """0.1, whose mean over three tokens is not 0.1 in floating point."""
-    assert flat(normalised([[np.full(n, 0.1), np.full(3, 0.1)]], scope)) == [[0.0] * n, [0.0] * 3]
+    assert flat(normalize_advantages([[np.full(n, 0.1), np.full(3, 0.1)]], scope)) == [[0.0] * n, [0.0] * 3]
 
 
 def episode(turns, segments):
@@ -63,7 +65,7 @@ def episode(turns, segments):
     row = Row([Segment("prompt", [1])], turns=[Turn(paid, StopReason.STOP) for paid in turns])
     for length in segments:
         row.segments += [Segment("action", [2] * length, logprobs=[-0.1] * length), Segment("feedback", [3])]
-    return Episode("e", Task("t"), Outcome.completed(), rows=[row], reward=float(sum(turns)))
+    return Episode("e", Task("t"), Outcome.complete(), rows=[row], reward=float(sum(turns)))
 
 
 def prepared(name, *groups, **settings):
@@ -103,13 +105,13 @@ def test_one_member_with_an_advantage_gives_the_turn_variance():
     """Of three members the third is at the mean: its tokens count all the same. The second turn has no variance, and
     the third is reached by one member alone."""
     group = [np.array([1.0, 1.0, 0.0, 0.0]), np.array([-1.0, 0.0]), np.array([0.0, 0.0, 0.0, 0.5])]
-    masks = without_variance(group, [[2, 4], [1, 2], [2, 3, 4]])
+    masks = no_signal_masks(group, [[2, 4], [1, 2], [2, 3, 4]])
     assert [mask.tolist() for mask in masks] == [
         [False, False, True, True],
         [False, True],
         [False, False, True, False],
     ]
-    assert without_variance([], []) == []
+    assert no_signal_masks([], []) == []
 
 
 def test_without_a_baseline_from_the_group_equal_rewards_say_something():
@@ -121,5 +123,5 @@ def test_without_a_baseline_from_the_group_equal_rewards_say_something():
 
 @pytest.mark.parametrize("scope", ["batch", "group", "none"])
 def test_nothing_to_normalise(scope):
-    assert normalised([], scope) == []
-    assert flat(normalised([[np.zeros(0)]], scope)) == [[]]
+    assert normalize_advantages([], scope) == []
+    assert flat(normalize_advantages([[np.zeros(0)]], scope)) == [[]]

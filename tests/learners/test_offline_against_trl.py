@@ -40,7 +40,7 @@ def make(trl):
 def episode(batch, row, reward, metrics):
     segments = [Segment("prompt", [3]), Segment("action", [8 + row, *[2] * (batch["lengths"][row] - 1)])]
     made = Row(segments, Objective.CROSS_ENTROPY)
-    return Episode(str(row), Task("t"), Outcome.completed(), [made], reward, metrics=metrics)
+    return Episode(str(row), Task("t"), Outcome.complete(), [made], reward, metrics=metrics)
 
 
 def groups_of(trl, batch):
@@ -68,7 +68,7 @@ def step(trl, *, averaged=False):
     batch, learner = BATCHES[trl["batch"]], make(trl)
     groups = trajectories(groups_of(trl, batch))
     matched = [trajectory.samples[0] for group in groups for trajectory in group]
-    for sample in learner.to_score(groups):
+    for sample in learner.samples_to_score(groups):
         own = any(sample is one for one in matched)
         sample.arrays["reference"] = numbers(sample, batch["reference" if own else "mismatched_reference"])
         if trl["case"] == "kto":
@@ -90,7 +90,7 @@ def step(trl, *, averaged=False):
     scale = torch.tensor([len(row.token_ids) - 1.0 for row in rows])[:, None] if averaged else 1.0
     padded.arrays = {k: v / scale if k == "reference" else v for k, v in padded.arrays.items()}
     outputs = Outputs(values=said) if "reward" in trl["case"] else Outputs(said / scale)
-    loss, _ = learner.loss("actor", outputs, padded, learner.denominators(rows))
+    loss, _ = learner.loss("actor", outputs, padded, learner.loss_normalizers(rows))
     loss.backward()
     gradient = {}
     for line, row in zip(said.grad, rows, strict=True):

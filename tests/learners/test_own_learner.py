@@ -52,7 +52,7 @@ def group(*members):
         for _ in paid:
             segments += [Segment("action", [2, 3], logprobs=[-1.0, -1.0]), Segment("feedback", [4])]
         row = Row(segments[:-1], turns=[Turn(reward, "stop") for reward in paid])
-        episodes.append(Episode("e", Task("t"), Outcome.completed(), rows=[row], reward=sum(paid)))
+        episodes.append(Episode("e", Task("t"), Outcome.complete(), rows=[row], reward=sum(paid)))
     return Group("g", Task("t"), episodes)
 
 
@@ -62,7 +62,7 @@ def step(learner, groups):
     batch = pad(rows, CPU)
     logprobs = torch.where(batch.loss_weights > 0, -1.0, float("nan")).requires_grad_()
     outputs = Outputs(logprobs=logprobs, entropy=-logprobs)
-    loss, _ = learner.loss("actor", outputs, batch, learner.denominators(rows))
+    loss, _ = learner.loss("actor", outputs, batch, learner.loss_normalizers(rows))
     loss.backward()
     return loss.item(), logprobs.grad[batch.loss_weights > 0].tolist()
 
@@ -105,7 +105,7 @@ def test_its_rows_of_two_objectives_have_a_denominator_each(own):
     learner = kind(kind.Config(name=own))
     rows = learner.prepare(trajectories([group([1.0], [0.0])]))
     rows[1].objective = Objective.CROSS_ENTROPY
-    assert learner.denominators(rows) == {Objective.POLICY_GRADIENT: 2.0, Objective.CROSS_ENTROPY: 2.0}
+    assert learner.loss_normalizers(rows) == {Objective.POLICY_GRADIENT: 2.0, Objective.CROSS_ENTROPY: 2.0}
 
 
 @pytest.mark.parametrize("credit", ["episode", "turn"])

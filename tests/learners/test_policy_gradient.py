@@ -92,7 +92,7 @@ class Rollout:
         weights = self.rng.choice(choices, n)
         rewards = self.rng.normal(0, 1, len(lengths)).round(2).tolist()
         ends = self.rng.normal(0, 1, 2)  # what the critic said and says of the last state
-        outcome = Outcome.truncated("turns") if self.rng.random() < 0.3 else Outcome.completed()
+        outcome = Outcome.truncate("turns") if self.rng.random() < 0.3 else Outcome.complete()
         rows, models, start = [], [], 0
         for turn, length in enumerate(lengths):
             if turn == 0 or self.split:
@@ -138,18 +138,18 @@ class Step:
         self.models = [{name: array.copy() for name, array in of.items()} for of in rollout.models]
         if change is not None:
             change(self.rows, self.models)
-        self.denominators = learner.denominators(self.rows)
+        self.loss_normalizers = learner.loss_normalizers(self.rows)
         self.metrics = {}
         self.loss, self.gradient = {}, {}
         for role in ("actor", "critic") if "critic" in learner.roles else ("actor",):
             self.loss[role], self.gradient[role] = self.learn(learner, role, cut, padding)
 
     def learn(self, learner, role, cut, padding):
-        units = list(dict.fromkeys(row.batch_unit for row in self.rows))
+        units = list(dict.fromkeys(row.microbatch_key for row in self.rows))
         total, gradients = 0.0, {}
         for start in range(0, len(units), cut or len(units)):
             mine = set(units[start : start + (cut or len(units))])
-            numbers = [i for i, row in enumerate(self.rows) if row.batch_unit in mine]
+            numbers = [i for i, row in enumerate(self.rows) if row.microbatch_key in mine]
             part = [self.rows[i] for i in numbers]
             length = max(len(row.token_ids) for row in part) + padding
             batch = pad(part, CPU, length)
@@ -162,7 +162,7 @@ class Step:
                 outputs = Outputs(logprobs=leaves["new"], entropy=leaves["entropy"])
             else:
                 outputs = Outputs(values=leaves["new_value"])
-            loss, metrics = learner.loss(role, outputs, batch, self.denominators)
+            loss, metrics = learner.loss(role, outputs, batch, self.loss_normalizers)
             if loss.requires_grad:
                 loss.backward()
             total += loss.item()
@@ -183,7 +183,7 @@ class Step:
         """{(what, episode): gradient}, whatever rows the episode's tokens are in."""
         found = {}
         for (name, i), line in self.gradient[role].items():
-            found.setdefault((name, self.rows[i].episode), []).append(line)
+            found.setdefault((name, self.rows[i].episode_index), []).append(line)
         return {key: np.concatenate(lines) for key, lines in found.items()}
 
     def assert_same(self, other, rtol=2e-5, atol=2e-7):
@@ -207,7 +207,7 @@ def as_papers(papers, learner, rollout, rows, models):
     """The step's episodes as the papers speak of them."""
     episodes = {}
     for row, written, model in zip(rows, rollout.rows, models, strict=True):
-        tokens = episodes.setdefault(row.episode, [])
+        tokens = episodes.setdefault(row.episode_index, [])
         old = written.says["actor"] if learner.config.recomputes else row.old_logprobs
         weights = [weight for segment in written.segments for weight in segment.loss_weights]
         for t in np.flatnonzero(row.loss_weights > 0):
@@ -320,7 +320,7 @@ def test_nothing_at_a_dropped_place_reaches_anything(algorithm, policy_loss, agg
     learner = combined(algorithm, policy_loss, aggregation, kind, kl={"coef": 0.1, "place": "loss"})
 
     def first_token(rows):
-        at = next(i for i, row in enumerate(rows) if row.episode == 3)
+        at = next(i for i, row in enumerate(rows) if row.episode_index == 3)
         return at, np.flatnonzero(rows[at].loss_weights > 0)[0]
 
     def drop(rows, models):
@@ -407,8 +407,8 @@ def test_a_group_that_shrank_below_two_is_left_out(algorithm):
     for episode in rollout.groups[1].episodes[1:]:
         episode.reward = None
     rows = make_learner(algorithm).prepare(scored(rollout.groups))
-    assert {row.group for row in rows} == {0, 2}
-    assert len({row.episode for row in rows}) == 6
+    assert {row.group_index for row in rows} == {0, 2}
+    assert len({row.episode_index for row in rows}) == 6
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -440,16 +440,16 @@ def test_groups_without_variance_move_nothing(algorithm, aggregation, norm):
     assert not any(gradient.any() for gradient in step.gradient["actor"].values())
 
 
-# -- units and denominators -------------------------------------------------------------------------------
+# -- units and normalizers -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_rows_of_an_episode_are_one_unit(algorithm):
     """So that the ratio of an episode is whole in its micro-batch, and the units are as small as that allows."""
     rows = prepared(make_learner(algorithm), Rollout(split=True))
-    assert [row.batch_unit for row in rows] == [row.episode for row in rows]
-    assert [row.episode for row in rows] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 5, 5, 6, 6, 6, 7]
-    assert [row.group for row in rows] == [0] * 6 + [1] * 3 + [2] * 6
+    assert [row.microbatch_key for row in rows] == [row.episode_index for row in rows]
+    assert [row.episode_index for row in rows] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 5, 5, 6, 6, 6, 7]
+    assert [row.group_index for row in rows] == [0] * 6 + [1] * 3 + [2] * 6
 
 
 def test_denominators():
@@ -465,7 +465,7 @@ def test_denominators():
     for aggregation, denominator in expected.items():
         learner = make_learner("rloo", aggregation=aggregation, constant_length=7)
         rows = [*learner.prepare(scored(Rollout(SHAPE[:2]).groups)), text]
-        assert learner.denominators(rows) == {
+        assert learner.loss_normalizers(rows) == {
             Objective.POLICY_GRADIENT: denominator,
             Objective.CROSS_ENTROPY: float(len(text.token_ids)),
         }
@@ -485,7 +485,7 @@ def test_an_episode_without_action_tokens_counts_as_an_episode_and_divides_by_no
     rollout.groups[0].episodes[0].rows[0].segments[1].loss_weights = [0.0] * 3
     learner = make_learner("grpo", aggregation="sequence")
     step = Step(learner, rollout)
-    assert step.denominators == {Objective.POLICY_GRADIENT: 2.0}
+    assert step.loss_normalizers == {Objective.POLICY_GRADIENT: 2.0}
     assert math.isfinite(step.loss["actor"])
     assert not step.gradient["actor"]["new", 0].any()
 
@@ -498,13 +498,13 @@ def test_pretraining_rows_are_weighed_by_their_coefficient_and_teach_the_critic_
     batch = pad([row], CPU, 9)
     logprobs = torch.where(batch.loss_weights > 0, math.log(0.5), float("nan")).requires_grad_()
     outputs = Outputs(logprobs=logprobs, entropy=-logprobs)
-    denominators = {Objective.CROSS_ENTROPY: 8 * float(batch.loss_weights.sum() / 4), Objective.POLICY_GRADIENT: 3.0}
-    loss, metrics = learner.loss("actor", outputs, batch, denominators)
+    normalizers = {Objective.CROSS_ENTROPY: 8 * float(batch.loss_weights.sum() / 4), Objective.POLICY_GRADIENT: 3.0}
+    loss, metrics = learner.loss("actor", outputs, batch, normalizers)
     loss.backward()
     assert loss.item() == pytest.approx(0.1 * 4 * math.log(2) / 8)
     assert logprobs.grad.isfinite().all()
     assert set(metrics) == {"pretrain/loss"}
     assert metrics["pretrain/loss"][0] / metrics["pretrain/loss"][1] == pytest.approx(math.log(2))
-    loss, metrics = learner.loss("critic", Outputs(values=torch.full_like(logprobs, float("nan"))), batch, denominators)
+    loss, metrics = learner.loss("critic", Outputs(values=torch.full_like(logprobs, float("nan"))), batch, normalizers)
     assert loss.item() == 0
     assert metrics == {}

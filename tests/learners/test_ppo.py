@@ -54,10 +54,10 @@ def episode(values, rewards, *, feedback=0, outcome=None, end=NAN, logprobs=None
         for row in rows:
             row.outputs["reference"] = [NAN] * len(row.token_ids)
         [row] = rows
-        places = np.flatnonzero(np.isfinite(TrainSample.of(row).old_logprobs))
+        places = np.flatnonzero(np.isfinite(TrainSample.from_row(row).old_logprobs))
         for place, reference in zip(places, [x for own in references for x in own], strict=True):
             row.outputs["reference"][place] = reference
-    return Episode("e", Task("t"), outcome or Outcome.completed(), rows=rows, reward=math.fsum(rewards))
+    return Episode("e", Task("t"), outcome or Outcome.complete(), rows=rows, reward=math.fsum(rewards))
 
 
 def learned(learner, *episodes):
@@ -67,7 +67,7 @@ def learned(learner, *episodes):
     for row in rows:
         for name in ("advantages", "returns", "values"):
             tokens = row.arrays[name][row.loss_weights > 0].tolist()
-            found.setdefault(row.episode, {}).setdefault(name, []).extend(tokens)
+            found.setdefault(row.episode_index, {}).setdefault(name, []).extend(tokens)
     return [tuple(of[name] for name in ("advantages", "returns", "values")) for of in found.values()]
 
 
@@ -100,7 +100,7 @@ def test_advantages_and_returns_are_the_papers(papers, turns, feedback, split, g
     """Per-turn rewards on the last token of their own turn (a turn without tokens pays on the one before it); after a
     cut the value of what would have come counts, if it is asked for."""
     values, rewards = [of for of, _ in turns], [reward for _, reward in turns]
-    outcome = Outcome.truncated("turns") if cut else Outcome.completed()
+    outcome = Outcome.truncate("turns") if cut else Outcome.complete()
     learner = make(gamma=gamma, gae_lambda=lam, bootstrap_truncated=bootstrap)
     played = episode(values, rewards, feedback=feedback, split=split, outcome=outcome, end=0.7)
     [(advantages, returns, _)] = learned(learner, played)
@@ -117,10 +117,10 @@ def test_advantages_and_returns_are_the_papers(papers, turns, feedback, split, g
 @pytest.mark.parametrize(
     ("outcome", "bootstrap", "last"),
     [
-        (Outcome.completed(), False, 0.5),
-        (Outcome.completed(), True, 0.5),
-        (Outcome.truncated("length"), False, 0.5),
-        (Outcome.truncated("length"), True, 0.5 + 3.0),
+        (Outcome.complete(), False, 0.5),
+        (Outcome.complete(), True, 0.5),
+        (Outcome.truncate("length"), False, 0.5),
+        (Outcome.truncate("length"), True, 0.5 + 3.0),
     ],
 )
 def test_only_a_truncated_episode_would_have_gone_on(outcome, bootstrap, last):
@@ -159,10 +159,10 @@ def test_advantages_are_normalised_but_returns_are_not():
 def test_the_critic_is_a_model_of_its_own_that_scores_and_learns():
     roles = make(critic_warmup_steps=7, minibatches=2, entropy_coef=0.1).roles
     assert (roles["critic"].trained, roles["critic"].scored, roles["critic"].head) == (True, True, "scalar")
-    assert roles["critic"].idle_steps == 0
-    assert roles["actor"].idle_steps == 7
+    assert roles["critic"].frozen_steps == 0
+    assert roles["actor"].frozen_steps == 7
     assert (roles["actor"].scored, roles["actor"].entropy) == (True, True)
-    assert make().roles["actor"].idle_steps == 0
+    assert make().roles["actor"].frozen_steps == 0
 
 
 def critic_step(learner, rows, now):
@@ -172,7 +172,7 @@ def critic_step(learner, rows, now):
     said = torch.tensor(now)
     outputs[:, :-1][batch.loss_weights[:, 1:] > 0] = said
     outputs.requires_grad_()
-    loss, metrics = learner.loss("critic", Outputs(values=outputs), batch, learner.denominators(rows))
+    loss, metrics = learner.loss("critic", Outputs(values=outputs), batch, learner.loss_normalizers(rows))
     loss.backward()
     assert outputs.grad.isfinite().all()
     gradient = outputs.grad[:, :-1][batch.loss_weights[:, 1:] > 0]
@@ -229,7 +229,7 @@ def test_explained_variance_is_absent_where_returns_hardly_vary(first, second, i
 def test_a_step_with_a_silent_critic_row():
     """An episode without a token to learn from leaves nothing behind but itself."""
     learner = make(bootstrap_truncated=True)
-    empty = episode([[]], [1.0], outcome=Outcome.truncated("length"), end=2.0)
+    empty = episode([[]], [1.0], outcome=Outcome.truncate("length"), end=2.0)
     rows = learner.prepare(scored([Group("g", Task("t"), [empty, episode([[0.0]], [1.0])])]))
     assert [row.arrays["returns"].tolist() for row in rows] == [[0, 0], [0, 0, 1]]
     assert set(rows[0].arrays) == set(rows[1].arrays) == {"advantages", "returns", "values"}

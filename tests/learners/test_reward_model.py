@@ -23,7 +23,7 @@ def sigmoid(x):
 
 def answer(reward, n, margin=0.0):
     row = Row([Segment("prompt", [1, 2]), Segment("action", [5] * n)], Objective.CROSS_ENTROPY)
-    return Episode("e", Task("t"), Outcome.completed(), [row], reward, metrics={"margin": margin} if margin else {})
+    return Episode("e", Task("t"), Outcome.complete(), [row], reward, metrics={"margin": margin} if margin else {})
 
 
 def pair(n, m, margin=0.0):
@@ -43,8 +43,8 @@ def test_the_head_is_read_at_the_last_token_and_pairs_are_ranked(margin):
     learner = RewardModel(RewardModelConfig(name="reward_model", margin=margin))
     rows = learner.prepare(trajectories([pair(3, 1, 0.5), pair(1, 4, 1.0)]))
     batch, said = values(rows, [2.0, 0.5, -1.0, 1.0])
-    denominators = learner.denominators(rows)
-    loss, metrics = learner.loss("actor", Outputs(values=said), batch, denominators)
+    normalizers = learner.loss_normalizers(rows)
+    loss, metrics = learner.loss("actor", Outputs(values=said), batch, normalizers)
     margins = (0.5, 1.0) if margin else (0.0, 0.0)
     expected = -math.log(sigmoid(1.5 - margins[0])) - math.log(sigmoid(-2.0 - margins[1]))
     assert loss.item() == pytest.approx(expected / 2, rel=1e-6)
@@ -67,7 +67,7 @@ def solution(*labels):
     """A solution of steps of two tokens each."""
     segments = [Segment("prompt", [1, 2]), *(Segment("action", [5, 6]) for _ in labels)]
     row = Row(segments, Objective.CROSS_ENTROPY, [Turn(label, StopReason.STOP) for label in labels])
-    return Group("g", Task("t"), [Episode("e", Task("t"), Outcome.completed(), [row])])
+    return Group("g", Task("t"), [Episode("e", Task("t"), Outcome.complete(), [row])])
 
 
 def test_each_step_is_judged_at_its_end():
@@ -78,7 +78,7 @@ def test_each_step_is_judged_at_its_end():
     assert batch.loss_weights.tolist() == [[0, 0, 0, 1, 0, 0, 0, 1], [0, 0, 0, 1, 0, 0, 0, 0]]
     said = torch.full(batch.token_ids.shape, NAN)
     said[0, 3], said[0, 7], said[1, 3] = 1.0, 2.0, -1.0
-    loss, metrics = learner.loss("actor", Outputs(values=said), batch, learner.denominators(rows))
+    loss, metrics = learner.loss("actor", Outputs(values=said), batch, learner.loss_normalizers(rows))
     expected = -math.log(sigmoid(1.0)) - math.log(sigmoid(-2.0))
     expected += -0.25 * math.log(sigmoid(-1.0)) - 0.75 * math.log(sigmoid(1.0))
     assert loss.item() == pytest.approx(expected / 3, rel=1e-6)

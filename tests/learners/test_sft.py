@@ -18,7 +18,7 @@ def groups(*lengths):
     made = []
     for index, n in enumerate(lengths):
         row = Row([Segment("prompt", [1, 2]), Segment("action", [5] * n)], objective=Objective.CROSS_ENTROPY)
-        made.append(Group(str(index), Task("t"), [Episode("e", Task("t"), Outcome.completed(), rows=[row])]))
+        made.append(Group(str(index), Task("t"), [Episode("e", Task("t"), Outcome.complete(), rows=[row])]))
     return made
 
 
@@ -30,24 +30,24 @@ def sft():
 def test_loss_is_the_token_mean_over_the_step(sft):
     """Four tokens at probability 1/2 and one at 1/4: (4 log 2 + log 4) / 5, not the mean of two row means."""
     rows = sft.prepare(trajectories(groups(4, 1)))
-    denominators = sft.denominators(rows)
-    assert denominators == {Objective.CROSS_ENTROPY: 5.0}
+    normalizers = sft.loss_normalizers(rows)
+    assert normalizers == {Objective.CROSS_ENTROPY: 5.0}
     outputs = torch.tensor([[0, 0, *[np.log(0.5)] * 4], [0, 0, np.log(0.25), 0, 0, 0]]).float()
-    loss, metrics = sft.loss("actor", Outputs(outputs), pad(rows, CPU), denominators)
+    loss, metrics = sft.loss("actor", Outputs(outputs), pad(rows, CPU), normalizers)
     assert loss.item() == pytest.approx(6 * np.log(2) / 5, rel=1e-6)
     assert metrics["loss"] == (pytest.approx(6 * np.log(2), rel=1e-6), 5.0)
 
 
 def test_gradient_is_the_same_in_any_micro_batches(sft):
     rows = sft.prepare(trajectories(groups(3, 1, 4)))
-    denominators = sft.denominators(rows)
+    normalizers = sft.loss_normalizers(rows)
 
     def gradients(cut, length):
         found = []
         for start in range(0, len(rows), cut):
             batch = pad(rows[start : start + cut], CPU, length)
             outputs = torch.full(batch.token_ids.shape, -1.0, requires_grad=True)
-            sft.loss("actor", Outputs(outputs), batch, denominators)[0].backward()
+            sft.loss("actor", Outputs(outputs), batch, normalizers)[0].backward()
             found += [line[:6].tolist() for line in outputs.grad]
         return found
 
@@ -59,7 +59,7 @@ def test_nothing_at_a_masked_place_reaches_loss_or_gradient(sft, bad):
     rows = sft.prepare(trajectories(groups(2, 1)))
     batch = pad(rows, CPU, 6)
     outputs = torch.where(batch.loss_weights > 0, -1.0, bad).requires_grad_()
-    loss, _ = sft.loss("actor", Outputs(outputs), batch, sft.denominators(rows))
+    loss, _ = sft.loss("actor", Outputs(outputs), batch, sft.loss_normalizers(rows))
     loss.backward()
     assert loss.item() == pytest.approx(1.0)
     assert torch.equal(outputs.grad, torch.where(batch.loss_weights > 0, -1 / 3, 0.0))
@@ -72,7 +72,7 @@ def test_prompts_are_not_taught(sft):
 
 def test_episodes_are_units_of_their_own(sft):
     """So that a step can be cut into micro-batches and mini-batches between any two of them."""
-    assert [(row.batch_unit, row.episode) for row in sft.prepare(trajectories(groups(3, 1, 2)))] == [
+    assert [(row.microbatch_key, row.episode_index) for row in sft.prepare(trajectories(groups(3, 1, 2)))] == [
         (0, 0),
         (1, 1),
         (2, 2),
@@ -85,7 +85,7 @@ def test_weights_of_tokens_count(sft):
     group.episodes[0].rows[0].segments[1].loss_weights = [0.5, 1.0]
     rows = sft.prepare(trajectories([group]))
     outputs = torch.tensor([[0.0, 0.0, -4.0, -1.0]])
-    loss, _ = sft.loss("actor", Outputs(outputs), pad(rows, CPU), sft.denominators(rows))
+    loss, _ = sft.loss("actor", Outputs(outputs), pad(rows, CPU), sft.loss_normalizers(rows))
     assert loss.item() == pytest.approx((0.5 * 4 + 1) / 1.5)
 
 

@@ -31,7 +31,7 @@ async def play(env, arms, seed):
     first, second = (Segment("action", [arm], logprobs=[0.0]) for arm in arms)
     segments = [Segment("prompt", [9]), first, Segment("feedback", [8]), second]
     row = Row(segments, turns=[Turn(reward, "stop") for reward in paid])
-    return Episode("e", Task(str(seed)), Outcome.completed(), rows=[row], reward=sum(paid))
+    return Episode("e", Task(str(seed)), Outcome.complete(), rows=[row], reward=sum(paid))
 
 
 def said(table, token_ids):
@@ -63,7 +63,9 @@ async def train(name, credit, *, steps, seed):
         batch = pad(rows, torch.device("cpu"))
         logprobs, entropy = said(table, batch.token_ids)
         batch.old_logprobs = torch.where(batch.old_logprobs.isnan(), batch.old_logprobs, logprobs.detach())
-        loss, _ = learner.loss("actor", Outputs(logprobs=logprobs, entropy=entropy), batch, learner.denominators(rows))
+        loss, _ = learner.loss(
+            "actor", Outputs(logprobs=logprobs, entropy=entropy), batch, learner.loss_normalizers(rows)
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -45,9 +45,9 @@ def converter(tmp_path):
 def test_a_folder_in_16_bit(tiny_model, tmp_path, capsys):
     assert main(["model", "export", str(tiny_model), str(tmp_path / "small")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "small")
-    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny_model, tmp_path / "small"))
-    assert {parameter.dtype for parameter in after.parameters()} == {torch.bfloat16}
-    for old, new in zip(before.parameters(), after.parameters(), strict=True):
+    original, exported = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny_model, tmp_path / "small"))
+    assert {parameter.dtype for parameter in exported.parameters()} == {torch.bfloat16}
+    for old, new in zip(original.parameters(), exported.parameters(), strict=True):
         assert torch.equal(old.bfloat16(), new)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "small")
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(tiny_model).chat_template
@@ -62,13 +62,13 @@ def test_a_reward_model_keeps_its_head(tiny_reward_model, tmp_path):
 def test_gguf_by_the_users_converter(tiny_model, tmp_path, converter, capsys):
     from gguf import GGUFReader
 
-    out = tmp_path / "model.gguf"
-    assert main(["model", "export", str(tiny_model), str(out), "--converter", converter()]) == 0
-    assert capsys.readouterr().out.strip() == str(out)
-    written = GGUFReader(out)
-    assert written.get_field("general.type_of_weights").contents() == "bf16"
+    target = tmp_path / "model.gguf"
+    assert main(["model", "export", str(tiny_model), str(target), "--converter", converter()]) == 0
+    assert capsys.readouterr().out.strip() == str(target)
+    reader = GGUFReader(target)
+    assert reader.get_field("general.type_of_weights").contents() == "bf16"
     template = AutoTokenizer.from_pretrained(tiny_model).chat_template
-    assert written.get_field("tokenizer.chat_template").contents() == template
+    assert reader.get_field("tokenizer.chat_template").contents() == template
     assert sorted(path.name for path in tmp_path.iterdir()) == ["convert.py", "model.gguf"]
 
 
@@ -97,7 +97,7 @@ def test_another_template_is_said(tiny_model, tmp_path, converter, capsys):
 def test_a_mistake_is_one_line(tiny_model, tmp_path, monkeypatch, capsys, words, says):
     monkeypatch.chdir(tmp_path)
     assert main(["model", "export", *(word.replace("MODEL", str(tiny_model)) for word in words)]) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert says in stderr
+    assert stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

@@ -38,12 +38,12 @@ class Letters(envgym.Env):
 
 def program(folder: Path, *words: Any) -> str:
     """Run envgym in `folder`; returns what it printed."""
-    done = subprocess.run(
+    process = subprocess.run(
         [ENVGYM, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=280, check=False
     )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    assert done.stderr == ""
-    return done.stdout
+    assert process.returncode == 0, f"{process.stdout[-2000:]}\n{process.stderr[-2000:]}"
+    assert process.stderr == ""
+    return process.stdout
 
 
 def train(folder: Path, model: Path, *words: Any) -> Path:
@@ -76,9 +76,9 @@ def test_sampler_and_trainer_are_the_same_policy(run):
 
 
 def test_the_reference_is_the_policy_before_it_learned(run):
-    first, *later = (record["policy/kl"] for record in metrics(run) if record["step"])
+    first, *kl_of_later_steps = (record["policy/kl"] for record in metrics(run) if record["step"])
     assert first == 0.0
-    assert all(kl > 1e-4 for kl in later)
+    assert all(kl > 1e-4 for kl in kl_of_later_steps)
 
 
 def test_the_merged_model_is_the_adapters(run, tiny_model):
@@ -89,12 +89,12 @@ def test_the_merged_model_is_the_adapters(run, tiny_model):
             return model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
 
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
-    without = logprobs(base)
-    together = logprobs(peft.PeftModel.from_pretrained(base, run / "adapter"))
+    base_logprobs = logprobs(base)
+    adapter_logprobs = logprobs(peft.PeftModel.from_pretrained(base, run / "adapter"))
     torch.testing.assert_close(
-        logprobs(AutoModelForCausalLM.from_pretrained(run / "model")), together, atol=1e-5, rtol=0
+        logprobs(AutoModelForCausalLM.from_pretrained(run / "model")), adapter_logprobs, atol=1e-5, rtol=0
     )
-    assert (together - without).abs().max() > 0.1
+    assert (adapter_logprobs - base_logprobs).abs().max() > 0.1
 
 
 def test_the_command_merges_the_same(run, tmp_path):
@@ -151,7 +151,7 @@ def test_4_bit_weights_in_reinforcement_learning(tmp_path, tiny_model, engine):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"lora.quantize": "4bit"}, "lora.quantize of the actor has no effect without an adapter: set lora.rank"),
         ({"lora.rank": 4, "lora.dropout": 0.1}, "would train another policy than the one that is sampled"),
@@ -165,11 +165,11 @@ def test_4_bit_weights_in_reinforcement_learning(tmp_path, tiny_model, engine):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_settings_that_cannot_be_are_one_line(settings, said):
-    from envgym.config.words import merge, parse_words
+def test_settings_that_cannot_be_are_one_line(settings, message):
+    from envgym.config.words import merge, parse_overrides
 
-    words = parse_words([f"{key}={value}" for key, value in settings.items()])
-    with pytest.raises(ConfigError, match=said):
+    words = parse_overrides([f"{key}={value}" for key, value in settings.items()])
+    with pytest.raises(ConfigError, match=message):
         resolve(merge({"env": "math_verify"}, words))
 
 
@@ -189,8 +189,8 @@ def test_an_adapter_is_no_model(tmp_path, capsys, monkeypatch):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     assert main(["train", "--env", "math_verify", "--model", "adapter", "--name", "first"]) == 2
-    said = "adapter is an adapter without its base: merge it first (envgym model merge adapter OUT)"
-    assert said in capsys.readouterr().err
+    message = "adapter is an adapter without its base: merge it first (envgym model merge adapter OUT)"
+    assert message in capsys.readouterr().err
 
 
 def test_a_missing_package_is_told_before_anything_is_loaded(tmp_path, tiny_model, monkeypatch):

@@ -28,14 +28,14 @@ def make_adapter(folder: Path, model, task: str, *, head: str | None = None) -> 
     config = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules="all-linear", task_type=task, modules_to_save=[head] if head else None
     )
-    together = peft.get_peft_model(model, config).eval()
+    with_adapter = peft.get_peft_model(model, config).eval()
     torch.manual_seed(3)
     with torch.no_grad():
-        for parameter in together.parameters():
+        for parameter in with_adapter.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) / 10)
-        logits = together(input_ids=IDS).logits
-    together.save_pretrained(folder)
+        logits = with_adapter(input_ids=IDS).logits
+    with_adapter.save_pretrained(folder)
     return logits
 
 
@@ -55,16 +55,17 @@ def adapter(tiny_model, tmp_path):
 
 def test_a_policy(adapter, tiny_model, tmp_path, capsys):
     folder, logits = adapter
-    before = (tiny_model / "model.safetensors").read_bytes()
+    original = (tiny_model / "model.safetensors").read_bytes()
     assert merge(capsys, folder, tmp_path / "merged") == f"{tmp_path}/merged\n"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         says, expected = (
-            each[0, :-1].log_softmax(-1).gather(1, IDS[0, 1:, None]) for each in (merged(input_ids=IDS).logits, logits)
+            tensor[0, :-1].log_softmax(-1).gather(1, IDS[0, 1:, None])
+            for tensor in (merged(input_ids=IDS).logits, logits)
         )
     torch.testing.assert_close(says, expected, atol=1e-5, rtol=0)
     assert load_file(tmp_path / "merged/model.safetensors").keys() == load_file(tiny_model / "model.safetensors").keys()
-    assert (tiny_model / "model.safetensors").read_bytes() == before
+    assert (tiny_model / "model.safetensors").read_bytes() == original
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
 
 
@@ -73,7 +74,7 @@ def test_a_base_that_has_moved(adapter, tiny_model, tmp_path, capsys):
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/gone/away"}))
     assert main(["model", "merge", str(folder), str(tmp_path / "merged")]) == 2
-    assert f"the base of {folder} is not at /gone/away: say where it is with --base" in capsys.readouterr().err
+    assert f"the base of {folder} is not at /gone/away: give its path with --base" in capsys.readouterr().err
     merge(capsys, folder, tmp_path / "merged", "--base", tiny_model)
 
 
@@ -166,8 +167,8 @@ def of_other_layers(folder: Path) -> None:
 
 def of_more_layers(folder: Path) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
-    more = {name.replace("layers.1.", "layers.2."): tensor.clone() for name, tensor in tensors.items()}
-    save_file({**more, **tensors}, folder / "adapter_model.safetensors")
+    extra_layer = {name.replace("layers.1.", "layers.2."): tensor.clone() for name, tensor in tensors.items()}
+    save_file({**extra_layer, **tensors}, folder / "adapter_model.safetensors")
 
 
 def anonymous(folder: Path) -> None:
@@ -181,7 +182,7 @@ def for_translation(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words", "said"),
+    ("spoil", "words", "message"),
     [
         (None, ["nothing", "out"], "there is no adapter folder nothing"),
         (None, [".", "out"], "peft's form: it has no adapter_config.json. Did you mean adapter?"),
@@ -202,13 +203,13 @@ def for_translation(folder: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", " "),
 )
-def test_a_mistake_is_one_line(adapter, tmp_path, monkeypatch, capsys, spoil, words, said):
+def test_a_mistake_is_one_line(adapter, tmp_path, monkeypatch, capsys, spoil, words, message):
     monkeypatch.chdir(tmp_path)
     if spoil is not None:
         spoil(tmp_path / "adapter")
     assert main(["model", "merge", *words]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
     assert {path.name for path in tmp_path.iterdir()} == {"adapter"}
 
 

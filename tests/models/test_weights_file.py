@@ -3,12 +3,12 @@ import torch
 from safetensors.torch import load_file
 
 from envgym.errors import WorkerError
-from envgym.models.weights_file import Update, cut, read_bucket, write_bucket, write_weights
+from envgym.models.weights_file import IncomingWeights, read_bucket, split_into_buckets, write_bucket, write_weights
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    tied = torch.randn(5, 3)
-    tensors = {"embed": tied, "head": tied, "turned": torch.randn(4, 2).T, "half": torch.randn(3).bfloat16()}
+    shared = torch.randn(5, 3)
+    tensors = {"embed": shared, "head": shared, "turned": torch.randn(4, 2).T, "half": torch.randn(3).bfloat16()}
     write_weights(tmp_path / "w", tensors)
     read = load_file(tmp_path / "w")
     assert read.keys() == tensors.keys()
@@ -30,18 +30,20 @@ def tensors(*sizes):
 
 
 def test_buckets_hold_as_much_as_they_may_and_a_larger_tensor_alone():
-    sizes = [[int(name) for name in bucket] for bucket in cut(tensors(10, 10, 10, 100, 5, 5).items(), 80)]
+    sizes = [
+        [int(name) for name in bucket] for bucket in split_into_buckets(tensors(10, 10, 10, 100, 5, 5).items(), 80)
+    ]
     assert sizes == [[0, 1], [2], [3], [4, 5]]
-    assert list(cut([], 80)) == []
+    assert list(split_into_buckets([], 80)) == []
 
 
 def test_a_bucket_is_read_as_it_was_written(tmp_path):
-    written = {"w": torch.randn(3, 5), "odd": torch.randn(3).bfloat16(), "none": torch.empty(0)}
-    bucket = write_bucket(4, str(tmp_path / "bucket"), written)
+    expected = {"w": torch.randn(3, 5), "odd": torch.randn(3).bfloat16(), "none": torch.empty(0)}
+    bucket = write_bucket(4, str(tmp_path / "bucket"), expected)
     assert (bucket.number, bucket.n_bytes) == (4, 66)
     read = read_bucket(bucket)
     (tmp_path / "bucket").unlink()  # what was read outlives it
-    assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("place", [0, 1, 7, 8, 20, 65])
@@ -63,7 +65,7 @@ def test_a_tensor_under_another_name_is_noticed(tmp_path):
 
 def test_buckets_come_once_in_order_and_all_of_them(tmp_path):
     buckets = [write_bucket(number, str(tmp_path / str(number)), tensors(2)) for number in range(3)]
-    update = Update()
+    update = IncomingWeights()
     update.take(buckets[0])
     with pytest.raises(WorkerError, match="bucket 2 of the weights came in place of bucket 1"):
         update.take(buckets[2])

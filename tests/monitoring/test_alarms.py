@@ -119,7 +119,7 @@ def test_an_entropy_that_never_moved_is_not_said_to_have_come_down():
 
 def test_the_sentence_shows_the_number():
     [text] = heard("truncation", [0.0, *[0.875] * 5])[1]
-    assert text.startswith("88% of the episodes run into a limit before they are done; try a larger rollout.max_tokens")
+    assert text.startswith("88% of the episodes are truncated by a limit; try a larger rollout.max_tokens")
 
 
 def test_a_number_of_another_role_is_its_own_but_what_an_environment_calls_its_numbers_is_not_ours():

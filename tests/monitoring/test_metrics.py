@@ -23,16 +23,16 @@ def episode(result, tokens=2, **metrics):
     if isinstance(result, Outcome):
         return Episode("e", Task("t"), result)
     row = Row([Segment("prompt", [1]), Segment("action", [2] * tokens, logprobs=[-1.0] * tokens)])
-    return Episode("e", Task("t"), Outcome.completed(), rows=[row], reward=result, score=result, metrics=metrics)
+    return Episode("e", Task("t"), Outcome.complete(), rows=[row], reward=result, score=result, metrics=metrics)
 
 
 def group(*results, env="", lost=()):
     task = Task("t", env=env)
     episodes = [result if isinstance(result, Episode) else episode(result) for result in results]
-    return Group("g", task, episodes, lost=[episode(result) for result in lost])
+    return Group("g", task, episodes, superseded=[episode(result) for result in lost])
 
 
-SLOW, BROKEN = Outcome.failed("timeout", "slow"), Outcome.failed("environment", "KeyError")
+SLOW, BROKEN = Outcome.fail("timeout", "slow"), Outcome.fail("environment", "KeyError")
 
 
 def test_means_are_of_finished_episodes_and_failures_are_counted():
@@ -78,7 +78,7 @@ def test_members_of_a_mixture_are_told_apart_even_where_a_step_has_but_one():
 
 def test_too_many_failures_stop_the_run_with_the_commonest():
     check_failures([group(SLOW, 1.0)], 0.5)
-    with pytest.raises(RolloutFailed, match="2 of 3 episodes failed; the commonest failure is timeout: slow"):
+    with pytest.raises(RolloutFailed, match="2 of 3 episodes failed; the most common failure is timeout: slow"):
         check_failures([group(SLOW, SLOW, 1.0)], 0.5)
 
 
@@ -88,11 +88,11 @@ def test_too_many_failures_stop_the_run_with_the_commonest():
 def played(tokens, outcome=None, turns=1):
     actions = [Segment("action", [2] * tokens, logprobs=[-1.0] * tokens)]
     row = Row([Segment("prompt", [1]), *actions], turns=[Turn(None, StopReason.STOP)] * turns)
-    return Episode("e", Task("t"), outcome or Outcome.completed(), rows=[row], reward=1.0)
+    return Episode("e", Task("t"), outcome or Outcome.complete(), rows=[row], reward=1.0)
 
 
 def test_lengths_and_what_ended_episodes():
-    tokens, context = Outcome.truncated("tokens"), Outcome.truncated("context")
+    tokens, context = Outcome.truncate("tokens"), Outcome.truncate("context")
     of_ten = [played(n, turns=2) for n in range(1, 8)] + [played(100, tokens), played(50, tokens), played(8, context)]
     record = rollout_metrics([group(*of_ten, BROKEN)])
     assert record["length/mean"] == pytest.approx((28 + 158) / 10)

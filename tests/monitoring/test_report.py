@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from envgym.monitoring.report import aligned, centred_mean, duration, plot, score, summary_lines
+from envgym.monitoring.report import aligned, centered_mean, duration, plot, score, summary_lines
 from envgym.run_folder import RunFolder
 
 BEFORE = {"score": 0.412, "ci95": [0.37, 0.455], "n_tasks": 512}
@@ -62,7 +62,7 @@ def test_a_run_ends_with_what_it_came_to(summary):
         "held-out": "before 0.412 [0.370, 0.455]  ->  after 0.951 [0.930, 0.970]   512 tasks, 95% intervals",
         "time": "rollout 50%  learn 30%  sync 5%  eval 10%  other 5%",
         "tokens": "1,234,567 sampled, 1,200,000 trained",
-        "mismatch": "1.4e-06 nats at most between sampler and trainer",
+        "mismatch": "1.4e-06 nats at most between inference engine and trainer",
         "failures": "timeout 3, env_error 1",
         "folder": "runs/first",
         "picture": "runs/first/curve.png",
@@ -169,6 +169,6 @@ def test_a_last_line_cut_short_by_a_kill_is_left_out(tmp_path):
 
 def test_the_averaged_curve_follows_a_line_without_lag():
     line = [float(step) for step in range(100)]
-    assert centred_mean(line) == pytest.approx(line)
+    assert centered_mean(line) == pytest.approx(line)
     noisy = [0.5 + 0.1 * (-1) ** step for step in range(100)]
-    assert all(abs(value - 0.5) < 0.05 for value in centred_mean(noisy)[5:-5])
+    assert all(abs(value - 0.5) < 0.05 for value in centered_mean(noisy)[5:-5])

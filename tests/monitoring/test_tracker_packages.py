@@ -107,7 +107,7 @@ def test_wandb_without_a_key_asks_nobody(tmp_path, monkeypatch):
     trackers = Trackers(["wandb"], run_info(tmp_path), notes.append)
     trackers.log({"step": 1})
     trackers.close("completed")
-    assert "no API key is known: type `wandb login` once, or set WANDB_MODE=offline (the run goes on" in notes[0]
+    assert "there is no API key: type `wandb login` once, or set WANDB_MODE=offline (the run continues" in notes[0]
     assert trackers.summary() == {"wandb": {"failures": 1}}
 
 

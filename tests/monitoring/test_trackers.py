@@ -90,7 +90,7 @@ def test_failures_are_counted_and_said_once_and_the_others_hear_everything(track
     both.close("failed")
     assert both.summary() == {"t0": {"failures": 3}, "t1": {"failures": 0}}
     assert [note for note in notes if "page" not in note] == [
-        "t0 fails: ConnectionError: the server (the run goes on; its numbers are in metrics.jsonl)"
+        "t0 fails: ConnectionError: the server (the run continues; its metrics are in metrics.jsonl)"
     ]
     assert broken.told[-1] == fine.told[-1] == ("close", "failed")
 
@@ -108,8 +108,8 @@ def test_one_that_cannot_start_hears_nothing_more(tracking):
     assert shut.told == []
     assert one.summary() == {"t0": {"failures": 1}}
     assert notes == [
-        "t0 could not be started, and gets nothing of this run: PermissionError: no key "
-        "(the run goes on; its numbers are in metrics.jsonl)"
+        "t0 could not be started, and records nothing of this run: PermissionError: no key "
+        "(the run continues; its metrics are in metrics.jsonl)"
     ]
 
 

@@ -37,8 +37,8 @@ def test_a_malformed_token_file_is_one_line_that_tells_nothing_of_it(tmp_path):
     assert "line 2: a line is NAME TOKEN" in refused(tmp_path, f"alice {ALICE}\n{BOB}\n")
     assert "line 1: a line is NAME TOKEN" in refused(tmp_path, f"alice {ALICE} max_sessions=0\n")
     assert "line 1: a line is NAME TOKEN" in refused(tmp_path, f"al/ice {ALICE}\n")
-    assert "line 2: a name or a token comes twice" in refused(tmp_path, f"alice {ALICE}\nalice {BOB}\n")
-    assert "line 2: a name or a token comes twice" in refused(tmp_path, f"alice {ALICE}\nbob {ALICE}\n")
+    assert "line 2: a name or a token appears twice" in refused(tmp_path, f"alice {ALICE}\nalice {BOB}\n")
+    assert "line 2: a name or a token appears twice" in refused(tmp_path, f"alice {ALICE}\nbob {ALICE}\n")
     with pytest.raises(ConfigError, match="No such file"):
         Tokens.read(tmp_path / "nothing")
     (tmp_path / "binary").touch(0o600)
@@ -59,7 +59,7 @@ def test_who_a_token_belongs_to(tmp_path):
 
 
 def test_a_server_with_one_token_tells_nobody_from_another():
-    tokens = Tokens.of(ALICE)
+    tokens = Tokens.from_token(ALICE)
     assert tokens.client(f"Bearer {ALICE}") is ANYONE
     with pytest.raises(Problem, match="not known here"):
         tokens.client(f"Bearer {BOB}")

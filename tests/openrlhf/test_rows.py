@@ -17,7 +17,8 @@ TEMPLATE = "{input} <rm_score>: {reward} "
 def episode(number, asked, answer, reward, outcome=None):
     task = Task(asked, asked)
     row = Row([Segment("action", [1])], turns=[Turn(reward, "stop")])
-    made = Episode(f"g{number}", task, outcome or Outcome.completed(), [row], env="e", group=f"g{asked}", member=number)
+    made = Episode(f"g{number}", task, outcome or Outcome.complete(), [row], env="e", group_id=f"g{asked}")
+    made.member = number
     made.reward = reward
     made.messages = [Message.of("user", asked), Message.of("assistant", answer)]
     return made
@@ -26,7 +27,7 @@ def episode(number, asked, answer, reward, outcome=None):
 EPISODES = [
     episode(0, "two?", "2", 0.5), episode(1, "two?", "two", 2.0), episode(2, "two?", "ii", -1.0),
     episode(3, "three?", "3", 1.0), episode(4, "three?", "3", 1.0), episode(5, "three?", " ", 9.0),
-    episode(6, "four?", "", 0.0, Outcome.failed("engine", "it died")),
+    episode(6, "four?", "", 0.0, Outcome.fail("engine", "it died")),
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from envgym.config.words import parse_words
+from envgym.config.words import parse_overrides
 from envgym.errors import ConfigError
 from envgym.openrlhf.rlhf import entry_point, translate_file
 from envgym.openrlhf.translate import translate
@@ -94,7 +94,7 @@ def test_several_reward_models():
 def test_words_are_read_back_as_they_are():
     template = "a: {}\nb = [1] '\"' "
     made = translate("train_sft", [*SFT, "--input_template", template, "--max_samples", "7"])
-    read = parse_words(made.arguments[3:])
+    read = parse_overrides(made.arguments[3:])
     assert read["env"]["template"] == template
     assert read["data"]["limit"] == 7
     assert read["learner"]["lr"] == 5e-6

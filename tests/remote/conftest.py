@@ -167,7 +167,7 @@ def unruly() -> Callable[..., contextlib.AbstractAsyncContextManager[tuple[str, 
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            async with application.running(listener):
+            async with application.serve_requests(listener):
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}", application, spec
 
     return unruly

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.env import Env, EnvConfig, EnvSpec, Info, ListTasks, StepResult, TaskSet
+from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskList, TaskSet
 from envgym.errors import DataError, InvalidOutcome
 from envgym.registry import spec as make_spec
-from envgym.types import Action, Episode, Judgement, Message, Observation, Task
+from envgym.types import Action, Episode, Message, Observation, Reward, Task
 
 
 class Guess(Env):
@@ -89,7 +89,7 @@ class GuessSpec(EnvSpec):
         if split == "test":
             raise DataError("held_out.jsonl: no such file")
         prompt = (Message.of("user", "guess"),)
-        return ListTasks([Task(f"t{i}", prompt, i, {"range": 10 + i}, difficulty=i / 10) for i in range(self.config.n)])
+        return TaskList([Task(f"t{i}", prompt, i, {"range": 10 + i}, difficulty=i / 10) for i in range(self.config.n)])
 
 
 class ShiftedSpec(GuessSpec):
@@ -97,13 +97,13 @@ class ShiftedSpec(GuessSpec):
 
     def tasks(self, split: str) -> TaskSet:
         super().tasks(split)
-        return ListTasks([Task(f"t{i}", (Message.of("user", f"guess {i}"),)) for i in range(self.config.n)])
+        return TaskList([Task(f"t{i}", (Message.of("user", f"guess {i}"),)) for i in range(self.config.n)])
 
 
 class RankedSpec(GuessSpec):
     """Episodes of a task are ranked by their reward; one without cannot be judged."""
 
-    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Judgement | Exception]:
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
         print("judged", flush=True)
         if task.id == "raise":
             raise KeyError("no judge")
@@ -111,7 +111,7 @@ class RankedSpec(GuessSpec):
         return [
             InvalidOutcome("judge", "the judge is out", retryable=True)
             if episode.reward is None
-            else Judgement(ranked.index(episode.reward) / len(episodes), metrics={"turns": len(episode.rows)})
+            else Reward(ranked.index(episode.reward) / len(episodes), metrics={"turns": len(episode.rows)})
             for episode in episodes
         ]
 

@@ -18,7 +18,7 @@ from envgym.net.problems import ProblemBody
 from envgym.remote import client, transport
 from envgym.remote.access import Access
 from envgym.remote.remote_env import PAGE, RemoteTasks
-from envgym.remote.transport import Counters, Full, RemoteError, Transport, as_error
+from envgym.remote.transport import Counters, RemoteError, ServerFull, Transport, as_error
 from envgym.remote.wire import EnvList, TaskPage
 from envgym.types import Action, Episode, Outcome, Row, Segment, StopReason, Task, ToolCall, Turn
 
@@ -86,7 +86,7 @@ def of_environment(name: str) -> ProblemBody:
 @pytest.mark.parametrize(("said", "seconds"), [(1e9, 60.0), (float("nan"), 0.1), (-3.0, 0.1), (None, 1.0), (2.0, 2.0)])
 def test_how_long_a_full_server_is_waited_for_has_bounds(said, seconds):
     error = as_error("u", ProblemBody(type="urn:envgym:problem:server-full", retry_after=said))
-    assert isinstance(error, Full)
+    assert isinstance(error, ServerFull)
     assert error.retry_after == seconds
     assert transport._pause("nan" if said != said else "Sun, 22 Nov 2026 09:00:00 GMT") == (
         0.1 if said != said else 1.0
@@ -223,7 +223,7 @@ def test_the_deadline_of_a_remote_environments_calls_is_called_timeout():
 def finished(number: int, task: Task) -> Episode:
     segments = [Segment("prompt", [1]), Segment("action", [2], logprobs=[-1.5])]
     return Episode(
-        f"e{number}", task, Outcome.completed(), rows=[Row(segments, turns=[Turn(1.0, StopReason.STOP)])], reward=1.0
+        f"e{number}", task, Outcome.complete(), rows=[Row(segments, turns=[Turn(1.0, StopReason.STOP)])], reward=1.0
     )
 
 

@@ -41,7 +41,7 @@ def nothing_left(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecor
 
 
 def over_http(spec: RemoteEnvSpec) -> bool:
-    channels = [replica.transport._asking for replica in spec.replicas.all]
+    channels = [replica.transport._asking for replica in spec.replicas.servers]
     return not any(channel is not None and channel.is_open for channel in channels)
 
 
@@ -200,7 +200,7 @@ def test_a_server_restarted_while_the_websocket_was_open_costs_its_sessions_and_
         async with registry.spec(server.url) as spec:
             env, other = spec.make(), spec.make()
             await env.reset(seed=1)
-            [replica] = spec.replicas.all
+            [replica] = spec.replicas.servers
             first = replica.transport._asking
             server.process.kill()
             server.process.wait()
@@ -235,8 +235,8 @@ def test_a_server_that_freezes_with_sessions_in_a_step_fails_them_within_a_lease
             assert [error.kind for error in said] == ["connection"] * 4
             async with asyncio.timeout(2):
                 await asyncio.gather(*(env.close() for env in envs))
-            [replica] = spec.replicas.all
-            assert (replica.taken, len(replica.leases)) == (0, 0)
+            [replica] = spec.replicas.servers
+            assert (replica.in_use, len(replica.leases)) == (0, 0)
             server.process.send_signal(signal.SIGCONT)
             assert await emptied(server.url)
 
@@ -260,7 +260,7 @@ def test_what_waits_for_the_websocket_may_give_up_before_it_comes_to_nothing(gam
                 async with asyncio.timeout(0.2):
                     await env.reset(seed=1)
             await env.close()
-            [replica] = spec.replicas.all
+            [replica] = spec.replicas.servers
             [dialling] = replica.transport._dialling._tasks.values()
             given_up.set()
             await asyncio.wait([dialling])

@@ -51,7 +51,7 @@ class Guesser(Agent):
         row = Row(
             [Segment("prompt", [1]), Segment("action", [2], logprobs=[-1.0])], turns=[Turn(reward, StopReason.STOP)]
         )
-        return Episode("", task, Outcome.completed(), rows=[row], reward=reward, score=1.0)
+        return Episode("", task, Outcome.complete(), rows=[row], reward=reward, score=1.0)
 
 
 class Thinker(Guesser):
@@ -80,10 +80,10 @@ async def roll(
     async with spec, asyncio.timeout(60):
         posed = [await spec.tasks("train").get(index) for index in range(tasks)]
         groups = await runner.play(posed, SamplingPlan("p", SamplingParams(max_tokens=4), 4), on_episode=on_episode)
-        for replica in spec.replicas.all:
-            assert (replica.taken, len(replica.leases)) == (0, 0), replica.address
+        for replica in spec.replicas.servers:
+            assert (replica.in_use, len(replica.leases)) == (0, 0), replica.address
         assert on_end()
-    for episode in (episode for group in groups for episode in [*group.episodes, *group.lost]):
+    for episode in (episode for group in groups for episode in [*group.episodes, *group.superseded]):
         if episode.failed:
             assert (episode.reward, episode.score) == (None, None)
         else:
@@ -97,7 +97,7 @@ async def roll(
 
 def failures(groups: list[Group]) -> dict[str, int]:
     """Failed attempts by kind, tried again or not."""
-    kinds = [e.outcome.reason for group in groups for e in [*group.episodes, *group.lost] if e.failed]
+    kinds = [e.outcome.reason for group in groups for e in [*group.episodes, *group.superseded] if e.failed]
     return {kind: kinds.count(kind) for kind in kinds}
 
 
@@ -265,7 +265,7 @@ def test_places_that_others_take_are_waited_for_and_failing_that_it_is_the_capac
             async with registry.spec(server.url, timeout=1.5) as spec:
                 env = spec.make()
                 with pytest.raises(
-                    RemoteError, match=r"no place became free within 1\.5 s .*all 3\S* sessions"
+                    RemoteError, match=r"no slot became free within 1\.5 s .*all 3\S* sessions"
                 ) as raised:
                     await env.reset(seed=1)
                 assert (raised.value.kind, raised.value.retryable) == ("capacity", True)
@@ -330,7 +330,7 @@ def test_a_served_judge_of_groups_judges_in_a_rollout(start):
                 )
             ]
             episodes = [
-                Episode(f"e{n}", task, Outcome.completed(), rows=row, reward=value)
+                Episode(f"e{n}", task, Outcome.complete(), rows=row, reward=value)
                 for n, value in enumerate([2.0, None, 1.0])
             ]
             judged = await spec.score_group(task, episodes)

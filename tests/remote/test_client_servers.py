@@ -50,7 +50,7 @@ async def played_on(spec: EnvSpec) -> str:
     try:
         await env.acquire()
         await env.reset(seed=1)
-        return str(env._place.address)
+        return str(env._replica.address)
     finally:
         await env.close()
 
@@ -72,10 +72,10 @@ def test_a_server_that_went_down_and_came_back_is_used_again_beside_one_that_sta
             goes.process.kill()
             goes.process.wait()
             assert await played_on(spec) == game.url
-            assert spec.replicas.down != []
+            assert spec.replicas.down_replicas != []
             await asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(goes.url).port}")
             await until_played_on(spec, goes.url)
-            assert spec.replicas.down == []
+            assert spec.replicas.down_replicas == []
 
     asyncio.run(main())
 
@@ -86,12 +86,12 @@ def test_a_session_that_another_server_was_asked_for_is_not_kept_alive_on_the_fi
 
     async def main() -> None:
         async with registry.spec("game", urls=[frozen.url, game.url]) as spec:
-            first, second = spec.replicas.all
+            first, second = spec.replicas.servers
             frozen.process.send_signal(signal.SIGSTOP)
             env = spec.make()
             await env.reset(seed=1)
             assert (len(first.leases), len(second.leases)) == (0, 1)
-            assert (first.taken, second.taken) == (0, 1)
+            assert (first.in_use, second.in_use) == (0, 1)
             frozen.process.send_signal(signal.SIGCONT)
             assert await emptied(frozen.url)
             assert (await env.step(Action("no")))[4]["turns"] == 1
@@ -107,7 +107,7 @@ def test_a_lease_that_ended_is_renewed_no_more(start):
         async with registry.spec(server.url) as spec:
             kept, left = spec.make(), spec.make()
             await asyncio.gather(kept.reset(seed=1), left.reset(seed=1))
-            [replica] = spec.replicas.all
+            [replica] = spec.replicas.servers
             replica.leases.end(left._session)
             for _ in range(1200):
                 await asyncio.sleep(0.05)
@@ -164,14 +164,14 @@ def test_an_environment_that_refuses_a_reset_is_no_reason_to_leave_its_server(ga
     async def main() -> None:
         before = await counted(game.url, "envgym_sessions_opened_total")
         async with meddling(game.url) as other, registry.spec("game", urls=[game.url, other]) as spec:
-            first = spec.replicas.all[0]
+            first = spec.replicas.servers[0]
             first.mark_down()
             first.try_after(0)
             env = spec.make()
             with pytest.raises(RemoteError, match="the dice are gone"):
                 await env.reset(seed=1, options={"refuse": True})
-            assert env._place is first
-            assert spec.replicas.down == []  # it answered, after all
+            assert env._replica is first
+            assert spec.replicas.down_replicas == []  # it answered, after all
             await env.close()
         assert await counted(game.url, "envgym_sessions_opened_total") == before + 1
 
@@ -187,7 +187,7 @@ def test_a_server_that_came_back_with_other_tasks_is_refused_however_often_it_is
             server.process.kill()
             server.process.wait()
             await asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(server.url).port}", "n=3")
-            spec.replicas.all[0].mark_down()
+            spec.replicas.servers[0].mark_down()
             for _ in range(2):
                 env = spec.make()
                 with pytest.raises(RemoteError, match="serves other tasks") as raised:
@@ -232,7 +232,7 @@ def test_a_server_with_other_tasks_that_answers_late_is_given_nothing(game, star
     async def main() -> None:
         async with meddling(other.url, late) as url, registry.spec("game", urls=[url, game.url], timeout=0.5) as spec:
             await answered.wait()
-            [first, _] = spec.replicas.all
+            [first, _] = spec.replicas.servers
             for _ in range(2):
                 assert first.description is None
                 first.try_after(0)
@@ -263,7 +263,7 @@ def test_those_who_wait_for_a_place_get_those_of_a_server_that_comes_back(start,
             await asyncio.to_thread(start, "GuessSpec", "limit.max_sessions=4", f"port={port}")
             async with asyncio.timeout(60):
                 await asyncio.gather(*begun)
-            assert [replica.taken for replica in spec.replicas.all] == [1, 4]
+            assert [replica.in_use for replica in spec.replicas.servers] == [1, 4]
             await asyncio.gather(*(env.close() for env in envs))
 
     asyncio.run(main())
@@ -322,7 +322,7 @@ def test_a_server_that_is_alone_is_asked_again_for_a_while(game):
     async def main() -> None:
         async with meddling(game.url, sick_at_first) as url, registry.spec(url) as spec:
             assert (await spec.tasks("train").get(0)).id == "t0"
-            assert (asked, spec.replicas.down) == (3, [])
+            assert (asked, spec.replicas.down_replicas) == (3, [])
         async with meddling(game.url, instead(SICK, "/tasks")) as url, registry.spec(url, reconnect=0.3) as spec:
             with pytest.raises(RemoteError, match="500 Internal Server Error") as raised:
                 await spec.tasks("train").get(0)
@@ -343,7 +343,7 @@ def test_a_server_that_starts_again_is_waited_for_where_the_other_has_other_task
                 starting = asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(server.url).port}", *more)
                 if server is other:
                     await starting
-                    spec.replicas.all[1].description = None  # its connection dropped
+                    spec.replicas.servers[1].description = None  # its connection dropped
             task, _ = await asyncio.gather(spec.tasks("train").get(0), starting)
             assert task.id == "t0"
 
@@ -368,7 +368,7 @@ def test_what_the_request_is_to_blame_for_is_asked_once(game):
         ):
             with pytest.raises(RemoteError, match="so it is"):
                 await spec.tasks("train").get(0)
-            assert (asked, spec.replicas.down) == (1, [])
+            assert (asked, spec.replicas.down_replicas) == (1, [])
 
     asyncio.run(main())
 
@@ -396,9 +396,9 @@ def test_garbage_costs_nothing_where_another_server_knows(ranked, answer):
                 task = await spec.tasks("train").get(0)
                 found_late = what == "/score_group"
                 assert await played_on(spec) == (url if found_late else ranked.url)
-                judged = await spec.score_group(task, [Episode("e", task, Outcome.completed(), reward=2.0)])
+                judged = await spec.score_group(task, [Episode("e", task, Outcome.complete(), reward=2.0)])
                 assert [one.reward for one in judged] == [0.0]
-                assert [str(replica.address) for replica in spec.replicas.down] == [url]
+                assert [str(replica.address) for replica in spec.replicas.down_replicas] == [url]
         assert await counted(ranked.url, "envgym_sessions") == 0
 
     asyncio.run(main())
@@ -415,7 +415,7 @@ def test_a_server_that_is_alone_is_asked_for_a_judgement_again(ranked):
     async def main() -> None:
         async with meddling(ranked.url, sick_at_first) as url, registry.spec(url) as spec:
             task = await spec.tasks("train").get(0)
-            assert len(await spec.score_group(task, [Episode("e", task, Outcome.completed(), reward=2.0)])) == 1
+            assert len(await spec.score_group(task, [Episode("e", task, Outcome.complete(), reward=2.0)])) == 1
         assert asked == 2
 
     asyncio.run(main())

@@ -79,9 +79,9 @@ def test_the_projects_name_counts_before_the_users(game, start, tmp_path):
     status, out, _ = run("add", "numbers", game.url, f"{other.url}/game", "--project")
     assert status == 0
     assert str(tmp_path / "project/envgym.yaml") in out
-    assert named.registered()["numbers"].urls == (game.url, f"{other.url}/game")
+    assert named.read_all()["numbers"].urls == (game.url, f"{other.url}/game")
     assert run("remove", "numbers")[0] == 0
-    assert named.registered()["numbers"].urls == (f"{game.url}/game",)
+    assert named.read_all()["numbers"].urls == (f"{game.url}/game",)
 
 
 def test_only_the_path_of_a_token_is_written_down(start, tmp_path):
@@ -218,7 +218,7 @@ def test_a_name_is_a_member_of_a_mixture(game):
         async with registry.spec("mixture", members=members) as spec:
             tasks = [await spec.tasks("train").get(index) for index in range(8)]
             task = next(task for task in tasks if task.env == "far")
-            env = spec.of(task).make()
+            env = spec.spec_for(task).make()
             observation, _ = await env.reset(seed=1, options={"task": task})
             assert observation.messages[0].text == "Guess."
             await env.close()

@@ -23,7 +23,7 @@ import envgym.registry as registry
 from envgym.errors import ConfigError
 from envgym.remote import replicas
 from envgym.remote.application import Application
-from envgym.remote.registration import Announcement, Listening
+from envgym.remote.registration import Announcement, ListenerSettings
 from envgym.remote.server import serve
 from envgym.remote.transport import RemoteError
 from envgym.types import Action, Episode, Outcome, Task
@@ -144,7 +144,7 @@ async def serving(
 
 async def both_know(*specs: Any) -> None:
     """Wait until each has two servers."""
-    await until(lambda: all(len(spec.replicas.all) == 2 for spec in specs))
+    await until(lambda: all(len(spec.replicas.servers) == 2 for spec in specs))
 
 
 def test_one_is_killed_and_another_registers_in_mid_run(join, port):
@@ -197,14 +197,14 @@ def test_one_that_is_sick_and_goes_on_registering_is_left_out_until_it_is_well(j
             await both_know(spec)
             servers = spec.replicas
             async with asyncio.timeout(10):
-                while not servers.down:
+                while not servers.down_replicas:
                     await two_resets(spec)
             sick, asked = False, 0
             async with asyncio.timeout(10):
                 while not asked:
                     await two_resets(spec)
                     await asyncio.sleep(0.02)
-            assert servers.down == []
+            assert servers.down_replicas == []
 
     asyncio.run(main())
     assert well.episodes >= 80
@@ -278,10 +278,10 @@ def test_a_server_that_is_asked_to_stop_judges_and_closes_what_it_has(join, port
             env = spec.make()
             await env.reset(seed=1)
             task = Task("t", "?")
-            judging = asyncio.create_task(spec.score_group(task, [Episode("e", task, Outcome.completed(), reward=1.0)]))
+            judging = asyncio.create_task(spec.score_group(task, [Episode("e", task, Outcome.complete(), reward=1.0)]))
             assert await asyncio.to_thread(server.says, "judging")
             server.process.terminate()
-            await until(lambda: not spec.replicas.anyone)
+            await until(lambda: not spec.replicas.has_servers)
             await env.step(Action("x"))
             await env.close()
             assert [judgement.reward for judgement in await judging] == [0.5]
@@ -298,16 +298,16 @@ def test_one_whose_lease_runs_out_gets_no_sessions_until_it_registers_again(join
 
     async def main() -> None:
         async with spec_at(port, reconnect=0.0) as spec:
-            [old] = spec.replicas.all
+            [old] = spec.replicas.servers
             server.process.send_signal(signal.SIGSTOP)
-            await until(lambda: not spec.replicas.anyone)
+            await until(lambda: not spec.replicas.has_servers)
             waiting = asyncio.create_task(roll(spec_at(port, reconnect=0.0), tasks=1, retries=0))
             await asyncio.sleep(0.5)
             assert not waiting.done()
             server.process.send_signal(signal.SIGCONT)
             assert failures(await waiting) == {}
-            await until(lambda: spec.replicas.anyone)
-            assert old not in spec.replicas.all
+            await until(lambda: spec.replicas.has_servers)
+            assert old not in spec.replicas.servers
 
     asyncio.run(main())
     assert server.episodes == 4
@@ -331,7 +331,7 @@ def test_a_server_that_is_started_anew_is_found_again_at_the_same_address(join, 
             await env.reset(seed=1)
             await env.step(Action("1"))
             await env.close()
-            await until(lambda: len(spec.replicas.all) == 1)
+            await until(lambda: len(spec.replicas.servers) == 1)
 
     asyncio.run(main())
 
@@ -358,7 +358,7 @@ def test_sessions_go_where_room_times_weight_is(join, port):
             envs = [spec.make() for _ in range(16)]
             for env in envs:
                 await env.reset(seed=1)
-            by_weight = {replica.weight: replica.taken for replica in spec.replicas.all}
+            by_weight = {replica.weight: replica.in_use for replica in spec.replicas.servers}
             assert by_weight == {1.0: 4, 3.0: 12}
             for env in envs:
                 await env.close()
@@ -411,11 +411,11 @@ def test_tokens_go_both_ways_and_a_wrong_one_is_refused_and_written_nowhere(join
         async with aiohttp.ClientSession() as http:
             for path in ("/v1/servers", "/v1/envs"):
                 assert (await http.post(f"http://127.0.0.1:{port}{path}", json={})).status == 401
-            [replica] = spec.replicas.all
+            [replica] = spec.replicas.servers
             rivals = {"instance": "0" * 32, "url": replica.address.server, "leaving": True}
             says = {"Authorization": f"Bearer rival-{TOKEN}"}
             assert (await http.post(f"http://127.0.0.1:{port}/v1/servers", json=rivals, headers=says)).status == 200
-            assert spec.replicas.anyone  # a server speaks for itself alone
+            assert spec.replicas.has_servers  # a server speaks for itself alone
         await spec.teardown()
 
     asyncio.run(main())
@@ -457,7 +457,7 @@ def test_a_host_that_is_not_allowed_is_not_dialled(join, port):
 )
 def test_an_allowed_host_may_have_a_port(entry, taken, refused):
     spec_at(1, allow=[entry])
-    listening = Listening("127.0.0.1:1", (entry,), None, None, None)
+    listening = ListenerSettings("127.0.0.1:1", (entry,), None, None, None)
     assert [one for one in [*taken, *refused] if listening.allows(*one)] == taken
 
 
@@ -524,7 +524,7 @@ def test_what_a_server_says_reaches_no_log_as_it_is(port, caplog):
         await runner.cleanup()
 
     asyncio.run(main())
-    [message] = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    [message] = [record.getMessage() for record in caplog.records if "is not used" in record.getMessage()]
     assert message.isprintable()
     assert r"\x1b[2J\x1b]0;title\x07\nenvgym: all is well\x202e" in message
     assert len(message) < 2000
@@ -540,7 +540,7 @@ def test_other_tasks_under_the_same_name_are_left_out_and_two_environments_share
             assert await asyncio.to_thread(other.says, "does not use this server: game: ")
             assert "serves other tasks" in other.log.read_text()
             assert await asyncio.to_thread(shifted.says, "as many, but not the same")
-            assert len(spec.replicas.all) == 1
+            assert len(spec.replicas.servers) == 1
             groups = await roll(again, tasks=2, retries=0)
             assert failures(groups) == {}
         assert (other.episodes, shifted.episodes) == (0, 0)
@@ -583,7 +583,7 @@ def test_what_is_no_registration_is_refused_and_the_others_stay(join, port):
             assert await status(good | {"url": "http://a:pass@127.0.0.1"}) == 422
             assert (await http.post(url, data=b"{}", headers={"Content-Type": "text/plain"})).status == 415
             assert (await http.post(url, json={"x": "y" * 2**15})).status == 413
-            assert len(spec.replicas.all) == 1
+            assert len(spec.replicas.servers) == 1
             env = spec.make()
             await env.reset(seed=1)
             await env.step(Action("1"))
@@ -614,7 +614,7 @@ def test_a_tokens_quota_bounds_a_servers_room(port, tmp_path):
 
     async def main() -> None:
         async with serving(port, token_file=own), spec_at(port, listen_token_file=file) as spec:
-            assert [server.room for server in spec.replicas.all] == [2]
+            assert [server.capacity for server in spec.replicas.servers] == [2]
             assert spec.concurrency_bound() == 2
 
     asyncio.run(main())

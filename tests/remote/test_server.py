@@ -105,8 +105,8 @@ def test_how_environments_and_their_settings_are_written():
     assert {name: spec.config.n for name, spec in specs.items()} == {"one": 2, "two": 3}
     for environments, settings, message in (
         ([("", game), ("", game)], [], "two environments are called 'GuessSpec'"),
-        ([("one", game), ("two", game)], ["env.n=3"], "whose setting"),
-        ([("one", game), ("two", game)], ["three.env.n=3"], "whose setting"),
+        ([("one", game), ("two", game)], ["env.n=3"], "names no environment"),
+        ([("one", game), ("two", game)], ["three.env.n=3"], "names no environment"),
         ([("v1", game), ("two", game)], [], "choose a name"),
         ([], ["env.n=3"], "name an environment"),
     ):
@@ -123,7 +123,7 @@ def test_how_environments_and_their_settings_are_written():
         (["--token-file", "nothing"], "token file nothing: No such file or directory"),
         (["--token", "x"], "has no option '--token'. Did you mean '--token-file'?"),
         (["--host", "0.0.0.0"], "refusing to serve on 0.0.0.0 without tokens"),
-        (["b=math_verify", "env.n=3"], "whose setting"),
+        (["b=math_verify", "env.n=3"], "names no environment"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(words, message, capsys, monkeypatch, tmp_path):
@@ -208,7 +208,7 @@ def test_an_environments_own_limit_is_answered_with_429_rather_than_a_wait(start
 def test_groups_are_judged_on_the_server_and_a_group_sent_again_is_not_judged_again(start):
     server = start("RankedSpec")
     task = Task("t1", "guess", fields={"range": 11})
-    episodes = [Episode(f"e{number}", task, Outcome.completed(), reward=reward) for number, reward in
+    episodes = [Episode(f"e{number}", task, Outcome.complete(), reward=reward) for number, reward in
                 enumerate((3.0, 1.0, None))]  # fmt: skip
 
     async def judged(task: Task, records: list[Any]) -> tuple[int, Any]:
@@ -242,7 +242,7 @@ def test_groups_are_judged_on_the_server_and_a_group_sent_again_is_not_judged_ag
 
 
 def test_an_environment_that_judges_no_groups_says_so(game):
-    body = {"task": {"id": "t"}, "episodes": [to_record(Episode("e", Task("t"), Outcome.completed()))]}
+    body = {"task": {"id": "t"}, "episodes": [to_record(Episode("e", Task("t"), Outcome.complete()))]}
     assert asyncio.run(ask(game.url, "POST", "/v1/envs/game/score_group", body)) == (200, {"verdicts": None})
 
 

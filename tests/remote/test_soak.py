@@ -59,7 +59,7 @@ def test_two_thousand_sessions_are_none_too_many_and_leave_nothing(start):
                 assert await play_all(spec) == SESSIONS * STEPS
                 memory.append(resident(server.process.pid))
             assert (spec.counters.retries, spec.counters.failures) == (0, 0)
-            assert len(spec.replicas.any_up().leases) == 0
+            assert len(spec.replicas.pick_any().leases) == 0
 
     asyncio.run(main())
     print(f"the server's resident memory after each round, MiB: {[round(size, 1) for size in memory]}")

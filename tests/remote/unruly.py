@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envgym.env import Env, EnvConfig, EnvSpec, Info, ListTasks, StepResult, TaskSet
-from envgym.types import Action, Episode, Judgement, Task
+from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskList, TaskSet
+from envgym.types import Action, Episode, Reward, Task
 
 
 class Nameless(Exception):
@@ -146,9 +146,9 @@ class UnrulySpec(EnvSpec):
         if self.config.page:
             return Odd(self.config.page)
         fields = {"map": {1: "one", (2, 3): "two"}, "pair": (1, (2, [3])), "$ref": "a word"}
-        return ListTasks([Task(f"t{number}", "?", (1, 2), fields) for number in range(3)])
+        return TaskList([Task(f"t{number}", "?", (1, 2), fields) for number in range(3)])
 
-    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Judgement | Exception | float]:
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Reward | Exception | float]:
         self.judged += 1
         print("judging", flush=True)
         await misbehave(self.config.judge)

@@ -41,7 +41,7 @@ def test_prompts_and_demonstrations_are_the_whole_conversation(chat, name, famil
     @given(st.lists(texts, min_size=4, max_size=4))
     def play(said):
         dialogue = renderer.dialogue()
-        row = dialogue.begin(asked(said[0]))
+        row = dialogue.start(asked(said[0]))
         row += dialogue.add_demonstration(said[1])
         extension = dialogue.add_observation(asked(said[2]))
         assert not extension.fork
@@ -64,7 +64,7 @@ def test_an_answer_without_thoughts_is_written_as_the_model_writes_it(chat, fami
     """The template opens a thought, or expects an empty one: prompt and demonstration fit together all the same."""
     renderer = chat("tekken", family)
     dialogue = renderer.dialogue()
-    prompt = dialogue.begin(asked("12 + 34?"))
+    prompt = dialogue.start(asked("12 + 34?"))
     end = renderer.template.end_of_turn
     assert renderer.tokenizer.decode(dialogue.add_demonstration("46")) == f"{thought}46{end}"
     if family != "nemotron_3_nano":  # which writes an empty thought in another way than the one it opens
@@ -81,7 +81,7 @@ def test_an_answer_without_thoughts_is_written_as_the_model_writes_it(chat, fami
 def test_a_recorded_thought_goes_on_from_the_one_that_the_prompt_opens(chat, family, recorded):
     renderer = chat("tekken", family)
     dialogue = renderer.dialogue()
-    text = renderer.tokenizer.decode(dialogue.begin(asked("12 + 34?")))
+    text = renderer.tokenizer.decode(dialogue.start(asked("12 + 34?")))
     text += renderer.tokenizer.decode(dialogue.add_demonstration(recorded))
     assert text.endswith(f"<think>\nI add.\n</think>\n\n46{renderer.template.end_of_turn}")
     assert text.count("<think>") == text.count("</think>") == 1
@@ -92,7 +92,7 @@ def test_a_demonstration_ends_with_the_templates_own_token(chat, eos, n_stops):
     """Also where the tokenizer's end token is another."""
     renderer = chat("tekken" if eos is None else "starter", "qwen2_5", eos)
     dialogue = renderer.dialogue()
-    dialogue.begin(asked("12 + 34?"))
+    dialogue.start(asked("12 + 34?"))
     assert renderer.tokenizer.decode(dialogue.add_demonstration("46")) == "46<|im_end|>"
     assert len(renderer.stop_token_ids) == n_stops
 
@@ -101,7 +101,7 @@ def test_a_template_without_an_end_of_turn_gets_the_tokenizers(chat):
     renderer = chat("tekken", "glm4moe")
     assert renderer.template.end_of_turn == ""
     dialogue = renderer.dialogue()
-    dialogue.begin(asked("12 + 34?"))
+    dialogue.start(asked("12 + 34?"))
     assert renderer.tokenizer.decode(dialogue.add_demonstration("46")) == "\n<think></think>\n46</s>"
 
 
@@ -109,7 +109,7 @@ def test_a_template_without_an_end_of_turn_gets_the_tokenizers(chat):
 def test_a_demonstrated_call_and_its_result_are_the_whole_conversation(chat, family):
     renderer = chat("tekken", family)
     dialogue = renderer.dialogue()
-    row = dialogue.begin(asked("1 + 2?", tools=(ADD,)))
+    row = dialogue.start(asked("1 + 2?", tools=(ADD,)))
     row += dialogue.add_demonstration(Message("assistant", (), (ToolCall("", "add", {"a": 1}),)))
     [call] = dialogue.messages[-1].tool_calls
     extension = dialogue.add_observation(
@@ -136,7 +136,7 @@ def test_a_demonstration_in_raw_text(chat):
     for name, family in [("tekken", "qwen3"), ("sentencepiece", "own"), ("tekken", "llama3")]:
         renderer = chat(name, family)
         dialogue = renderer.dialogue()
-        dialogue.begin(Observation(text="Q: 12 + 34?\nA:"))
+        dialogue.start(Observation(text="Q: 12 + 34?\nA:"))
         end = renderer.template.end_of_turn
         assert renderer.decode_after(dialogue.add_demonstration(" 46 ")) == f" 46 {end}"
 
@@ -145,6 +145,6 @@ def test_a_demonstration_in_raw_text(chat):
 def test_a_call_is_written_in_its_own_letters(chat, family):
     """Also by a template that takes arguments as text, as DeepSeek's does."""
     dialogue = chat("tekken", family).dialogue()
-    dialogue.begin(asked("1 + 2?", tools=(ADD,)))
+    dialogue.start(asked("1 + 2?", tools=(ADD,)))
     row = dialogue.add_demonstration(Message("assistant", (), (ToolCall("", "add", {"a": "Zürich 数"}),)))
     assert '{"a": "Zürich 数"}' in chat("tekken", family).tokenizer.decode(row)

@@ -127,7 +127,7 @@ def test_the_policy_reads_what_the_template_writes(chat, name, family, eos):
     def play(data):
         talk = Conversation(renderer, [asked(data.draw(texts))])
         dialogue = renderer.dialogue()
-        row = dialogue.begin(observed(*talk.messages))
+        row = dialogue.start(observed(*talk.messages))
         assert row == tokenizer.encode(talk.shown, add_special_tokens=False)
         for _ in range(3):
             said = data.draw(turns(renderer))
@@ -139,7 +139,7 @@ def test_the_policy_reads_what_the_template_writes(chat, name, family, eos):
             try:
                 delta = talk.go_on(message, said, body, user)
             except InvalidStep:
-                with pytest.raises(TurnRefused, match="does not take what the policy said"):
+                with pytest.raises(TurnRefused, match="rejects the policy's completion"):
                     dialogue.add_observation(observed(user))
                 return
             extension = dialogue.add_observation(observed(user))
@@ -169,7 +169,7 @@ def test_a_conversation_of_text_grows_into_the_ids_of_the_whole(chat, name, fami
     def play(said):
         talk = Conversation(renderer, [asked(said[0])])
         dialogue = renderer.dialogue()
-        row = dialogue.begin(observed(*talk.messages))
+        row = dialogue.start(observed(*talk.messages))
         for answer, question in zip(said[1::2], said[2::2], strict=True):
             lead = " " if (name, family) == ("sentencepiece", "own") else ""  # which that template writes
             ids = talk.encoded(lead + answer, row[-1])
@@ -190,7 +190,7 @@ def test_a_cut_turn_gets_the_glue(chat, family):
     rows = []
     for cut in (True, False):
         dialogue = renderer.dialogue()
-        row = dialogue.begin(observed(asked("12 + 34?")))
+        row = dialogue.start(observed(asked("12 + 34?")))
         ids = renderer.encode("hello there")
         ended = ids if cut else [*ids, renderer.stop_token_ids[-1]]
         dialogue.add_policy_turn(ended)
@@ -208,7 +208,7 @@ def test_half_a_character_stays_what_it_is(chat, name):
     half = renderer.encode_after(tokenizer.eos_token_id, "𓀀")[:1]
     for ids in (half, half * 3, [*half, renderer.stop_token_ids[-1]]):
         dialogue = renderer.dialogue()
-        dialogue.begin(observed(asked("Smile!")))
+        dialogue.start(observed(asked("Smile!")))
         assert set(dialogue.add_policy_turn(ids).text) == {"\ufffd"}
         extension = dialogue.add_observation(observed(asked("Thanks.")))
         assert not extension.fork
@@ -220,7 +220,7 @@ def test_thoughts_that_the_template_drops_begin_a_new_row(chat, family):
     renderer = chat("tekken", family)
     tokenizer = renderer.tokenizer
     dialogue = renderer.dialogue()
-    prompt = tokenizer.decode(dialogue.begin(observed(asked("12 + 34?"))))
+    prompt = tokenizer.decode(dialogue.start(observed(asked("12 + 34?"))))
     opened = "" if prompt.endswith("<think>\n") else "<think>\n"
     said = renderer.encode(f"{opened}Hm, forty-six.\n</think>\n\nIt is 46.") + list(renderer.stop_token_ids[-1:])
     assert dialogue.add_policy_turn(said).text.endswith("It is 46.")
@@ -238,7 +238,7 @@ def test_thoughts_that_the_template_drops_begin_a_new_row(chat, family):
 def test_spaces_that_the_template_trims_begin_a_new_row(chat, family, forks):
     renderer = chat("tekken", family)
     dialogue = renderer.dialogue()
-    dialogue.begin(observed(asked("12 + 34?")))
+    dialogue.start(observed(asked("12 + 34?")))
     dialogue.add_policy_turn([*renderer.encode(" 46 \n"), renderer.stop_token_ids[-1]])
     assert dialogue.add_observation(observed(asked("Sure?"))).fork is forks
 
@@ -249,7 +249,7 @@ def test_a_stop_token_that_is_no_end_of_turn_begins_a_new_row(chat):
     eos, end = renderer.stop_token_ids
     for token, forks in ((end, False), (eos, True)):
         dialogue = renderer.dialogue()
-        dialogue.begin(observed(asked("12 + 34?")))
+        dialogue.start(observed(asked("12 + 34?")))
         assert dialogue.add_policy_turn([*renderer.encode("46"), token]).text == "46"
         extension = dialogue.add_observation(observed(asked("Sure?")))
         assert extension.fork is forks
@@ -283,7 +283,7 @@ def test_tokens_that_swallow_the_space_after_them_do_so_after_a_turn(chat, eos):
         tokenizer.add_tokens([AddedToken(token, rstrip=True, special=True)], special_tokens=True)
     renderer = ChatRenderer(tokenizer)
     dialogue = renderer.dialogue()
-    row = dialogue.begin(observed(asked("12 + 34?")))
+    row = dialogue.start(observed(asked("12 + 34?")))
     row += dialogue.add_demonstration("46")
     row += dialogue.add_observation(observed(asked("Sure?"))).token_ids
     talk = [asked("12 + 34?"), {"role": "assistant", "content": "46"}, asked("Sure?")]
@@ -296,7 +296,7 @@ def test_tokens_that_swallow_the_space_after_them_do_so_after_a_turn(chat, eos):
 def test_tools_that_come_later_are_shown_in_a_new_row(chat):
     renderer = chat("tekken", "qwen2_5")
     dialogue = renderer.dialogue()
-    dialogue.begin(observed(asked("12 + 34?")))
+    dialogue.start(observed(asked("12 + 34?")))
     dialogue.add_policy_turn([*renderer.encode("46"), renderer.stop_token_ids[-1]])
     extension = dialogue.add_observation(observed(asked("Sure?"), tools=(ToolSpec("calculate", "Calculates.", {}),)))
     assert extension.fork
@@ -306,18 +306,18 @@ def test_tools_that_come_later_are_shown_in_a_new_row(chat):
 def test_a_conversation_that_the_template_refuses_is_one_line(chat):
     dialogue = chat("tekken", "gemma").dialogue()
     with pytest.raises(InvalidStep, match=r"refuses .* \(System role not supported; its roles: system\): "):
-        dialogue.begin(observed({"role": "system", "content": "Be brief."}))
+        dialogue.start(observed({"role": "system", "content": "Be brief."}))
     with pytest.raises(InvalidStep, match="neither messages nor text"):
-        dialogue.begin(Observation())
+        dialogue.start(Observation())
     with pytest.raises(InvalidStep, match="not valid Unicode"):
-        dialogue.begin(observed(asked("half: \ud83d")))
+        dialogue.start(observed(asked("half: \ud83d")))
 
 
 @pytest.mark.parametrize("family", ["llava_next", "smolvlm"])
 def test_a_template_that_wants_content_in_parts_gets_it(chat, family):
     renderer = chat("tekken", family)
     dialogue = renderer.dialogue()
-    text = renderer.tokenizer.decode(dialogue.begin(observed(asked("12 + 34?"))))
+    text = renderer.tokenizer.decode(dialogue.start(observed(asked("12 + 34?"))))
     assert text.count("12 + 34?") == 1
     dialogue.add_policy_turn([*renderer.encode(" 46"), renderer.stop_token_ids[-1]])
     text = renderer.tokenizer.decode(dialogue.add_observation(observed(asked("Sure?"))).token_ids)

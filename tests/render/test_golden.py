@@ -22,7 +22,7 @@ class Player:
         self.row = []
 
     def begin(self, observation):
-        self.row = self.dialogue.begin(observation)
+        self.row = self.dialogue.start(observation)
         return self.text
 
     def says(self, text):

@@ -78,7 +78,7 @@ def test_a_demonstration_is_the_ids_of_the_whole_conversation(real):
     renderer, reference = real
     [prompt, answer] = CONVERSATION[:2]
     dialogue = renderer.dialogue()
-    taught = dialogue.begin(observed([prompt])) + dialogue.add_demonstration(answer["content"])
+    taught = dialogue.start(observed([prompt])) + dialogue.add_demonstration(answer["content"])
     # mistral_common wants a user's turn last; what comes before it is the conversation so far.
     whole = ids_of(reference, CONVERSATION)
     assert whole[: len(taught)] == taught
@@ -88,7 +88,7 @@ def test_a_demonstration_is_the_ids_of_the_whole_conversation(real):
 def test_an_answers_text_comes_back_without_what_ends_it(real):
     renderer, _ = real
     dialogue = renderer.dialogue()
-    dialogue.begin(observed(CONVERSATION[:1]))
+    dialogue.start(observed(CONVERSATION[:1]))
     assert renderer.text(dialogue.add_demonstration("46, of course.")) == "46, of course."
     assert dialogue.messages[-1] == Message.of("assistant", "46, of course.")
 

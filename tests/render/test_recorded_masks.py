@@ -47,7 +47,7 @@ def test_the_assistants_turns_with_their_ends_and_nothing_else(chat, tmp_path, n
         async with envgym.spec("recorded", data=data, teach=teach) as spec, spec.make() as env:
             task = await spec.tasks("train").get(0)
             agent = Replay(renderer, ReplayConfig())
-            return (await agent.replay(CheckedEnv(env, spec), task, seed=0, member=0)).rows
+            return (await agent.replay(CheckedEnv(env, spec), task, seed=0, recording_index=0)).rows
 
     said = []
     for row in asyncio.run(rows()):

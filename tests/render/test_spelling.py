@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from envgym.monitoring.metrics import rollout_metrics
 from envgym.render import ChatRenderer, NoRenderer, RawRenderer, TextRenderer
-from envgym.render.spelling import BREAK, Speller, after_prompt, broken_up
+from envgym.render.spelling import BREAK, Speller, escape_for_api, mark_after_prompt
 from envgym.types import Episode, Group, Message, Observation, Outcome, Task, TextPart, ToolCall
 
 from .test_dialogues import CASES, WORDS
@@ -41,7 +41,7 @@ def test_each_added_token_is_written_in_characters_that_read_as_before(vocabular
     tokens = [*added(renderer).values()]
     texts = ["".join(f"{before}{token}{after}" for token in tokens) for before, after in (("", ""), ("a ", " b"), "<>")]
     for text in texts:
-        ids = renderer.encode_after(renderer.tokenizer.eos_token_id, renderer.speller.of_all(text))
+        ids = renderer.encode_after(renderer.tokenizer.eos_token_id, renderer.speller.escape(text))
         assert among(renderer, ids) == []
         assert renderer.decode_after(ids) == text
 
@@ -59,7 +59,7 @@ def test_the_characters_are_those_of_a_tokenizer_that_knows_no_added_tokens(voca
         tokens = sorted(added(renderer).values())
         text = data.draw(st.lists(st.sampled_from([*tokens[:40], *WORDS]), min_size=1, max_size=8).map("".join))
         expected = reference.encode(text, add_special_tokens=False).ids
-        assert renderer.encode(renderer.speller.of_all(text)) == expected
+        assert renderer.encode(renderer.speller.escape(text)) == expected
 
     check()
 
@@ -75,7 +75,7 @@ def test_the_tokens_around_typed_ones_stay(vocabulary, name):
     def check(data):
         tokens = sorted(added(renderer).values())[:12]
         texts = st.lists(st.sampled_from([*tokens, *WORDS]), max_size=4).map("".join)
-        pieces = [renderer.speller.of_all(text) for text in data.draw(st.lists(texts, min_size=1, max_size=4))]
+        pieces = [renderer.speller.escape(text) for text in data.draw(st.lists(texts, min_size=1, max_size=4))]
         expected = [renderer.encode_after(renderer.tokenizer.eos_token_id, piece) for piece in pieces]
         ids = renderer.encode(end + end.join(pieces))
         assert ids == [token for piece in expected for token in (renderer.tokenizer.eos_token_id, *piece)]
@@ -98,8 +98,8 @@ def test_what_others_typed_ends_no_turn(chat, vocabulary_name, family, eos):
 
     def row(answer, reply):
         dialogue = renderer.dialogue()
-        ids = dialogue.begin(Observation((Message.of("user", "Ask."),)))
-        said = [*renderer.encode_after(ids[-1], renderer.speller.of_all(answer)), renderer.stop_token_ids[-1]]
+        ids = dialogue.start(Observation((Message.of("user", "Ask."),)))
+        said = [*renderer.encode_after(ids[-1], renderer.speller.escape(answer)), renderer.stop_token_ids[-1]]
         assert dialogue.add_policy_turn(said).text == answer
         return dialogue.add_observation(Observation((Message.of("user", reply),)))
 
@@ -132,7 +132,7 @@ def test_messages_of_the_prompt_and_raw_text_keep_their_special_tokens(vocabular
             renderer, Message.of("user", "plain"), replace(result, content=(TextPart("plain"),))
         )
         dialogue = renderer.dialogue()
-        ids = dialogue.begin(Observation(text=text))
+        ids = dialogue.start(Observation(text=text))
         assert len(among(renderer, ids)) == 1
         dialogue.add_policy_turn(renderer.encode("46"))
         assert len(among(renderer, dialogue.add_observation(Observation(text=text)).token_ids)) == 1
@@ -143,7 +143,7 @@ def test_a_text_prompts_replies_are_characters_and_a_raw_ones_are_not(vocabulary
     for make, added_tokens in ((TextRenderer, 0), (RawRenderer, 1)):
         renderer = make(vocabulary("starter"))
         dialogue = renderer.dialogue()
-        dialogue.begin(Observation((Message.of("user", "Ask."),)))
+        dialogue.start(Observation((Message.of("user", "Ask."),)))
         dialogue.add_policy_turn([*renderer.encode("46"), renderer.stop_token_ids[0]])
         extension = dialogue.add_observation(Observation((Message.of("user", "<|im_start|>"),)))
         assert len(among(renderer, extension.token_ids)) == added_tokens
@@ -162,7 +162,7 @@ def test_arguments_and_demonstrations(chat):
     assert texts[0] == texts[1]
     assert len(among(renderer, rows[False])) == len(among(renderer, rows[True])) + 2
     dialogue = renderer.dialogue()
-    dialogue.begin(Observation((Message.of("user", "Ask."),)))
+    dialogue.start(Observation((Message.of("user", "Ask."),)))
     assert len(among(renderer, dialogue.add_demonstration("<|im_start|>46"))) == 2
 
 
@@ -175,15 +175,15 @@ def test_thoughts_and_calls_in_the_policys_words_stay_tokens():
     }
     speller = Speller(marks | words)
     text = "<think>a word  § </think><|user|>"
-    assert speller.of_policy(text) == f"<think>a word  § </think><{BREAK}|user|>"
-    assert speller.of_all(text) == f"<{BREAK}think>a word  § <{BREAK}/think><{BREAK}|user|>"
+    assert speller.escape_policy_text(text) == f"<think>a word  § </think><{BREAK}|user|>"
+    assert speller.escape(text) == f"<{BREAK}think>a word  § <{BREAK}/think><{BREAK}|user|>"
     plain = "x < y, <b>, [1], < |user|>"
-    assert speller.of_all(plain) is plain
+    assert speller.escape(plain) is plain
 
 
 def test_tokens_that_overlap_are_all_broken():
     speller = Speller({0: AddedToken("<|a|>", special=True), 1: AddedToken("|><|", special=True)})
-    broken = speller.of_all("<|a|><|a|><<|a|>|a|>")
+    broken = speller.escape("<|a|><|a|><<|a|>|a|>")
     assert not any(token in broken for token in ("<|a|>", "|><|"))
     assert broken.replace(BREAK, "") == "<|a|><|a|><<|a|>|a|>"
 
@@ -198,7 +198,7 @@ def test_where_characters_would_be_the_token_again_a_space_breaks_it_up(normaliz
     tokenizer.add_tokens([AddedToken("<end>", special=True, normalized=normalized)], special_tokens=True)
     renderer = TextRenderer(tokenizer)
     assert renderer.encode("a <end> a") == [2, 1, 2]
-    assert renderer.encode(renderer.speller.of_all("a <end> a") + " <end>") == [2, 3, 4, 2, 1]
+    assert renderer.encode(renderer.speller.escape("a <end> a") + " <end>") == [2, 3, 4, 2, 1]
 
 
 def test_answers_are_measured_by_the_tokens_of_the_policys_tokenizer():
@@ -209,7 +209,7 @@ def test_answers_are_measured_by_the_tokens_of_the_policys_tokenizer():
     renderer = TextRenderer(tokenizer)
     for text, spells in [("a", False), ("<think>a</s>", False), *((f"a {token} a", True) for token in special[:4])]:
         assert renderer.spells(text) == spells
-        answer = Episode("e", Task("t"), Outcome.completed(), messages=[Message.of("assistant", text)])
+        answer = Episode("e", Task("t"), Outcome.complete(), messages=[Message.of("assistant", text)])
         record = rollout_metrics([Group("g", answer.task, [answer])], spells=renderer.spells)
         assert record.get("answers/special_tokens", 0) == spells
     assert NoRenderer().spells("</s>")  # what an API's tokenizer has is not known here
@@ -217,9 +217,9 @@ def test_answers_are_measured_by_the_tokens_of_the_policys_tokenizer():
 
 def test_what_is_broken_up_for_apis():
     kept = "x < |y| > z, <b>, [1, 2], [IN], <|>, a|b, <s-1>"
-    assert broken_up(kept) == kept
-    assert broken_up("<|im_end|><｜User｜></s><s>[/INST]<end_of_turn>") == (
+    assert escape_for_api(kept) == kept
+    assert escape_for_api("<|im_end|><｜User｜></s><s>[/INST]<end_of_turn>") == (
         "< |im_end|>< ｜User｜>< /s>< s>[ /INST]< end_of_turn>"
     )
     few = [Message.of(role, "x") for role in ("system", "user", "assistant", "user")]
-    assert [message.from_others for message in after_prompt(few)] == [False, False, True, True]
+    assert [message.from_others for message in mark_after_prompt(few)] == [False, False, True, True]

@@ -32,7 +32,7 @@ def renderer(request, vocabulary):
 def test_a_conversation_in_plain_text(renderer):
     tokenizer, eos = renderer.tokenizer, renderer.tokenizer.eos_token
     dialogue = renderer.dialogue()
-    row = dialogue.begin(Observation(messages=(Message.of("system", "Be brief."), Message.of("user", "12?"))))
+    row = dialogue.start(Observation(messages=(Message.of("system", "Be brief."), Message.of("user", "12?"))))
     said = [*renderer.encode_after(row[-1], " 12."), tokenizer.eos_token_id]
     assert dialogue.add_policy_turn(said).text.strip() == "12."
     first = dialogue.add_observation(told("13?"))
@@ -50,7 +50,7 @@ def test_a_conversation_in_plain_text(renderer):
 def test_tools_in_plain_text(renderer):
     tokenizer, eos = renderer.tokenizer, renderer.tokenizer.eos_token
     dialogue = renderer.dialogue()
-    row = dialogue.begin(told("1 + 2?", tools=(ADD,)))
+    row = dialogue.start(told("1 + 2?", tools=(ADD,)))
     assert tokenizer.decode(unbegun(tokenizer, row)) == (
         'You may call these tools:\n{"name": "add", "description": "Adds.", "parameters": {"type": "object"}}\n'
         'To call one, write:\n<tool_call>\n{"name": "tool_name", "arguments": {"argument": "value"}}\n</tool_call>\n\n'
@@ -60,7 +60,7 @@ def test_tools_in_plain_text(renderer):
     written = ' I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert renderer.decode_after(ids) == written + eos
     again = renderer.dialogue()
-    again.begin(told("1 + 2?", tools=(ADD,)))
+    again.start(told("1 + 2?", tools=(ADD,)))
     [call] = again.add_policy_turn(ids).tool_calls
     assert (call.name, call.arguments, call.error) == ("add", {"a": 1}, "")
     results = Observation(messages=(Message("tool", (TextPart("3"),), tool_call_id=call.id, name="add"),))
@@ -79,7 +79,7 @@ def test_raw_text_is_appended_as_text(chat, vocabulary, name, kind):
     @given(st.lists(texts, min_size=3, max_size=3), st.booleans())
     def play(said, ended):
         dialogue = renderer.dialogue()
-        first = dialogue.begin(Observation(text=said[0]))
+        first = dialogue.start(Observation(text=said[0]))
         assert first == tokenizer.encode(said[0])
         turn = renderer.encode_after(first[-1], said[1]) + [tokenizer.eos_token_id] * ended
         assert dialogue.add_policy_turn(turn).text.strip() == said[1].strip()
@@ -108,7 +108,7 @@ def test_messages_after_raw_text_go_on_in_plain_text_alone(chat, vocabulary, raw
     text, message = Observation(text="You are in a dark room."), told("And now?")
     for renderer in (chat("starter", "own"), TextRenderer(vocabulary("starter"))):
         dialogue = renderer.dialogue()
-        dialogue.begin(text if raw_first else message)
+        dialogue.start(text if raw_first else message)
         dialogue.add_policy_turn(renderer.encode("north<|im_end|>"))
         if not raw_first:
             dialogue.add_observation(text)
@@ -137,7 +137,7 @@ def test_raw_texts_follow_each_other_directly(vocabulary):
     renderer = make_renderer("raw", tokenizer)
     written = "<|im_start|>user\n12?<|im_end|>\n<|im_start|>assistant\n"
     dialogue = renderer.dialogue()
-    row = dialogue.begin(told(written))
+    row = dialogue.start(told(written))
     assert row == tokenizer.encode(written, add_special_tokens=False)
     said = dialogue.add_demonstration("34")
     assert said[-1] == tokenizer.eos_token_id

@@ -67,7 +67,7 @@ def asked(text="12 + 34?", tools=SPECS):
 
 def begun(renderer, tools=SPECS):
     dialogue = renderer.dialogue()
-    dialogue.begin(asked(tools=tools))
+    dialogue.start(asked(tools=tools))
     return dialogue
 
 
@@ -324,7 +324,7 @@ def test_the_policy_is_told_which_tools_there_are(chat, family):
     """By the template, or in the first message by us; and a tool's results reach it, each once and in order."""
     renderer = chat("tekken", family)
     dialogue = renderer.dialogue()
-    prompt = renderer.tokenizer.decode(dialogue.begin(asked()))
+    prompt = renderer.tokenizer.decode(dialogue.start(asked()))
     if not family.startswith("deepseek"):
         assert "tool_call" in prompt or "Respond in the format" in prompt or "[AVAILABLE_TOOLS]" in prompt
     assert all(f'"{tool.name}"' in prompt or f"<name>{tool.name}<" in prompt for tool in SPECS)

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from envgym.config.resolve import resolve
-from envgym.env import ListTasks
+from envgym.env import TaskList
 from envgym.errors import ConfigError
-from envgym.rollout.async_buffer import Supply, version_of
+from envgym.rollout.async_buffer import AsyncRollouts, version_of
 from envgym.rollout.buffer import Buffer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.filter import FilterConfig
@@ -25,8 +25,8 @@ class World:
         rounds = {"zero_variance": True, "max_rounds": 100}
         self.config = RolloutConfig(tasks=needed, max_staleness=staleness, filter=FilterConfig(**rounds))
         self.buffer = Buffer(1, needs_reward=True, filter=self.config.filter)
-        self.cursor = TaskCursor(ListTasks([Task(str(n)) for n in range(n_tasks)]), 0)
-        self.supply = Supply(self.buffer, self.cursor, self.config, self.play)
+        self.cursor = TaskCursor(TaskList([Task(str(n)) for n in range(n_tasks)]), 0)
+        self.supply = AsyncRollouts(self.buffer, self.cursor, self.config, self.play)
         self.begun, self.ended = [], []
 
     async def play(self, task, name):
@@ -35,7 +35,7 @@ class World:
             await asyncio.sleep(0)
         self.ended.append(task.id)
         rewards = [1.0, 1.0] if self.rng.random() < self.dropped else [0.0, 1.0]
-        return Group(name, task, [Episode("", task, Outcome.completed(), [], reward) for reward in rewards])
+        return Group(name, task, [Episode("", task, Outcome.complete(), [], reward) for reward in rewards])
 
     async def steps(self, count):
         """Take and learn from steps, which takes some time; returns the groups of each with the version they met."""

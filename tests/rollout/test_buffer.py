@@ -13,13 +13,13 @@ def group(id, *rewards):
     episodes = [
         Episode("e", Task("t"), reward, member=index)
         if isinstance(reward, Outcome)
-        else Episode("e", Task("t"), Outcome.completed(), reward=reward, member=index)
+        else Episode("e", Task("t"), Outcome.complete(), reward=reward, member=index)
         for index, reward in enumerate(rewards)
     ]
     return Group(id, Task("t"), episodes)
 
 
-TIMEOUT, BROKEN = Outcome.failed("timeout", "too slow"), Outcome.failed("environment", "KeyError")
+TIMEOUT, BROKEN = Outcome.fail("timeout", "too slow"), Outcome.fail("environment", "KeyError")
 
 
 def ids(groups):
@@ -47,7 +47,7 @@ def test_a_group_that_is_too_small_is_dropped_and_counted_with_its_failures():
 def test_attempts_that_were_played_again_are_counted(through_a_checkpoint):
     buffer = Buffer(2, needs_reward=True)
     played = group("a", 1.0, 0.0)
-    played.lost, played.refills = group("a", TIMEOUT, BROKEN).episodes, 1
+    played.superseded, played.refills = group("a", TIMEOUT, BROKEN).episodes, 1
     buffer.add([played])
     restored = Buffer(2, needs_reward=True)
     restored.load_state(through_a_checkpoint(buffer.state()))
@@ -91,7 +91,7 @@ def test_state_goes_through_a_file_and_is_a_picture_of_its_moment(through_a_chec
 def scored(id, *scores):
     """A group whose rewards all differ, so that only the scores can be what is gone by."""
     episodes = [
-        Episode("e", Task("t"), Outcome.completed(), reward=10.0 + index, score=score)
+        Episode("e", Task("t"), Outcome.complete(), reward=10.0 + index, score=score)
         for index, score in enumerate(scores)
     ]
     return Group(id, Task("t"), episodes)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.env import ListTasks
+from envgym.env import TaskList
 from envgym.rollout.buffer import MAX_ROUNDS, Buffer, fill
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.filter import FilterConfig
@@ -31,9 +31,9 @@ class Play:
     def group(self, task):
         solved = self.solves(task)
         episodes = [
-            Episode("e", task, Outcome.failed("timeout", "slow"))
+            Episode("e", task, Outcome.fail("timeout", "slow"))
             if solved is None
-            else Episode("e", task, Outcome.completed(), reward=float(m < solved * self.members))
+            else Episode("e", task, Outcome.complete(), reward=float(m < solved * self.members))
             for m in range(self.members)
         ]
         return Group(f"g{next(self.ids)}", task, episodes)
@@ -41,7 +41,7 @@ class Play:
 
 def stage(filter=FILTER, tasks=8, size=100):
     """Settings, a buffer and a cursor over `size` tasks."""
-    tasks_there_are = ListTasks([task(number) for number in range(size)])
+    tasks_there_are = TaskList([task(number) for number in range(size)])
     buffer = Buffer(2, needs_reward=True, filter=filter)
     return RolloutConfig(tasks=tasks, filter=filter), buffer, TaskCursor(tasks_there_are, 0)
 
@@ -123,7 +123,7 @@ def test_what_fails_in_every_episode_is_not_played_again(filter):
 def test_episodes_without_a_reward_are_not_played_again_and_that_is_said():
     class Unrewarded(Play):
         def group(self, task):
-            return Group(f"g{next(self.ids)}", task, [Episode("e", task, Outcome.completed()) for _ in range(4)])
+            return Group(f"g{next(self.ids)}", task, [Episode("e", task, Outcome.complete()) for _ in range(4)])
 
     config, buffer, cursor = stage(FilterConfig())
     batch = filled(Unrewarded(None), config, buffer, cursor)

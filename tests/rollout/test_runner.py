@@ -21,7 +21,7 @@ from envgym.processes import cancellation, event_loop, watch
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan, apply_judgement
 from envgym.training.stop import Interrupts, Stop
-from envgym.types import Episode, Judgement, Message, Outcome, Row, Segment, Status, StopReason, Task, Turn
+from envgym.types import Episode, Message, Outcome, Reward, Row, Segment, Status, StopReason, Task, Turn
 
 TASKS = [Task(f"t{index}", prompt=f"{index}?") for index in range(3)]
 SAMPLING = SamplingParams(max_tokens=4)
@@ -54,7 +54,7 @@ class OneAnswer(Agent):
         row = Row([Segment("prompt", [1, 2]), Segment("action", [7], logprobs=[-1.0])], turns=[Turn(reward, "stop")])
         score = info.get("score")
         return Episode(
-            "", task, Outcome.completed(), rows=[row], reward=reward, score=score, messages=[Message.of("a", "")]
+            "", task, Outcome.complete(), rows=[row], reward=reward, score=score, messages=[Message.of("a", "")]
         )
 
 
@@ -132,7 +132,7 @@ def test_groups_come_in_the_order_of_tasks_with_all_their_members(world, determi
     groups = play(make_spec(world), size=4, concurrency=concurrency, deterministic=deterministic)
     assert [group.task for group in groups] == TASKS
     assert [[episode.member for episode in group.episodes] for group in groups] == [[0, 1, 2, 3]] * 3
-    assert {episode.group for group in groups for episode in group.episodes} == {group.id for group in groups}
+    assert {episode.group_id for group in groups for episode in group.episodes} == {group.id for group in groups}
     assert all(episode.task is group.task for group in groups for episode in group.episodes)
 
 
@@ -332,7 +332,7 @@ def test_a_prompt_that_is_too_long_is_played_once(world):
     engine = OneToken({":001:": PromptTooLong("a prompt of 90 tokens")})
     [group] = play(make_spec(world), engine=engine, tasks=TASKS[:1], refills=2, retries=2)
     assert [episode.outcome.reason for episode in group.episodes] == ["", "prompt_too_long"]
-    assert (len(engine.requests), group.refills, group.lost) == (2, 0, [])
+    assert (len(engine.requests), group.refills, group.superseded) == (2, 0, [])
 
 
 def test_an_episode_beyond_its_deadline_is_a_timeout_and_is_tried_again(world):
@@ -383,7 +383,7 @@ def test_a_group_fills_the_place_of_an_episode_that_failed_for_good_a_bounded_nu
     [group] = play(make_spec(world), size=3, tasks=TASKS[:1], engine=engine, refills=2)
     assert sorted(e.reward for e in group.episodes if not e.failed) == [0.25, 0.5]
     assert [e.failed for e in group.episodes].count(True) == 1  # two places were filled, the third failure stayed
-    assert (group.refills, len(group.lost)) == (2, 2)
+    assert (group.refills, len(group.superseded)) == (2, 2)
     assert len({request.id for request in engine.requests}) == 5  # another attempt, another sampling seed
     assert {seed for _, seed in world.seeds} == {group.episodes[0].seed}  # of the same problem
 
@@ -425,7 +425,7 @@ def test_a_call_that_holds_the_loop_past_its_deadline_is_named_and_a_timeout(wor
     assert [outcome.status for outcome in others] == [Status.COMPLETED] * 2  # said once: these do not wait
     line = on_step.__code__.co_firstlineno
     [text] = said
-    assert text.startswith("Scripted-v0: step holds up everything else, for more than 0.05 s, in on_step (")
+    assert text.startswith("Scripted-v0: step has blocked everything else for more than 0.05 s, in on_step (")
     assert int(re.search(rf"{re.escape(__file__)}, line (\d+)\)", text).group(1)) in (line + 1, line + 2)
 
 
@@ -489,7 +489,7 @@ event_loop.run(main())
 def test_a_second_signal_ends_also_what_takes_no_notice():
     done = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130
-    assert done.stderr == "envgym: ended at once: something holds the event loop and does not end\n"
+    assert done.stderr == "envgym: ended immediately: a call blocks the event loop and does not end\n"
 
 
 def test_blocking_environments_run_side_by_side(world):
@@ -629,7 +629,7 @@ def test_what_was_left_to_itself_samples_no_more(world, deaf):
             await deaf()
             await engine.generate([1, 2])
 
-    before = cancellation.abandoned()
+    before = cancellation.abandoned_tasks()
 
     async def main():
         engine, config = OneToken(), RolloutConfig(episode_timeout=0.05)
@@ -637,7 +637,7 @@ def test_what_was_left_to_itself_samples_no_more(world, deaf):
         runner = Runner(make_spec(world), agent, engine, config, max_model_len=64, seed=0, deterministic=False)
         [group] = await runner.play(TASKS[:1], SamplingPlan("p", SAMPLING, 1))
         assert outcomes([group])[0].reason == "does_not_end"
-        left = cancellation.abandoned() - before
+        left = cancellation.abandoned_tasks() - before
         deaf.free.set()
         await asyncio.wait(left)
         assert engine.requests == []
@@ -662,13 +662,13 @@ def test_a_stop_leaves_behind_what_goes_on(world, deaf):
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-        assert len(cancellation.abandoned() - before) == 3 == world.closed
+        assert len(cancellation.abandoned_tasks() - before) == 3 == world.closed
 
     started, all_started, spec = [], asyncio.Event(), make_spec(world)
     spec.env_class.step = step
-    before = cancellation.abandoned()
+    before = cancellation.abandoned_tasks()
     event_loop.run(main())
-    assert len(cancellation.abandoned() - before) == 6
+    assert len(cancellation.abandoned_tasks() - before) == 6
     assert deaf.heard >= 6
 
 
@@ -751,7 +751,7 @@ def test_of_two_rollouts_at_once_the_first_ones_members_start_first(world):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_kept_episodes_are_not_played_again(world, deterministic):
     first = play(make_spec(world), deterministic=deterministic)
-    kept = {(episode.group, episode.member): episode for episode in (first[0].episodes[1], *first[2].episodes)}
+    kept = {(episode.group_id, episode.member): episode for episode in (first[0].episodes[1], *first[2].episodes)}
     world.seeds.clear()
     told, ended = [], []
     again = play(
@@ -785,11 +785,11 @@ def test_progress_counts_failures_by_kind(world):
 def test_a_group_judged_together_is_told_of_again_also_with_members_kept_from_before(world):
     ended = []
     spec = judged_by(world, lambda task, episodes: [0.25] * len(episodes) if task.id == "t1" else None)
-    groups = play(spec, on_episode=lambda episode: ended.append((episode.group, episode.member, episode.reward)))
+    groups = play(spec, on_episode=lambda episode: ended.append((episode.group_id, episode.member, episode.reward)))
     assert ended[6:] == [("p/00001", 0, 0.25), ("p/00001", 1, 0.25)]
     ended.clear()
-    kept = {(episode.group, episode.member): episode for group in groups for episode in group.episodes}
-    play(spec, kept=kept, on_episode=lambda episode: ended.append((episode.group, episode.member, episode.reward)))
+    kept = {(episode.group_id, episode.member): episode for group in groups for episode in group.episodes}
+    play(spec, kept=kept, on_episode=lambda episode: ended.append((episode.group_id, episode.member, episode.reward)))
     assert ended == [("p/00001", 0, 0.25), ("p/00001", 1, 0.25)]
 
 
@@ -828,14 +828,14 @@ def test_a_judges_rewards_do_not_replace_the_environments_own_score(world):
 @pytest.mark.parametrize("verdict", [1.0, None])
 def test_what_steps_paid_does_not_stand_beside_what_the_judge_pays(verdict):
     rows = [Row([], turns=[Turn(3.0, "stop"), Turn(0.5, "stop")]), Row([], turns=[Turn(2.0, "stop")])]
-    episode = Episode("e", TASKS[0], Outcome.completed(), rows=rows, reward=5.5)
-    apply_judgement(episode, Judgement(verdict))
+    episode = Episode("e", TASKS[0], Outcome.complete(), rows=rows, reward=5.5)
+    apply_judgement(episode, Reward(verdict))
     assert [[turn.reward for turn in row.turns] for row in rows] == [[None, None], [verdict]]
     assert episode.reward == verdict
 
 
 def test_a_judge_may_say_more_than_a_reward_or_fail_at_one_member(world):
-    verdicts = [Judgement(2.0, score=0.75, metrics={"style": 0.5}), None, InvalidOutcome("judge", "unreadable")]
+    verdicts = [Reward(2.0, score=0.75, metrics={"style": 0.5}), None, InvalidOutcome("judge", "unreadable")]
     [group] = play(judged_by(world, lambda task, episodes: verdicts), size=3, tasks=TASKS[:1])
     said, silent, broken = group.episodes
     assert (said.reward, said.score, said.metrics) == (2.0, 0.75, {"style": 0.5})
@@ -858,7 +858,7 @@ def test_the_death_of_a_model_that_judges_ends_the_rollout(world):
         (lambda task, episodes: [1.0], "invalid_environment"),
         (lambda task, episodes: [1.0, float("nan")], "invalid_environment"),
         (lambda task, episodes: [1.0, "good"], "invalid_environment"),
-        (lambda task, episodes: [1.0, Judgement(1.0, score=1.5)], "invalid_environment"),
+        (lambda task, episodes: [1.0, Reward(1.0, score=1.5)], "invalid_environment"),
         (lambda task, episodes: [InvalidOutcome("judge", "mute")] * 2, "judge"),
     ],
 )

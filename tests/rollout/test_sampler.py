@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from envgym.engine import Generation, Request, SamplingParams
 from envgym.errors import ConfigError, PromptTooLong, WorkerDied
 from envgym.hashing import derived_seed
-from envgym.rollout.sampler import EpisodeSampler, Waves
+from envgym.rollout.sampler import EpisodeSampler, LockstepBatcher
 from envgym.types import StopReason
 
 SAMPLING = SamplingParams(max_tokens=8)
@@ -49,7 +49,7 @@ def play(turns, concurrency):
                 waves.leave()
 
     async def main():
-        waves, slots = Waves(engine, len(turns), concurrency), asyncio.Semaphore(concurrency)
+        waves, slots = LockstepBatcher(engine, len(turns), concurrency), asyncio.Semaphore(concurrency)
         await asyncio.gather(*(episode(i, n, waves, slots) for i, n in enumerate(turns)))
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -97,7 +97,7 @@ def test_a_request_given_up_neither_completes_a_wave_nor_is_sampled():
     engine = RecordingEngine()
 
     async def main():
-        waves = Waves(engine, episodes=2, concurrency=2)
+        waves = LockstepBatcher(engine, episodes=2, concurrency=2)
         late = asyncio.create_task(waves.generate(Request("a.0", (1,), SAMPLING)))
         await asyncio.sleep(0)
         late.cancel()
@@ -117,7 +117,7 @@ def test_what_the_engine_raises_reaches_each_episode_that_asked():
             raise WorkerDied(f"the engine died before {request.id}")
 
     async def main():
-        waves = Waves(Dead(), episodes=2, concurrency=2)
+        waves = LockstepBatcher(Dead(), episodes=2, concurrency=2)
         asked = (waves.generate(Request(name, (1,), SAMPLING)) for name in "ab")
         return await asyncio.gather(*asked, return_exceptions=True)
 

@@ -51,10 +51,10 @@ def say(*texts):
 @pytest.mark.parametrize(
     ("texts", "outcome", "reward"),
     [
-        (("on", "stop", "never said"), Outcome.completed(), 3.0),
-        (("enough",), Outcome.truncated(Limit.ENVIRONMENT), 1.0),
-        (("on",), Outcome.truncated(Limit.TURNS), 1.0),
-        ((), Outcome.truncated(Limit.TURNS), None),
+        (("on", "stop", "never said"), Outcome.complete(), 3.0),
+        (("enough",), Outcome.truncate(Limit.ENVIRONMENT), 1.0),
+        (("on",), Outcome.truncate(Limit.TURNS), 1.0),
+        ((), Outcome.truncate(Limit.TURNS), None),
     ],
 )
 def test_an_episode_ends_with_the_environment_or_with_its_script(texts, outcome, reward):
@@ -68,7 +68,7 @@ def test_an_episode_ends_with_the_environment_or_with_its_script(texts, outcome,
 
 
 def test_a_script_that_is_over_may_say_with_what_outcome():
-    assert play(say("on"), unfinished=Outcome.truncated("left"))[1].outcome.reason == "left"
+    assert play(say("on"), unfinished=Outcome.truncate("left"))[1].outcome.reason == "left"
 
 
 def test_a_function_sees_what_was_observed_last():
@@ -87,7 +87,7 @@ def test_the_row_holds_what_the_actions_have_for_tokens_and_how_they_ended():
     actions = [list(segment.token_ids) for segment in row.segments if segment.role == "action"]
     assert actions == [[1, 2], [3]]
     assert [(turn.reward, turn.stop_reason) for turn in row.turns] == [(1.0, "stop"), (2.0, "length")]
-    assert (episode.outcome, episode.metrics) == (Outcome.truncated(Limit.LENGTH), {"calls": 0})
+    assert (episode.outcome, episode.metrics) == (Outcome.truncate(Limit.LENGTH), {"calls": 0})
 
 
 def test_what_the_environment_raises_is_a_failure_and_is_kept():

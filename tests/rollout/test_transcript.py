@@ -114,7 +114,7 @@ def test_a_row_that_nothing_was_sampled_in_is_no_part_of_the_episode():
     transcript.add_reward(0.5, {})
     transcript.feedback([3])
     transcript.begin([1, 2, 3])  # a context that was begun anew, and never answered
-    episode = transcript.episode(Task("t"), Outcome.completed())
+    episode = transcript.episode(Task("t"), Outcome.complete())
     assert [[segment.role for segment in row.segments] for row in episode.rows] == [["prompt", "action"]]
     assert episode.reward == 0.5
 
@@ -122,9 +122,9 @@ def test_a_row_that_nothing_was_sampled_in_is_no_part_of_the_episode():
 @pytest.mark.parametrize(
     ("outcome", "reason"),
     [
-        (Outcome.completed(), "length"),
-        (Outcome.truncated("turns"), "length"),
-        (Outcome.truncated("context"), "context"),
+        (Outcome.complete(), "length"),
+        (Outcome.truncate("turns"), "length"),
+        (Outcome.truncate("context"), "context"),
     ],
 )
 def test_an_answer_that_was_cut_is_what_ended_the_episode_unless_something_else_did(outcome, reason):

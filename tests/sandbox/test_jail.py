@@ -24,7 +24,7 @@ def run(source, way, limits=LIMITS, **settings) -> Execution:
         sandbox = Sandbox(limits, **settings)
         sandbox._ways = ("confined",) if way == "landlock" else ("root", "user")
         async with sandbox:
-            assert sandbox.isolation.by == way
+            assert sandbox.isolation.kind == way
             return await sandbox.run(source)
 
     return asyncio.run(main())
@@ -78,10 +78,10 @@ for name, number in {calls!r}.items():
     done = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(-1)] * 6)
     said[name] = os.strerror(ctypes.get_errno()) if done == -1 else done
 {SAY}"""
-    done = run(source, way)
-    refusals = json.loads(done.stdout)
+    execution = run(source, way)
+    refusals = json.loads(execution.stdout)
     assert refusals.keys() == calls.keys()
-    assert {name: said for name, said in refusals.items() if said != "Operation not permitted"} == {}
+    assert {name: output for name, output in refusals.items() if output != "Operation not permitted"} == {}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -100,9 +100,9 @@ attempt("flags", fcntl.fcntl, one, fcntl.F_SETFL, os.O_NONBLOCK)
 import asyncio
 attempt("asyncio", asyncio.run, asyncio.sleep(0, "ran"))
 {SAY}"""
-    refused = dict.fromkeys(("SOCK_DGRAM", "SOCK_SEQPACKET", "TIPC", "bind", "connect"), "PermissionError")
+    denied = dict.fromkeys(("SOCK_DGRAM", "SOCK_SEQPACKET", "TIPC", "bind", "connect"), "PermissionError")
     works = {"SOCK_STREAM": "2", "close on exec": "2", "flags": "0", "asyncio": "'ran'"}
-    assert json.loads(run(source, way).stdout) == refused | works
+    assert json.loads(run(source, way).stdout) == denied | works
 
 
 @pytest.mark.parametrize("version", [1, 5])
@@ -159,15 +159,15 @@ attempt("datagram", send)
     with listener, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as victim:
         listener.bind(f"\0{abstract}")
         listener.setblocking(False)
-        done = asyncio.run(main())
-        said = json.loads(done.stdout)
-        works = {name: said.pop(name) for name in ("read", "own files")}
+        execution = asyncio.run(main())
+        output = json.loads(execution.stdout)
+        works = {name: output.pop(name) for name in ("read", "own files")}
         assert victim.poll() is None
         victim.communicate(b"\n")
         with pytest.raises(BlockingIOError):
             listener.recv(1)
     assert works == {"read": "'x = 5'", "own files": "[None, None, None, None]"}
-    assert set(said.values()) == {"PermissionError"}, said
+    assert set(output.values()) == {"PermissionError"}, output
     assert victim_file.read_text() == "x = 5"
     assert os.listxattr(victim_file) == []
 
@@ -187,8 +187,8 @@ for _ in range(30):
         os.wait()
     except ChildProcessError: pass
 """
-    done = run(source, "namespaces", LIMITS.model_copy(update={"cpu_seconds": 0.5}))
-    assert done.reason == "timeout", done
+    execution = run(source, "namespaces", LIMITS.model_copy(update={"cpu_seconds": 0.5}))
+    assert execution.reason == "timeout", execution
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -202,22 +202,22 @@ def write():
         for _ in range(5): file.write(bytes(2**20))
 attempt("a large file", write)
 {SAY}"""
-    said = json.loads(run(source, way).stdout)
+    output = json.loads(run(source, way).stdout)
     expected = {
         "CPU": [2, 3], "AS": [2**28, 2**28], "FSIZE": [2**22, 2**22], "NOFILE": [32, 32], "CORE": [0, 0],
         "MEMLOCK": [0, 0], "MSGQUEUE": [0, 0], "RTPRIO": [0, 0], "STACK": [2**23, 2**26], "a large file": "OSError",
     }  # fmt: skip
     if way == "namespaces":
         expected["NPROC"] = [9, 9]  # process 1 is one of them
-    assert {name: said[name] for name in expected} == expected
+    assert {name: output[name] for name in expected} == expected
 
 
 UNREADABLE = """
 import os, sys
 sys.path.append(sys.argv[1])
-from jail.confined import folder
+from jail.confined import program_folder
 from jail.program import Host
-with folder(Host(sys.executable, (), (), {}, sys.argv[2])) as path:
+with program_folder(Host(sys.executable, (), (), {}, sys.argv[2])) as path:
     os.makedirs(path + "/work/a/b/c")
     os.symlink(sys.argv[3], path + "/work/a/link")
     for name in ("a/b/c", "a/b", "a"):
@@ -228,13 +228,13 @@ with folder(Host(sys.executable, (), (), {}, sys.argv[2])) as path:
 @pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/usr/bin/python3"), reason="no Python for every user")
 def test_folders_that_cannot_be_read_are_removed_too(tmp_path):
     """As an ordinary user, for root may read everything. What a link leads to keeps its mode."""
-    python, who = (sys.executable, {}) if os.geteuid() else ("/usr/bin/python3", {"user": 4321, "group": 4321})
+    python, user_options = (sys.executable, {}) if os.geteuid() else ("/usr/bin/python3", {"user": 4321, "group": 4321})
     place, target, code = (Path(f"{tmp_path}/{name}") for name in ("place", "target", "code"))
     for path in (place, target, code / "jail"):
         path.mkdir(parents=True)
     for file in Path(jail.__file__).parent.glob("*.*"):
         (code / "jail" / file.name).write_bytes(file.read_bytes())
-    if who:
+    if user_options:
         for path in (place, target):
             os.chown(path, 4321, 4321)
         for parent in (tmp_path, *tmp_path.parents):
@@ -242,7 +242,7 @@ def test_folders_that_cannot_be_read_are_removed_too(tmp_path):
                 parent.chmod(0o755)
     target.chmod(0o500)
     command = [python, "-B", "-c", UNREADABLE, str(code), str(place), str(target)]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False, **who)
-    assert done.returncode == 0, done.stderr
+    execution = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False, **user_options)
+    assert execution.returncode == 0, execution.stderr
     assert os.listdir(place) == []
     assert target.stat().st_mode & 0o777 == 0o500

@@ -33,15 +33,15 @@ def run_all(programs, way="namespaces", limits=SMALL, **settings):
 
     async def main():
         async with sandbox_by(way, limits, **settings) as sandbox:
-            assert sandbox.isolation.by == way
+            assert sandbox.isolation.kind == way
             return await asyncio.gather(*(sandbox.run(*program) for program in programs))
 
     return asyncio.run(main())
 
 
 def run(source, stdin="", files=None, way="namespaces", limits=SMALL, **settings) -> Execution:
-    [done] = run_all([(source, stdin, files)], way, limits, **settings)
-    return done
+    [execution] = run_all([(source, stdin, files)], way, limits, **settings)
+    return execution
 
 
 def wait_until(condition, seconds=60.0):
@@ -62,10 +62,10 @@ print(input()[::-1], helper.x, open("data/b.bin", "rb").read(), sorted(os.listdi
 print("oh", file=sys.stderr)
 sys.exit(3)
 """
-    done = run(source, "olleh\n", {"helper.py": "x = 5", "data/b.bin": b"\xff\x00"}, way)
-    assert done.stdout == "hello 5 b'\\xff\\x00' ['data', 'helper.py', 'main.py']\n"
-    assert (done.stderr, done.exit, done.reason) == ("oh\n", 3, "error")
-    assert 0 < done.cpu < done.seconds + 1
+    execution = run(source, "olleh\n", {"helper.py": "x = 5", "data/b.bin": b"\xff\x00"}, way)
+    assert execution.stdout == "hello 5 b'\\xff\\x00' ['data', 'helper.py', 'main.py']\n"
+    assert (execution.stderr, execution.exit, execution.reason) == ("oh\n", 3, "error")
+    assert 0 < execution.cpu < execution.seconds + 1
 
 
 @pytest.mark.parametrize(
@@ -82,25 +82,25 @@ sys.exit(3)
     ],
 )
 def test_reasons(source, reason, exit):
-    done = run(source)
-    assert (done.reason, done.exit) == (reason, exit)
+    execution = run(source)
+    assert (execution.reason, execution.exit) == (reason, exit)
 
 
 def test_a_busy_program_is_ended_at_its_limit():
-    done = run("while True: pass", limits=Limits(cpu_seconds=0.5, wall_seconds=1000))
-    assert done.reason == "timeout"
-    assert done.exit in (-signal.SIGXCPU, -signal.SIGKILL)  # the kernel's and the supervisor's clocks race
+    execution = run("while True: pass", limits=Limits(cpu_seconds=0.5, wall_seconds=1000))
+    assert execution.reason == "timeout"
+    assert execution.exit in (-signal.SIGXCPU, -signal.SIGKILL)  # the kernel's and the supervisor's clocks race
 
 
 def test_output_is_text_whatever_was_written():
-    done = run("import os; os.write(1, b'\\xff\\x00ok'); os.write(2, 'ü'.encode())")
-    assert (done.stdout, done.stderr) == ("\ufffd\x00ok", "ü")
+    execution = run("import os; os.write(1, b'\\xff\\x00ok'); os.write(2, 'ü'.encode())")
+    assert (execution.stdout, execution.stderr) == ("\ufffd\x00ok", "ü")
 
 
 def test_output_up_to_the_limit_is_kept():
-    done = run("print('x' * 10**6)")
-    assert len(done.stdout) == 64 * 1024
-    assert done.reason == "output"
+    execution = run("print('x' * 10**6)")
+    assert len(execution.stdout) == 64 * 1024
+    assert execution.reason == "output"
 
 
 def test_a_traceback_shows_the_lines_of_the_program():
@@ -110,9 +110,9 @@ def test_a_traceback_shows_the_lines_of_the_program():
 @pytest.mark.parametrize("way", WAYS)
 def test_the_environment_is_the_sandboxs_own(way, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    done = run("import os; print(sorted(os.environ))", way=way)
-    assert "SECRET" not in done.stdout
-    assert "'PYTHONHASHSEED'" in done.stdout
+    execution = run("import os; print(sorted(os.environ))", way=way)
+    assert "SECRET" not in execution.stdout
+    assert "'PYTHONHASHSEED'" in execution.stdout
 
 
 def test_hashes_are_the_same_in_every_run():
@@ -124,8 +124,8 @@ def test_hashes_are_the_same_in_every_run():
 def test_packages_are_there_only_when_offered(way):
     source = "import numpy; print(numpy.arange(3).sum())"
     assert "No module named 'numpy'" in run(source, way=way).stderr
-    done = run(source, way=way, limits=Limits(memory_mb=1024), packages=["numpy"])
-    assert (done.stdout, done.stderr) == ("3\n", "")
+    execution = run(source, way=way, limits=Limits(memory_mb=1024), packages=["numpy"])
+    assert (execution.stdout, execution.stderr) == ("3\n", "")
 
 
 def test_a_package_that_is_not_installed_is_named():
@@ -167,18 +167,18 @@ def test_a_program_has_namespaces_and_a_user_of_its_own():
 def test_hundreds_at_once_each_get_their_own_answer_and_few_run_at_a_time():
     """They overlap no more than allowed, by the clock that all programs share."""
     source = "import time; a = time.monotonic(); time.sleep(0.02); print(a, time.monotonic(), input())"
-    done = run_all([(source, str(number)) for number in range(120)], concurrency=4)
-    spans = [tuple(map(float, each.stdout.split()[:2])) for each in done]
-    assert [each.stdout.split()[2] for each in done] == [str(number) for number in range(120)]
+    executions = run_all([(source, str(number)) for number in range(120)], concurrency=4)
+    spans = [tuple(map(float, execution.stdout.split()[:2])) for execution in executions]
+    assert [execution.stdout.split()[2] for execution in executions] == [str(number) for number in range(120)]
     assert max(sum(start <= point < end for start, end in spans) for point, _ in spans) in (2, 3, 4)
 
 
 def test_the_loop_is_never_blocked():
     async def main():
         async with sandbox_by("namespaces") as sandbox:
-            running = asyncio.gather(*(sandbox.run("print('x' * 50_000)") for _ in range(20)))
+            pending = asyncio.gather(*(sandbox.run("print('x' * 50_000)") for _ in range(20)))
             turns = 0
-            while not running.done():
+            while not pending.done():
                 await asyncio.sleep(0.001)
                 turns += 1
             return turns
@@ -224,14 +224,14 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", script]) as owner:
         try:
             process = psutil.Process(owner.pid)
-            wait_until(lambda: sum(named(p).startswith("python") for p in process.children(True)) >= 5)
+            wait_until(lambda: sum(get_name(p).startswith("python") for p in process.children(True)) >= 5)
             family = process.children(recursive=True)
         finally:
             owner.kill()
     wait_until(lambda: not any(lives(process) for process in family))
 
 
-def named(process):
+def get_name(process):
     try:
         return process.name()
     except psutil.NoSuchProcess:
@@ -257,9 +257,9 @@ def test_closing_ends_the_server():
 
 def test_a_landlocked_program_leaves_no_folder(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", tempfile.mkdtemp(dir="/dev/shm"))  # a disk may take seconds
-    deep = "import os\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')\nopen('x', 'w').write('x')"
-    done = run(deep, way="landlock", limits=Limits(files=3000))
-    assert done.reason == "ok", done.stderr
+    nested_source = "import os\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')\nopen('x', 'w').write('x')"
+    execution = run(nested_source, way="landlock", limits=Limits(files=3000))
+    assert execution.reason == "ok", execution.stderr
     os.rmdir(tempfile.tempdir)
 
 
@@ -272,7 +272,7 @@ def test_a_killed_server_is_replaced():
             sandbox._server._process.kill()
             return await asyncio.gather(*(sandbox.run(f"print({number})") for number in range(3)))
 
-    assert [done.stdout for done in asyncio.run(main())] == ["0\n", "1\n", "2\n"]
+    assert [execution.stdout for execution in asyncio.run(main())] == ["0\n", "1\n", "2\n"]
 
 
 def test_a_supervisor_killed_twice_is_nobodys_wrong_answer():
@@ -322,7 +322,7 @@ def test_what_is_not_isolated_is_said_once(caplog):
     sandbox._ways = ("confined",)
     isolation = asyncio.run(sandbox.start())
     asyncio.run(sandbox.close())
-    assert isolation.by == "landlock"
+    assert isolation.kind == "landlock"
     assert len(isolation.not_isolated) == 2
     [line] = [record for record in caplog.records if record.name == "envgym.sandbox.sandbox"]
     assert line.levelno == logging.WARNING
@@ -374,14 +374,14 @@ def test_it_needs_no_privileges(tmp_path):
         if parent.owner() == "root" and parent.name.startswith(("pytest-", "popen-")):
             parent.chmod(0o755)
     script = UNPRIVILEGED.format(folder=str(tmp_path))
-    done = subprocess.run(
+    execution = subprocess.run(
         ["/usr/bin/python3", "-B", "-c", script], user=4321, group=4321, extra_groups=[], cwd="/", timeout=30,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "BlockingIOError" in done.stdout
-    assert done.stdout.startswith('["user", "')
-    assert "65534 ['shm', 'tmp', 'work'] False" in done.stdout
+    assert execution.returncode == 0, execution.stderr
+    assert "BlockingIOError" in execution.stdout
+    assert execution.stdout.startswith('["user", "')
+    assert "65534 ['shm', 'tmp', 'work'] False" in execution.stdout
 
 
 def test_where_memory_runs_out_the_program_goes_and_not_the_training():
@@ -392,13 +392,13 @@ def test_where_memory_runs_out_the_program_goes_and_not_the_training():
 
     async def main():
         async with sandbox_by("namespaces") as sandbox:
-            running = asyncio.create_task(sandbox.run("import time\ntime.sleep(1)"))
-            seen = set()
-            while not running.done():
-                seen |= set(offered())
+            pending = asyncio.create_task(sandbox.run("import time\ntime.sleep(1)"))
+            observed = set()
+            while not pending.done():
+                observed |= set(offered())
                 await asyncio.sleep(0.02)
-            await running
-            return seen
+            await pending
+            return observed
 
     assert "1000" in asyncio.run(main())
     assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"

@@ -32,9 +32,9 @@ def test_what_a_program_printed_comes_back(program, says):
 
 
 def test_errors_come_back_after_what_was_printed():
-    [said] = use("print('first')\n1 / 0")
-    assert said.startswith("first\nTraceback")
-    assert said.endswith("ZeroDivisionError: division by zero")
+    [output] = use("print('first')\n1 / 0")
+    assert output.startswith("first\nTraceback")
+    assert output.endswith("ZeroDivisionError: division by zero")
 
 
 def test_nothing_is_kept_between_calls():
@@ -43,8 +43,8 @@ def test_nothing_is_kept_between_calls():
 
 
 def test_the_middle_of_much_output_is_left_out():
-    [said] = use("print('a' * 500 + 'b' * 500)", max_characters=100)
-    assert said == "a" * 50 + "\n[… 900 characters left out …]\n" + "b" * 50
+    [output] = use("print('a' * 500 + 'b' * 500)", max_characters=100)
+    assert output == "a" * 50 + "\n[… 900 characters left out …]\n" + "b" * 50
 
 
 def test_it_says_what_it_is():

@@ -97,7 +97,7 @@ def test_equal_services_of_several_parts_are_one(tiny_reward_model):
     async def main():
         first, second = Part("a"), Part("b")
         whole = Whole("whole", first, Whole("inner", second))
-        async with start_services(whole, now=False) as services:
+        async with start_services(whole, eager=False) as services:
             assert sorted(services.names) == ["opponent", "reward"]
             assert first.clients == second.clients
             assert whole.clients == {}

@@ -12,9 +12,9 @@ from envgym.engines.spec import EngineSpec
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.processes.runtime import InlineRuntime
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.sampler import Waves
+from envgym.rollout.sampler import LockstepBatcher
 from envgym.services import Policy, start_services
-from envgym.services.policy import WAVES, Bound
+from envgym.services.policy import LOCKSTEP, PolicyEngine
 
 MESSAGES = [{"role": "system", "content": "Play."}, {"role": "user", "content": "what is 12 + 34?"}]
 
@@ -39,7 +39,7 @@ def with_policy(tiny_model, body, *, deterministic=False):
                 client = spec.clients["opponent"]
                 with pytest.raises(InvalidOutcome, match="service opponent is the policy in training, and none"):
                     await client.complete(MESSAGES)
-                services.bind_policy(Bound(renderer, engine, 512, deterministic, seed=3))
+                services.bind_policy(PolicyEngine(renderer, engine, 512, deterministic, seed=3))
                 result = await body(client, engine, renderer)
                 assert services.counters["opponent/requests"] == client.counters["requests"] > 0
                 return result
@@ -99,8 +99,8 @@ def test_a_seed_makes_an_answer_repeatable(tiny_model):
 
 def test_in_a_deterministic_run_it_is_part_of_the_waves(tiny_model):
     async def body(client, engine, renderer):
-        waves = Waves(engine, 2, 2)
-        WAVES.set(waves)
+        waves = LockstepBatcher(engine, 2, 2)
+        LOCKSTEP.set(waves)
         first = asyncio.create_task(client.complete(MESSAGES, max_tokens=4))
         done, _ = await asyncio.wait({first}, timeout=0.2)
         assert not done  # it waits for the other episode

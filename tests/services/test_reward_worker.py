@@ -128,14 +128,14 @@ def trained_here(tiny_model, tmp_path):
     import torch
     from transformers import AutoTokenizer
 
-    from envgym.workers.network import TokenScorer, load_model
+    from envgym.workers.network import TokenNetwork, load_model
 
     torch.manual_seed(2)
     model = load_model(str(tiny_model), "scalar", torch.float32).eval()
     folder = tmp_path / "trained"
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-    return TokenScorer(model, "scalar"), folder
+    return TokenNetwork(model, "scalar"), folder
 
 
 def row_of(folder, messages):

@@ -13,7 +13,7 @@ from envgym.types import Row, Segment
 
 
 def sample(*token_ids):
-    return TrainSample.of(Row([Segment("prompt", token_ids[:1]), Segment("action", token_ids[1:])]))
+    return TrainSample.from_row(Row([Segment("prompt", token_ids[:1]), Segment("action", token_ids[1:])]))
 
 
 def said(*places):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from envgym.config.resolve import resolve
 from envgym.engine import SamplingParams
-from envgym.env import ListTasks, SeedTasks, TaskSet
+from envgym.env import SeededTasks, TaskList, TaskSet
 from envgym.errors import ConfigError, RunError
 from envgym.render import NoRenderer
 from envgym.run_folder import RunFolder
@@ -27,7 +27,7 @@ from envgym.types import Episode, Group, Outcome, Task
 
 
 def task_set(n):
-    return ListTasks([Task(str(index)) for index in range(n)])
+    return TaskList([Task(str(index)) for index in range(n)])
 
 
 def take(cursor, *counts):
@@ -53,12 +53,12 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own():
 
 
 def test_a_set_without_end_is_taken_in_order():
-    assert take(TaskCursor(SeedTasks("train"), 0), 2, 1) == ["seed-0", "seed-1", "seed-2"]
+    assert take(TaskCursor(SeededTasks("train"), 0), 2, 1) == ["seed-0", "seed-1", "seed-2"]
 
 
 def test_the_seed_of_the_run_decides_on_the_order_of_mixed_sets():
     def cursor(seed):
-        return TaskCursor(Interleaved([task_set(30), SeedTasks("train")], [1, 1]), seed)
+        return TaskCursor(Interleaved([task_set(30), SeededTasks("train")], [1, 1]), seed)
 
     assert take(cursor(1), 40) == take(cursor(1), 40) != take(cursor(2), 40)
 
@@ -89,9 +89,9 @@ def curriculum(skip, seed=0, memory=32):
 def group(task, *scores):
     """A group with an episode for each score; None is a failed one's."""
     episodes = [
-        Episode("e", task, Outcome.failed("timeout", "slow"))
+        Episode("e", task, Outcome.fail("timeout", "slow"))
         if score is None
-        else Episode("e", task, Outcome.completed(), reward=score, score=score)
+        else Episode("e", task, Outcome.complete(), reward=score, score=score)
         for score in scores
     ]
     return Group("g", task, episodes)
@@ -154,7 +154,7 @@ def test_more_groups_have_something_to_teach():
 @settings(deadline=None, max_examples=50)
 def test_nothing_is_starved(n, skip, seed, chances, difficulties):
     """A task is played at least every 1 / (1 - skip) epochs, even where nothing is worth playing."""
-    tasks = ListTasks([Task(str(i), difficulty=i % 3 if difficulties else None) for i in range(n)])
+    tasks = TaskList([Task(str(i), difficulty=i % 3 if difficulties else None) for i in range(n)])
     cursor = TaskCursor(tasks, seed, curriculum(skip, seed))
     policy = Policy(lambda task: chances[int(task.id) % len(chances)], seed=seed)
     last_played, wait = dict.fromkeys(map(str, range(n)), 0), math.ceil(1 / (1 - skip)) + 1
@@ -328,7 +328,7 @@ def trainer_of(skip):
 
     spec = SimpleNamespace(tasks=lambda split: task_set(20))
     runner = SimpleNamespace(spec=spec, agent=OneAgent, play=play, unscored=set())
-    learner = SimpleNamespace(min_group_size=2, roles={}, state=dict)
+    learner = SimpleNamespace(min_group_size=2, roles={}, state_dict=dict)
     components = Components(learner, runner, {}, SamplingParams(max_tokens=4))
     return Trainer(config, config.stages[0], components, RunFolder(Path("unused")), SimpleNamespace(rollout=None))
 

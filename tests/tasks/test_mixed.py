@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from envgym.env import ListTasks, SeedTasks
+from envgym.env import SeededTasks, TaskList
 from envgym.errors import DataError
 from envgym.tasks import DataConfig, InProportion, Interleaved, load_tasks
 from envgym.tasks.interleave import block_counts
@@ -16,7 +16,7 @@ from envgym.types import Task
 
 
 def named(name, size):
-    return ListTasks([Task(f"{name}{index}") for index in range(size)])
+    return TaskList([Task(f"{name}{index}") for index in range(size)])
 
 
 def read(tasks, count=None, start=0):
@@ -49,7 +49,7 @@ def test_training_keeps_proportions_exactly_and_repeats_nothing_within_an_epoch(
 @settings(deadline=None, max_examples=50)
 def test_a_task_depends_on_its_index_alone(first, second):
     def mixed():
-        return Interleaved([named("a", 13), SeedTasks("train"), named("b", 2)], [0.5, 0.3, 0.2], 3)
+        return Interleaved([named("a", 13), SeededTasks("train"), named("b", 2)], [0.5, 0.3, 0.2], 3)
 
     used = mixed()
     read(used, 1, first)
@@ -64,10 +64,10 @@ def test_proportions_hold_in_every_stretch_and_not_only_in_the_block():
 
 
 def test_each_seed_and_each_epoch_has_an_order_of_its_own():
-    mixed = Interleaved([named("a", 20), SeedTasks("train")], [1, 1])
-    first, second = ([id for id in read(mixed.seeded(seed), 80) if id[0] == "a"] for seed in (0, 1))
+    mixed = Interleaved([named("a", 20), SeededTasks("train")], [1, 1])
+    first, second = ([id for id in read(mixed.with_seed(seed), 80) if id[0] == "a"] for seed in (0, 1))
     assert len({tuple(order) for order in (first[:20], first[20:], second[:20], sorted(first[:20]))}) == 4
-    endless = [id for id in read(mixed.seeded(1), 80) if id[0] != "a"]
+    endless = [id for id in read(mixed.with_seed(1), 80) if id[0] != "a"]
     assert endless == [f"seed-{index}" for index in range(40)]
 
 
@@ -107,7 +107,7 @@ def test_evaluation_repeats_nothing_loses_nothing_and_is_in_proportion(parts):
 
 
 def test_evaluation_with_an_endless_set_goes_on_with_it():
-    merged = InProportion([named("a", 2), SeedTasks("test")], [1, 1])
+    merged = InProportion([named("a", 2), SeededTasks("test")], [1, 1])
     assert merged.size is None
     assert Counter(id[0] for id in read(merged, 10)) == {"a": 2, "s": 8}
     assert read(merged, 3, start=5) == read(merged, 8)[5:]

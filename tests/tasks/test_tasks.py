@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envgym
-from envgym.config.words import parse_words
+from envgym.config.words import parse_overrides
 from envgym.errors import ConfigError, DataError, MissingDependency
 from envgym.tasks import DataConfig, TaskSplits, load_tasks, prompt_key
 from envgym.types import Task
@@ -212,7 +212,7 @@ def test_templates_and_a_system_message(write):
 
 @pytest.mark.parametrize("template", ["User: {}\nAssistant: ", "- {}\n- ", "{question}: {hint}", "Q {}"])
 def test_a_template_may_be_a_word_of_the_command_line(template):
-    assert parse_words([f"data.template={template}"]) == {"data": {"template": template}}
+    assert parse_overrides([f"data.template={template}"]) == {"data": {"template": template}}
 
 
 def test_a_system_message_of_the_row_stays(write):

@@ -107,7 +107,7 @@ def test_a_long_result_is_cut_and_says_so():
         return "a" * n
 
     texts, _ = answers([shout], ("shout", {"n": 100}), ("shout", {"n": 101}), max_chars=100)
-    assert texts == ["a" * 100, "a" * 100 + "\n[cut here: 101 characters in all]"]
+    assert texts == ["a" * 100, "a" * 100 + "\n[truncated: 101 characters in all]"]
 
 
 # -- errors -----------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_a_call_past_its_deadline_is_told_so(tool, monkeypatch):
 
 
 def test_a_tool_may_have_a_deadline_of_its_own():
-    patient = Tool.of(slowly, name="patient", timeout=5)
+    patient = Tool.from_function(slowly, name="patient", timeout=5)
     calls = [("patient", {"seconds": 0.3}), ("slowly", {"seconds": 0.3})]
     assert answers([patient, slowly], *calls, timeout=0.1)[0] == ["slept 0.3", "Error: slowly took longer than 0.1 s"]
 
@@ -302,7 +302,7 @@ def test_threads_that_hang_are_bounded_and_end(monkeypatch):
         for _ in range(4):
             [message] = await box.call([ToolCall("", "hang")])
             assert message.text == "Error: hang took longer than 0.05 s"
-        with pytest.raises(InvalidOutcome, match="4 calls of tools are running on past their deadline") as error:
+        with pytest.raises(InvalidOutcome, match="4 tool calls are running past their deadline") as error:
             await box.call([ToolCall("", "hang")])
         assert error.value.kind == "tool_stuck"
         assert len(threads()) == 4
@@ -360,15 +360,15 @@ def test_a_tool_that_blocks_for_ever_does_not_keep_the_process(tmp_path):
 
 
 def test_two_tools_of_one_name():
-    with pytest.raises(ConfigError, match="two tools are called 'add': give one of them another name"):
-        ToolBox([add, Tool.of(add)])
+    with pytest.raises(ConfigError, match="two tools have the name 'add': rename one of them"):
+        ToolBox([add, Tool.from_function(add)])
 
 
 def test_tools_are_found_by_name(tmp_path):
     (tmp_path / "shop.py").write_text(
         "import envgym\n"
         "def price(item: str) -> int:\n    '''The price.'''\n    return len(item)\n"
-        "slow = envgym.Tool.of(price, name='slow', timeout=3)\n"
+        "slow = envgym.Tool.from_function(price, name='slow', timeout=3)\n"
         "number = 3\n"
     )
     price = load_tool(f"{tmp_path}/shop.py:price")

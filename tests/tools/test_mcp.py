@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency
-from envgym.processes.family import guarded
+from envgym.processes.family import guard_command
 from envgym.tools import McpServer, ToolBox
 from envgym.types import ToolCall
 
@@ -39,7 +39,7 @@ class HttpServer:
 
     def start(self):
         # Under the guard, so that it ends even where the tests are killed.
-        command = guarded([sys.executable, PROGRAM, "--port", str(self.port)])
+        command = guard_command([sys.executable, PROGRAM, "--port", str(self.port)])
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:

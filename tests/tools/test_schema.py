@@ -92,7 +92,7 @@ def rest(word: str, n: int = 3) -> str:
 
 @pytest.mark.parametrize("function", [google, numpy, rest])
 def test_the_schema_of_a_documented_function(function):
-    assert Tool.of(function).spec.as_dict() == {
+    assert Tool.from_function(function).spec.as_dict() == {
         "type": "function",
         "function": {
             "name": function.__name__,
@@ -137,7 +137,7 @@ def test_the_schema_of_a_type(hint, schema):
         pass
 
     function.__annotations__ = {"value": hint}
-    assert Tool.of(function).spec.parameters == {
+    assert Tool.from_function(function).spec.parameters == {
         "type": "object", "properties": {"value": schema}, "required": ["value"],
     }  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_nested_types_are_described_once():
     def place(point: Point, others: list[Point], colour: Colour, span: Range, box: Box) -> None:
         pass
 
-    schema = Tool.of(place).spec.parameters
+    schema = Tool.from_function(place).spec.parameters
     assert schema["$defs"]["Point"] == {
         "type": "object",
         "description": "A place.",
@@ -168,7 +168,7 @@ def test_without_parameters_or_docstring():
     def now() -> str:
         return "late"
 
-    assert Tool.of(now).spec.as_dict()["function"] == {
+    assert Tool.from_function(now).spec.as_dict()["function"] == {
         "name": "now", "description": "", "parameters": {"type": "object", "properties": {}},
     }  # fmt: skip
 
@@ -182,7 +182,7 @@ def test_the_annotation_says_more_than_the_docstring():
             m, k: The other one.
         """
 
-    properties = Tool.of(function).spec.parameters["properties"]
+    properties = Tool.from_function(function).spec.parameters["properties"]
     assert [properties[name]["description"] for name in "nm"] == ["From here.", "The other one."]
 
 
@@ -197,9 +197,9 @@ def test_methods_and_callable_instances():
             return len(item)
 
     shop = Shop()
-    assert Tool.of(shop.price).spec.parameters["properties"] == {"item": {"type": "string"}}
-    assert Tool.of(shop).spec.name == "Shop"
-    assert Tool.of(shop, name="buy").spec.as_dict()["function"] == {
+    assert Tool.from_function(shop.price).spec.parameters["properties"] == {"item": {"type": "string"}}
+    assert Tool.from_function(shop).spec.name == "Shop"
+    assert Tool.from_function(shop, name="buy").spec.as_dict()["function"] == {
         "name": "buy",
         "description": "Buy an item.",
         "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
@@ -216,11 +216,11 @@ def test_what_a_method_takes_is_found_out_once():
         def price(self, item: str) -> int:
             return self._price
 
-    one, other = Tool.of(Shop(1).price), Tool.of(Shop(2).price)
+    one, other = Tool.from_function(Shop(1).price), Tool.from_function(Shop(2).price)
     assert one.spec.parameters is other.spec.parameters
     assert [asyncio.run(tool.run({"item": "tea"})) for tool in (one, other)] == [1, 2]
     with pytest.raises(ConfigError, match="parameter 'self' needs a type"):
-        Tool.of(Shop.price)
+        Tool.from_function(Shop.price)
 
 
 def untyped(x):
@@ -262,7 +262,7 @@ def unknown(x: "NoSuchType"):  # noqa: F821
 )
 def test_what_cannot_be_a_tool(function, message):
     with pytest.raises(ConfigError, match=message) as error:
-        Tool.of(function)
+        Tool.from_function(function)
     assert "\n" not in str(error.value)
 
 
@@ -309,7 +309,7 @@ def test_a_default_that_is_not_json_is_left_out_of_the_schema(recwarn):
     def wait(until: Any = object()) -> None:  # noqa: B008
         pass
 
-    assert Tool.of(wait).spec.parameters == {"type": "object", "properties": {"until": {}}}
+    assert Tool.from_function(wait).spec.parameters == {"type": "object", "properties": {"until": {}}}
     assert not recwarn.list
 
 

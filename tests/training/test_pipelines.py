@@ -146,5 +146,5 @@ def test_a_round_that_was_killed_in_its_middle_goes_on_there(folder, tiny_model)
     *_, record = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert record["episodes"] == 8
     saved = read_episodes(folder / "runs/run")
-    assert len(saved) == len({(episode.group, episode.member) for episode in saved}) == 8
+    assert len(saved) == len({(episode.group_id, episode.member) for episode in saved}) == 8
     assert not kept.exists()

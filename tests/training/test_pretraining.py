@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from envgym.config.resolve import resolve
 from envgym.config.schema import PretrainConfig
 from envgym.engine import SamplingParams
-from envgym.env import ListTasks
+from envgym.env import TaskList
 from envgym.errors import ConfigError, DataError
 from envgym.learner import LearnerConfig, RoleSpec, TrainSample
 from envgym.render import load_tokenizer, make_renderer
@@ -74,7 +74,7 @@ def test_a_row_is_the_documents_tokens_of_which_all_but_the_first_count(renderer
     assert row.loss_weights.tolist() == [0.0] + [1.0] * len(ids)
     assert row.objective == Objective.CROSS_ENTROPY
     assert np.isnan(row.old_logprobs).all()
-    assert (row.loss_weights.dtype, row.old_logprobs.dtype, row.current) == (np.float32, np.float32, False)
+    assert (row.loss_weights.dtype, row.old_logprobs.dtype, row.is_on_policy) == (np.float32, np.float32, False)
 
 
 def test_a_document_that_is_cut_is_not_taught_to_end(renderer, file):
@@ -86,7 +86,7 @@ def test_a_document_that_is_cut_is_not_taught_to_end(renderer, file):
 def test_rows_of_a_step_meet_nobody_elses_unit_or_episode(renderer, file):
     path = file([{"text": text} for text in DOCUMENTS])
     [rows] = taken(Pretraining(PretrainConfig(path=path, rows=4), renderer, 0), 1)
-    assert [row.batch_unit for row in rows] == [row.episode for row in rows] == [-1, -2, -3, -4]
+    assert [row.microbatch_key for row in rows] == [row.episode_index for row in rows] == [-1, -2, -3, -4]
 
 
 def test_each_pass_has_every_document_once_in_an_order_of_its_seeds(renderer, file):
@@ -158,10 +158,10 @@ def test_bytes_that_are_no_text(renderer, tmp_path):
 @given(st.integers(0, 20), st.integers(1, 8))
 def test_rows_are_spread_evenly(count, parts):
     ids = np.zeros(1, np.int64)
-    rows = [TrainSample(ids, ids, ids, Objective.CROSS_ENTROPY, batch_unit=number) for number in range(count)]
+    rows = [TrainSample(ids, ids, ids, Objective.CROSS_ENTROPY, microbatch_key=number) for number in range(count)]
     pieces = spread(rows, parts)
     assert len(pieces) == parts
-    assert sorted(row.batch_unit for piece in pieces for row in piece) == list(range(count))
+    assert sorted(row.microbatch_key for piece in pieces for row in piece) == list(range(count))
     assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
 
 
@@ -196,8 +196,8 @@ class Worker:
     def __init__(self):
         self.steps = []
 
-    async def accumulate(self, rows, denominators):
-        self.steps.append(([row.objective for row in rows], denominators))
+    async def accumulate(self, rows, normalizers):
+        self.steps.append(([row.objective for row in rows], normalizers))
         return {"loss": float(len(self.steps))}
 
     async def step(self, lr):
@@ -206,7 +206,7 @@ class Worker:
 
 def row_of(unit):
     weights = np.array([0, 1, 1], np.float32)
-    return TrainSample(np.arange(3), weights, -weights, Objective.POLICY_GRADIENT, batch_unit=unit, versions=(0,))
+    return TrainSample(np.arange(3), weights, -weights, Objective.POLICY_GRADIENT, microbatch_key=unit, versions=(0,))
 
 
 def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(renderer, file, tmp_path):
@@ -214,17 +214,17 @@ def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(r
     run = resolve({"env": "math_verify", "learner": "grpo"})
     config = PretrainConfig(path=file([{"text": text} for text in DOCUMENTS]), rows=3)
     learner = SimpleNamespace(
-        needs_samples=False,
+        needs_policy_samples=False,
         min_group_size=2,
         roles={"actor": RoleSpec(trained=True), "critic": RoleSpec(trained=True)},
         config=LearnerConfig(name="any", minibatches=2, epochs=2),
         prepare=lambda groups: [row_of(unit) for unit in range(4)],
         metrics=lambda rows: {"rows": len(rows)},
-        denominators=lambda rows: {name: len(rows) for name in {row.objective for row in rows}},
-        observe=lambda record: None,
-        state=dict,
+        loss_normalizers=lambda rows: {name: len(rows) for name in {row.objective for row in rows}},
+        on_step_end=lambda record: None,
+        state_dict=dict,
     )
-    spec = SimpleNamespace(tasks=lambda split: ListTasks([Task("t")]))
+    spec = SimpleNamespace(tasks=lambda split: TaskList([Task("t")]))
     runner = SimpleNamespace(spec=spec, agent=SimpleNamespace(uses_policy=True), unscored=set())
     workers = {"actor": Worker(), "critic": Worker()}
     pretraining = Pretraining(config, renderer, 0)

@@ -14,7 +14,7 @@ import pytest
 import envgym.learner
 from envgym.config.resolve import resolve
 from envgym.engine import SamplingParams
-from envgym.env import ListTasks
+from envgym.env import TaskList
 from envgym.errors import InvalidOutcome, RolloutFailed, RunError, WorkerDied
 from envgym.learner import LearnerConfig, RoleSpec, TrainSample
 from envgym.monitoring.display import Display
@@ -24,7 +24,7 @@ from envgym.training import step_groups
 from envgym.training.components import Components
 from envgym.training.stop import Stopped
 from envgym.training.trainer import Trainer
-from envgym.training.turns import Turns
+from envgym.training.turns import GpuTimeshare
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn, VersionSpan
 
 
@@ -32,13 +32,13 @@ class Learner:
     """Learns from every row; it has a coefficient that follows what it observes."""
 
     min_group_size = 2
-    needs_samples = False
+    needs_policy_samples = False
     roles: ClassVar[dict[str, Any]] = {
         "actor": RoleSpec(trained=True, scored=False),
         "reference": RoleSpec(trained=False),
     }
     config = LearnerConfig(name="any")
-    to_score = envgym.learner.Learner.to_score
+    samples_to_score = envgym.learner.Learner.samples_to_score
 
     def __init__(self) -> None:
         self.coefficient = 0.1
@@ -46,19 +46,19 @@ class Learner:
     def prepare(self, groups: Any) -> list[TrainSample]:
         return [sample for group in groups for trajectory in group for sample in trajectory.samples]
 
-    def denominators(self, samples: Any) -> dict[str, float]:
+    def loss_normalizers(self, samples: Any) -> dict[str, float]:
         return {}
 
     def metrics(self, samples: Any) -> dict[str, float]:
         return {}
 
-    def observe(self, record: Any) -> None:
+    def on_step_end(self, record: Any) -> None:
         pass
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"coefficient": self.coefficient}
 
-    def load_state(self, state: Any) -> None:
+    def load_state_dict(self, state: Any) -> None:
         self.coefficient = state["coefficient"]
 
 
@@ -72,8 +72,9 @@ class World:
     def __init__(self, error: Exception | None = None, where: str = "") -> None:
         self.error, self.where = error, where
         self.counts: dict[str, int] = {}
-        self.spec = SimpleNamespace(tasks=lambda split: ListTasks([Task(f"t{n}") for n in range(20)]), recordings=1)
-        self.spec.of = lambda task: SimpleNamespace(scores_groups=False)
+        tasks = TaskList([Task(f"t{n}") for n in range(20)])
+        self.spec = SimpleNamespace(tasks=lambda split: tasks, recordings_per_task=1)
+        self.spec.spec_for = lambda task: SimpleNamespace(scores_groups=False)
         self.agent = SimpleNamespace(uses_policy=True, renderer=NoRenderer())
         self.unscored: set[str] = set()
         self.learned = threading.Event()
@@ -94,7 +95,7 @@ class World:
         self.meet("score")
         return [np.zeros(len(row.token_ids), np.float32) for row in rows]
 
-    async def accumulate(self, rows: Any, denominators: Any) -> dict[str, float]:
+    async def accumulate(self, rows: Any, normalizers: Any) -> dict[str, float]:
         self.meet("learn")
         self.learned.set()
         return {"loss": 1.0}
@@ -118,15 +119,15 @@ class Sync:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.whole = asyncio.Lock()
+        self.weights_lock = asyncio.Lock()
         self.receipt = None
-        self.turns = Turns(None, {}, keeps_weights=False)
+        self.timeshare = GpuTimeshare(None, {}, keeps_weights=False)
 
     async def __call__(self, version: int) -> float:
         self.world.meet("sync")
         return 0.0
 
-    def check(self, where: str, difference: float) -> None:
+    def check(self, subject: str, difference: float) -> None:
         pass
 
 
@@ -147,7 +148,7 @@ def played(id: str) -> Group:
     action = Segment("action", [5, 6], [1.0, 0.0], [-0.1, -1 / 3], (VersionSpan(2, 0, 2),), 0.7)
     row = Row([Segment("prompt", [3, 4]), action], turns=[Turn(1.0, StopReason.LENGTH)])
     return Group(
-        id, task, [Episode(f"{id}:{n}", task, Outcome.completed(), [row], reward=n / 3, score=n / 3) for n in range(2)]
+        id, task, [Episode(f"{id}:{n}", task, Outcome.complete(), [row], reward=n / 3, score=n / 3) for n in range(2)]
     )
 
 
@@ -238,7 +239,7 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(fo
     assert list(folder.checkpoints.iterdir()) == []
 
 
-class Endless(ListTasks):
+class Endless(TaskList):
     """Tasks that are at hand at once, `size` of them; the 50th that is drawn asks the loop for a stop."""
 
     def __init__(self, size: int) -> None:

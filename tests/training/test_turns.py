@@ -2,7 +2,7 @@
 
 import asyncio
 
-from envgym.training.turns import Turns
+from envgym.training.turns import GpuTimeshare
 
 
 class Side:
@@ -20,22 +20,22 @@ class Side:
 
 def begun(*roles, **settings):
     told = []
-    return Turns(Side("engines", told), {role: Side(role, told) for role in roles}, **settings), told
+    return GpuTimeshare(Side("engines", told), {role: Side(role, told) for role in roles}, **settings), told
 
 
 def test_a_step_in_which_no_two_hold_more_than_weights_at_once():
-    turns, told = begun("actor", "reference", keeps_weights=False)
+    timeshare, told = begun("actor", "reference", keeps_weights=False)
 
     async def send():
         told.append("weights")
 
     async def main():
-        await turns.hand_over(send)  # before the first step, when the models have just been loaded
+        await timeshare.hand_over(send)  # before the first step, when the models have just been loaded
         told.clear()
-        await turns.engines()  # it is theirs
-        await turns.models(for_new_weights=True)
-        await turns.models()
-        await turns.hand_over(send)
+        await timeshare.give_to_engines()  # it is theirs
+        await timeshare.give_to_models(for_new_weights=True)
+        await timeshare.give_to_models()
+        await timeshare.hand_over(send)
 
     asyncio.run(main())
     assert told == [
@@ -47,13 +47,13 @@ def test_a_step_in_which_no_two_hold_more_than_weights_at_once():
 
 
 def test_a_checkpoint_in_between_leaves_the_engines_their_weights():
-    turns, told = begun("actor", keeps_weights=False)
+    timeshare, told = begun("actor", keeps_weights=False)
 
     async def main():
-        await turns.engines()
+        await timeshare.give_to_engines()
         told.clear()
-        await turns.models()
-        await turns.engines()
+        await timeshare.give_to_models()
+        await timeshare.give_to_engines()
 
     asyncio.run(main())
     assert told == [
@@ -64,28 +64,28 @@ def test_a_checkpoint_in_between_leaves_the_engines_their_weights():
 
 
 def test_engines_that_get_adapters_keep_their_weights():
-    turns, told = begun("actor", keeps_weights=True)
+    timeshare, told = begun("actor", keeps_weights=True)
 
     async def main():
-        await turns.engines()
-        await turns.models(for_new_weights=True)
+        await timeshare.give_to_engines()
+        await timeshare.give_to_models(for_new_weights=True)
 
     asyncio.run(main())
     assert ("engines", "sleep", 1) in told
 
 
 def test_an_engine_that_joins_gets_the_weights_of_an_actor_that_has_gone():
-    turns, told = begun("actor", keeps_weights=False)
+    timeshare, told = begun("actor", keeps_weights=False)
 
     async def main():
-        await turns.engines()
+        await timeshare.give_to_engines()
         told.clear()
-        async with turns.actor():
+        async with timeshare.actor_on_device():
             told.append("weights")
         assert told == [("actor", "onload"), "weights", ("actor", "offload", False)]
-        await turns.models()
+        await timeshare.give_to_models()
         told.clear()
-        async with turns.actor():
+        async with timeshare.actor_on_device():
             pass
         assert told == []
 
@@ -93,15 +93,15 @@ def test_an_engine_that_joins_gets_the_weights_of_an_actor_that_has_gone():
 
 
 def test_where_nothing_is_shared_nothing_moves():
-    turns, told = begun(keeps_weights=False)
+    timeshare, told = begun(keeps_weights=False)
 
     async def send():
         told.append("weights")
 
     async def main():
-        await turns.hand_over(send)
-        await turns.models(for_new_weights=True)
-        await turns.engines()
+        await timeshare.hand_over(send)
+        await timeshare.give_to_models(for_new_weights=True)
+        await timeshare.give_to_engines()
 
     asyncio.run(main())
     assert told == ["weights"]

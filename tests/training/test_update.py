@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from envgym.config.schema import StageConfig
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig, TrainSample
-from envgym.training.update import cut, learning_rate, over_steps, steps_of
+from envgym.training.update import cut, learning_rate, aggregate_steps, steps_of
 from envgym.types import Objective
 
 
 def rows_of(units):
     """A row for each number: the unit it belongs to."""
     ids, weights = np.zeros(1, np.int64), np.zeros(1, np.float32)
-    return [TrainSample(ids, weights, weights, Objective.POLICY_GRADIENT, batch_unit=unit) for unit in units]
+    return [TrainSample(ids, weights, weights, Objective.POLICY_GRADIENT, microbatch_key=unit) for unit in units]
 
 
 def units_of(parts):
-    return [[row.batch_unit for row in part] for part in parts]
+    return [[row.microbatch_key for row in part] for part in parts]
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_what_optimizer_steps_log_becomes_one_number_each():
         {"loss": 2.0, "policy/ratio/max": 1.5, "policy/ratio/min": 0.25, "critic/loss": 4.0},
         {"loss": 6.0, "policy/ratio/max": 1.0, "policy/ratio/min": 1.0, "critic/loss": 2.0},
     ]
-    assert over_steps(logged) == {
+    assert aggregate_steps(logged) == {
         "loss": 3.0, "policy/ratio/max": 1.5, "policy/ratio/min": 0.25, "mismatch/mean_abs": 1e-6, "critic/loss": 3.0,
     }  # fmt: skip
-    assert over_steps([]) == {}
+    assert aggregate_steps([]) == {}
 
 
 def test_epochs_are_steps_and_one_that_is_begun_is_taken_whole():

@@ -19,7 +19,7 @@ from envgym.errors import RunError
 from envgym.learner import LearnerConfig, RoleSpec
 from envgym.training.checkpoints import Progress
 from envgym.training.components import Components
-from envgym.training.turns import Turns
+from envgym.training.turns import GpuTimeshare
 from envgym.training.update import Update
 from envgym.training.weight_sync import PROBE, WeightSync
 from envgym.training.weight_transfer import FileTransfer, Receipt
@@ -74,8 +74,8 @@ class Both:
         both: Any = self
         files = FileTransfer(both, Path("transfer"), 100, checkpoint=False)
         files.send = both.send
-        turns = Turns(None, {}, keeps_weights=False)
-        return WeightSync(EnginePool(None, [both]), both, both, TOLERANCE, both, files, turns, **settings)
+        timeshare = GpuTimeshare(None, {}, keeps_weights=False)
+        return WeightSync(EnginePool(None, [both]), both, both, TOLERANCE, both, files, timeshare, **settings)
 
 
 def test_the_engine_gets_the_actors_weights_and_is_compared_with_it():
@@ -111,7 +111,7 @@ class Actor:
         self.stepped = False
         self.mean_abs = mean_abs
 
-    async def accumulate(self, rows, denominators):
+    async def accumulate(self, rows, normalizers):
         return {"mismatch/mean_abs": self.mean_abs}
 
     async def step(self, lr):
@@ -123,7 +123,7 @@ def take_step(actor, **sampling):
     """An optimizer step of the actor on no rows."""
     roles = {"actor": RoleSpec(trained=True)}
     learner: Any = SimpleNamespace(
-        roles=roles, denominators=lambda rows: {}, config=LearnerConfig(name="any"), needs_samples=False
+        roles=roles, loss_normalizers=lambda rows: {}, config=LearnerConfig(name="any"), needs_policy_samples=False
     )
     sampled = SamplingParams(max_tokens=4, **sampling)
     components = Components(learner, None, {"actor": actor}, sampled, sync=Both([0.0]).sync())

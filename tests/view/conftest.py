@@ -33,7 +33,7 @@ def made(number, member, text="the answer", *, step=1, reward=None, outcome=None
     )  # fmt: skip
     task = Task(key or f"train-{number}", f"question {number}?", answer=str(number))
     episode = Episode(
-        f"{group}:{member:03d}:0", task, outcome or Outcome.completed(), [row], env="sums-v0", group=group
+        f"{group}:{member:03d}:0", task, outcome or Outcome.complete(), [row], env="sums-v0", group_id=group
     )
     episode.member, episode.reward, episode.score, episode.seconds = member, reward, reward, 0.25
     episode.messages = messages or [Message.of("user", f"question {number}?"), Message.of("assistant", text)]
@@ -53,9 +53,9 @@ def make_run(
             for n in range(groups)
             for m in range(members)
         ]
-        episodes[1].outcome, episodes[1].reward, episodes[1].score = Outcome.failed("timeout", "too slow"), None, None
+        episodes[1].outcome, episodes[1].reward, episodes[1].score = Outcome.fail("timeout", "too slow"), None, None
         write_rollouts(folder.rollout_file(step), episodes)
-        grouped = [Group(e.group, e.task, [e]) for e in episodes if not e.failed]
+        grouped = [Group(e.group_id, e.task, [e]) for e in episodes if not e.failed]
         learned = trajectories(grouped)
         first = {}
         for number, trajectory in enumerate(t for group in learned for t in group):
@@ -86,7 +86,7 @@ def make_evaluation(path, scores):
         made(n, m, reward=score, key=f"test-{n}") for n, pair in enumerate(scores) for m, score in enumerate(pair)
     ]
     for episode in episodes:
-        episode.group = episode.group.replace("step-000001-0", "sums")
+        episode.group_id = episode.group_id.replace("step-000001-0", "sums")
     write_episodes(path / "episodes.jsonl", episodes)
     (path / "result.json").write_text(json.dumps({"score": 0.5}))
     (path / "config.yaml").write_text("seed: 0\nstages:\n- {model: none}\n")

@@ -48,7 +48,7 @@ def test_it_is_written_again_but_no_other_file_is_replaced_unasked(exported, tmp
     (tmp_path / "first.html").write_text("a page about envgym")
     status, said, _ = exported()
     assert (status, said.count("\n")) == (2, 1)
-    assert "first.html is there and no export" in said
+    assert "first.html exists and is not an export" in said
     assert (tmp_path / "first.html").read_text() == "a page about envgym"
     assert exported("--out", "first.html")[0] == 0
 
@@ -87,7 +87,7 @@ def test_a_name_is_text_in_the_title_and_in_the_files_head(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("words", "because"),
     [
-        (["--out", "nowhere/out.html"], "cannot be written: its folder is not there"),
+        (["--out", "nowhere/out.html"], "cannot be written: its folder does not exist"),
         (["--out", "runs"], "or it is one itself"),
         (["--episodes", "-3"], "--episodes is a number of episodes, 0 or more, not -3"),
         (["--episodes", "many"], "--episodes"),

@@ -136,7 +136,7 @@ def test_what_is_no_run_says_so(tmp_path):
     with pytest.raises(DataError, match="byte 0: this is not an episode"):
         Answers([tmp_path / "no.jsonl"])(f"list|{tmp_path / 'no.jsonl'}|0|0|9")
     (tmp_path / "no.parquet").write_bytes(b"not parquet")
-    with pytest.raises(DataError, match="no file of episodes"):
+    with pytest.raises(DataError, match="not a file of episodes"):
         Answers([tmp_path / "no.parquet"])(f"list|{tmp_path / 'no.parquet'}|0|0|9")
     with pytest.raises(ConfigError, match="there is nothing at"):
         Answers([tmp_path / "none"])
@@ -169,9 +169,9 @@ def test_surprise_is_over_the_tokens_that_have_a_log_probability(tmp_path, suffi
 
 
 def test_numbers_that_json_has_not_are_nothing(tree):
-    from envgym.view.server import dumped
+    from envgym.view.server import to_json
 
-    assert dumped({"a": [float("nan"), float("inf"), 1.5]}) == '{"a":[null,null,1.5]}'
+    assert to_json({"a": [float("nan"), float("inf"), 1.5]}) == '{"a":[null,null,1.5]}'
 
 
 def test_a_run_of_several_stages_is_its_stages(tmp_path):
@@ -216,5 +216,6 @@ def test_a_file_of_another_kind_is_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "notes.txt").write_text("hi")
     assert main(["view", "--port", "0", "notes.txt"]) == 2
     assert (
-        capsys.readouterr().err == "envgym: error: notes.txt is no file of episodes: those end in .jsonl or .parquet\n"
+        capsys.readouterr().err
+        == "envgym: error: notes.txt is not a file of episodes: these end in .jsonl or .parquet\n"
     )

@@ -19,7 +19,7 @@ from envgym.episodes.files import write_episodes
 from envgym.errors import LONGEST_LINE, ConfigError, DataError
 from envgym.monitoring.alarms import Alarms
 from envgym.view import reading, sources
-from envgym.view.server import Answers, dumped
+from envgym.view.server import Answers, to_json
 from envgym.yaml_files import MOST_NODES, read_yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -34,14 +34,14 @@ CHILD = f"""
 import json, pathlib, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}))
 from envgym.errors import EnvgymError
-from envgym.view.server import Answers, dumped
+from envgym.view.server import Answers, to_json
 answers = Answers([pathlib.Path(path) for path in sys.argv[1:]])
 told = {{}}
 for line in answers("index"):
     told[line["id"]] = own = {{"state": line["state"], "why": line.get("why", "")}}
     for question in {QUESTIONS!r}:
         try:
-            own[question] = len(dumped(answers(question.format(line["id"]))))
+            own[question] = len(to_json(answers(question.format(line["id"]))))
         except (EnvgymError, ValueError) as error:
             own[question] = str(error)
 status = open("/proc/self/status").read()
@@ -150,15 +150,15 @@ REFUSED = {
     "config too deep": ("run", "too deep", lambda run: (run / "config.yaml").write_text(f"a: {DEEP}")),
     "config too large": ("run", "larger than", lambda run: os.truncate(run / "config.yaml", 2**32)),
     "config without an end": ("run", "leads to /dev/zero", lambda run: swap(run / "config.yaml", "/dev/zero")),
-    "config that waits": ("run", "is no file", lambda run: pipe(run / "config.yaml")),
+    "config that waits": ("run", "is not a file", lambda run: pipe(run / "config.yaml")),
     "a step that is elsewhere": ("list", "leads to /etc/passwd", lambda run: swap(run / STEP, "/etc/passwd")),
-    "a step that waits": ("list", "is no file", lambda run: pipe(run / STEP)),
-    "a step that is none": ("list", "no file of episodes", lambda run: (run / STEP).write_bytes(b"PAR1" * 99)),
-    "a step of other kinds": ("list", "is another's", lambda run: rewrite(run / STEP, reward=texts)),
+    "a step that waits": ("list", "is not a file", lambda run: pipe(run / STEP)),
+    "a step that is none": ("list", "not a file of episodes", lambda run: (run / STEP).write_bytes(b"PAR1" * 99)),
+    "a step of other kinds": ("list", "has another type", lambda run: rewrite(run / STEP, reward=texts)),
     "long messages": ("episode", "larger than 64 MiB", lambda run: rewrite(run / STEP, messages=one_long_text)),
     "much learned": ("episode", "more than 64 MiB of an episode", lambda run: rewrite(
         run / "learned" / "step_000001.parquet", advantages=one_long_text)),
-    "events that wait": ("lanes", "is no file", lambda run: pipe(run / "events" / "step_000001.jsonl")),
+    "events that wait": ("lanes", "is not a file", lambda run: pipe(run / "events" / "step_000001.jsonl")),
     "events without an end": ("lanes", "larger than 32 MiB", lambda run: os.truncate(
         run / "events" / "step_000001.jsonl", 2**40)),
     "an episode without an end": ("list", "this is not an episode", lambda run: record(run, reward=[[]] * 9)),
@@ -173,10 +173,10 @@ LARGE = {
 """The same; it takes seconds to make them."""
 UNREADABLE = {
     "metrics without an end": ("leads to /dev/zero", lambda run: swap(run / "metrics.jsonl", "/dev/zero")),
-    "metrics that wait": ("is no file", lambda run: pipe(run / "metrics.jsonl")),
+    "metrics that wait": ("is not a file", lambda run: pipe(run / "metrics.jsonl")),
     "metrics too large": ("larger than 256 MiB", lambda run: os.truncate(run / "metrics.jsonl", 2**40)),
     "a summary without an end": ("leads to /dev/zero", lambda run: swap(run / "summary.json", "/dev/zero")),
-    "a summary that waits": ("is no file", lambda run: pipe(run / "summary.json")),
+    "a summary that waits": ("is not a file", lambda run: pipe(run / "summary.json")),
     "a summary of another": ("AttributeError", lambda run: (run / "summary.json").write_text('{"eval": [1]}')),
     "steps that are elsewhere": ("leads to /etc", lambda run: (
         shutil.rmtree(run / "rollouts"), (run / "rollouts").symlink_to("/etc"))),
@@ -338,7 +338,7 @@ def test_a_name_that_is_no_text_takes_no_other_from_the_list(zoo, tmp_path):
     shutil.copytree(zoo / "runs" / "first", tmp_path / "first")
     os.rename(os.fsencode(tmp_path / "first"), os.fsencode(tmp_path) + b"/bad\xff")
     shutil.copytree(zoo / "runs" / "first", tmp_path / "first")
-    lines = json.loads(dumped(Answers([tmp_path])("index")))
+    lines = json.loads(to_json(Answers([tmp_path])("index")))
     assert {line["id"].rpartition("/")[2]: line["state"] for line in lines} == {
         "first": "unfinished",
         "bad?": "unreadable",
@@ -373,7 +373,7 @@ def test_an_export_leaves_out_what_cannot_be_read_and_says_why(zoo, tmp_path, mo
     assert main(["export", "runs", "--episodes", "9999", "--out", str(tmp_path / "out.html")]) == 0
     said = capsys.readouterr().out
     assert said.count("\n") == 1
-    assert "; what cannot be read says why, of runs/a deep episode, runs/a name | of others, " in said
+    assert "; unreadable parts in runs/a deep episode, runs/a name | of others, " in said
     assert len(said) <= LONGEST_LINE + 1  # however many they are
     packed = re.search(r"id='held'>([^<]*)", (tmp_path / "out.html").read_text())[1]
     held = json.loads(gzip.decompress(base64.b64decode(packed)))

@@ -21,7 +21,7 @@ def plain_gradient_descent():
     return PLAIN_GRADIENT_DESCENT
 
 
-def _model_folder(folder, *, tied):
+def _model_folder(folder, *, is_tied):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -36,7 +36,7 @@ def _model_folder(folder, *, tied):
         head_dim=8,
         max_position_embeddings=256,
         initializer_range=0.2,  # so that log-probabilities are far from uniform
-        tie_word_embeddings=tied,
+        tie_word_embeddings=is_tied,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return str(folder)
@@ -44,12 +44,12 @@ def _model_folder(folder, *, tied):
 
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory):
-    return _model_folder(tmp_path_factory.mktemp("tied"), tied=True)
+    return _model_folder(tmp_path_factory.mktemp("tied"), is_tied=True)
 
 
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory):
-    return _model_folder(tmp_path_factory.mktemp("untied"), tied=False)
+    return _model_folder(tmp_path_factory.mktemp("untied"), is_tied=False)
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +72,7 @@ def make_rows():
                     old_logprobs=np.full(length, np.nan, np.float32),
                     objective=Objective.CROSS_ENTROPY if index % 3 else Objective.POLICY_GRADIENT,
                     temperatures=np.full(length, rng.choice([0.7, 1.0, 1.3]), np.float32),
-                    batch_unit=index,
+                    microbatch_key=index,
                 )
             )
         return rows
@@ -81,12 +81,12 @@ def make_rows():
 
 
 @pytest.fixture(scope="session")
-def denominators():
+def normalizers():
     """The default ones of a learner: the weight of each objective."""
 
-    def of(rows):
+    def sum_weights(rows):
         return {
             o: float(sum(r.loss_weights.sum() for r in rows if r.objective == o)) for o in {r.objective for r in rows}
         }
 
-    return of
+    return sum_weights

@@ -63,7 +63,7 @@ RANKS = 11  # of which the last, sorted as text, would come third
 SHAPES = {"first": (3, 4), "second": (5,), "third": (RANKS, 2)}
 
 
-def whole(name, kind):
+def full_array(name, kind):
     """The values of a parameter, and of its moments, each unlike any other."""
     start = 1000 * list(SHAPES).index(name) + {"weights": 0, "exp_avg": 100, "exp_avg_sq": 200}[kind]
     return start + torch.arange(float(torch.tensor(SHAPES[name]).prod()))
@@ -73,8 +73,8 @@ def check_parameters(folder):
     read = dict(reshard.parameters(folder, list(SHAPES)))
     assert list(read) == list(SHAPES)
     for name, parameter in read.items():
-        assert torch.equal(parameter.weights, whole(name, "weights"))
-        assert all(torch.equal(parameter.moments[kind], whole(name, kind)) for kind in reshard.MOMENTS)
+        assert torch.equal(parameter.weights, full_array(name, "weights"))
+        assert all(torch.equal(parameter.moments[kind], full_array(name, kind)) for kind in reshard.MOMENTS)
         assert parameter.step == 7
 
 
@@ -89,7 +89,7 @@ def test_a_stage_3_checkpoint_of_eleven_ranks_is_put_together(tmp_path):
         pieces = []
         for name, shape in SHAPES.items():
             share = -(-int(torch.tensor(shape).prod()) // RANKS)
-            padded = torch.cat([whole(name, kind), torch.full((share * RANKS,), -1.0)])
+            padded = torch.cat([full_array(name, kind), torch.full((share * RANKS,), -1.0)])
             pieces.append(padded[rank * share : (rank + 1) * share])
         return torch.cat(pieces)
 
@@ -104,21 +104,21 @@ def test_a_stage_3_checkpoint_of_eleven_ranks_is_put_together(tmp_path):
 
 def test_a_stage_2_checkpoint_of_eleven_ranks_is_put_together(tmp_path):
     """Ranks have neighbouring slices of all parameters, end to end: a parameter may lie in several."""
-    flat = {kind: torch.cat([whole(name, kind) for name in SHAPES]) for kind in ("weights", *reshard.MOMENTS)}
+    flat = {kind: torch.cat([full_array(name, kind) for name in SHAPES]) for kind in ("weights", *reshard.MOMENTS)}
     size = -(-len(flat["weights"]) // RANKS)
     for rank in range(RANKS):
-        begin, start, places = rank * size, 0, {}
+        offset, start, places = rank * size, 0, {}
         for name in SHAPES:
-            n = len(whole(name, "weights"))
-            low, high = max(start, begin), min(start + n, begin + size)
+            n = len(full_array(name, "weights"))
+            low, high = max(start, offset), min(start + n, offset + size)
             if low < high:
-                places[name] = fragment_address(numel=high - low, start=low - begin)
+                places[name] = fragment_address(numel=high - low, start=low - offset)
             start += n
-        own = {kind: values[begin : begin + size].clone() for kind, values in flat.items()}
+        parts = {kind: values[offset : offset + size].clone() for kind, values in flat.items()}
         state = {
-            "single_partition_of_fp32_groups": [own.pop("weights")],
+            "single_partition_of_fp32_groups": [parts.pop("weights")],
             "param_slice_mappings": [places],
-            "base_optimizer_state": {"state": {0: {"step": torch.tensor(7.0), **own}}},
+            "base_optimizer_state": {"state": {0: {"step": torch.tensor(7.0), **parts}}},
         }
         write_shard(tmp_path, rank, state)
     check_parameters(tmp_path)

@@ -29,8 +29,8 @@ def adamw(torch_adam=True):
     return {"optimizer": {"type": "AdamW", "params": params}}
 
 
-def stage(number, **more):
-    return {"zero_optimization": {"stage": number, **more}}
+def stage(number, **settings):
+    return {"zero_optimization": {"stage": number, **settings}}
 
 
 def emitted(dtype=torch.float32, device=CPU, learner=None, **settings):
@@ -71,20 +71,20 @@ def test_16_bit_weights_have_float32_sums_and_master_weights(number, in_bfloat16
         assert emitted(dtype, learner={}, zero_stage=number) == expected | SUMS | stage(runs_as) | CLIPPED | adamw()
 
 
-@pytest.mark.parametrize("more", [{}, {"offload_optimizer": True}, {"compile": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"offload_optimizer": True}, {"compile": True}], ids=str)
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_setting_gets_an_optimizer_that_cannot_be_moved_or_compiled(dtype, number, more):
+def test_no_setting_gets_an_optimizer_that_cannot_be_moved_or_compiled(dtype, number, settings):
     """DeepSpeed's own choice of its class, for a GPU. `BF16_Optimizer` has neither `offload_states` nor
     `get_param_id`."""
     from deepspeed.runtime import engine
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    zero.join(None, 0, 1, CPU)  # its configuration asks for the number of ranks
+    zero.join_process_group(None, 0, 1, CPU)  # its configuration asks for the number of ranks
     chooser = object.__new__(engine.DeepSpeedEngine)
-    chooser.__dict__["_config"] = DeepSpeedConfig(emitted(dtype, GPU, {}, zero_stage=number, **more))
-    chosen = chooser._do_optimizer_sanity_check(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
-    assert chosen == (None if dtype == torch.float32 and not number else engine.ZERO_OPTIMIZATION)
+    chooser.__dict__["_config"] = DeepSpeedConfig(emitted(dtype, GPU, {}, zero_stage=number, **settings))
+    optimizer = chooser._do_optimizer_sanity_check(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
+    assert optimizer == (None if dtype == torch.float32 and not number else engine.ZERO_OPTIMIZATION)
 
 
 def test_compiled():
@@ -93,10 +93,10 @@ def test_compiled():
     )
 
 
-@pytest.mark.parametrize(("number", "more"), [(0, {}), (2, {}), (3, {"reduce_scatter": False})])
-def test_muon_is_not_clipped_and_made_by_us(number, more):
+@pytest.mark.parametrize(("number", "settings"), [(0, {}), (2, {}), (3, {"reduce_scatter": False})])
+def test_muon_is_not_clipped_and_made_by_us(number, settings):
     assert emitted(learner={"optimizer": "muon"}, zero_stage=number) == (
-        FLOAT32 | stage(number, **more) | {"gradient_clipping": 0.0, "zero_force_ds_cpu_optimizer": False}
+        FLOAT32 | stage(number, **settings) | {"gradient_clipping": 0.0, "zero_force_ds_cpu_optimizer": False}
     )
 
 
@@ -118,8 +118,8 @@ def test_raw_json_wins_key_by_key():
     assert emitted(learner={}, zero_stage=2, deepspeed=raw) == (
         FLOAT32 | stage(2, reduce_bucket_size=1000) | adamw() | {"gradient_clipping": 3.0, "wall_clock_breakdown": True}
     )
-    other = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
-    assert emitted(learner={}, deepspeed=other)["optimizer"] == other["optimizer"]
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    assert emitted(learner={}, deepspeed=sgd)["optimizer"] == sgd["optimizer"]
 
 
 def test_deepspeed_knows_every_key_that_is_emitted():
@@ -127,12 +127,14 @@ def test_deepspeed_knows_every_key_that_is_emitted():
     from deepspeed.runtime import config, constants
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    everything = emitted(torch.float16, GPU, {}, zero_stage=3, offload_optimizer=True, offload_parameters=True)
-    everything |= emitted(torch.float32, GPU, {"optimizer": "muon"}, zero_stage=3, compile=True)
-    assert DeepSpeedZeroConfig(**everything["zero_optimization"]).stage == 3
-    known = {value for module in (config, constants) for value in vars(module).values() if isinstance(value, str)}
-    known |= {"compile", "zero_optimization"}
-    assert everything.keys() <= known
+    config_of_all = emitted(torch.float16, GPU, {}, zero_stage=3, offload_optimizer=True, offload_parameters=True)
+    config_of_all |= emitted(torch.float32, GPU, {"optimizer": "muon"}, zero_stage=3, compile=True)
+    assert DeepSpeedZeroConfig(**config_of_all["zero_optimization"]).stage == 3
+    known_values = {
+        value for module in (config, constants) for value in vars(module).values() if isinstance(value, str)
+    }
+    known_values |= {"compile", "zero_optimization"}
+    assert config_of_all.keys() <= known_values
 
 
 # -- contradictions ---------------------------------------------------------------------------------------

@@ -29,9 +29,9 @@ EMBEDDING = 50 * 16
 ATTENTION = 12 * 3 * 2 * 10
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_embedding_is_only_looked_up_and_the_head_is_multiplied_with(tied):
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=tied))
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_embedding_is_only_looked_up_and_the_head_is_multiplied_with(is_tied):
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=is_tied))
     assert flops_per_token(model) == (6 * (BODY + EMBEDDING), ATTENTION)
 
 

@@ -23,10 +23,10 @@ def test_every_case_is_settings_that_go_together(script):
     for name, case in script.CASES.items():
         learner = LearnerConfig(name="sft", **case.learner)
         WorkersConfig(ranks=2, **case.workers).check("actor", learner)
-        like = script.CASES[case.like]
-        same = [key for key in ("optimizer", "muon_lr") if case.learner.get(key) != like.learner.get(key)]
-        assert not same, name
-        assert case.workers.get("dtype") == like.workers.get("dtype")
+        reference = script.CASES[case.like]
+        equal_keys = [key for key in ("optimizer", "muon_lr") if case.learner.get(key) != reference.learner.get(key)]
+        assert not equal_keys, name
+        assert case.workers.get("dtype") == reference.workers.get("dtype")
 
 
 def test_differences_and_refusals_in_the_table(script):

@@ -48,7 +48,7 @@ def with_group(tmp_path, tied_model, learner):
 @pytest.mark.parametrize(
     "zero_stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
 )
-def test_what_goes_to_the_host_comes_back_as_it_was(with_group, make_rows, denominators, tmp_path, zero_stage):
+def test_what_goes_to_the_host_comes_back_as_it_was(with_group, make_rows, normalizers, tmp_path, zero_stage):
     """Optimizer and weights between two steps, first without the weights, which others are given meanwhile."""
     rows = make_rows(8)
     state = str(tmp_path / "state")
@@ -56,7 +56,7 @@ def test_what_goes_to_the_host_comes_back_as_it_was(with_group, make_rows, denom
     async def two_steps(group, leaves):
         await group.load_state(state)
         for _ in range(2):
-            await group.accumulate(rows, denominators(rows))
+            await group.accumulate(rows, normalizers(rows))
             await group.step(1e-2)
             if leaves:
                 await group.on_all("offload", True)
@@ -66,45 +66,47 @@ def test_what_goes_to_the_host_comes_back_as_it_was(with_group, make_rows, denom
         await export_group(group, tmp_path / "after")
         return load_file(tmp_path / "after"), await group.forward(rows)
 
-    async def both(group):
-        await group.accumulate(rows, denominators(rows))
+    async def run_both(group):
+        await group.accumulate(rows, normalizers(rows))
         await group.step(1e-2)
         await group.save_state(state)
         return await two_steps(group, leaves=True), await two_steps(group, leaves=False)
 
-    (tensors, scores), (expected, expected_scores) = with_group(both, ranks=2, zero_stage=zero_stage)
+    (tensors, scores), (expected, expected_scores) = with_group(run_both, ranks=2, zero_stage=zero_stage)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-    assert all(np.array_equal(score, other) for score, other in zip(scores, expected_scores, strict=True))
-    meanwhile = load_file(tmp_path / "meanwhile")
-    assert all(torch.equal(meanwhile[name], tensor) for name, tensor in expected.items())
+    assert all(
+        np.array_equal(score, expected_score) for score, expected_score in zip(scores, expected_scores, strict=True)
+    )
+    offloaded_tensors = load_file(tmp_path / "meanwhile")
+    assert all(torch.equal(offloaded_tensors[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(
     "zero_stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
 )
 def test_two_ranks_learn_what_one_learns(
-    with_group, make_rows, denominators, plain_gradient_descent, tied_model, tmp_path, zero_stage
+    with_group, make_rows, normalizers, plain_gradient_descent, tied_model, tmp_path, zero_stage
 ):
     rows = make_rows(11)  # an odd number: one rank gets a dummy
     for row in rows:
         row.old_logprobs[2:] = -3.0
 
-    async def one_step(group):
+    async def take_step(group):
         scores = await group.forward(rows)
-        few = await group.forward(rows[:1])  # fewer rows than ranks
-        metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
+        scores_of_few = await group.forward(rows[:1])  # fewer rows than ranks
+        metrics = await group.accumulate(rows, normalizers(rows)) | await group.step(1.0)
         await export_group(group, tmp_path / "weights")
         await group.save(str(tmp_path / "model"))
-        return scores, few, metrics, load_file(tmp_path / "weights")
+        return scores, scores_of_few, metrics, load_file(tmp_path / "weights")
 
     expected, _, expected_metrics, expected_weights = with_group(
-        one_step, inline=True, deepspeed=plain_gradient_descent
+        take_step, inline=True, deepspeed=plain_gradient_descent
     )
-    scores, few, metrics, tensors = with_group(
-        one_step, ranks=2, zero_stage=zero_stage, deepspeed=plain_gradient_descent
+    scores, scores_of_few, metrics, tensors = with_group(
+        take_step, ranks=2, zero_stage=zero_stage, deepspeed=plain_gradient_descent
     )
-    for score, other in zip([*scores, few[0]], [*expected, expected[0]], strict=True):
-        np.testing.assert_allclose(score, other, atol=1e-5)
+    for score, expected_score in zip([*scores, scores_of_few[0]], [*expected, expected[0]], strict=True):
+        np.testing.assert_allclose(score, expected_score, atol=1e-5)
     assert metrics.keys() == expected_metrics.keys() >= {"loss", "grad_norm", "mismatch/max", "mismatch/k3"}
     for name in expected_metrics.keys() - {"memory/max"}:
         assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4), name
@@ -116,31 +118,31 @@ def test_two_ranks_learn_what_one_learns(
 
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_learns_in_bfloat16(
-    with_group, make_rows, denominators, plain_gradient_descent, tmp_path
+    with_group, make_rows, normalizers, plain_gradient_descent, tmp_path
 ):
     rows = make_rows(11)
 
-    async def one_step(group):
+    async def take_step(group):
         await export_group(group, tmp_path / "before")
-        metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
+        metrics = await group.accumulate(rows, normalizers(rows)) | await group.step(1.0)
         await export_group(group, tmp_path / "after")
         return metrics["grad_norm"], load_file(tmp_path / "before"), load_file(tmp_path / "after")
 
     norms, steps = [], []
     for ranks in (1, 2):
-        norm, before, after = with_group(one_step, ranks=ranks, dtype="bfloat16", deepspeed=plain_gradient_descent)
+        norm, initial, final = with_group(take_step, ranks=ranks, dtype="bfloat16", deepspeed=plain_gradient_descent)
         norms.append(norm)
-        steps.append(torch.cat([(after[name].float() - before[name].float()).flatten() for name in sorted(after)]))
+        steps.append(torch.cat([(final[name].float() - initial[name].float()).flatten() for name in sorted(final)]))
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
     assert float((steps[1] - steps[0]).norm() / steps[0].norm()) < 0.03  # rounding of bfloat16, nothing more
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_from_their_state(with_group, make_rows, denominators, tmp_path):
+def test_two_ranks_go_on_from_their_state(with_group, make_rows, normalizers, tmp_path):
     async def body(group):
         async def step(seed):
             rows = make_rows(6, seed)
-            await group.accumulate(rows, denominators(rows))
+            await group.accumulate(rows, normalizers(rows))
             await group.step(1e-2)
             await export_group(group, tmp_path / "weights")
             return load_file(tmp_path / "weights")
@@ -166,12 +168,12 @@ SPREADS = [
 
 
 @pytest.mark.parametrize(("saved", "loaded"), SPREADS)
-def test_a_state_goes_on_on_other_ranks_and_stages(with_group, make_rows, denominators, tmp_path, saved, loaded):
+def test_a_state_goes_on_on_other_ranks_and_stages(with_group, make_rows, normalizers, tmp_path, saved, loaded):
     """Weights to the bit, and the optimizer: two more steps end where the same ranks would have."""
 
     async def step(group, seed):
         rows = make_rows(6, seed)
-        await group.accumulate(rows, denominators(rows))
+        await group.accumulate(rows, normalizers(rows))
         await group.step(1e-2)
 
     async def weights(group):
@@ -182,35 +184,35 @@ def test_a_state_goes_on_on_other_ranks_and_stages(with_group, make_rows, denomi
         await step(group, 0)
         await step(group, 1)
         await group.save_state(str(tmp_path / "state"))
-        then = await weights(group)
+        first = await weights(group)
         await step(group, 2)
         await step(group, 3)
-        return then, await weights(group)
+        return first, await weights(group)
 
     async def load(group):
         await group.load_state(str(tmp_path / "state"))
-        then = await weights(group)
+        first = await weights(group)
         await step(group, 2)
         await step(group, 3)
-        return then, await weights(group)
+        return first, await weights(group)
 
-    (then, after), (loaded_then, loaded_after) = (
+    (first, final), (loaded_then, loaded_after) = (
         with_group(body, ranks=ranks, zero_stage=stage, inline=ranks == 1)
         for body, (ranks, stage) in ((save, saved), (load, loaded))
     )
-    assert all(torch.equal(loaded_then[name], tensor) for name, tensor in then.items())
-    for name, tensor in after.items():
+    assert all(torch.equal(loaded_then[name], tensor) for name, tensor in first.items())
+    for name, tensor in final.items():
         torch.testing.assert_close(loaded_after[name], tensor, atol=2e-6, rtol=0)
 
 
-def test_the_death_of_a_rank_fails_the_call_at_once(with_group, make_rows, denominators):
+def test_the_death_of_a_rank_fails_the_call_at_once(with_group, make_rows, normalizers):
     async def body(group):
         rows = make_rows(6)
-        await group.accumulate(rows, denominators(rows))
+        await group.accumulate(rows, normalizers(rows))
         await group.step(1e-3)
         victim = group._handles[1].pid
         os.kill(victim, signal.SIGSTOP)  # so that rank 0 certainly waits for it
-        learning = asyncio.ensure_future(group.accumulate(rows, denominators(rows)))
+        learning = asyncio.ensure_future(group.accumulate(rows, normalizers(rows)))
         asyncio.get_running_loop().call_later(0.5, os.kill, victim, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="actor-1"):
             await learning
@@ -219,12 +221,12 @@ def test_the_death_of_a_rank_fails_the_call_at_once(with_group, make_rows, denom
 
 
 @pytest.mark.slow
-def test_an_error_of_one_rank_does_not_wait_for_the_others(with_group, make_rows, denominators):
+def test_an_error_of_one_rank_does_not_wait_for_the_others(with_group, make_rows, normalizers):
     async def body(group):
         rows = make_rows(6)
         group._handles[1] = Renamed(group._handles[1])
         with pytest.raises(WorkerError, match="no_such_method"):
-            await group.accumulate(rows, denominators(rows))
+            await group.accumulate(rows, normalizers(rows))
 
     with_group(body, ranks=2, zero_stage=2)
 

@@ -47,12 +47,12 @@ def adapter_of(worker, folder: Path):
 
 
 def logprobs(model, rows):
-    out = []
+    result = []
     for row in rows:
         ids = torch.tensor(row.token_ids)[None]
         logits = model(input_ids=ids).logits[0, :-1] / float(row.temperatures[0])
-        out.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
-    return out
+        result.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+    return result
 
 
 def steps_by_hand(base, folder, rows, n_steps):
@@ -64,9 +64,9 @@ def steps_by_hand(base, folder, rows, n_steps):
     for row in rows:
         totals[row.objective] = totals.get(row.objective, 0.0) + float(row.loss_weights.sum())
     for _ in range(n_steps):
-        for row, taken in zip(rows, logprobs(model, rows), strict=True):
+        for row, logprob in zip(rows, logprobs(model, rows), strict=True):
             (
-                -(taken * torch.tensor(row.loss_weights[1:], dtype=torch.float64)).sum() / totals[row.objective]
+                -(logprob * torch.tensor(row.loss_weights[1:], dtype=torch.float64)).sum() / totals[row.objective]
             ).backward()
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -79,26 +79,26 @@ def steps_by_hand(base, folder, rows, n_steps):
     "zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
 )
 def test_only_the_adapter_learns(
-    make_worker, make_rows, denominators, plain_gradient_descent, untied_model, tmp_path, zero_stage
+    make_worker, make_rows, normalizers, plain_gradient_descent, untied_model, tmp_path, zero_stage
 ):
     rows = make_rows(6)
     worker = make_worker(zero_stage, deepspeed=plain_gradient_descent)
-    before = adapter_of(worker, tmp_path / "before")
+    initial = adapter_of(worker, tmp_path / "before")
     for _ in range(2):  # the first moves B alone, which begins at zero
-        worker.accumulate([rows[:4], rows[4:]], denominators(rows))
+        worker.accumulate([rows[:4], rows[4:]], normalizers(rows))
         worker.step(1.0)
-    after = adapter_of(worker, tmp_path / "after")
+    final = adapter_of(worker, tmp_path / "after")
     expected = steps_by_hand(untied_model, tmp_path / "before", rows, 2)
-    assert after.keys() == expected.keys()
+    assert final.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (tensor - before[name]).abs().max() > 1e-3
-        torch.testing.assert_close(after[name], tensor, atol=1e-5, rtol=1e-4)
-    assert worker.info().n_trained == sum(tensor.numel() for tensor in after.values())
+        assert (tensor - initial[name]).abs().max() > 1e-3
+        torch.testing.assert_close(final[name], tensor, atol=1e-5, rtol=1e-4)
+    assert worker.info().n_trained == sum(tensor.numel() for tensor in final.values())
     export(worker, tmp_path / "base.safetensors")
-    kept = load_file(tmp_path / "base.safetensors")
+    saved_base = load_file(tmp_path / "base.safetensors")
     base = load_file(Path(untied_model) / "model.safetensors")
-    assert kept.keys() == base.keys()
-    assert all(torch.equal(kept[name], base[name]) for name in base)
+    assert saved_base.keys() == base.keys()
+    assert all(torch.equal(saved_base[name], base[name]) for name in base)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_only_the_adapter_learns(
     ids=str,
 )
 def test_what_ranks_leave_is_the_policy(
-    make_rows, denominators, plain_gradient_descent, learner, tied_model, tmp_path, workers
+    make_rows, normalizers, plain_gradient_descent, learner, tied_model, tmp_path, workers
 ):
     """Real processes: the merged model, the adapter's folder and the workers say the same; without it they say what the
     base says, to the bit."""
@@ -120,16 +120,16 @@ def test_what_ranks_leave_is_the_policy(
 
     async def body(group):
         reference = group.without_adapter("reference")
-        before = await group.forward(rows), await reference.forward(rows)
+        initial = await group.forward(rows), await reference.forward(rows)
         for _ in range(3):
-            await group.accumulate(rows, denominators(rows))
+            await group.accumulate(rows, normalizers(rows))
             await group.step(0.3)
         await group.save(str(tmp_path / "model"))
         await group.export_adapter(str(tmp_path / "adapter"))
-        after = await reference.forward(rows)
-        await group.accumulate(rows, denominators(rows))
+        final = await reference.forward(rows)
+        await group.accumulate(rows, normalizers(rows))
         await group.step(0.0)  # what learns does so after a pass without the adapter
-        return before, after, await group.forward(rows)
+        return initial, final, await group.forward(rows)
 
     settings = WorkersConfig(**workers, dtype="float32", deepspeed=plain_gradient_descent)
 
@@ -142,7 +142,7 @@ def test_what_ranks_leave_is_the_policy(
         finally:
             await runtime.close()
 
-    (start, base), after, learned = asyncio.run(main())
+    (start, base), final, learned = asyncio.run(main())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     loaded = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
     with_adapter = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter")
@@ -150,7 +150,7 @@ def test_what_ranks_leave_is_the_policy(
         merged_says, peft_says = logprobs(merged, rows), logprobs(with_adapter, rows)
     for index in range(len(rows)):
         assert np.array_equal(start[index], base[index])
-        assert np.array_equal(after[index], base[index])
+        assert np.array_equal(final[index], base[index])
         assert np.abs(learned[index] - base[index]).max() > 0.1
         counts = rows[index].loss_weights[1:] != 0  # nothing is asked of the others
         np.testing.assert_allclose(learned[index][1:][counts], merged_says[index][counts], atol=1e-5)
@@ -162,12 +162,12 @@ def test_what_ranks_leave_is_the_policy(
     "zero_stage", [0, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_learning_goes_on_from_a_small_checkpoint(
-    make_worker, make_rows, denominators, tied_model, tmp_path, zero_stage
+    make_worker, make_rows, normalizers, tied_model, tmp_path, zero_stage
 ):
     rows = make_rows(4)
 
     def learn(worker):
-        worker.accumulate([rows], denominators(rows))
+        worker.accumulate([rows], normalizers(rows))
         worker.step(1e-2)
 
     worker = make_worker(zero_stage, model=tied_model)
@@ -175,21 +175,21 @@ def test_learning_goes_on_from_a_small_checkpoint(
     worker.save_state(str(tmp_path / "state"))
     learn(worker)
     expected = adapter_of(worker, tmp_path / "straight")
-    other = make_worker(zero_stage, model=tied_model)
-    other.load_state(str(tmp_path / "state"))
-    learn(other)
-    got = adapter_of(other, tmp_path / "resumed")
+    second_worker = make_worker(zero_stage, model=tied_model)
+    second_worker.load_state(str(tmp_path / "state"))
+    learn(second_worker)
+    got = adapter_of(second_worker, tmp_path / "resumed")
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     [states] = (tmp_path / "state/deepspeed").glob("*model_states.pt")
-    held = torch.load(states, weights_only=False)["module"]
-    assert all("lora_" in name for name in held)
+    saved_state = torch.load(states, weights_only=False)["module"]
+    assert all("lora_" in name for name in saved_state)
 
 
-def test_a_critics_head_learns_in_full(make_worker, make_rows, denominators, untied_model, tmp_path):
+def test_a_critics_head_learns_in_full(make_worker, make_rows, normalizers, untied_model, tmp_path):
     rows = make_rows(4)
     worker = make_worker(role="critic", head="scalar")
     for _ in range(3):
-        worker.accumulate([rows], denominators(rows))
+        worker.accumulate([rows], normalizers(rows))
         worker.step(1e-2)
     values = worker.forward(rows)
     worker.save(str(tmp_path / "model"))
@@ -214,53 +214,53 @@ def test_named_layers_alone_get_an_adapter(make_worker, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.slow
-def test_4_bit_weights_are_what_is_learned_on_and_merged_into(make_worker, make_rows, denominators, tmp_path, dtype):
+def test_4_bit_weights_are_what_is_learned_on_and_merged_into(make_worker, make_rows, normalizers, tmp_path, dtype):
     """The base is computed with in one way in every pass, and what is saved is the policy that learned."""
     rows = make_rows(6)
     worker = make_worker(lora={**LORA, "quantize": "4bit"}, dtype=dtype)
     plain = make_worker(lora=LORA, dtype=dtype)
-    ours, full = worker.forward_base(rows), plain.forward_base(rows)
-    assert max(np.abs(a - b).max() for a, b in zip(ours, full, strict=True)) > 0.05  # there were 4 bits
+    base_scores, full_scores = worker.forward_base(rows), plain.forward_base(rows)
+    assert max(np.abs(a - b).max() for a, b in zip(base_scores, full_scores, strict=True)) > 0.05  # there were 4 bits
     losses = []
     for _ in range(12):
-        total = worker.accumulate([rows], denominators(rows))["loss"]
+        total = worker.accumulate([rows], normalizers(rows))["loss"]
         losses.append(total[0] / total[1])
         worker.step(2e-2)
     assert losses[-1] < 0.8 * losses[0]
     scores = worker.forward(rows)
-    assert all(np.array_equal(a, b) for a, b in zip(worker.forward_base(rows), ours, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(worker.forward_base(rows), base_scores, strict=True))
     worker.save(str(tmp_path / "model"))
     assert "quantization_config" not in json.loads((tmp_path / "model/config.json").read_text())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=getattr(torch, dtype))
     with torch.no_grad():
         says = logprobs(merged, rows)
     bound = 1e-5 if dtype == "float32" else 0.2  # merging rounds to the number format
-    for row, score, said in zip(rows, scores, says, strict=True):
+    for row, score, message in zip(rows, scores, says, strict=True):
         counts = row.loss_weights[1:] != 0  # nothing is asked of the others
-        np.testing.assert_allclose(score[1:][counts], said.float()[counts], atol=bound)
+        np.testing.assert_allclose(score[1:][counts], message.float()[counts], atol=bound)
     worker.save_state(str(tmp_path / "state"))
-    other = make_worker(lora={**LORA, "quantize": "4bit"}, dtype=dtype)
-    other.load_state(str(tmp_path / "state"))
-    assert all(np.array_equal(a, b) for a, b in zip(other.forward(rows), scores, strict=True))
+    second_worker = make_worker(lora={**LORA, "quantize": "4bit"}, dtype=dtype)
+    second_worker.load_state(str(tmp_path / "state"))
+    assert all(np.array_equal(a, b) for a, b in zip(second_worker.forward(rows), scores, strict=True))
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("targets", "said"),
+    ("targets", "message"),
     [
         (["qproj"], r"lora.targets=\['qproj'\]: Target modules {'qproj'} not found in the base model"),
         (["lm_head"], "lora.targets: the embedding and the head cannot have an adapter"),
     ],
 )
-def test_targets_that_cannot_be(make_worker, targets, said):
-    with pytest.raises(ConfigError, match=said):
+def test_targets_that_cannot_be(make_worker, targets, message):
+    with pytest.raises(ConfigError, match=message):
         make_worker(lora={"rank": 2, "targets": targets})
 
 
 @pytest.mark.parametrize(
-    ("settings", "workers", "said"),
+    ("settings", "workers", "message"),
     [
         ({"quantize": "4bit"}, {}, "lora.quantize of the actor has no effect without an adapter: set lora.rank"),
         ({"alpha": 3}, {}, "lora.alpha of the actor has no effect without an adapter: set lora.rank"),
@@ -269,8 +269,8 @@ def test_targets_that_cannot_be(make_worker, targets, said):
         ({"rank": 4, "quantize": "4bit"}, {"zero_stage": 3}, "lora.quantize=4bit needs workers.zero_stage 0, 1 or 2"),
     ],
 )
-def test_settings_that_contradict_each_other(settings, workers, said):
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_contradict_each_other(settings, workers, message):
+    with pytest.raises(ConfigError, match=message):
         LoraConfig(**settings).check("actor", WorkersConfig(**workers), samples=True)
 
 

@@ -30,7 +30,7 @@ def test_once_they_have_met_ranks_wait_as_long_as_a_call_may_take(address, monke
     groups = []
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: groups.append(options))
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda rank: zero.join(address, rank, 2, CPU), (0, 1)))
+        list(pool.map(lambda rank: zero.join_process_group(address, rank, 2, CPU), (0, 1)))
     assert sorted(group["rank"] for group in groups) == [0, 1]
     for group in groups:
         assert group["world_size"] == 2
@@ -41,4 +41,4 @@ def test_once_they_have_met_ranks_wait_as_long_as_a_call_may_take(address, monke
 def test_who_meets_nobody_ends_soon(address, monkeypatch):
     monkeypatch.setattr(zero, "MEETING_SECONDS", 0.2)
     with pytest.raises(RuntimeError, match=r"(?i)timed out.*1/2"):
-        zero.join(address, 0, 2, CPU)
+        zero.join_process_group(address, 0, 2, CPU)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from envgym.learner import TrainSample
 from envgym.types import Objective
-from envgym.workers.micro_batches import cost, is_silent, micro_batches, pad, padding_samples
+from envgym.workers.micro_batches import cost, is_padding, micro_batches, pad, padding_samples
 
 
 def row(length, unit=0, weight=1.0, **arrays):
@@ -18,8 +18,8 @@ def row(length, unit=0, weight=1.0, **arrays):
         old_logprobs=np.zeros(length, np.float32),
         objective=Objective.POLICY_GRADIENT,
         arrays=arrays,
-        batch_unit=unit,
-        episode=unit,
+        microbatch_key=unit,
+        episode_index=unit,
     )
 
 
@@ -35,21 +35,21 @@ units = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=3), min_size=
 def test_micro_batches_hold_every_row_once_in_whole_units_within_the_budget(units, budget, n_ranks, packed):
     rows = rows_of(units)
     ranks = micro_batches(rows, budget, n_ranks, packed=packed)
-    real = [batch for share in ranks for batch in share if not is_silent(batch)]
+    filled = [batch for share in ranks for batch in share if not is_padding(batch)]
 
     assert len(ranks) == n_ranks
     assert len({len(share) for share in ranks}) == 1, "every rank makes as many calls"
-    assert Counter(id(r) for batch in real for r in batch) == Counter(id(r) for r in rows)
-    for batch in real:
-        assert Counter(r.batch_unit for r in batch) == {u: len(units[u]) for u in {r.batch_unit for r in batch}}
+    assert Counter(id(r) for batch in filled for r in batch) == Counter(id(r) for r in rows)
+    for batch in filled:
+        assert Counter(r.microbatch_key for r in batch) == {u: len(units[u]) for u in {r.microbatch_key for r in batch}}
         assert (
             cost(batch, packed=packed) <= budget
-            or len({r.batch_unit for r in batch}) == 1
+            or len({r.microbatch_key for r in batch}) == 1
             or max_unit(units, packed) > budget
         )
-    again = micro_batches(rows, budget, n_ranks, packed=packed)
-    assert [[[id(r) for r in b] for b in s if not is_silent(b)] for s in again] == [
-        [[id(r) for r in b] for b in s if not is_silent(b)] for s in ranks
+    repeated = micro_batches(rows, budget, n_ranks, packed=packed)
+    assert [[[id(r) for r in b] for b in s if not is_padding(b)] for s in repeated] == [
+        [[id(r) for r in b] for b in s if not is_padding(b)] for s in ranks
     ]
 
 
@@ -115,7 +115,7 @@ def test_too_few_units_are_filled_up_with_silent_copies_of_a_whole_unit():
     rows = [row(9, unit=1), row(7, unit=1), row(30, unit=2)]
     shares = micro_batches(rows, 40, 3)
     assert [len(share) for share in shares] == [1, 1, 1]
-    [filler] = [share[0] for share in shares if is_silent(share[0])]
+    [filler] = [share[0] for share in shares if is_padding(share[0])]
     assert [len(r.token_ids) for r in filler] == [9, 7]
     assert np.isnan(filler[0].old_logprobs).all()
     assert rows[0].loss_weights.all(), "the original keeps its weights"
@@ -126,8 +126,8 @@ def test_no_rows_make_no_micro_batches():
 
 
 def test_silenced_rows_are_silent():
-    assert is_silent(padding_samples([row(3)]))
-    assert not is_silent([row(3, weight=0.0), row(3)])
+    assert is_padding(padding_samples([row(3)]))
+    assert not is_padding([row(3, weight=0.0), row(3)])
 
 
 def test_padding_is_on_the_right_and_counts_for_nothing():

@@ -15,11 +15,11 @@ from envgym.workers.model import ModelWorker
 from envgym.workers.spec import WorkerSpec
 
 HELD = [
-    {"zero_stage": stage, "dtype": dtype, **more}
+    {"zero_stage": stage, "dtype": dtype, **options}
     for stage in range(4)
     for dtype in ("float32", "bfloat16")
-    for more in ({}, {"lora": {"rank": 4}}, {"offload_optimizer": True})
-    if stage or "offload_optimizer" not in more
+    for options in ({}, {"lora": {"rank": 4}}, {"offload_optimizer": True})
+    if stage or "offload_optimizer" not in options
 ]
 FAST = [
     {"zero_stage": 0, "dtype": "bfloat16"},
@@ -51,25 +51,25 @@ def moving(monkeypatch):
 
     @contextlib.contextmanager
     def moving():
-        moved = set()
+        moved_ids = set()
         original = torch.Tensor.to
 
-        def to(tensor, *args, **kwargs):
-            moved.add(tensor.data_ptr())
+        def record_to(tensor, *args, **kwargs):
+            moved_ids.add(tensor.data_ptr())
             return original(tensor, *args, **kwargs).clone()
 
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "to", to)
-            yield moved
+            patch.setattr(torch.Tensor, "to", record_to)
+            yield moved_ids
 
     return moving
 
 
 @pytest.fixture
-def learn(make_rows, denominators):
+def learn(make_rows, normalizers):
     def step(worker, seed):
         rows = make_rows(6, seed)
-        totals = worker.accumulate(micro_batches(rows, 60, 1)[0], denominators(rows))
+        totals = worker.accumulate(micro_batches(rows, 60, 1)[0], normalizers(rows))
         return totals["loss"][0] / totals["loss"][1], worker.step(1e-2)["grad_norm"]
 
     return step
@@ -80,21 +80,23 @@ def numbers(worker):
 
 
 @pytest.mark.parametrize(
-    "settings", [pytest.param(one, marks=[] if one in FAST else pytest.mark.slow) for one in HELD], ids=str
+    "settings",
+    [pytest.param(held_settings, marks=[] if held_settings in FAST else pytest.mark.slow) for held_settings in HELD],
+    ids=str,
 )
 def test_a_model_learns_after_a_turn_what_it_would_have_learned_without(make_worker, learn, moving, settings):
     expected, turning = (make_worker(**settings, learn={"ema_decay": 0.5}) for _ in range(2))
     for seed in range(3):
-        before = numbers(turning)
+        initial = numbers(turning)
         assert learn(turning, seed) == learn(expected, seed)
-        after = numbers(expected)
+        final = numbers(expected)
         for name, tensor in numbers(turning).items():
-            assert torch.equal(tensor, after[name]), name
-        assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
+            assert torch.equal(tensor, final[name]), name
+        assert any(not torch.equal(tensor, initial[name]) for name, tensor in final.items())
         with moving():
             turning.offload(True)
         for name, tensor in numbers(turning).items():
-            assert torch.equal(tensor, after[name]), name
+            assert torch.equal(tensor, final[name]), name
         with moving():
             turning.offload(False)
             turning.onload()
@@ -117,25 +119,27 @@ def test_an_optimizer_that_is_on_the_host_for_good_never_moves(make_worker, lear
     worker = make_worker(zero_stage=zero_stage, dtype="bfloat16", offload_optimizer=True)
     learn(worker, 0)
     inner = worker.engine.optimizer.optimizer
-    held = [flat for group in inner.param_groups for flat in group["params"]]
-    held += [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    assert len(held) > 2
-    with moving() as moved:
+    flat_tensors = [flat for group in inner.param_groups for flat in group["params"]]
+    flat_tensors += [
+        value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    assert len(flat_tensors) > 2
+    with moving() as moved_ids:
         worker.offload(False)
         worker.onload()
-    assert moved
-    assert not moved & {tensor.data_ptr() for tensor in held}
+    assert moved_ids
+    assert not moved_ids & {tensor.data_ptr() for tensor in flat_tensors}
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_the_frozen_base_of_an_adapter_goes_and_comes(make_worker, moving, zero_stage):
     worker = make_worker(zero_stage=zero_stage, lora={"rank": 4})
     for move in (lambda: worker.offload(False), worker.onload):
-        there = frozen(worker)
-        with moving() as moved:
+        frozen_ids = frozen(worker)
+        with moving() as moved_ids:
             move()
-        assert len(there) > 10
-        assert there <= moved
+        assert len(frozen_ids) > 10
+        assert frozen_ids <= moved_ids
 
 
 def test_a_model_that_only_scores_goes_though_it_is_split_unless_it_is_on_the_host_for_good(
@@ -143,28 +147,28 @@ def test_a_model_that_only_scores_goes_though_it_is_split_unless_it_is_on_the_ho
 ):
     for settings, goes in (({"zero_stage": 3}, True), ({"offload_parameters": True}, False)):
         worker = make_worker(trained=False, **settings)
-        expected, there = worker.forward(make_rows(3)), frozen(worker)
-        with moving() as moved:
+        expected, frozen_ids = worker.forward(make_rows(3)), frozen(worker)
+        with moving() as moved_ids:
             worker.offload(False)
             worker.onload()
-        assert (there <= moved) == goes
-        assert bool(there & moved) == goes
-        for scores, before in zip(worker.forward(make_rows(3)), expected, strict=True):
-            np.testing.assert_array_equal(scores, before)
+        assert (frozen_ids <= moved_ids) == goes
+        assert bool(frozen_ids & moved_ids) == goes
+        for scores, initial in zip(worker.forward(make_rows(3)), expected, strict=True):
+            np.testing.assert_array_equal(scores, initial)
 
 
 def test_a_state_of_deepspeeds_own_optimizer_for_bfloat16_goes_on(make_worker, learn, tmp_path, monkeypatch):
     """As runs wrote it when stages 0 and 1 still ran as 1."""
     with monkeypatch.context() as patch:
         patch.setattr(WorkersConfig, "runs_as", lambda settings, dtype, *, trained: 1)
-        before = make_worker(dtype="bfloat16")
-        assert type(before.engine.optimizer).__name__ == "BF16_Optimizer"
-        learn(before, 0)
-        before.save_state(str(tmp_path))
-    after = make_worker(dtype="bfloat16")
-    after.load_state(str(tmp_path))
-    for name, tensor in numbers(before).items():
-        assert torch.equal(numbers(after)[name], tensor), name
-    assert learn(after, 1) == pytest.approx(learn(before, 1), rel=1e-2)
-    for name, tensor in numbers(before).items():
-        torch.testing.assert_close(numbers(after)[name], tensor, atol=2e-3, rtol=1e-2)
+        initial = make_worker(dtype="bfloat16")
+        assert type(initial.engine.optimizer).__name__ == "BF16_Optimizer"
+        learn(initial, 0)
+        initial.save_state(str(tmp_path))
+    final = make_worker(dtype="bfloat16")
+    final.load_state(str(tmp_path))
+    for name, tensor in numbers(initial).items():
+        assert torch.equal(numbers(final)[name], tensor), name
+    assert learn(final, 1) == pytest.approx(learn(initial, 1), rel=1e-2)
+    for name, tensor in numbers(initial).items():
+        torch.testing.assert_close(numbers(final)[name], tensor, atol=2e-3, rtol=1e-2)

@@ -15,7 +15,7 @@ from envgym.workers import head as head_module
 from envgym.workers.config import WorkersConfig
 from envgym.workers.micro_batches import padding_samples
 from envgym.workers.model import ModelWorker
-from envgym.workers.network import TokenScorer, check_experts, packs
+from envgym.workers.network import TokenNetwork, check_experts, packs
 from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export
 
@@ -38,10 +38,10 @@ LENGTHS = (12, 3, 9, 1, 7)
 BY_HAND = "attention_by_hand"
 
 
-def config_of(architecture, **more):
+def config_of(architecture, **overrides):
     from transformers import AutoConfig
 
-    shape = {**SHAPE, **more}
+    shape = {**SHAPE, **overrides}
     if architecture == "mistral":
         shape["sliding_window"] = 4
     if architecture == "gemma2":
@@ -53,9 +53,9 @@ def config_of(architecture, **more):
     return AutoConfig.for_model(architecture, **shape)
 
 
-def make_model(architecture, head="lm", attention="sdpa", **more):
+def make_model(architecture, head="lm", attention="sdpa", **overrides):
     torch.manual_seed(0)
-    config = config_of(architecture, **more)
+    config = config_of(architecture, **overrides)
     if head == "lm":
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     config.num_labels, config.classifier_dropout = 1, 0.0
@@ -68,15 +68,15 @@ def attend_by_hand(module, query, key, value, mask, scaling=None, cu_seq_lens_q=
     assert cu_seq_lens_q.dtype == torch.int32
     assert torch.equal(told["cu_seq_lens_k"], cu_seq_lens_q)
     assert told["max_length_k"] == max_length_q
-    out = []
+    result = []
     repeats = query.shape[1] // key.shape[1]
     for start, stop in pairwise(cu_seq_lens_q):
         assert stop - start <= max_length_q
         q, k, v = (states[:, :, start:stop] for states in (query, key, value))
         scores = q @ k.repeat_interleave(repeats, 1).transpose(2, 3) * scaling
         scores = scores + torch.full_like(scores, -torch.inf).triu(1)
-        out.append(scores.softmax(-1) @ v.repeat_interleave(repeats, 1))
-    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+        result.append(scores.softmax(-1) @ v.repeat_interleave(repeats, 1))
+    return torch.cat(result, 2).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(BY_HAND, attend_by_hand)
@@ -87,24 +87,24 @@ def batch(seed=0):
     torch.manual_seed(seed)
     shape = (len(LENGTHS), max(LENGTHS))
     lengths = torch.tensor(LENGTHS)
-    real = torch.arange(shape[1]) < lengths[:, None]
-    return torch.randint(VOCABULARY, shape), lengths, (torch.rand(shape) < 0.7) & real, 0.5 + torch.rand(shape)
+    valid = torch.arange(shape[1]) < lengths[:, None]
+    return torch.randint(VOCABULARY, shape), lengths, (torch.rand(shape) < 0.7) & valid, 0.5 + torch.rand(shape)
 
 
 def answers(scorer, inputs, packed):
     """What is said in training mode, for real tokens, and the gradient of a weighted sum of it."""
     scorer.packed = packed
     scorer.train().zero_grad()
-    said = scorer(*inputs)
+    outputs = scorer(*inputs)
     token_ids, lengths, *_ = inputs
-    real = torch.arange(token_ids.shape[1]) < lengths[:, None]
+    valid = torch.arange(token_ids.shape[1]) < lengths[:, None]
     torch.manual_seed(1)
     loss = sum(
-        (torch.randn(numbers.shape) * numbers)[real].sum() for name, numbers in said.items() if numbers.ndim == 2
+        (torch.randn(numbers.shape) * numbers)[valid].sum() for name, numbers in outputs.items() if numbers.ndim == 2
     )
-    (loss + said.get("balance", 0.0)).backward()
+    (loss + outputs.get("balance", 0.0)).backward()
     gradients = {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
-    return {n: v[real] if v.ndim == 2 else v for n, v in said.items()}, gradients
+    return {n: v[valid] if v.ndim == 2 else v for n, v in outputs.items()}, gradients
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
@@ -114,7 +114,7 @@ def test_packed_rows_are_answered_as_padded_ones(architecture, head):
     if architecture == "qwen3_moe":
         model.set_experts_implementation("eager")  # the other has no float64
     assert packs(True, model)
-    scorer = TokenScorer(model, head, entropy=True, balance=architecture.endswith("moe"))
+    scorer = TokenNetwork(model, head, entropy=True, balance=architecture.endswith("moe"))
     padded, packed = (answers(scorer, batch(), packed) for packed in (False, True))
     assert padded[0].keys() == packed[0].keys() >= ({"logprobs", "entropy"} if head == "lm" else {"values"})
     torch.testing.assert_close(packed, padded, atol=1e-6, rtol=0)
@@ -123,11 +123,11 @@ def test_packed_rows_are_answered_as_padded_ones(architecture, head):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_kernels_that_take_no_mask_are_told_where_rows_end(architecture, checkpointing):
-    padded = answers(TokenScorer(make_model(architecture), "lm", entropy=True), batch(), packed=False)
+    padded = answers(TokenNetwork(make_model(architecture), "lm", entropy=True), batch(), packed=False)
     model = make_model(architecture, attention=BY_HAND)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    packed = answers(TokenScorer(model, "lm", entropy=True), batch(), packed=True)
+    packed = answers(TokenNetwork(model, "lm", entropy=True), batch(), packed=True)
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
 
 
@@ -151,41 +151,41 @@ def test_a_model_with_state_cannot_pack(architecture):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_only_tokens_asked_about_reach_the_head_and_scoring_makes_no_entropies(packed, monkeypatch):
-    scorer = TokenScorer(make_model("qwen3"), "lm")
+    scorer = TokenNetwork(make_model("qwen3"), "lm")
     scorer.packed = packed
-    token_ids, lengths, wanted, temperatures = batch()
-    seen = []
-    scorer.model.lm_head.register_forward_pre_hook(lambda module, args: seen.append((len(args[0]), args[3])))
+    token_ids, lengths, mask, temperatures = batch()
+    calls = []
+    scorer.model.lm_head.register_forward_pre_hook(lambda module, args: calls.append((len(args[0]), args[3])))
     with torch.no_grad():
-        said = scorer.eval()(token_ids, lengths, wanted, temperatures)
-    assert said.keys() == {"logprobs"}
-    assert seen == [(int(wanted[:, 1:].sum()), False)]
-    assert not said["logprobs"][~wanted].any()
-    assert (said["logprobs"][:, 1:] < 0).equal(wanted[:, 1:])
+        outputs = scorer.eval()(token_ids, lengths, mask, temperatures)
+    assert outputs.keys() == {"logprobs"}
+    assert calls == [(int(mask[:, 1:].sum()), False)]
+    assert not outputs["logprobs"][~mask].any()
+    assert (outputs["logprobs"][:, 1:] < 0).equal(mask[:, 1:])
     logits = scorer.model.model(token_ids).last_hidden_state @ scorer.model.lm_head.weight.T
     logs = (logits[:, :-1] / temperatures[:, 1:, None]).log_softmax(-1).gather(2, token_ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(said["logprobs"][:, 1:], torch.where(wanted[:, 1:], logs, 0.0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outputs["logprobs"][:, 1:], torch.where(mask[:, 1:], logs, 0.0), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "granite", "cohere"])
 def test_log_probabilities_are_those_of_the_models_own_logits(architecture, monkeypatch):
-    monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 1000)
-    monkeypatch.setattr(head_module, "NARROWEST", 1)
-    more = {
+    monkeypatch.setattr(head_module, "MAX_LOGITS", 1000)
+    monkeypatch.setattr(head_module, "MIN_SLICE", 1)
+    overrides = {
         "gemma2": {"final_logit_softcapping": 2.0},
         "granite": {"logits_scaling": 3.0},
         "cohere": {"logit_scale": 0.5},
     }
-    model = make_model(architecture, **more.get(architecture, {}))
+    model = make_model(architecture, **overrides.get(architecture, {}))
     token_ids, lengths, _, _ = batch()
     with torch.no_grad():
         logs = (
             model.eval()(input_ids=token_ids).logits[:, :-1].log_softmax(-1).gather(2, token_ids[:, 1:, None])[..., 0]
         )
-        scorer = TokenScorer(model, "lm").eval()
-        real = torch.arange(token_ids.shape[1]) < lengths[:, None]
-        ours = scorer(token_ids, lengths, real, torch.ones(token_ids.shape))["logprobs"]
-    torch.testing.assert_close(ours[:, 1:], torch.where(real[:, 1:], logs, 0.0), atol=1e-5, rtol=1e-5)
+        scorer = TokenNetwork(model, "lm").eval()
+        valid = torch.arange(token_ids.shape[1]) < lengths[:, None]
+        actual = scorer(token_ids, lengths, valid, torch.ones(token_ids.shape))["logprobs"]
+    torch.testing.assert_close(actual[:, 1:], torch.where(valid[:, 1:], logs, 0.0), atol=1e-5, rtol=1e-5)
 
 
 # -- in a worker ------------------------------------------------------------------------------------------
@@ -210,15 +210,15 @@ def make_worker(learner, tmp_path):
         worker.close()
 
 
-def one_step(worker, microbatches, denominators, tmp_path):
-    metrics = worker.accumulate(microbatches, denominators)
+def take_step(worker, microbatches, normalizers, tmp_path):
+    metrics = worker.accumulate(microbatches, normalizers)
     norm = worker.step(1.0)["grad_norm"]
     export(worker, tmp_path / "weights")
     return metrics, norm, load_file(tmp_path / "weights")
 
 
 def test_a_worker_learns_the_same_packed_and_padded(
-    make_worker, make_rows, denominators, plain_gradient_descent, tmp_path
+    make_worker, make_rows, normalizers, plain_gradient_descent, tmp_path
 ):
     rows = make_rows(7)
     results = []
@@ -227,11 +227,13 @@ def test_a_worker_learns_the_same_packed_and_padded(
         assert worker.info().packed == packing
         assert worker.info().attention == "sdpa"
         scores = worker.forward(rows)
-        metrics, norm, weights = one_step(
-            worker, [rows[:3], padding_samples(rows[:2]), rows[3:]], denominators(rows), tmp_path
+        metrics, norm, weights = take_step(
+            worker, [rows[:3], padding_samples(rows[:2]), rows[3:]], normalizers(rows), tmp_path
         )
         results.append((scores, metrics["loss"], norm, weights))
-    torch.testing.assert_close(*[[torch.tensor(each) for each in scores] for scores, *_ in results], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        *[[torch.tensor(values) for values in scores] for scores, *_ in results], atol=1e-5, rtol=0
+    )
     torch.testing.assert_close(*[result[1:] for result in results], atol=2e-6, rtol=1e-5)
 
 
@@ -241,8 +243,8 @@ def test_a_critic_says_the_same_packed_and_padded(make_worker, make_rows):
     padded, packed = (
         make_worker(model, role="critic", head="scalar", packing=packing).forward(rows) for packing in (False, True)
     )
-    for ours, theirs in zip(packed, padded, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    for actual, expected in zip(packed, padded, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_a_model_in_which_rows_see_each_other_is_found_out(make_worker):
@@ -277,7 +279,7 @@ def test_flops_of_a_worker_are_a_pair_and_the_peak_of_a_cpu_is_unknown(make_work
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_the_balance_of_experts_moves_weights_as_transformers_own_loss_says(
-    make_worker, make_rows, denominators, plain_gradient_descent, tmp_path, architecture, packing
+    make_worker, make_rows, normalizers, plain_gradient_descent, tmp_path, architecture, packing
 ):
     rows = make_rows(6)
     cut = [rows[:2], padding_samples(rows[:1]), rows[2:]]
@@ -285,15 +287,15 @@ def test_the_balance_of_experts_moves_weights_as_transformers_own_loss_says(
     for coefficient in (0.0, 0.5):
         model = make_model(architecture)
         worker = make_worker(model, deepspeed=plain_gradient_descent, moe_aux_coef=coefficient, packing=packing)
-        metrics, _, weights[coefficient] = one_step(worker, cut, denominators(rows), tmp_path)
+        metrics, _, weights[coefficient] = take_step(worker, cut, normalizers(rows), tmp_path)
 
     losses, expected = by_hand(make_model(architecture), cut)
     assert metrics["moe/aux_loss"] == pytest.approx((losses, 1.0), rel=1e-5)
-    moved = 0.0
+    max_gradient = 0.0
     for name, gradient in expected.items():
         torch.testing.assert_close(weights[0.0][name] - weights[0.5][name], 0.5 * gradient, atol=2e-6, rtol=1e-4)
-        moved = max(moved, float(gradient.abs().max()) if "gate" in name or "router" in name else 0.0)
-    assert moved > 1e-3, "routers move"
+        max_gradient = max(max_gradient, float(gradient.abs().max()) if "gate" in name or "router" in name else 0.0)
+    assert max_gradient > 1e-3, "routers move"
 
 
 def by_hand(model, cut):
@@ -322,7 +324,7 @@ def test_a_coefficient_without_experts_is_refused_in_one_line(make_worker):
         check_experts(make_model("deepseek_v3", num_key_value_heads=4))
 
 
-def test_a_dense_critic_beside_a_mixture_of_experts_has_nothing_to_balance(make_worker, make_rows, denominators):
+def test_a_dense_critic_beside_a_mixture_of_experts_has_nothing_to_balance(make_worker, make_rows, normalizers):
     rows = make_rows(2)
     worker = make_worker(make_model("llama", "scalar"), role="critic", head="scalar", moe_aux_coef=0.1)
-    assert "moe/aux_loss" not in worker.accumulate([rows], denominators(rows))
+    assert "moe/aux_loss" not in worker.accumulate([rows], normalizers(rows))

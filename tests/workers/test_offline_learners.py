@@ -52,7 +52,7 @@ def recorded(name, pairs=7):
             (first, paid), (second, paid_too) = turn(1.0 - reward), turn(reward)
             row = Row([prompt, first, second], Objective.CROSS_ENTROPY, turns=[paid, paid_too])
             margin = {"margin": 0.1 * number}
-            episodes.append(Episode(f"{number}-{member}", task, Outcome.completed(), [row], reward, metrics=margin))
+            episodes.append(Episode(f"{number}-{member}", task, Outcome.complete(), [row], reward, metrics=margin))
         groups.append(Group(str(number), task, episodes))
     return groups
 
@@ -68,18 +68,22 @@ def learned(name, tmp_path, model, *, ranks=1, **settings):
         workers = {}
         try:
             for role, spec in learner.roles.items():
-                own = WorkersConfig(ranks=ranks, dtype="float32", deepspeed=PLAIN_GRADIENT_DESCENT, **settings)
-                worker_spec = WorkerSpec(role, model, spec, config.model_dump(), own)
+                workers_config = WorkersConfig(
+                    ranks=ranks, dtype="float32", deepspeed=PLAIN_GRADIENT_DESCENT, **settings
+                )
+                worker_spec = WorkerSpec(role, model, spec, config.model_dump(), workers_config)
                 workers[role] = await WorkerGroup.start(runtime, worker_spec)
-            found = trajectories(recorded(name))
-            samples = learner.to_score(found)
+            groups = trajectories(recorded(name))
+            samples = learner.samples_to_score(groups)
             for role, spec in learner.roles.items():
                 if spec.scored:
-                    for sample, said in zip(samples, await workers[role].forward(samples), strict=True):
+                    for sample, scores in zip(samples, await workers[role].forward(samples), strict=True):
                         # No answer is as likely as the policy has it: which of two such is likelier is rounding's.
-                        sample.arrays[role] = said if spec.top_k else said - np.float32(0.05) * np.sin(sample.token_ids)
-            rows = learner.prepare(found)
-            metrics = await workers["actor"].accumulate(rows, learner.denominators(rows))
+                        sample.arrays[role] = (
+                            scores if spec.top_k else scores - np.float32(0.05) * np.sin(sample.token_ids)
+                        )
+            rows = learner.prepare(groups)
+            metrics = await workers["actor"].accumulate(rows, learner.loss_normalizers(rows))
             metrics |= await workers["actor"].step(1.0)
             await export_group(workers["actor"], tmp_path / "weights")
             return metrics, load_file(tmp_path / "weights")
@@ -91,8 +95,8 @@ def learned(name, tmp_path, model, *, ranks=1, **settings):
     return asyncio.run(main())
 
 
-def assert_same(one, other):
-    (metrics, weights), (other_metrics, other_weights) = one, other
+def assert_same(first, second):
+    (metrics, weights), (other_metrics, other_weights) = first, second
     for name in metrics.keys() - {"memory/max"}:
         assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
     for name, tensor in weights.items():
@@ -111,16 +115,16 @@ def test_micro_batches_and_packing_change_nothing(name, tmp_path, tied_model):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNERS)
 def test_two_ranks_learn_what_one_learns(name, tmp_path, tied_model):
-    one = learned(name, tmp_path, tied_model, tokens_per_microbatch=60)
-    assert_same(one, learned(name, tmp_path, tied_model, tokens_per_microbatch=60, ranks=2, zero_stage=2))
+    first = learned(name, tmp_path, tied_model, tokens_per_microbatch=60)
+    assert_same(first, learned(name, tmp_path, tied_model, tokens_per_microbatch=60, ranks=2, zero_stage=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sequence_parallel", "tensor_parallel"])
 @pytest.mark.parametrize("name", ["dpo", "reward_model", "distill"])
 def test_split_over_ranks_they_learn_the_same(name, kind, tmp_path, tied_model):
-    one = learned(name, tmp_path, tied_model, tokens_per_microbatch=60)
-    assert_same(one, learned(name, tmp_path, tied_model, tokens_per_microbatch=60, ranks=2, **{kind: 2}))
+    first = learned(name, tmp_path, tied_model, tokens_per_microbatch=60)
+    assert_same(first, learned(name, tmp_path, tied_model, tokens_per_microbatch=60, ranks=2, **{kind: 2}))
 
 
 def test_neftunes_noise_is_there_while_learning_and_of_its_size():
@@ -140,15 +144,15 @@ def test_a_run_with_neftune_learns_from_noisy_rows_and_scores_clean_ones(tmp_pat
     noisy = learned("sft", tmp_path, tied_model, tokens_per_microbatch=60)
     assert noisy[0]["loss"] != pytest.approx(plain[0]["loss"], rel=1e-3)
 
-    def said(alpha):
+    def score_with(alpha):
         config = {"name": "sft", "lr": 1.0, "neftune_alpha": alpha}
         settings = WorkersConfig(dtype="float32", tokens_per_microbatch=60)
         worker = ModelWorker(WorkerSpec("actor", tied_model, RoleSpec(trained=True), config, settings))
         worker.load()
         try:
-            return worker.forward([sample for [one, *_] in trajectories(recorded("sft")) for sample in one.samples])
+            return worker.forward([sample for [first, *_] in trajectories(recorded("sft")) for sample in first.samples])
         finally:
             worker.close()
 
-    for clean, same in zip(said(0.0), said(50.0), strict=True):
-        np.testing.assert_array_equal(clean, same)
+    for clean, noisy_scores in zip(score_with(0.0), score_with(50.0), strict=True):
+        np.testing.assert_array_equal(clean, noisy_scores)

@@ -52,14 +52,14 @@ def weights_of(tmp_path):
 
 
 @pytest.fixture
-def learn(make_rows, denominators):
+def learn(make_rows, normalizers):
     """learn(worker, steps=…, lr=…, seed=…) -> what every step logged, its loss among it."""
 
     def steps(worker, steps=3, lr=1e-2, seed=0):
         logged = []
         for step in range(steps):
             rows = make_rows(6, seed + step)
-            totals = worker.accumulate(micro_batches(rows, 60, 1)[0], denominators(rows))
+            totals = worker.accumulate(micro_batches(rows, 60, 1)[0], normalizers(rows))
             numerator, denominator = totals["loss"]
             logged.append({"loss": numerator / denominator, **worker.step(lr)})
         return logged
@@ -84,8 +84,8 @@ def learn(make_rows, denominators):
 )
 def test_offload_changes_nothing_but_where_numbers_are(make_worker, weights_of, learn, settings, dtype):
     expected, offloaded = make_worker(zero_stage=2, dtype=dtype), make_worker(**settings, dtype=dtype)
-    for one, other in zip(learn(expected), learn(offloaded), strict=True):
-        assert other == pytest.approx(one, rel=1e-5 if dtype == "float32" else 1e-2)
+    for worker_a, worker_b in zip(learn(expected), learn(offloaded), strict=True):
+        assert worker_b == pytest.approx(worker_a, rel=1e-5 if dtype == "float32" else 1e-2)
     if dtype == "float32":  # bfloat16 sums gradients in another order
         expected = weights_of(expected)
         for name, tensor in weights_of(offloaded).items():
@@ -97,8 +97,8 @@ def test_a_model_that_only_scores_says_the_same_from_the_cpus_memory(make_worker
     expected = make_worker(trained=False, role="reference").forward(rows)
     offloaded = make_worker(trained=False, role="reference", offload_parameters=True)  # ZeRO 3 by itself
     assert all(hasattr(parameter, "ds_id") for parameter in offloaded.network.parameters())
-    for scores, other in zip(expected, offloaded.forward(rows), strict=True):
-        np.testing.assert_allclose(other, scores, atol=1e-6)
+    for scores, worker_b in zip(expected, offloaded.forward(rows), strict=True):
+        np.testing.assert_allclose(worker_b, scores, atol=1e-6)
 
 
 # -- freezing ---------------------------------------------------------------------------------------------
@@ -111,33 +111,33 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state(
 ):
     freeze = ["embed_tokens", r"layers\.0\."]
     worker = make_worker(learn={"freeze": freeze, "optimizer": optimizer}, zero_stage=zero_stage)
-    before = weights_of(worker)
+    initial = weights_of(worker)
     learn(worker)
-    after = weights_of(worker)
-    assert after.keys() == before.keys()
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {name for name in before if name.startswith("model.layers.1.") or name == NORM}
+    final = weights_of(worker)
+    assert final.keys() == initial.keys()
+    change = {name for name in initial if not torch.equal(initial[name], final[name])}
+    assert change == {name for name in initial if name.startswith("model.layers.1.") or name == NORM}
     optimizer = worker.engine.optimizer
     state = getattr(optimizer, "optimizer", optimizer).state.values()  # ZeRO's are around another
     momentum = [part.get("exp_avg", part.get("momentum_buffer")) for part in state]
-    assert sum(tensor.numel() for tensor in momentum) == sum(before[name].numel() for name in moved)
+    assert sum(tensor.numel() for tensor in momentum) == sum(initial[name].numel() for name in change)
     worker.save(str(tmp_path / "model"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    assert torch.equal(loaded[EMBEDDINGS], before[EMBEDDINGS])
-    assert torch.equal(loaded[NORM], after[NORM])
+    assert torch.equal(loaded[EMBEDDINGS], initial[EMBEDDINGS])
+    assert torch.equal(loaded[NORM], final[NORM])
 
 
 def test_a_tied_head_is_frozen_with_the_embeddings_it_is(make_worker, weights_of, learn):
     worker = make_worker(learn={"freeze": ["^lm_head"]})
-    before = weights_of(worker)
+    initial = weights_of(worker)
     learn(worker)
-    assert torch.equal(weights_of(worker)[EMBEDDINGS], before[EMBEDDINGS])
+    assert torch.equal(weights_of(worker)[EMBEDDINGS], initial[EMBEDDINGS])
 
 
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (["embed_tokens", "visual"], r"learner\.freeze: 'visual' is found in no name of a parameter \(such as model"),
+        (["embed_tokens", "visual"], r"learner\.freeze: 'visual' matches no parameter's name \(such as model"),
         (["."], "leaves nothing to train"),
     ],
 )
@@ -175,25 +175,27 @@ def test_the_moving_average_is_that_of_the_weights_after_each_step(make_worker, 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_in_bfloat16_the_average_follows_the_float32_weights(make_worker, weights_of, learn, zero_stage):
     worker = make_worker(learn={"ema_decay": 0.5}, zero_stage=zero_stage, dtype="bfloat16")
-    before = weights_of(worker)[NORM].float()
+    initial = weights_of(worker)[NORM].float()
     learn(worker, steps=2, lr=2**-12)  # a 32nd of the distance to the next bfloat16 number above 1
-    assert torch.equal(weights_of(worker)[NORM].float(), before)
-    moved = (worker.average.whole(NORM, torch.device("cpu")) - before).abs()
+    assert torch.equal(weights_of(worker)[NORM].float(), initial)
+    change = (worker.average.full_tensor(NORM, torch.device("cpu")) - initial).abs()
     # Each step of Adam moves a weight by about lr: 1/2 (1/2 lr) + 1/2 (2 lr), where both have one direction.
-    assert float(moved.max()) == pytest.approx(1.25 * 2**-12, rel=0.05)
+    assert float(change.max()) == pytest.approx(1.25 * 2**-12, rel=0.05)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_the_average_goes_on_bit_for_bit(make_worker, learn, tmp_path, zero_stage):
-    one = make_worker(learn={"ema_decay": 0.9}, zero_stage=zero_stage)
-    learn(one, steps=2)
-    one.save_state(str(tmp_path / "state"))
-    other = make_worker(learn={"ema_decay": 0.9}, zero_stage=zero_stage)
-    other.load_state(str(tmp_path / "state"))
-    for worker in (one, other):
+    worker_a = make_worker(learn={"ema_decay": 0.9}, zero_stage=zero_stage)
+    learn(worker_a, steps=2)
+    worker_a.save_state(str(tmp_path / "state"))
+    worker_b = make_worker(learn={"ema_decay": 0.9}, zero_stage=zero_stage)
+    worker_b.load_state(str(tmp_path / "state"))
+    for worker in (worker_a, worker_b):
         learn(worker, steps=2, seed=7)
-    for name, _ in one.network.model.named_parameters():
-        assert torch.equal(*(worker.average.whole(name, torch.device("cpu")) for worker in (one, other))), name
+    for name, _ in worker_a.network.model.named_parameters():
+        assert torch.equal(
+            *(worker.average.full_tensor(name, torch.device("cpu")) for worker in (worker_a, worker_b))
+        ), name
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
@@ -227,10 +229,10 @@ def test_only_the_policy_has_an_average(make_worker):
 )
 def test_muon_orthogonalises_matrices_and_leaves_the_rest_to_adamw(make_worker, weights_of, learn, settings):
     worker = make_worker(learn={"optimizer": "muon", "lr": 1e-3, "muon_lr": 1e-2, "max_grad_norm": 1e-3}, **settings)
-    before = weights_of(worker)
+    initial = weights_of(worker)
     logged = learn(worker, steps=1, lr=1e-3)
     assert "grad_norm" not in logged[0]  # DeepSpeed's would be that of the orthogonalised updates
-    steps = {name: (tensor - before[name]).double() for name, tensor in weights_of(worker).items()}
+    steps = {name: (tensor - initial[name]).double() for name, tensor in weights_of(worker).items()}
     for name, step in steps.items():
         if "proj" in name:
             # Five Newton-Schulz iterations leave singular values around 1, not at 1; K. Jordan gives 0.7 to 1.2. Tall
@@ -243,26 +245,26 @@ def test_muon_orthogonalises_matrices_and_leaves_the_rest_to_adamw(make_worker, 
     assert float(steps[NORM].abs().median()) == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_muon_lowers_the_loss_and_goes_on_bit_for_bit(make_worker, make_rows, denominators, weights_of, tmp_path):
+def test_muon_lowers_the_loss_and_goes_on_bit_for_bit(make_worker, make_rows, normalizers, weights_of, tmp_path):
     rows = make_rows(8)
 
     def steps(worker, n):
         losses = []
         for _ in range(n):
-            losses.append(worker.accumulate([rows[:4], rows[4:]], denominators(rows))["loss"][0])
+            losses.append(worker.accumulate([rows[:4], rows[4:]], normalizers(rows))["loss"][0])
             worker.step(1e-2)
         return losses
 
     settings = {"learn": {"optimizer": "muon", "lr": 1e-2}, "zero_stage": 2}
-    one, other = make_worker(**settings), make_worker(**settings)
-    losses = steps(one, 6)
+    worker_a, worker_b = make_worker(**settings), make_worker(**settings)
+    losses = steps(worker_a, 6)
     assert losses[-1] < 0.7 * losses[0]
-    one.save_state(str(tmp_path / "state"))
-    other.load_state(str(tmp_path / "state"))
-    steps(one, 2)
-    steps(other, 2)
-    expected = weights_of(one)
-    for name, tensor in weights_of(other).items():
+    worker_a.save_state(str(tmp_path / "state"))
+    worker_b.load_state(str(tmp_path / "state"))
+    steps(worker_a, 2)
+    steps(worker_b, 2)
+    expected = weights_of(worker_a)
+    for name, tensor in weights_of(worker_b).items():
         assert torch.equal(tensor, expected[name]), name
 
 
@@ -291,9 +293,9 @@ def test_muon_orthogonalises_each_expert_by_itself(make_worker, weights_of, lear
     settings = {"model": str(tmp_path / "model"), "zero_stage": zero_stage, "dtype": dtype}
     worker = make_worker(learn={"optimizer": "muon"}, **settings)
     name = "model.layers.0.mlp.experts.down_proj"
-    before = weights_of(worker)[name].float()
+    initial = weights_of(worker)[name].float()
     learn(worker, steps=1, lr=0.1)
-    steps = weights_of(worker)[name].float() - before
+    steps = weights_of(worker)[name].float() - initial
     assert steps.shape == (4, 32, 16)
     for step in steps:
         assert 0.4 < float(torch.linalg.svdvals(step).median()) / (0.1 * math.sqrt(2)) < 1.3
@@ -317,7 +319,7 @@ def test_a_step_that_overflows_in_float16_is_skipped_and_counted(
 ):
     raw = {"fp16": {"initial_scale_power": 20, "hysteresis": 1}}  # 2^20 is more than float16 can hold
     worker = make_worker(zero_stage=zero_stage, dtype="float16", deepspeed=raw, learn={"ema_decay": 0.5})
-    before = weights_of(worker)
+    initial = weights_of(worker)
     scales = []
     for _ in range(20):
         [step] = learn(worker, steps=1)
@@ -326,13 +328,13 @@ def test_a_step_that_overflows_in_float16_is_skipped_and_counted(
             break
         assert step["overflow"] == 1.0
         assert "grad_norm" not in step
-        assert torch.equal(weights_of(worker)[MATRIX], before[MATRIX])
-        assert torch.equal(worker.average.whole(MATRIX, torch.device("cpu")), before[MATRIX].float())
+        assert torch.equal(weights_of(worker)[MATRIX], initial[MATRIX])
+        assert torch.equal(worker.average.full_tensor(MATRIX, torch.device("cpu")), initial[MATRIX].float())
     assert scales == [2.0 ** (20 - k) for k in range(len(scales))]
     assert len(scales) > 1
     assert step["grad_norm"] > 0
-    moved = (weights_of(worker)[MATRIX].float() - before[MATRIX].float()).abs()
-    assert float(moved.median()) == pytest.approx(1e-2, rel=0.05)
+    change = (weights_of(worker)[MATRIX].float() - initial[MATRIX].float()).abs()
+    assert float(change.median()) == pytest.approx(1e-2, rel=0.05)
 
 
 def test_in_float16_the_norm_is_the_gradients_own(make_worker, learn, float16_on_a_cpu):

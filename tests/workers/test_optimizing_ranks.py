@@ -36,30 +36,36 @@ def with_group(body, runtime, spec):
 
 
 @pytest.fixture
-def moved(tmp_path, tied_model, learner, make_rows, denominators):
+def step_weights(tmp_path, tied_model, learner, make_rows, normalizers):
     """moved(runtime, …) -> the weights after two steps with Muon, some of them frozen, and their moving average."""
 
     async def body(group):
         for seed in (0, 1):
             rows = make_rows(11, seed)  # an odd number: one of two ranks gets a dummy
-            await group.accumulate(rows, denominators(rows))
+            await group.accumulate(rows, normalizers(rows))
             await group.step(1e-3)
         await export_group(group, tmp_path / "weights")
         await group.save_average(str(tmp_path / "average"))
         return load_file(tmp_path / "weights"), load_file(tmp_path / "average" / "model.safetensors")
 
     def run(runtime, **settings):
-        own = {"optimizer": "muon", "lr": 1e-3, "muon_lr": 1e-2, "ema_decay": 0.7, "freeze": [r"layers\.0\.mlp"]}
+        learner_settings = {
+            "optimizer": "muon",
+            "lr": 1e-3,
+            "muon_lr": 1e-2,
+            "ema_decay": 0.7,
+            "freeze": [r"layers\.0\.mlp"],
+        }
         settings = WorkersConfig(tokens_per_microbatch=60, dtype="float32", **settings)
-        spec = WorkerSpec("actor", tied_model, RoleSpec(trained=True), {**learner, **own}, settings)
+        spec = WorkerSpec("actor", tied_model, RoleSpec(trained=True), {**learner, **learner_settings}, settings)
         return with_group(body, runtime, spec)
 
     return run
 
 
 @pytest.fixture
-def moved_by_one(moved):
-    return moved(InlineRuntime())
+def expected_weights(step_weights):
+    return step_weights(InlineRuntime())
 
 
 @pytest.mark.parametrize(
@@ -72,13 +78,15 @@ def moved_by_one(moved):
     ],
     ids=str,
 )
-def test_two_ranks_move_weights_as_one_does(moved, moved_by_one, tmp_path, settings):
+def test_two_ranks_move_weights_as_one_does(step_weights, expected_weights, tmp_path, settings):
     """Shares of ZeRO 2 begin and end within a matrix, which Muon needs whole."""
-    for found, expected in zip(moved(LocalRuntime(tmp_path / "logs"), ranks=2, **settings), moved_by_one, strict=True):
-        assert found.keys() == expected.keys()
+    for actual, expected in zip(
+        step_weights(LocalRuntime(tmp_path / "logs"), ranks=2, **settings), expected_weights, strict=True
+    ):
+        assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
             # The Newton-Schulz iteration makes the smallest directions of a gradient, and their rounding, large.
-            torch.testing.assert_close(found[name], tensor, atol=5e-5, rtol=1e-5)
+            torch.testing.assert_close(actual[name], tensor, atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -118,8 +126,10 @@ def test_what_the_first_rank_alone_has_read_or_drawn_reaches_the_others(tmp_path
 
     expected = with_group(scores, InlineRuntime(), spec)
     spread = replace(spec, settings=WorkersConfig(dtype="float32", ranks=2, offload_parameters=True))
-    for score, other in zip(with_group(scores, LocalRuntime(tmp_path / "logs"), spread), expected, strict=True):
-        torch.testing.assert_close(torch.tensor(score), torch.tensor(other), atol=1e-5, rtol=1e-5)
+    for score, expected_score in zip(
+        with_group(scores, LocalRuntime(tmp_path / "logs"), spread), expected, strict=True
+    ):
+        torch.testing.assert_close(torch.tensor(score), torch.tensor(expected_score), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -135,8 +145,8 @@ def test_a_model_that_ranks_share_is_whole_on_the_first_only(tmp_path):
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
-    whole = (tmp_path / "model" / "model.safetensors").stat().st_size / 2**20
-    assert whole > 100
+    size = (tmp_path / "model" / "model.safetensors").stat().st_size / 2**20
+    assert size > 100
 
     async def peaks(group):
         """MiB: the most that each rank has held, and what it holds."""
@@ -156,5 +166,5 @@ def test_a_model_that_ranks_share_is_whole_on_the_first_only(tmp_path):
             settings=WorkersConfig(ranks=2, zero_stage=3, dtype="float32"),
         ),
     )
-    assert most_of_second - held_by_second < 0.25 * whole  # nothing was there that has gone
-    assert most_of_first - most_of_second > 0.5 * whole  # and the measure sees a whole model
+    assert most_of_second - held_by_second < 0.25 * size  # nothing was there that has gone
+    assert most_of_first - most_of_second > 0.5 * size  # and the measure sees a whole model

@@ -68,7 +68,7 @@ def with_group(tmp_path, learner):
 
 
 @pytest.fixture
-def one_step(make_rows, denominators, tmp_path):
+def take_step(make_rows, normalizers, tmp_path):
     """A body: score, take a step of plain gradient descent, score again, hand out the weights.
 
     No size divides the lengths of the rows; there are several micro-batches, and more of them on some ranks.
@@ -78,25 +78,25 @@ def one_step(make_rows, denominators, tmp_path):
         row.old_logprobs[2:] = -3.0
 
     async def body(group):
-        before = await group.forward(rows)
-        metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
-        after = await group.forward(rows[:1])  # fewer rows than ranks
+        initial = await group.forward(rows)
+        metrics = await group.accumulate(rows, normalizers(rows)) | await group.step(1.0)
+        final = await group.forward(rows[:1])  # fewer rows than ranks
         await export_group(group, tmp_path / "weights")
-        return before + after, metrics, load_file(tmp_path / "weights"), group.info.n_parameters
+        return initial + final, metrics, load_file(tmp_path / "weights"), group.info.n_parameters
 
     return body
 
 
 @pytest.fixture
-def one_rank(with_group, one_step, plain_gradient_descent):
+def expected_step(with_group, take_step, plain_gradient_descent):
     """one_rank(model, …) -> what `one_step` gives with a single rank."""
-    return lambda model, **settings: with_group(one_step, model, deepspeed=plain_gradient_descent, **settings)
+    return lambda model, **settings: with_group(take_step, model, deepspeed=plain_gradient_descent, **settings)
 
 
 def assert_equal(result, expected):
     """What `one_step` gave twice. The weights have moved by the gradient: it is equal to 1e-5."""
-    for score, other in zip(result[0], expected[0], strict=True):
-        np.testing.assert_allclose(score, other, atol=1e-5, rtol=1e-5)
+    for score, expected_score in zip(result[0], expected[0], strict=True):
+        np.testing.assert_allclose(score, expected_score, atol=1e-5, rtol=1e-5)
     assert result[1].keys() == expected[1].keys() >= {"loss", "grad_norm"}
     for name in expected[1].keys() - {"memory/max"}:
         assert result[1][name] == pytest.approx(expected[1][name], rel=1e-4), name
@@ -106,25 +106,25 @@ def assert_equal(result, expected):
     assert result[3] == expected[3]
 
 
-HOW = pytest.mark.parametrize("how", ["tensor_parallel", "sequence_parallel"])
+HOW = pytest.mark.parametrize("split", ["tensor_parallel", "sequence_parallel"])
 
 
-@pytest.mark.parametrize("how", [pytest.param("tensor_parallel", marks=pytest.mark.slow), "sequence_parallel"])
-def test_two_ranks_do_what_one_does(with_group, one_step, one_rank, plain_gradient_descent, tied_model, how):
-    settings = {"ranks": 2, "deepspeed": plain_gradient_descent, how: 2}
-    assert_equal(with_group(one_step, tied_model, **settings), one_rank(tied_model))
+@pytest.mark.parametrize("split", [pytest.param("tensor_parallel", marks=pytest.mark.slow), "sequence_parallel"])
+def test_two_ranks_do_what_one_does(with_group, take_step, expected_step, plain_gradient_descent, tied_model, split):
+    settings = {"ranks": 2, "deepspeed": plain_gradient_descent, split: 2}
+    assert_equal(with_group(take_step, tied_model, **settings), expected_step(tied_model))
 
 
-@pytest.mark.parametrize("how", ["tensor_parallel", pytest.param("sequence_parallel", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("split", ["tensor_parallel", pytest.param("sequence_parallel", marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_adam_learns_the_same_and_goes_on_from_its_state_and_what_is_saved_is_whole(
-    with_group, make_rows, denominators, untied_model, tmp_path, how
+    with_group, make_rows, normalizers, untied_model, tmp_path, split
 ):
     async def body(group):
         async def steps(*seeds):
             for seed in seeds:
                 rows = make_rows(6, seed)
-                await group.accumulate(rows, denominators(rows))
+                await group.accumulate(rows, normalizers(rows))
                 await group.step(1e-2)
             await export_group(group, tmp_path / "weights")
             return load_file(tmp_path / "weights")
@@ -140,7 +140,7 @@ def test_adam_learns_the_same_and_goes_on_from_its_state_and_what_is_saved_is_wh
 
     averaged = {"learner_config": {"ema_decay": 0.5}}
     expected, _, _, expected_average = with_group(body, untied_model, **averaged)
-    straight, resumed, saved, average = with_group(body, untied_model, ranks=2, zero_stage=2, **{how: 2}, **averaged)
+    straight, resumed, saved, average = with_group(body, untied_model, ranks=2, zero_stage=2, **{split: 2}, **averaged)
     assert straight.keys() == expected.keys() == saved.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(straight[name], tensor, atol=2e-4, rtol=0)  # Adam divides noise by its own size
@@ -153,10 +153,10 @@ def test_adam_learns_the_same_and_goes_on_from_its_state_and_what_is_saved_is_wh
 @HOW
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_two_ranks_do_what_one_does_with_zero(
-    with_group, one_step, one_rank, plain_gradient_descent, untied_model, how, zero_stage
+    with_group, take_step, expected_step, plain_gradient_descent, untied_model, split, zero_stage
 ):
-    settings = {"ranks": 2, "zero_stage": zero_stage, "deepspeed": plain_gradient_descent, how: 2}
-    assert_equal(with_group(one_step, untied_model, **settings), one_rank(untied_model))
+    settings = {"ranks": 2, "zero_stage": zero_stage, "deepspeed": plain_gradient_descent, split: 2}
+    assert_equal(with_group(take_step, untied_model, **settings), expected_step(untied_model))
 
 
 @pytest.mark.slow
@@ -167,40 +167,40 @@ def test_two_ranks_do_what_one_does_with_zero(
 )
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_four_ranks_do_what_one_does(
-    with_group, one_step, one_rank, plain_gradient_descent, tied_model, shared, zero_stage
+    with_group, take_step, expected_step, plain_gradient_descent, tied_model, shared, zero_stage
 ):
     settings = {"ranks": 4, "zero_stage": zero_stage, "deepspeed": plain_gradient_descent, **shared}
-    assert_equal(with_group(one_step, tied_model, **settings), one_rank(tied_model))
+    assert_equal(with_group(take_step, tied_model, **settings), expected_step(tied_model))
 
 
 @pytest.mark.slow
 @HOW
-def test_values_are_learned_alike(with_group, one_step, one_rank, plain_gradient_descent, tied_model, how):
+def test_values_are_learned_alike(with_group, take_step, expected_step, plain_gradient_descent, tied_model, split):
     critic = {"role": "critic", "head": "scalar"}
-    settings = {"ranks": 2, "zero_stage": 1, "deepspeed": plain_gradient_descent, how: 2}
-    assert_equal(with_group(one_step, tied_model, **settings, **critic), one_rank(tied_model, **critic))
+    settings = {"ranks": 2, "zero_stage": 1, "deepspeed": plain_gradient_descent, split: 2}
+    assert_equal(with_group(take_step, tied_model, **settings, **critic), expected_step(tied_model, **critic))
 
 
 @pytest.mark.slow
 @HOW
-def test_a_model_that_only_scores_is_shared_too(with_group, make_rows, tied_model, how):
+def test_a_model_that_only_scores_is_shared_too(with_group, make_rows, tied_model, split):
     rows = make_rows(5)
 
     async def score(group):
         return await group.forward(rows)
 
     expected = with_group(score, tied_model, role="reference", trained=False)
-    scores = with_group(score, tied_model, ranks=2, role="reference", trained=False, **{how: 2})
-    for score, other in zip(scores, expected, strict=True):
-        np.testing.assert_allclose(score, other, atol=1e-5, rtol=1e-5)
+    scores = with_group(score, tied_model, ranks=2, role="reference", trained=False, **{split: 2})
+    for score, expected_score in zip(scores, expected, strict=True):
+        np.testing.assert_allclose(score, expected_score, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
 @HOW
-def test_frozen_parameters_stay(with_group, one_step, one_rank, plain_gradient_descent, tied_model, how):
+def test_frozen_parameters_stay(with_group, take_step, expected_step, plain_gradient_descent, tied_model, split):
     frozen = {"learner_config": {"freeze": ["q_norm", "layers.0.mlp"]}}
-    settings = {"ranks": 2, "zero_stage": 2, "deepspeed": plain_gradient_descent, how: 2}
-    assert_equal(with_group(one_step, tied_model, **settings, **frozen), one_rank(tied_model, **frozen))
+    settings = {"ranks": 2, "zero_stage": 2, "deepspeed": plain_gradient_descent, split: 2}
+    assert_equal(with_group(take_step, tied_model, **settings, **frozen), expected_step(tied_model, **frozen))
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def make_model(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "architecture", "config"),
+    ("split", "architecture", "config"),
     [
         ("sequence_parallel", "gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
         ("sequence_parallel", "llama", {"num_key_value_heads": 1}),
@@ -231,11 +231,11 @@ def make_model(tmp_path):
     ids=["windows", "fewer key and value heads", "learned positions", "biases", "sizes that two does not divide"],
 )
 def test_other_architectures(
-    with_group, one_step, one_rank, plain_gradient_descent, make_model, how, architecture, config
+    with_group, take_step, expected_step, plain_gradient_descent, make_model, split, architecture, config
 ):
     model = make_model(architecture, **config)
-    settings = {"ranks": 2, "deepspeed": plain_gradient_descent, "gradient_checkpointing": True, how: 2}
-    assert_equal(with_group(one_step, model, **settings), one_rank(model))
+    settings = {"ranks": 2, "deepspeed": plain_gradient_descent, "gradient_checkpointing": True, split: 2}
+    assert_equal(with_group(take_step, model, **settings), expected_step(model))
 
 
 # -- what needs no processes --------------------------------------------------------------------------------
@@ -246,10 +246,10 @@ class Listed:
 
     def __init__(self, rank):
         self.rank = rank
-        self.asked = []
+        self.calls = []
 
     async def call(self, method, *args):
-        self.asked.append((method, args))
+        self.calls.append((method, args))
         if method == "forward":
             return [np.full(len(row.token_ids), self.rank, np.float32) for row in args[0]]
         return {"loss": (self.rank, 1.0), "memory/max": (self.rank, 1.0)}
@@ -268,14 +268,16 @@ def test_ranks_that_share_rows_get_the_same_and_are_counted_once(make_rows):
     scores, metrics = asyncio.run(main())
     assert {float(score[0]) for score in scores} == {0.0, 2.0}  # each share is answered for by its first rank
     for method in (0, 1):
-        same, others = [[row.batch_unit for row in _flat(handles[rank].asked[method][1][0])] for rank in (0, 2)]
-        assert same == [row.batch_unit for row in _flat(handles[1].asked[method][1][0])]
-        assert others == [row.batch_unit for row in _flat(handles[3].asked[method][1][0])]
-        assert set(same).isdisjoint(others)
-        assert set(same) | set(others) == set(range(6))
+        first_keys, second_keys = [
+            [row.microbatch_key for row in _flat(handles[rank].calls[method][1][0])] for rank in (0, 2)
+        ]
+        assert first_keys == [row.microbatch_key for row in _flat(handles[1].calls[method][1][0])]
+        assert second_keys == [row.microbatch_key for row in _flat(handles[3].calls[method][1][0])]
+        assert set(first_keys).isdisjoint(second_keys)
+        assert set(first_keys) | set(second_keys) == set(range(6))
     assert metrics == {"loss": 1.0, "memory/max": 3.0}  # of ranks 0 and 2; of all
     longest = max(len(row.token_ids) for row in rows)
-    assert all(len(batch) * longest <= 40 for batch in handles[0].asked[1][1][0]), "a slice is half of a row"
+    assert all(len(batch) * longest <= 40 for batch in handles[0].calls[1][1][0]), "a slice is half of a row"
 
 
 def _flat(rows):
@@ -293,7 +295,7 @@ class Exchange:
         self.barrier.wait(30)
         self.pieces[rank] = pieces
         self.barrier.wait(30)
-        return torch.stack([other[rank] for other in self.pieces])
+        return torch.stack([pieces[rank] for pieces in self.pieces])
 
 
 @pytest.mark.parametrize(("size", "heads", "shared"), [(2, 4, 2), (4, 4, 2), (4, 8, 2), (2, 6, 3), (2, 4, 1)])
@@ -306,8 +308,8 @@ def test_heads_are_exchanged_for_slices_and_each_query_meets_its_own_key(size, h
     torch.manual_seed(0)
     length, width = 2 * size, 8
     query, key, value = (torch.randn(1, n, length, width) for n in (heads, shared, shared))
-    whole = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
-    expected, _ = sdpa_attention_forward(whole, query, key, value, None)
+    attention = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
+    expected, _ = sdpa_attention_forward(attention, query, key, value, None)
 
     monkeypatch.setattr("envgym.workers.sequence_parallel._Exchange.apply", Exchange(size))
     config = SimpleNamespace(_attn_implementation="sdpa", model_type="any", get_text_config=lambda: config)
@@ -326,9 +328,9 @@ def test_heads_are_exchanged_for_slices_and_each_query_meets_its_own_key(size, h
             ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", mask)
 
     def attend(rank):
-        own = slice(rank * 2, rank * 2 + 2)
+        part = slice(rank * 2, rank * 2 + 2)
         module = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
-        return ranks[rank](module, query[:, :, own], key[:, :, own], value[:, :, own], None)[0]
+        return ranks[rank](module, query[:, :, part], key[:, :, part], value[:, :, part], None)[0]
 
     with ThreadPoolExecutor(size) as pool:
         outputs = list(pool.map(attend, range(size)))
@@ -338,14 +340,14 @@ def test_heads_are_exchanged_for_slices_and_each_query_meets_its_own_key(size, h
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_state_is_given_the_token_that_it_predicts_across_borders(size):
     ids = torch.arange(1, 8)[None]  # seven tokens: no size divides them
-    own, ahead = [], []
+    part, ahead = [], []
     for rank in range(size):
         slices = Slices()
         slices.size, slices.rank = size, rank
-        own += slices.own(ids)[0].tolist()
-        ahead += slices.own(ids, ahead=1, beyond=-1)[0].tolist()
-    padding = len(own) - 7
-    assert own == [*range(1, 8), *[0] * padding]
+        part += slices.local(ids)[0].tolist()
+        ahead += slices.local(ids, ahead=1, fill=-1)[0].tolist()
+    padding = len(part) - 7
+    assert part == [*range(1, 8), *[0] * padding]
     assert ahead == [*range(2, 8), *[-1] * (padding + 1)]
 
 
@@ -355,7 +357,7 @@ def test_a_state_is_given_the_token_that_it_predicts_across_borders(size):
         ({"ranks": 3, "tensor_parallel": 2}, r"does not divide workers\.ranks=3"),
         ({"ranks": 4, "tensor_parallel": 2, "sequence_parallel": 4}, r"does not divide workers\.ranks=4"),
         ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, r"set workers\.tensor_parallel instead"),
-        ({"ranks": 2, "sequence_parallel": 2, "packing": True}, "leave one of them out"),
+        ({"ranks": 2, "sequence_parallel": 2, "packing": True}, "set only one of them"),
         ({"ranks": 2, "sequence_parallel": 2, "attention": "eager"}, r"not workers\.attention=eager"),
         ({"ranks": 2, "tensor_parallel": 2, "zero_stage": 1, "compile": True}, "cannot be combined"),
     ],
@@ -407,7 +409,7 @@ def test_a_layer_that_mixes_tokens_without_attention_is_noticed(monkeypatch):
     slices._exchanged = lambda states: states
     slices.install(model, 4)
     with pytest.raises(ConfigError, match="has 1 in 2 layers"):
-        slices.answer(model.base_model, torch.ones(1, 8, dtype=torch.int64))
+        slices.outputs(model.base_model, torch.ones(1, 8, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(

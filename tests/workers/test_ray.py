@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, WorkerDied, WorkerError
-from envgym.launch.placement import Node, Part, PlacedRuntime, place, placed
+from envgym.launch.placement import Node, PlacedRuntime, StagePart, place_parts, placed_runtime
 from envgym.learner import RoleSpec
 from envgym.processes.runtime import InlineRuntime
 from envgym.workers import ray as ray_module
@@ -31,19 +31,19 @@ TARGET = "polite_worker:Worker"
 
 
 def test_ray_actors_learn_and_behave_like_local_workers(
-    tmp_path, make_rows, denominators, plain_gradient_descent, tied_model, learner, monkeypatch
+    tmp_path, make_rows, normalizers, plain_gradient_descent, tied_model, learner, monkeypatch
 ):
     """One test, because starting Ray takes seconds: two ranks on ZeRO 2, then the handle's contract."""
     monkeypatch.syspath_prepend(Path(__file__).parent)  # where the actors find `polite_worker`
     rows = make_rows(7)
 
-    async def one_step(runtime, **settings):
+    async def take_step(runtime, **settings):
         settings = WorkersConfig(
             tokens_per_microbatch=60, dtype="float32", deepspeed=plain_gradient_descent, **settings
         )
         spec = WorkerSpec("actor", tied_model, RoleSpec(trained=True), learner, settings)
         group = await WorkerGroup.start(runtime, spec)
-        metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
+        metrics = await group.accumulate(rows, normalizers(rows)) | await group.step(1.0)
         await export_group(group, tmp_path / "weights")
         await group.close()
         del metrics["memory/max"]  # the controller of a run inline holds more than a worker
@@ -52,8 +52,8 @@ def test_ray_actors_learn_and_behave_like_local_workers(
     async def main():
         runtime = RayRuntime(tmp_path / "logs")
         try:
-            expected, expected_weights = await one_step(InlineRuntime())
-            metrics, tensors = await one_step(runtime, ranks=2, zero_stage=2)
+            expected, expected_weights = await take_step(InlineRuntime())
+            metrics, tensors = await take_step(runtime, ranks=2, zero_stage=2)
             assert metrics == pytest.approx(expected, rel=1e-5)
             for name, tensor in expected_weights.items():
                 torch.testing.assert_close(tensors[name], tensor, atol=1e-6, rtol=0)
@@ -69,19 +69,19 @@ async def parked_calls(worker):
     numbers = range(1200)
     loads = [bytes(200_000) if number % 100 == 0 else b"" for number in numbers]  # Ray is slower with the larger
     calls = [asyncio.ensure_future(worker.call("park", number, loads[number])) for number in numbers]
-    given_up = asyncio.ensure_future(worker.call("be_cancelled"))
+    cancelled_call = asyncio.ensure_future(worker.call("be_cancelled"))
     await asyncio.sleep(0)  # they have been made
     calls[700].cancel()
     assert await worker.call("greet", name="everyone")
-    given_up.cancel()
-    await asyncio.gather(given_up, calls[700], return_exceptions=True)
+    cancelled_call.cancel()
+    await asyncio.gather(cancelled_call, calls[700], return_exceptions=True)
     await worker.call("wake")
     with pytest.raises(asyncio.CancelledError):
         calls[700].result()
     assert await asyncio.gather(*calls[:700], *calls[701:]) == [number for number in numbers if number != 700]
-    began = await worker.call("parking")
-    assert began[-1] == "cancelled"
-    assert [number for number in began[:-1] if number != 700] == [number for number in numbers if number != 700]
+    parked = await worker.call("parking")
+    assert parked[-1] == "cancelled"
+    assert [number for number in parked[:-1] if number != 700] == [number for number in numbers if number != 700]
 
     # A call that the actor cannot read is an error, and those after it do not wait for it.
     module = ModuleType("only_here")
@@ -141,7 +141,7 @@ class Unanswered:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (ray.exceptions.ActorDiedError(), "ActorDiedError"),
         (ray.exceptions.ActorUnavailableError("no answer", None), "ActorUnavailableError"),
@@ -154,27 +154,29 @@ class Unanswered:
         (ray.exceptions.RaySystemError("lost"), "RaySystemError"),
     ],
 )
-def test_whatever_takes_an_actor_away_is_the_death_of_a_worker(error, said, tmp_path):
+def test_whatever_takes_an_actor_away_is_the_death_of_a_worker(error, message, tmp_path):
     """Else it would be a failure of the environment whose episode was waiting."""
 
-    async def call(**how):
-        actor = SimpleNamespace(call=Unanswered(error, **how), start=Unanswered(error, **how))
+    async def call(**options):
+        actor = SimpleNamespace(call=Unanswered(error, **options), start=Unanswered(error, **options))
         await RayWorker("engine", tmp_path / "engine.log", actor).call("generate", 1)
 
-    for how in ({}, {"at_once": True}):
-        with pytest.raises(WorkerDied, match=rf"^engine ended without being asked to \(.*{said}.*engine\.log\)$"):
-            asyncio.run(call(**how))
+    for options in ({}, {"at_once": True}):
+        with pytest.raises(WorkerDied, match=rf"^engine ended without being asked to \(.*{message}.*engine\.log\)$"):
+            asyncio.run(call(**options))
 
 
 @pytest.fixture
 def cluster(monkeypatch):
     """A Ray of two machines with one and three GPUs, that are none."""
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1, "include_dashboard": False})
-    made.add_node(num_cpus=2, num_gpus=3)
-    monkeypatch.setenv("RAY_ADDRESS", made.address)
-    yield made
+    ray_cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1, "include_dashboard": False}
+    )
+    ray_cluster.add_node(num_cpus=2, num_gpus=3)
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    yield ray_cluster
     ray.shutdown()
-    made.shutdown()
+    ray_cluster.shutdown()
 
 
 def test_on_a_cluster_workers_are_where_the_plan_has_them(cluster, tmp_path, monkeypatch):
@@ -185,20 +187,20 @@ def test_on_a_cluster_workers_are_where_the_plan_has_them(cluster, tmp_path, mon
         runtime = RayRuntime(tmp_path / "logs")
         nodes = [Node(name, gpus) for name, gpus, _ in runtime.nodes()]
         assert [node.gpus for node in nodes] == [1, 3]
-        ranks = Part("actor", ("actor-0", "actor-1"))
-        plan = place([ranks, Part("engine", ("engine",))], nodes, [])
+        ranks = StagePart("actor", ("actor-0", "actor-1"))
+        plan = place_parts([ranks, StagePart("engine", ("engine",))], nodes, [])
         placed = PlacedRuntime(runtime, plan)
         variable = {"key": "CUDA_VISIBLE_DEVICES"}
         workers = [await placed.start("os:getenv", variable, name=name) for name in ("actor-0", "actor-1", "engine")]
-        seen = [await worker.call("__str__") for worker in workers]
-        assert [len(seen[0]), len(seen[1]), seen[2]] == [1, 1, "0"]
-        assert seen[0] != seen[1]
+        names = [await worker.call("__str__") for worker in workers]
+        assert [len(names[0]), len(names[1]), names[2]] == [1, 1, "0"]
+        assert names[0] != names[1]
         assert ray.available_resources().get("GPU", 0.0) == 1.0  # held, though Ray gave them to no worker
 
-        other = RayRuntime(tmp_path / "other")
-        assert [gpus for _, gpus, _ in other.nodes(free=True)] == [0, 1]
+        second_runtime = RayRuntime(tmp_path / "other")
+        assert [gpus for _, gpus, _ in second_runtime.nodes(only_free=True)] == [0, 1]
         with pytest.raises(ConfigError, match=r"did not give this run 2 machines with 1 GPUs and 3 GPUs within 2 s"):
-            await other.reserve([1, 3])
+            await second_runtime.reserve([1, 3])
         await runtime.close()
 
     asyncio.run(main())
@@ -206,7 +208,7 @@ def test_on_a_cluster_workers_are_where_the_plan_has_them(cluster, tmp_path, mon
 
 def test_a_cluster_of_one_gpu_is_refused_at_once_with_the_reason(tmp_path, monkeypatch):
     """A worker that waits for one would wait for the run's own engine to end."""
-    monkeypatch.setattr(RayRuntime, "nodes", lambda self, free=False: [("head", 1, 2**34)])
+    monkeypatch.setattr(RayRuntime, "nodes", lambda self, only_free=False: [("head", 1, 2**34)])
     stage = resolve({"env": "math_verify", "colocate": "none"}).stages[0]
     with pytest.raises(ConfigError, match=r"^actor needs 1 GPU; free are 0 of 1 on head: lower .*colocate=all"):
-        placed(stage, [], RayRuntime(tmp_path))
+        placed_runtime(stage, [], RayRuntime(tmp_path))

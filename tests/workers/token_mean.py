@@ -7,7 +7,7 @@ class TokenMean(Learner):
     def prepare(self, groups):
         return []
 
-    def loss(self, role, outputs, batch, denominators):
+    def loss(self, role, outputs, batch, normalizers):
         per_token = outputs.values.square() if role == "critic" else -outputs.logprobs
         total = (per_token * batch.loss_weights).sum()
-        return total / denominators[batch.objective], {"loss": (float(total.detach()), float(batch.loss_weights.sum()))}
+        return total / normalizers[batch.objective], {"loss": (float(total.detach()), float(batch.loss_weights.sum()))}

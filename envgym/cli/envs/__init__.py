@@ -1,4 +1,4 @@
-"""`envgym envs`: the environments there are; one of them shown, examined, played or begun."""
+"""`envgym envs`: list, show, check, try, create and name environments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from envgym.errors import ConfigError, did_you_mean
 
 ACTIONS = {
     "list": ("show", "list the environments that are installed"),
-    "show": ("show", "show one: its agent, tools, services, settings, tasks and a first observation"),
-    "check": ("check", "examine one; exit status 1 where a check fails"),
+    "show": ("show", "show an environment: its agent, tools, services, settings, tasks and a first observation"),
+    "check": ("check", "run checks on an environment; exit status 1 if one fails"),
     "try": ("play", "play an episode yourself"),
-    "new": ("new", "write a working file to start from"),
-    "add": ("remote", "give one that is served elsewhere a name"),
-    "remove": ("remote", "forget such a name"),
+    "new": ("new", "create a working file to start from"),
+    "add": ("remote", "save a name for a remote environment"),
+    "remove": ("remote", "remove a saved remote environment"),
 }
 
 _LISTED = "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in ACTIONS.items())
@@ -26,17 +26,17 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "envs",
         "list | show E | check E | try E | new NAME | add NAME URL | remove NAME [key=value …]",
-        f"Environments.\n\n{_LISTED}\n\nenvgym envs ACTION --help says more.",
+        f"Environments.\n\n{_LISTED}\n\nenvgym envs ACTION --help for details.",
         "envgym envs list\n  envgym envs show math_verify\n  envgym envs check my_env.py",
     )
     if list(arguments) in (["--help"], ["-h"]):
         parser.parse_args(list(arguments))
     if not arguments:
         parser.error(f"envgym envs is followed by {' or '.join(ACTIONS)}")
-    action, *rest = arguments
+    action, *options = arguments
     if action not in ACTIONS:
-        near = did_you_mean(action, ACTIONS)
-        raise ConfigError(f"there is no envgym envs {action!r}.{near} See: envgym envs --help")
+        hint = did_you_mean(action, ACTIONS)
+        raise ConfigError(f"there is no envgym envs {action!r}.{hint} See: envgym envs --help")
     module = importlib.import_module(f".{ACTIONS[action][0]}", __name__)
-    status: int = getattr(module, f"{action}_main")(rest)
+    status: int = getattr(module, f"{action}_main")(options)
     return status

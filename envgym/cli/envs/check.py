@@ -20,13 +20,13 @@ def check_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs check",
         "E [key=value …]",
-        "Examine an environment: is it repeatable, isolated, rightly typed, fast enough, and not to be fooled? "
-        "One line a check; exit status 1 where one failed, 0 where none did.",
+        "Check an environment: is it repeatable, isolated, correctly typed, fast enough, and hard to fool? "
+        "One line per check; exit status 1 if one fails, else 0.",
         "envgym envs check math_verify\n  envgym envs check my_env.py env.size=4 data.path=tasks.jsonl",
     )
     parser.add_argument("env", **ENV)
     options, words = parser.parse_with_words(arguments)
-    spec = make_spec(options.env, words)  # a mistake in its name or settings is found here
+    spec = make_spec(options.env, words)  # raises the errors of its name and settings
 
     from envgym.check import check_environment
 

@@ -12,7 +12,7 @@ from envgym.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).with_name("templates")
 KINDS = {
-    "reward": "a function that judges one answer",
+    "reward": "a function that scores one completion",
     "multi-turn": "reset and step, several turns",
     "tools": "typed functions the policy may call",
 }
@@ -28,12 +28,12 @@ def new_main(arguments: Sequence[str]) -> int:
         f"Write NAME.py, a working environment to start from ({kinds}).",
         "envgym envs new my_env\n  envgym envs new my_env --kind tools",
     )
-    parser.add_argument("name", metavar="NAME", help="name of the file, with or without a folder before it")
+    parser.add_argument("name", metavar="NAME", help="name of the file, with or without a folder")
     parser.add_argument("--kind", metavar="K", default="reward", help=f"{', '.join(KINDS)} (reward)")
     options = parser.parse_without_words(arguments, "a new file has no settings yet")
     if options.kind not in KINDS:
-        near = did_you_mean(options.kind, KINDS) or f" There is {', '.join(KINDS)}."
-        raise ConfigError(f"there is no kind {options.kind!r} of new environment.{near}")
+        hint = did_you_mean(options.kind, KINDS) or f" There is {', '.join(KINDS)}."
+        raise ConfigError(f"there is no kind {options.kind!r} of new environment.{hint}")
     path = write(Path(options.name), options.kind)
     print(f"wrote {path}. Next:")
     for command in (f"envs check {path}", f"envs try {path}", f"train --env {path} --name {path.stem}"):
@@ -42,7 +42,7 @@ def new_main(arguments: Sequence[str]) -> int:
 
 
 def write(name: Path, kind: str) -> Path:
-    """Write the file; raises `ConfigError` for a name that cannot be one, or where there is one already."""
+    """Write the file. Raises `ConfigError` for an invalid name, or if the file exists."""
     path = name.with_name(name.name.removesuffix(".py") + ".py")
     stem = path.stem
     if not stem.isidentifier() or keyword.iskeyword(stem):

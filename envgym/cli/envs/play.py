@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from envgym.env import CheckedEnv, EnvSpec
 
 OF_REPLAY = ("agent", "render", "model")
-"""Settings that decide how recorded data become tokens."""
+"""Settings for the tokens of recorded data."""
 FENCE = '"""'
 CALL = "/call"
 HOW = f"An answer is one line, or several between two lines of {FENCE}. Ctrl-D ends."
@@ -40,33 +40,33 @@ def try_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs try",
         "E [--seed N] [--task N] [key=value …]",
-        f"Play an episode of an environment yourself; of recorded data, see its tokens and which are taught. {HOW} "
-        f'A tool is called by a line {CALL} NAME {{"argument": value}}; several, between {FENCE}, in one turn.',
+        f"Play an episode of an environment yourself; or see the trained tokens of recorded data. {HOW} "
+        f'Call a tool with a line {CALL} NAME {{"argument": value}}; several in one turn between {FENCE}.',
         "envgym envs try math_verify\n  envgym envs try math_verify --task test:3",
     )
     parser.add_argument("env", **ENV)
     parser.add_argument("--seed", metavar="N", type=int, help="reset seed, which also draws the task (at random)")
     parser.add_argument("--task", metavar="N", type=_task_word, help="number of the task, test:N for a held-out one")
     options, words = parser.parse_with_words(arguments)
-    of_replay = [word for word in words if word.partition("=")[0].partition(".")[0] in OF_REPLAY]
-    spec = make_spec(options.env, [word for word in words if word not in of_replay])
+    replay_words = [word for word in words if word.partition("=")[0].partition(".")[0] in OF_REPLAY]
+    spec = make_spec(options.env, [word for word in words if word not in replay_words])
     seed = secrets.randbelow(10_000) if options.seed is None else options.seed
-    if replays(spec):
+    if is_recorded(spec):
         from rich.console import Console
 
         from .preview import preview
 
         console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
         event_loop.run(preview(options.env, words, options.task, seed, console))
-    elif of_replay:
-        parser.error(f"{of_replay[0]!r} is for recorded data: you answer yourself here")
+    elif replay_words:
+        parser.error(f"{replay_words[0]!r} is for recorded data: you answer yourself here")
     else:
         event_loop.run(_play(spec, seed, options.task))
     return 0
 
 
-def replays(spec: EnvSpec) -> bool:
-    """The environment is recorded data, which an agent plays that uses no policy."""
+def is_recorded(spec: EnvSpec) -> bool:
+    """True if the environment is recorded data: its agent uses no policy."""
     agent_class: type[Agent] = load_component("agent", spec.agent)
     return not agent_class.uses_policy
 
@@ -79,7 +79,7 @@ def _task_word(word: str) -> tuple[str, int]:
 
 
 class ByHand(ScriptedEpisode):
-    """An episode that the user plays, who is shown what the environment says."""
+    """An episode that the user plays in the terminal."""
 
     def __init__(self, console: Console, task: Task, seed: int) -> None:
         super().__init__(task, seed, lambda turn, observation: _ask(console))
@@ -106,9 +106,9 @@ async def _play(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> None:
     from envgym.services import start_services
 
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
-    async with start_services(spec, now=False):
+    async with start_services(spec, eager=False):
         _, task = await choose_task(spec, seed, word)
-        console.print(f"{spec.id}, task {task.key}, seed {seed} (the same again: --seed {seed})", style="dim")
+        console.print(f"{spec.id}, task {task.key}, seed {seed} (repeat it with --seed {seed})", style="dim")
         by_hand = ByHand(console, task, seed)
         episode = await play_episode(spec, task, by_hand.play, math.inf)
         if by_hand.has_ended:
@@ -122,10 +122,10 @@ def _show_result(console: Console, by_hand: ByHand, episode: Episode) -> None:
     turns = "1 turn" if len(by_hand.turns) == 1 else f"{len(by_hand.turns)} turns"
     if not by_hand.has_ended:
         return console.print(f"left after {turns}")
-    how = "terminated" if by_hand.turns[-1].terminated else "truncated"
+    ending = "terminated" if by_hand.turns[-1].terminated else "truncated"
     numbers = {"reward": episode.reward, "score": episode.score} | episode.metrics
-    known = [f"{name} {value:g}" for name, value in numbers.items() if value is not None]
-    return console.print(f"{how} after {turns}: {', '.join(known) or 'no reward'}", style="bold")
+    values = [f"{name} {value:g}" for name, value in numbers.items() if value is not None]
+    return console.print(f"{ending} after {turns}: {', '.join(values) or 'no reward'}", style="bold")
 
 
 def _show(console: Console, observation: Observation) -> None:
@@ -145,7 +145,7 @@ def _show_tools(console: Console, tools: Iterable[ToolSpec]) -> None:
 
 
 def _ask(console: Console) -> Action | None:
-    """The user's turn, its bytes in place of tokens; None where there will be none."""
+    """The user's turn, with bytes in place of token ids; None at the end of the input."""
     while True:
         text = _read()
         if text is None:
@@ -163,9 +163,9 @@ def _ask(console: Console) -> Action | None:
 
 def _call(line: str, number: int) -> ToolCall:
     """`/call name {…}` as a call. Raises `ValueError` for anything else."""
-    name, _, rest = line.removeprefix(CALL).strip().partition(" ")
+    name, _, text = line.removeprefix(CALL).strip().partition(" ")
     try:
-        arguments: Any = json.loads(rest) if rest.strip() else {}
+        arguments: Any = json.loads(text) if text.strip() else {}
     except ValueError as error:
         raise ValueError(f"the arguments of {name} are no JSON ({error})") from None
     if not name or not isinstance(arguments, Mapping):

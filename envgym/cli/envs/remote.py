@@ -1,4 +1,4 @@
-"""`envgym envs add` and `envgym envs remove`: names for environments that are served elsewhere."""
+"""`envgym envs add` and `envgym envs remove`: saved names of remote environments."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def add_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs add",
         "NAME URL [URL …] [--token-file F] [--ca-file F] [--user|--project]",
-        "Give an environment that is served elsewhere a name, which then stands wherever an environment does. Several "
-        "URLs are servers of the same environment.",
+        "Save a name for a remote environment, usable wherever an environment id is accepted. Several URLs are "
+        "servers of the same environment.",
         "envgym envs add chess https://10.0.0.5:8000/chess --token-file chess.token\n  envgym train --env chess",
     )
-    parser.add_argument("name", metavar="NAME", help="what to call it")
-    parser.add_argument("urls", metavar="URL", nargs="+", help="where it is served: http://HOST:PORT/NAME")
-    parser.add_argument("--token-file", metavar="F", type=Path, help="file with the token the server asks for")
-    parser.add_argument("--ca-file", metavar="F", type=Path, help="certificates to trust, in place of the system's")
+    parser.add_argument("name", metavar="NAME", help="the new name")
+    parser.add_argument("urls", metavar="URL", nargs="+", help="address of a server: http://HOST:PORT/NAME")
+    parser.add_argument("--token-file", metavar="F", type=Path, help="file with the server's token")
+    parser.add_argument("--ca-file", metavar="F", type=Path, help="certificates to trust instead of the system's")
     _add_scope(parser)
-    options = parser.parse_without_words(arguments, "settings are given where the environment is used or served")
+    options = parser.parse_without_words(arguments, "settings belong to the command that uses or serves it")
 
     from envgym import registry
     from envgym.loading import names_file
@@ -46,13 +46,13 @@ def add_main(arguments: Sequence[str]) -> int:
     entry = named.NamedEnvironment(urls=tuple(options.urls), **absolute)
     description = asyncio.run(_reach(RemoteEnvSpec(name, **entry.settings())))
     scope: Scope = "project" if options.project else "user"
-    known = name in named.read(scope)
+    is_known = name in named.read(scope)
     path = named.add(scope, name, entry)
     print(description)
-    print(f"{'replaced' if known else 'added'} {name} in {path}")
-    found, problems = named.readable()
-    if found[name] != entry:
-        problems.append(f"here {named.file_of('project')} has another {name}, which counts")
+    print(f"{'replaced' if is_known else 'added'} {name} in {path}")
+    entries, problems = named.read_usable()
+    if entries[name] != entry:
+        problems.append(f"the {name} in {named.file_of('project')} takes precedence here")
     for problem in problems:
         print(f"note: {problem}", file=sys.stderr)
     return 0
@@ -62,20 +62,20 @@ def remove_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs remove",
         "NAME [--user|--project]",
-        "Forget the name of an environment that is served elsewhere.",
+        "Remove the saved name of a remote environment.",
         "envgym envs remove chess",
     )
-    parser.add_argument("name", metavar="NAME", help="what it is called")
+    parser.add_argument("name", metavar="NAME", help="the saved name")
     _add_scope(parser)
     options = parser.parse_without_words(arguments, "removing takes no settings")
 
     from envgym.remote import named
 
-    asked: Scope | None = "user" if options.user else "project" if options.project else None
-    scope = asked or named.scope_of(options.name)
+    option: Scope | None = "user" if options.user else "project" if options.project else None
+    scope = option or named.scope_of(options.name)
     if scope is None or options.name not in named.read(scope):
-        known = named.registered() if asked is None else named.read(asked)
-        there_is = did_you_mean(options.name, known) or (f" There is {', '.join(sorted(known))}." if known else "")
+        names = named.read_all() if option is None else named.read(option)
+        there_is = did_you_mean(options.name, names) or (f" There is {', '.join(sorted(names))}." if names else "")
         raise NameNotFound(f"no remote environment is called {options.name!r}.{there_is}")
     print(f"removed {options.name} from {named.remove(scope, options.name)}")
     return 0
@@ -83,20 +83,21 @@ def remove_main(arguments: Sequence[str]) -> int:
 
 def _add_scope(parser: Parser) -> None:
     scope = parser.add_mutually_exclusive_group()
-    scope.add_argument("--user", action="store_true", help="in this user's configuration, whatever the folder")
-    scope.add_argument("--project", action="store_true", help="in envgym.yaml, for who works in this folder")
+    scope.add_argument("--user", action="store_true", help="in this user's configuration, for all folders")
+    scope.add_argument("--project", action="store_true", help="in envgym.yaml, for everyone in this folder")
 
 
 async def _reach(spec: RemoteEnvSpec) -> str:
-    """The description of the environment by its servers. Raises `EnvgymError` where none answers."""
+    """The environment's description from its servers. Raises `EnvgymError` if none answers."""
     async with spec:
-        found = spec.description
+        description = spec.description
         sizes = [
             f"{'no end of' if split.size is None else split.size} {name} tasks"
-            for name, split in found.splits.items()
+            for name, split in description.splits.items()
             if split.error is None
         ]
-        down = [str(replica.address) for replica in spec.replicas.down]
-        lost = "".join(f"\n{address} does not answer, and is used once it does" for address in down)
-        about = f": {found.about}" if found.about else ""
-        return f"{found.name}{about}\n{', '.join(sizes)}; played by {found.agent} there, by {spec.agent} here{lost}"
+        addresses = [str(replica.address) for replica in spec.replicas.down]
+        notes = "".join(f"\n{address} does not answer, and is used once it does" for address in addresses)
+        title = f"{description.name}: {description.about}" if description.about else description.name
+        agents = f"agent {description.agent} there, {spec.agent} here"
+        return f"{title}\n{', '.join(sizes)}; {agents}{notes}"

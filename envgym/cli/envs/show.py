@@ -21,15 +21,15 @@ def list_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs list",
         "",
-        "List the environments that are installed, and the remote ones that were given a name.",
+        "List installed environments, and remote ones with a saved name.",
         "envgym envs list",
     )
     parser.parse_with_words(arguments)
 
     from envgym import registry
-    from envgym.remote.named import readable
+    from envgym.remote.named import read_usable
 
-    remote, problems = readable()
+    remote, problems = read_usable()
     for problem in problems:
         print(f"note: {problem}", file=sys.stderr)
     ids = registry.list_ids()
@@ -38,7 +38,7 @@ def list_main(arguments: Sequence[str]) -> int:
         try:
             is_remote = id in remote and not registry.is_installed(id)
             summary = f"remote: {', '.join(remote[id].urls)}" if is_remote else _first_words(id)
-        except EnvgymError as error:  # one that cannot be used must not hide the others
+        except EnvgymError as error:  # a broken environment must not hide the others
             summary = f"(cannot be used: {error})"
         print(f"{id:<{width}}  {summary}".rstrip())
     if not ids:
@@ -70,10 +70,10 @@ async def _show(spec: EnvSpec) -> None:
     from envgym.env.spec import first_sentence
     from envgym.services import start_services
 
-    async with start_services(spec, now=False):
+    async with start_services(spec, eager=False):
         env = spec.make()
-        is_whole = spec.about == first_sentence(spec.docstring)  # of a remote one only the first sentence is known
-        print(f"{spec.id}  {spec.docstring if is_whole else spec.about}".rstrip())
+        is_whole = spec.summary == first_sentence(spec.docstring)  # a remote environment has only the first sentence
+        print(f"{spec.id}  {spec.docstring if is_whole else spec.summary}".rstrip())
         for split in ("train", "test"):
             size = spec.tasks(split).size
             print(f"{split} tasks: {'no end' if size is None else size}")
@@ -88,7 +88,7 @@ async def _show(spec: EnvSpec) -> None:
         try:
             observation, _ = await env.reset(seed=0)
         except InvalidOutcome as error:
-            print(printable(f"a first observation cannot be had: {error}"))
+            print(printable(f"there is no first observation: {error}"))
         else:
             if observation.tools:
                 print("tools:")
@@ -102,8 +102,8 @@ async def _show(spec: EnvSpec) -> None:
 
 
 async def choose_task(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> tuple[str, Task]:
-    """The split and the task that a split and a number name, or a training task drawn by the seed."""
-    split, number = word or ("train", random.Random(seed).randrange(spec.tasks("train").reach))
+    """The split and the task of `word` (a split and a number), by default a training task drawn by the seed."""
+    split, number = word or ("train", random.Random(seed).randrange(spec.tasks("train").index_bound))
     try:
         return split, await spec.tasks(split).get(number)
     except IndexError:
@@ -124,7 +124,7 @@ def _speaker(message: Message) -> str:
 
 
 def signature(tool: ToolSpec) -> str:
-    """A tool as one would declare it: `search(query: string, limit: integer = 5)`."""
+    """The declaration of a tool: `search(query: string, limit: integer = 5)`."""
     required = tool.parameters.get("required", ())
     parameters = []
     for name, schema in _properties(tool).items():
@@ -134,7 +134,7 @@ def signature(tool: ToolSpec) -> str:
 
 
 def example_call(tool: ToolSpec, command: str) -> str:
-    """A call by hand, with the types of the arguments in place of values."""
+    """A call that the user can type, with types in place of argument values."""
     required = tool.parameters.get("required", ())
     arguments = {name: f"<{_type(schema)}>" for name, schema in _properties(tool).items() if name in required}
     return f"{command} {tool.name} {json.dumps(arguments)}"

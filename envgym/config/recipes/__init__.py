@@ -49,7 +49,7 @@ def makes_model(name: str) -> bool:
     return True
 
 
-def made_model(name: str) -> Path:
+def recipe_model_folder(name: str) -> Path:
     """The folder of the model that a recipe makes, which may be yet to come. Only what stands in the recipe counts: new
     contents of a data file that it names make no new model."""
     makes_it = {key: value for key, value in load_recipe(name).items() if key != "model_settings"}

@@ -1,4 +1,4 @@
-"""The system calls that Python has no function for. Every one raises `OSError` where it fails."""
+"""System calls that Python has no function for. All of them raise `OSError` on failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 38, 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
-_CAPABILITIES = 64  # more than there are; the kernel refuses those it does not know
+_CAPABILITIES = 64  # more than there are; the kernel rejects unknown ones
 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR = 442  # <asm-generic/unistd.h>; system calls from 424 on have one number everywhere
@@ -26,24 +26,24 @@ _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
 
 
-def check(result: int, what: str) -> int:
+def check(result: int, label: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{label}: {os.strerror(number)}")
     return result
 
 
-def syscall(number: int, *arguments: Any, what: str) -> int:
-    return check(LIBC.syscall(ctypes.c_long(number), *arguments), what)
+def syscall(number: int, *arguments: Any, label: str) -> int:
+    return check(LIBC.syscall(ctypes.c_long(number), *arguments), label)
 
 
-def prctl(option: int, *arguments: int, what: str = "prctl") -> int:
+def prctl(option: int, *arguments: int, label: str = "prctl") -> int:
     padded = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
-    return check(LIBC.prctl(option, *padded), what)
+    return check(LIBC.prctl(option, *padded), label)
 
 
-def unshare(flags: int, what: str) -> None:
-    check(LIBC.unshare(flags), what)
+def unshare(flags: int, label: str) -> None:
+    check(LIBC.unshare(flags), label)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
@@ -53,31 +53,31 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def make_read_only(target: str, *, devices: bool = False, recursive: bool = True) -> None:
-    """Make a mount (and those below it) read-only, without set-user-id programs and, unless asked, without devices."""
+    """Make a mount (and those below it) read-only, without set-user-id programs and devices (unless `devices`)."""
     attributes = _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | (0 if devices else _MOUNT_ATTR_NODEV)
     settings = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     syscall(
         _MOUNT_SETATTR, _AT_FDCWD, os.fsencode(target), flags, settings, ctypes.c_size_t(32),
-        what=f"mount_setattr {target}",
+        label=f"mount_setattr {target}",
     )  # fmt: skip
 
 
 def pivot_into(folder: str) -> None:
-    """Make `folder`, a mount point, the root of this process's mount namespace and let go of the old root."""
+    """Make `folder`, a mount point, the root of this process's mount namespace and unmount the old root."""
     os.chdir(folder)
-    syscall(_PIVOT_ROOT[platform.machine()], b".", b".", what="pivot_root")
+    syscall(_PIVOT_ROOT[platform.machine()], b".", b".", label="pivot_root")
     check(LIBC.umount2(b".", MNT_DETACH), "umount the old root")
     os.chdir("/")
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for good: also those that a program run later would bring."""
+    """Drop all capabilities permanently, including any that a later `exec` would grant."""
     for capability in range(_CAPABILITIES):
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except OSError:
-            break  # past the last, or no right to: then there is nothing to drop
+            break  # past the last one, or no right to drop any
     prctl(PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     check(LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")

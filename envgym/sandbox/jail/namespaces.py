@@ -34,12 +34,12 @@ _DEVICES = ("null", "random", "urandom")
 _ROOT_BYTES = 2**20  # of folders, links and places to mount on; the standard input comes on top
 
 
-def settle(way: str) -> None:
+def leave_host_namespaces(way: str) -> None:
     """Leave this machine's network, IPC, host name and control groups, once for all programs of a server.
 
-    They could not meet there: the filter of system calls gives them neither sockets nor IPC. A network namespace for
-    each would cost up to seconds while many are made and unmade. As root that is done by right; as `user`, in a user
-    namespace, where the kernel lets everybody have one.
+    Programs cannot communicate there: the filter of system calls allows neither sockets nor IPC. One network namespace
+    per program would cost up to seconds while many are created and removed. `root` has the right to do this; `user`
+    does it in a user namespace, if the kernel lets everybody create one.
     """
     if way == "user":
         user, group = os.geteuid(), os.getegid()
@@ -55,7 +55,7 @@ def settle(way: str) -> None:
 
 
 def become_init(way: str, program: Program, host: Host, streams: Streams) -> None:
-    """Build the jail, start the program in it, wait, and write how it ended to the status stream. Never returns.
+    """Build the jail, start the program in it, wait, and write its end to the status stream. Never returns.
 
     When this process ends, the kernel kills whatever still lives in the namespace.
     """
@@ -75,14 +75,14 @@ def become_init(way: str, program: Program, host: Host, streams: Streams) -> Non
     poll = select.poll()
     poll.register(streams.status, 0)
     if poll.poll(0):
-        os._exit(1)  # the supervisor was gone before it could take this process along
+        os._exit(1)  # the supervisor died before PDEATHSIG was set
     child = os.fork()
     if child == 0:
         _start(program, host, stdin, streams)
     close_all_but(streams.status)
-    ended, status, usage = os.wait4(-1, 0)
-    while ended != child:  # an orphan's end
-        ended, status, usage = os.wait4(-1, 0)
+    pid, status, usage = os.wait4(-1, 0)
+    while pid != child:  # an orphan's end
+        pid, status, usage = os.wait4(-1, 0)
     report(streams, status=status, cpu=usage.ru_utime + usage.ru_stime)
     os._exit(0)
 
@@ -113,7 +113,7 @@ def _build(program: Program, host: Host) -> None:
             os.symlink(os.readlink(path), _ROOT + path)
         else:
             _show(path, path)
-    for path in host.hidden:
+    for path in host.hidden_paths:
         flags = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
         linux.mount("tmpfs", _ROOT + path, "tmpfs", flags, "size=4k,mode=755")
     for path in host.packages.values():

@@ -14,17 +14,17 @@ from typing import Any
 NOBODY = 65534
 _SOURCE = "main.py"
 _STACK_BYTES = 8 * 2**20  # also of each thread, for which address space is set aside
-_C_LIBRARYS_SIGNALS = (32, 33)
+_LIBC_SIGNALS = (32, 33)
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Things that programs need of this machine: the interpreter, paths to read but for those hidden in them
-    (installed packages), the packages they may import, and a folder for theirs where they share the file system."""
+    """Paths of this machine that programs use: the interpreter, readable paths, hidden paths below them (installed
+    packages), packages that may be imported, and the parent of their folders if they share the file system."""
 
     python: str
     readable: tuple[str, ...]
-    hidden: tuple[str, ...]
+    hidden_paths: tuple[str, ...]
     packages: Mapping[str, str]
     temporary: str
 
@@ -48,7 +48,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """File descriptors: the program's output, and where its keepers say what became of it (it cannot)."""
+    """File descriptors: the program's output, and the status stream of its parents, which it cannot write to."""
 
     stdout: int
     stderr: int
@@ -56,7 +56,7 @@ class Streams:
 
 
 def environment(host: Host, home: str, temporary: str, packages: str) -> dict[str, str]:
-    """All the variables a program gets. A fixed hash seed: an answer must not pass today and fail tomorrow."""
+    """All variables of a program. The hash seed is fixed, so that a program behaves the same in every run."""
     variables = {
         "HOME": home, "TMPDIR": temporary, "PATH": os.path.dirname(host.python), "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1",
@@ -66,7 +66,7 @@ def environment(host: Host, home: str, temporary: str, packages: str) -> dict[st
 
 
 def write_files(program: Program) -> None:
-    """Into the current folder."""
+    """Write the program and its files to the current folder."""
     for name, content in {_SOURCE: program.source, **program.files}.items():
         folder = os.path.dirname(name)
         if folder:
@@ -76,10 +76,10 @@ def write_files(program: Program) -> None:
 
 
 def limit(program: Program, *, processes: int | None = None) -> None:
-    """Set the limits that the kernel holds each process to, and one on the processes of this user (None: no limit)."""
+    """Set the kernel's limits per process, and a limit on the processes of this user (None: no limit)."""
     cpu = math.ceil(program.cpu)
     limits = {
-        resource.RLIMIT_CPU: (cpu, cpu + 1),  # SIGXCPU, then SIGKILL for those who ignore it
+        resource.RLIMIT_CPU: (cpu, cpu + 1),  # SIGXCPU, then SIGKILL if it is ignored
         resource.RLIMIT_AS: (program.memory, program.memory),
         resource.RLIMIT_FSIZE: (program.disk, program.disk),
         resource.RLIMIT_NOFILE: (program.open_files, program.open_files),
@@ -92,9 +92,9 @@ def limit(program: Program, *, processes: int | None = None) -> None:
     if processes is not None:
         limits[resource.RLIMIT_NPROC] = (processes, processes)
     for kind, (soft, hard) in limits.items():
-        _, most = resource.getrlimit(kind)
-        if most != resource.RLIM_INFINITY:  # ours may be lower already
-            soft, hard = min(soft, most), min(hard, most)
+        _, maximum = resource.getrlimit(kind)
+        if maximum != resource.RLIM_INFINITY:  # this process may have a lower limit
+            soft, hard = min(soft, maximum), min(hard, maximum)
         resource.setrlimit(kind, (soft, hard))
 
 
@@ -105,22 +105,22 @@ def connect(stdin: int, streams: Streams) -> None:
     close_all_but(streams.status, first=3)
 
 
-def close_all_but(kept: int, *, first: int = 0) -> None:
-    os.closerange(first, kept)
-    os.closerange(kept + 1, 2**16)
+def close_all_but(descriptor: int, *, first: int = 0) -> None:
+    os.closerange(first, descriptor)
+    os.closerange(descriptor + 1, 2**16)
 
 
 def report(streams: Streams, **notes: Any) -> None:
-    """Tell the supervisor something: how the program ended, or what failed."""
+    """Send the supervisor a note: how the program ended, or what failed."""
     os.write(streams.status, json.dumps(notes).encode() + b"\n")
 
 
 def reset_signals() -> None:
-    for number in set(range(1, signal.NSIG)) - {signal.SIGKILL, signal.SIGSTOP, *_C_LIBRARYS_SIGNALS}:
+    for number in set(range(1, signal.NSIG)) - {signal.SIGKILL, signal.SIGSTOP, *_LIBC_SIGNALS}:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def execute(host: Host, variables: Mapping[str, str]) -> None:
-    """Become the program; returns only by an `OSError`."""
+    """Become the program. Never returns; raises `OSError`."""
     os.execve(host.python, [host.python, "-s", "-S", _SOURCE], variables)

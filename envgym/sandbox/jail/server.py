@@ -1,6 +1,6 @@
-"""The jail's server: finds out what this machine allows, then forks a supervisor for every program.
+"""The jail's server: finds the isolation that this machine supports, then forks a supervisor for every program.
 
-It is handed connections over the socket that is its standard input, and ends when that closes.
+It receives connections over the socket that is its standard input, and ends when that closes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _PROBE = {
     "names": [], "cpu": 10.0, "wall": 30.0, "memory": 2**29, "output": 2**16, "disk": 2**20, "files_at_most": 16,
     "open_files": 16, "processes": 4,
 }  # fmt: skip
-"""The limits of an empty program, by which it is found out what works here."""
+"""The limits of an empty program, which is run to test each way of isolation."""
 
 
 def main() -> None:
     control = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # no file opened later may take the place of a standard stream
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started this
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # so that no file opened later becomes a standard stream
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report by themselves
     settings, _ = wire.receive(control)
-    readable = _readable()
-    python, installed = os.path.realpath(sys.executable), _installed(readable)
-    host = Host(python, readable, installed, settings["packages"], settings["temporary"])
+    readable = _readable_paths()
+    python, package_folders = os.path.realpath(sys.executable), _package_folders(readable)
+    host = Host(python, readable, package_folders, settings["packages"], settings["temporary"])
     way, errors = _choose(host, settings["ways"])
     if way in ("root", "user"):
-        namespaces.settle(way)
+        namespaces.leave_host_namespaces(way)
     control.sendall(wire.pack({"way": way, "errors": errors}))
     while way:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1, _MSG_CMSG_CLOEXEC)
@@ -50,22 +50,22 @@ def main() -> None:
 
 
 def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
-    """The first way in which a program runs here, and why those before it do not."""
+    """The first way of isolation in which a program runs here, and the errors of the ways before it."""
     errors: dict[str, str] = {}
     for way in ways:
-        # No limit on processes holds the system's root, whatever it is called in a user namespace.
+        # A limit on processes does not bind the system's root, not even under another id in a user namespace.
         if way == ("user" if os.geteuid() == 0 else "root"):
             continue
-        ours, theirs = socket.socketpair()
-        _fork(way, host, theirs, ours, settled=False)
-        theirs.close()
-        ours.sendall(wire.pack(_PROBE, (b"", b"")))
+        server_end, supervisor_end = socket.socketpair()
+        _fork(way, host, supervisor_end, server_end, has_left=False)
+        supervisor_end.close()
+        server_end.sendall(wire.pack(_PROBE, (b"", b"")))
         try:
-            report, (_, stderr) = wire.receive(ours)
+            report, (_, stderr) = wire.receive(server_end)
         except EOFError:
             report, stderr = {"failed": "the supervisor died"}, b""
         finally:
-            ours.close()
+            server_end.close()
         if report.get("reason") == "ok":
             return way, errors
         last = stderr.decode(errors="replace").strip().rpartition("\n")[2]
@@ -73,20 +73,22 @@ def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
     return "", errors
 
 
-def _fork(way: str, host: Host, connection: socket.socket, other: socket.socket, *, settled: bool = True) -> None:
-    """Fork a supervisor that answers one request; it does not keep `other`."""
+def _fork(
+    way: str, host: Host, connection: socket.socket, unused_socket: socket.socket, *, has_left: bool = True
+) -> None:
+    """Fork a supervisor that answers one request and closes its copy of `unused_socket`."""
     if os.fork() != 0:
         return
     try:
-        other.close()
+        unused_socket.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         answer: tuple[dict[str, Any], bytes, bytes]
         try:
-            if not settled and way != "confined":
-                namespaces.settle(way)
+            if not has_left and way != "confined":
+                namespaces.leave_host_namespaces(way)
             header, (source, stdin, *contents) = wire.receive(connection)
             files = dict(zip(header.pop("names"), contents, strict=True))
-            answer = supervisor.play(way, Program(source, stdin, files, **header), host, connection)
+            answer = supervisor.run_program(way, Program(source, stdin, files, **header), host, connection)
         except (supervisor.Abandoned, EOFError):
             return
         except Exception as error:
@@ -97,18 +99,18 @@ def _fork(way: str, host: Host, connection: socket.socket, other: socket.socket,
         os._exit(0)
 
 
-def _installed(readable: tuple[str, ...]) -> tuple[str, ...]:
-    """Folders of installed packages in those of Python's own library."""
-    found = []
+def _package_folders(readable: tuple[str, ...]) -> tuple[str, ...]:
+    """Folders of installed packages below the readable paths."""
+    folders = []
     for path in readable:
         for name in os.listdir(path) if os.path.isdir(path) and not os.path.islink(path) else ():
             if name.startswith("python3"):
-                found += [f"{path}/{name}/{kind}" for kind in ("site-packages", "dist-packages")]
-    return tuple(filter(os.path.isdir, found))
+                folders += [f"{path}/{name}/{kind}" for kind in ("site-packages", "dist-packages")]
+    return tuple(filter(os.path.isdir, folders))
 
 
-def _readable() -> tuple[str, ...]:
-    """Paths that Python needs to run: its own folder of libraries, the system's, and those it has in memory."""
+def _readable_paths() -> tuple[str, ...]:
+    """Paths that Python needs to run: its own and the system's folders of libraries, and those of loaded libraries."""
     standard = os.path.dirname(os.path.dirname(os.path.realpath(os.__file__)))
     loaded = set()
     with open("/proc/self/maps", encoding="utf-8") as file:
@@ -117,9 +119,9 @@ def _readable() -> tuple[str, ...]:
             if path.startswith("/") and ".so" in os.path.basename(path):
                 loaded.add(os.path.dirname(path))
     paths = {*_LIBRARIES, *_DATA, standard, os.path.realpath(sys.executable), *loaded}
-    kept: list[str] = []
+    readable: list[str] = []
     for path in sorted(filter(os.path.exists, paths), key=len):
-        parents = (folder for folder in kept if not os.path.islink(folder))
+        parents = (folder for folder in readable if not os.path.islink(folder))
         if not any(path.startswith(f"{folder}/") for folder in parents):
-            kept.append(path)
-    return tuple(kept)
+            readable.append(path)
+    return tuple(readable)

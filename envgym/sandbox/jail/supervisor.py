@@ -1,4 +1,4 @@
-"""One program from start to end: its limits are enforced, its output collected, its end reported."""
+"""One program from start to end: the supervisor enforces its limits, collects its output and reports its end."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from . import confined, linux, namespaces
 from .program import Host, Program, Streams, report
 
 CHECK_SECONDS = 0.2
-"""Time between two looks at the memory and the CPU time of all the program's processes together."""
+"""Interval of checks of the total memory and CPU time of the program's processes."""
 END_SECONDS = 10.0
-"""Time that the kernel may take to end killed processes."""
+"""Maximum time for the kernel to end killed processes."""
 _CHUNK = 2**16
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Abandoned(Exception):
-    """The one who wanted the program run has hung up."""
+    """The caller has closed the connection."""
 
 
 @dataclass(slots=True)
 class Run:
-    """A program under way. `reason` says which limit ended it."""
+    """A running program. `reason` is the limit that ended it, if any."""
 
     program: Program
     caller: socket.socket
@@ -38,18 +38,18 @@ class Run:
     output: dict[int, bytearray]
     status: int
     notes: bytearray = field(default_factory=bytearray)
-    """JSON lines from the processes around the program (see `program.report`)."""
+    """JSON lines from the program's parent processes (see `program.report`)."""
     reason: str = ""
 
 
-def play(way: str, program: Program, host: Host, caller: socket.socket) -> tuple[dict[str, Any], bytes, bytes]:
-    """Run a program to its end: what to report, its output and its errors.
+def run_program(way: str, program: Program, host: Host, caller: socket.socket) -> tuple[dict[str, Any], bytes, bytes]:
+    """Run a program to its end. Returns the report, its output and its errors.
 
-    The report says `failed` where the trouble is the sandbox's and nothing is known about the program. Raises
-    `Abandoned` once `caller` hangs up; nothing of the program is left then either.
+    The report has `failed` if the sandbox failed, so that nothing is known about the program. Raises `Abandoned` once
+    `caller` hangs up; the program's processes and files are removed in any case.
     """
     with ExitStack() as stack:
-        folder = stack.enter_context(confined.folder(host)) if way == "confined" else ""
+        folder = stack.enter_context(confined.program_folder(host)) if way == "confined" else ""
         kills = _out_of_memory_kills()
         pipes = [os.pipe() for _ in range(3)]
         started = time.monotonic()
@@ -57,7 +57,7 @@ def play(way: str, program: Program, host: Host, caller: socket.socket) -> tuple
             linux.unshare(linux.CLONE_NEWPID, "process namespaces")  # its next child is process 1
         process = os.fork()
         if process == 0:
-            _enter(way, folder, program, host, pipes)
+            _become_program(way, folder, program, host, pipes)
         for _, writer in pipes:
             os.close(writer)
         stdout, stderr, status = (reader for reader, _ in pipes)
@@ -65,22 +65,22 @@ def play(way: str, program: Program, host: Host, caller: socket.socket) -> tuple
         try:
             _watch(run)
         finally:
-            _, wait_status, used = _end(process)
+            _, wait_status, rusage = _end(process)
         seconds = time.monotonic() - started
         for stream in (stdout, stderr, status):
             while _read(run, stream):
                 pass
-        noted: dict[str, Any] = {}
+        notes: dict[str, Any] = {}
         for line in bytes(run.notes).splitlines():
-            noted |= json.loads(line)
+            notes |= json.loads(line)
         if way == "confined":
-            noted = {"status": wait_status, "cpu": used.ru_utime + used.ru_stime, **noted}
-        verdict = {"seconds": seconds, **_verdict(run, noted, _out_of_memory_kills() - kills)}
+            notes = {"status": wait_status, "cpu": rusage.ru_utime + rusage.ru_stime, **notes}
+        verdict = {"seconds": seconds, **_verdict(run, notes, _out_of_memory_kills() - kills)}
         return verdict, bytes(run.output[stdout]), bytes(run.output[stderr])
 
 
-def _enter(way: str, folder: str, program: Program, host: Host, pipes: list[tuple[int, int]]) -> None:
-    """In the child: whatever goes wrong until the program runs is reported. Never returns."""
+def _become_program(way: str, folder: str, program: Program, host: Host, pipes: list[tuple[int, int]]) -> None:
+    """Become the program in the child; report errors until it runs. Never returns."""
     streams = Streams(*(writer for _, writer in pipes))
     try:
         for reader, _ in pipes:
@@ -96,73 +96,73 @@ def _enter(way: str, folder: str, program: Program, host: Host, pipes: list[tupl
 
 
 def _watch(run: Run) -> None:
-    """Return when the program has ended, or has passed a limit."""
-    ended = os.pidfd_open(run.process)
+    """Wait until the program ends or exceeds a limit."""
+    pidfd = os.pidfd_open(run.process)
     poll = select.poll()
-    for descriptor in (ended, run.caller.fileno(), run.status, *run.output):
+    for descriptor in (pidfd, run.caller.fileno(), run.status, *run.output):
         poll.register(descriptor, select.POLLIN)
     deadline = run.started + run.program.wall
     next_check = run.started + CHECK_SECONDS
     while not run.reason:
-        ready = {
+        readable = {
             descriptor for descriptor, _ in poll.poll(1000 * max(0.0, min(deadline, next_check) - time.monotonic()))
         }
-        for stream in ready & {run.status, *run.output}:
+        for stream in readable & {run.status, *run.output}:
             if not _read(run, stream):
                 poll.unregister(stream)
-        if run.caller.fileno() in ready:
+        if run.caller.fileno() in readable:
             raise Abandoned
-        if ended in ready:
+        if pidfd in readable:
             break
-        now = time.monotonic()
-        if now >= deadline:
+        current = time.monotonic()
+        if current >= deadline:
             run.reason = "timeout"
-        elif now >= next_check:
-            next_check = now + CHECK_SECONDS
+        elif current >= next_check:
+            next_check = current + CHECK_SECONDS
             n, memory, cpu = usage(run.process, run.program.processes + 1, run.program.memory)
-            if n > run.program.processes + 1:  # with process 1; older kernels do not hold programs to this limit
+            if n > run.program.processes + 1:  # with process 1; older kernels do not enforce this limit
                 run.reason = "processes"
             elif memory > run.program.memory:
                 run.reason = "memory"
             elif cpu > run.program.cpu:
                 run.reason = "timeout"
-    os.close(ended)
+    os.close(pidfd)
 
 
 def _read(run: Run, stream: int) -> bool:
-    """Take what there is to read; False at the end of the stream. What is over the limit is dropped."""
+    """Read available output; False at the end of the stream. Output over the limit is dropped."""
     chunk = os.read(stream, _CHUNK)
     if stream == run.status:
         run.notes += chunk
         return bool(chunk)
-    room = run.program.output - sum(map(len, run.output.values()))
-    run.output[stream] += chunk[:room]
-    if len(chunk) > room:
+    capacity = run.program.output - sum(map(len, run.output.values()))
+    run.output[stream] += chunk[:capacity]
+    if len(chunk) > capacity:
         run.reason = run.reason or "output"
     return bool(chunk)
 
 
 def _end(process: int) -> tuple[int, int, Any]:
-    """Kill what still runs, and wait until all of it has ended: process 1 ends last."""
+    """Kill the program's processes and wait for their end: process 1 ends last."""
     os.kill(process, signal.SIGKILL)
     deadline = time.monotonic() + END_SECONDS
     while True:
-        ended = os.wait4(process, os.WNOHANG)
-        if ended[0]:
-            return ended
+        result = os.wait4(process, os.WNOHANG)
+        if result[0]:
+            return result
         if time.monotonic() > deadline:
             raise TimeoutError(f"the kernel did not end a killed program within {END_SECONDS:.0f} s")
         time.sleep(0.001)
 
 
-def _verdict(run: Run, noted: dict[str, Any], kills: int) -> dict[str, Any]:
-    """`reason`, `exit` and `cpu` of a program that ended, or what `failed`."""
-    if "failed" in noted:
-        return {"failed": noted["failed"]}
-    if "status" not in noted and not run.reason:
+def _verdict(run: Run, notes: dict[str, Any], kills: int) -> dict[str, Any]:
+    """`reason`, `exit` and `cpu` of a program that ended, or `failed`."""
+    if "failed" in notes:
+        return {"failed": notes["failed"]}
+    if "status" not in notes and not run.reason:
         return {"failed": "the program's keeper was killed from outside"}
-    code = os.waitstatus_to_exitcode(noted["status"]) if "status" in noted else -signal.SIGKILL
-    cpu = noted.get("cpu", 0.0)
+    code = os.waitstatus_to_exitcode(notes["status"]) if "status" in notes else -signal.SIGKILL
+    cpu = notes.get("cpu", 0.0)
     if run.reason:
         reason = run.reason
     elif code == 0:
@@ -184,7 +184,7 @@ def _last_line(run: Run) -> bytes:
 
 
 def _offer_to_the_out_of_memory_killer() -> None:
-    """If the machine runs out of memory after all, this program is to go, not the training."""
+    """If the machine runs out of memory, let the kernel kill this program, not the training."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
             file.write("1000")
@@ -204,8 +204,8 @@ def _out_of_memory_kills() -> int:
 def usage(root: int, n_enough: int, memory_enough: int) -> tuple[int, int, float]:
     """The number of processes from `root` down, the bytes they hold, and seconds of CPU time, also of ended ones.
 
-    Counts no further than the first process over `n_enough`. Memory that processes share is counted for each of them,
-    unless that comes to more than `memory_enough`: then it is shared out, which takes longer to find out.
+    Stops counting at the first process over `n_enough`. Shared memory counts for each process, unless the sum exceeds
+    `memory_enough`: then it is divided among them, which takes longer to compute.
     """
     memory = 0
     cpu = 0.0
@@ -213,45 +213,45 @@ def usage(root: int, n_enough: int, memory_enough: int) -> tuple[int, int, float
     for process in processes:
         try:
             with open(f"/proc/{process}/stat", "rb") as file:
-                # After the name, which may hold anything: utime, stime, and both of the children waited for.
+                # After the name, which may hold any character: utime, stime, and both of waited-for children.
                 fields = file.read().rpartition(b")")[2].split()
             cpu += sum(map(int, fields[11:15])) / _TICKS
             memory += _resident(process)
         except OSError:
             continue  # it has ended
     if memory > memory_enough:
-        memory = sum(_exact(process) for process in processes)
+        memory = sum(_proportional(process) for process in processes)
     return len(processes), memory, cpu
 
 
 def _tree(root: int, n_enough: int) -> list[int]:
-    found = [root]
-    for process in found:  # grows as children are found
-        if len(found) > n_enough:
+    processes = [root]
+    for process in processes:  # grows as children are found
+        if len(processes) > n_enough:
             break
         try:
             for task in os.listdir(f"/proc/{process}/task"):
                 with open(f"/proc/{process}/task/{task}/children", "rb") as file:
-                    found.extend(map(int, file.read().split()))
+                    processes.extend(map(int, file.read().split()))
         except OSError:
             continue
-    return found
+    return processes
 
 
 def _resident(process: int) -> int:
-    return _of_lines(f"/proc/{process}/status", (b"RssAnon:", b"RssShmem:"))
+    return _sum_lines(f"/proc/{process}/status", (b"RssAnon:", b"RssShmem:"))
 
 
-def _exact(process: int) -> int:
+def _proportional(process: int) -> int:
     try:
-        return _of_lines(f"/proc/{process}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:"))
+        return _sum_lines(f"/proc/{process}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:"))
     except PermissionError:
         return _resident(process)
     except OSError:
         return 0  # it has ended
 
 
-def _of_lines(path: str, names: tuple[bytes, ...]) -> int:
-    """Bytes that the lines with these names come to; each gives kilobytes."""
+def _sum_lines(path: str, names: tuple[bytes, ...]) -> int:
+    """The sum of the lines with these names, in bytes; each is in kilobytes."""
     with open(path, "rb") as file:
         return 1024 * sum(int(line.split()[1]) for line in file if line.startswith(names))

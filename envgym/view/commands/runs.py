@@ -1,4 +1,4 @@
-"""`envgym runs`: the run folders there are, with what came of each."""
+"""`envgym runs`: a list of run folders with their results."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def _row(run: Path) -> tuple[str, ...]:
 
     try:
         cells = _cells(run, lambda folder: Source(folder.name, "run", folder, (run.resolve(),)))
-    except Exception as error:  # a stranger's run may hold anything, and takes no other from the list
+    except Exception as error:  # an untrusted run may contain anything; the others stay in the list
         cells = f"unreadable ({type(error).__name__}; see: envgym view)", "", "", ""
     return tuple(printable(cell) for cell in (run.name, *cells))
 
 
 def _cells(run: Path, source: Callable[[Path], Source]) -> tuple[str, ...]:
-    """A run of several stages has a summary once the last has ended; until then the one it came to tells."""
+    """The cells of a run's row, from its summary or, before the last of several stages ended, the latest stage's."""
     files = [*run.glob("metrics.jsonl"), *run.glob("*/metrics.jsonl")]
     last = max(files, key=lambda path: path.lstat().st_mtime, default=run / "metrics.jsonl").parent
-    if (where := holder(run)) is not None:
-        return f"runs on {where}", _steps_so_far(source(last)), "", ""
+    if (process := holder(run)) is not None:
+        return f"runs on {process}", _steps_so_far(source(last)), "", ""
     summary = source(run).summary()
     if not summary:
         summary = source(last).summary()
@@ -63,10 +63,10 @@ def _cells(run: Path, source: Callable[[Path], Source]) -> tuple[str, ...]:
     return (
         str(summary.get("status", "?")),
         str(summary.get("steps", "")),
-        *(score(scores[when]) if scores.get(when) else "" for when in ("before", "after")),
+        *(score(scores[moment]) if scores.get(moment) else "" for moment in ("before", "after")),
     )
 
 
 def _steps_so_far(stage: Source) -> str:
-    """A run that was killed, or goes on, has no summary; its metrics still tell how far it came."""
+    """The last step in a stage's metrics, for a run without a summary because it was killed or is still running."""
     return str(max((record["step"] for _, record in stage.records()), default=0))

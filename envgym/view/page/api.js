@@ -24,7 +24,7 @@ export async function ask(...parts) {
     held = held || (await unpack());
     if (path in held && held[path].error) throw new Error(held[path].error);
     if (path in held) return held[path];
-    const more = { episode: "this episode is not in the file: export more of them",
+    const more = { episode: "this episode is not in the file: export with more --episodes",
       list: "the episodes of this step are not in the file: export with more --megabytes" };
     throw new Error(more[/** @type {"episode" | "list"} */ (parts[0])] || "this is not in the file");
   }

@@ -73,7 +73,7 @@ try { theme = localStorage.getItem("theme") || ""; } catch { theme = ""; }
 dress(theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
 document.getElementById("theme")?.addEventListener("click", () => { dress(document.documentElement.dataset.theme === "dark" ? "light" : "dark"); show(); });
 
-const HELP = [["j, k", "next, previous episode"], ["g", "its group"], ["t", "conversation or tokens"], ["c", "next colouring"], ["u", "up"], ["/", "search"], ["?", "these keys"]];
+const HELP = [["j, k", "next, previous episode"], ["g", "its group"], ["t", "conversation or tokens"], ["c", "next coloring"], ["u", "up"], ["/", "search"], ["?", "these keys"]];
 function help() {
   const open = document.querySelector("dialog");
   if (open) return open.remove();

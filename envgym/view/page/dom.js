@@ -36,10 +36,10 @@ export function ago(seconds) {
 }
 
 const WORDS = /** @type {Record<string, string>} */ ({
-  completed: "completed", environment: "ended by the environment", length: "the turn was cut at its limit",
-  context: "no room left in the context", tokens: "no tokens left to sample", turns: "too many turns",
+  completed: "completed", environment: "ended by the environment", length: "the turn was truncated at its limit",
+  context: "the context is full", tokens: "the token limit was reached", turns: "too many turns",
   timeout: "took too long", engine: "the engine failed", prompt_too_long: "the prompt is too long",
-  invalid_environment: "the environment broke the protocol", does_not_end: "it could not be stopped", service: "a judge failed",
+  invalid_environment: "the environment broke the protocol", does_not_end: "it could not be cancelled", service: "a judge failed",
 });
 
 /** Why an episode ended. @param {any} outcome @returns {string} */

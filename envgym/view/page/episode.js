@@ -105,7 +105,7 @@ export async function episode(main, id, step, index, query, remember) {
   const again = isExport() || one.step === undefined ? "" : h("button", { type: "button", onclick: () => copy(command(id, one), "the command is copied") }, "Copy command");
   main.replaceChildren(h("h1", { class: "task" }, plain(one.task.id, 200)), h("dl", { class: "facts" }, fact("ended", h("span", { class: `state ${one.outcome.status}` }, plain(ending(one.outcome), 300))),
     Object.entries(numbers).map(([name, value]) => fact(plain(name, 60), num(value))), fact("tokens", num(one.listed.tokens?.[0])), fact("seconds", num(one.seconds)),
-    one.answer === null || one.answer === undefined ? "" : fact("read as", plain(one.answer, 200)), one.task.answer === null || one.task.answer === undefined ? "" : fact("wanted", plain(typeof one.task.answer === "string" ? one.task.answer : JSON.stringify(one.task.answer), 200))),
+    one.answer === null || one.answer === undefined ? "" : fact("parsed answer", plain(one.answer, 200)), one.task.answer === null || one.task.answer === undefined ? "" : fact("wanted", plain(typeof one.task.answer === "string" ? one.task.answer : JSON.stringify(one.task.answer), 200))),
   h("div", { class: "tools" }, swap, colours, siblings, h("button", { type: "button", onclick: () => copy(JSON.stringify(one), "the episode is copied") }, "Copy JSON"), again), when, body);
   function draw() {
     swap.replaceChildren(...[["talk", "Conversation"], ["tokens", "Tokens"]].map(([as, word]) => h("button", { type: "button", "aria-pressed": String(shown.as === as), onclick: () => { shown.as = as; keep(); } }, word)));

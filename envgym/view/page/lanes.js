@@ -27,7 +27,7 @@ export async function lanes(main, id, step) {
   const bar = h("div", { class: "bar", role: "status" }, "point at a lane");
   const title = h("h1", null, `Step ${step}, in time`);
   const all = [...own.flatMap((/** @type {any} */ one) => one.spans), ...told.phases];
-  if (!all.length) return main.replaceChildren(title, h("p", null, "No times were recorded of this step."));
+  if (!all.length) return main.replaceChildren(title, h("p", null, "No times were recorded for this step."));
   const low = all.reduce((least, span) => Math.min(least, span[1]), Infinity), high = all.reduce((most, span) => Math.max(most, span[2]), 0), whole = high - low || 1;
   const used = new Set(all.map((span) => span[0]));
   const legend = h("div", { class: "legend" }, KINDS.map((kind, n) => used.has(kind) ? h("span", null, h("i", { class: `p${n}` }), NAMES[kind] || kind) : ""));

@@ -24,7 +24,7 @@ export async function list(main, id, step, query, remember) {
   const envs = /** @type {HTMLSelectElement} */ (h("select", { "aria-label": "Environment", hidden: true }));
   const at = told.steps.indexOf(step);
   const near = (/** @type {number} */ n, /** @type {string} */ word) => told.steps[n] === undefined || at < 0 ? "" : h("a", { class: "button", href: link("list", id, told.steps[n]) }, word);
-  main.replaceChildren(h("h1", null, told.kind === "run" ? `Step ${step}` : "Episodes"), h("div", { class: "tools" }, near(at - 1, "‹ step before"), near(at + 1, "step after ›"),
+  main.replaceChildren(h("h1", null, told.kind === "run" ? `Step ${step}` : "Episodes"), h("div", { class: "tools" }, near(at - 1, "‹ previous step"), near(at + 1, "next step ›"),
     told.kind === "run" ? h("a", { class: "button", href: link("lanes", id, step) }, "Swimlanes") : "", search, status, envs, count), bars, view);
   /** @type {any} */
   let columns = { id: [] };
@@ -96,16 +96,16 @@ export async function list(main, id, step, query, remember) {
   function draw() {
     const kinds = new Set();
     for (let n = 0; n < columns.id.length; n++) kinds.add(ended(n));
-    status.replaceChildren(...["", "failed", "truncated", ...kinds].filter((kind, n, all) => all.indexOf(kind) === n).map((kind) => h("option", { value: kind, selected: kind === state.status }, kind ? kind.replaceAll("_", " ") : "every ending")));
+    status.replaceChildren(...["", "failed", "truncated", ...kinds].filter((kind, n, all) => all.indexOf(kind) === n).map((kind) => h("option", { value: kind, selected: kind === state.status }, kind ? kind.replaceAll("_", " ") : "all outcomes")));
     const known = [...new Set(columns.env)];
     envs.hidden = known.length < 2;
-    envs.replaceChildren(...["", ...known].map((env) => h("option", { value: env, selected: env === state.env }, env ? plain(env, 80) : "every environment")));
+    envs.replaceChildren(...["", ...known].map((env) => h("option", { value: env, selected: env === state.env }, env ? plain(env, 80) : "all environments")));
     bars.replaceChildren(h("div", { class: "caption" }, "rewards"), histogram(columns.reward, (range) => { state.range = range; keep(); draw(); arrange(); }, state.range));
   }
   async function look() {
     state.text = search.value.trim();
     found = null;
-    if (state.text && isExport()) say("an exported file is not searched");
+    if (state.text && isExport()) say("an exported file cannot be searched");
     else if (state.text) { count.textContent = "searching…"; found = new Set(await ask("search", id, step, state.text)); }
     keep();
     arrange();

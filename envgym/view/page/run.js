@@ -7,9 +7,9 @@ const CURVES = [
   ["held-out score", [{ name: "eval/score", low: "eval/low", high: "eval/high", points: true }]],
   ["score", [{ name: "score/mean" }]], ["reward", [{ name: "reward/mean", low: "reward/low", high: "reward/high" }]],
   ["loss", [{ name: "loss" }]], ["entropy", [{ name: "policy/entropy" }]], ["KL to the reference", [{ name: "policy/kl" }]],
-  ["mismatch, nats", [{ name: "mismatch/max" }]], ["gradient norm", [{ name: "grad_norm" }]], ["tokens an episode", [{ name: "length/mean" }]],
+  ["mismatch, nats", [{ name: "mismatch/max" }]], ["gradient norm", [{ name: "grad_norm" }]], ["tokens per episode", [{ name: "length/mean" }]],
   ["clipped, share", [{ name: "policy/clip_fraction" }]], ["failed, share", [{ name: "failures/share" }]],
-  ["tokens a second", [{ name: "tokens/per_second" }]], ["accuracy", [{ name: "preference/accuracy" }, { name: "step/accuracy" }]],
+  ["tokens per second", [{ name: "tokens/per_second" }]], ["accuracy", [{ name: "preference/accuracy" }, { name: "step/accuracy" }]],
 ];
 const PHASES = ["rollout", "score", "prepare", "learn", "sync", "eval", "checkpoint"];
 

@@ -40,7 +40,7 @@ class SumsSpec(envgym.EnvSpec):
     """Made for an `Env` class that registers by itself."""
 
     def tasks(self, split):
-        return envgym.ListTasks(tasks_of(split))
+        return envgym.TaskList(tasks_of(split))
 
     def demonstrations(self, task, seed):
         return [task.answer]

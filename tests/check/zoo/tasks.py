@@ -37,7 +37,7 @@ class OverlappingSplits(SumsSpec):
 
     def tasks(self, split):
         tasks = tasks_of("train")
-        return envgym.ListTasks(tasks[:60] if split == "train" else [renamed(task) for task in tasks[50:]])
+        return envgym.TaskList(tasks[:60] if split == "train" else [renamed(task) for task in tasks[50:]])
 
 
 def renamed(task):
@@ -49,7 +49,7 @@ class DuplicateIds(SumsSpec):
     env_class = Sums
 
     def tasks(self, split):
-        return envgym.ListTasks([envgym.Task(f"{task.id[:2]}", task.prompt, task.answer) for task in tasks_of(split)])
+        return envgym.TaskList([envgym.Task(f"{task.id[:2]}", task.prompt, task.answer) for task in tasks_of(split)])
 
 
 class TasksThatChange(SumsSpec):
@@ -59,7 +59,7 @@ class TasksThatChange(SumsSpec):
     counter = itertools.count()
 
     def tasks(self, split):
-        class Changing(envgym.ListTasks):
+        class Changing(envgym.TaskList):
             async def get(self, index):
                 task = self._tasks[index]
                 return envgym.Task(task.id, task.prompt, task.answer, {"read": next(TasksThatChange.counter)})
@@ -72,7 +72,7 @@ class TasksThatAreNoData(SumsSpec):
 
     def tasks(self, split):
         fields: dict[str, Any] = {"check": {1, 2}}
-        return envgym.ListTasks([envgym.Task(t.id, t.prompt, t.answer, fields) for t in tasks_of(split)])
+        return envgym.TaskList([envgym.Task(t.id, t.prompt, t.answer, fields) for t in tasks_of(split)])
 
 
 class TasksWithoutEnd(SumsSpec):
@@ -81,7 +81,7 @@ class TasksWithoutEnd(SumsSpec):
     env_class = Sums
 
     def tasks(self, split):
-        class Circular(envgym.ListTasks):
+        class Circular(envgym.TaskList):
             async def get(self, index):
                 return self._tasks[index % len(self._tasks)]
 
@@ -92,7 +92,7 @@ class NoTasks(SumsSpec):
     env_class = Sums
 
     def tasks(self, split):
-        return envgym.ListTasks([])
+        return envgym.TaskList([])
 
 
 class ChangingFingerprint(SumsSpec):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from envgym.envs.code.cases import AssertCase, CallCase, OutputCase, calls_in, read_cases
 from envgym.envs.code.driver import decode, encode
-from envgym.envs.code.grading import Verdict, grade, same
+from envgym.envs.code.grading import SuiteResult, grade, is_equal
 from envgym.errors import DataError
 from envgym.sandbox import Limits, Sandbox
 
@@ -24,7 +24,7 @@ def _closed():
     asyncio.run(SANDBOX.close())
 
 
-def grade_all(*solutions_and_tests, entry_point="") -> list[Verdict]:
+def grade_all(*solutions_and_tests, entry_point="") -> list[SuiteResult]:
     async def main():
         return await asyncio.gather(
             *(grade(SANDBOX, code, read_cases(tests, entry_point)) for code, tests in solutions_and_tests)
@@ -33,7 +33,7 @@ def grade_all(*solutions_and_tests, entry_point="") -> list[Verdict]:
     return asyncio.run(main())
 
 
-def verdict(code, tests, entry_point="") -> Verdict:
+def verdict(code, tests, entry_point="") -> SuiteResult:
     [found] = grade_all((code, tests), entry_point=entry_point)
     return found
 
@@ -116,8 +116,8 @@ def test_dictionaries_are_equal_in_any_order():
 def test_how_solutions_fail(code, reason):
     found = verdict(code, ADD)
     assert found.share == 0
-    assert found.has(reason)
-    assert not found.has("wrong")
+    assert found.has_failure(reason)
+    assert not found.has_failure("wrong")
 
 
 def test_what_was_right_before_an_endless_loop_counts():
@@ -211,7 +211,7 @@ values = st.recursive(
 def test_values_survive_the_way_to_the_solution_and_back(value):
     sent = json.loads(json.dumps(encode(value)))
     assert decode(sent) == value
-    assert same(sent, encode(value))
+    assert is_equal(sent, encode(value))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_values_survive_the_way_to_the_solution_and_back(value):
     ],
 )
 def test_equality(value, expected, equal):
-    assert same(json.loads(json.dumps(encode(value))), encode(expected)) is equal
+    assert is_equal(json.loads(json.dumps(encode(value))), encode(expected)) is equal
 
 
 # -- verdicts cannot be forged ----------------------------------------------------------------------------

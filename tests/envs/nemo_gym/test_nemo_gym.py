@@ -283,7 +283,7 @@ def test_the_last_turn_allowed_is_verified_and_truncated(serving, path):
 def test_a_long_result_is_cut(serving, path):
     server = tools_server(look_up={"found": "x" * 100})
     _, [first] = episode(serving, server, path, [turn("", LOOK)], max_result_chars=20)
-    assert first[0].messages[0].text == '{"found": "xxxxxxxxx\n[cut here: 113 characters in all]'
+    assert first[0].messages[0].text == '{"found": "xxxxxxxxx\n[truncated: 113 characters in all]'
 
 
 # -- what is no verdict -----------------------------------------------------------------------------------
@@ -539,7 +539,7 @@ def test_what_is_no_resources_server_is_named(serving, path):
 
     with pytest.raises(ConfigError, match="it has neither /seed_session and /verify nor /reset and /step"):
         asyncio.run(main(Server(run={})))
-    with pytest.raises(ConfigError, match="does not speak the flow 'gymnasium', only 'tools'"):
+    with pytest.raises(ConfigError, match="has no routes of the flow 'gymnasium', only 'tools'"):
         asyncio.run(main(tools_server(), flow="gymnasium"))
     with pytest.raises(ConfigError, match="not a usable URL"):
         asyncio.run(envgym.spec("nemo_gym", url="localhost:1", data={"path": path}).ensure_setup())

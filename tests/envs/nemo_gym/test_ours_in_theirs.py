@@ -265,7 +265,7 @@ def test_every_response_sets_the_cookie_and_sessions_are_apart(served):
     [
         ("stones", "/seed_session", lambda row: row | {"envgym": None}, 422, "does not name a task"),
         ("stones", "/seed_session", lambda row: row | {"envgym": row["envgym"] | {"env": "x"}}, 422, "is 'stones'"),
-        ("stones", "/reset", lambda row: row | {"responses_create_params": {"input": "3 apples"}}, 422, "anew"),
+        ("stones", "/reset", lambda row: row | {"responses_create_params": {"input": "3 apples"}}, 422, "write the rows again"),
         ("stones", "/seed_session", lambda row: b"[]", 400, "a JSON object"),
         ("stones", "/take", lambda row: {"count": 1}, 409, "no session"),
         ("stones", "/aggregate_metrics", lambda row: {"verify_responses": 1}, 422, "a list of objects"),
@@ -282,7 +282,7 @@ def test_what_is_asked_wrongly_is_refused(served, name, path, change, status, sa
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda row: row | {"responses_create_params": {"input": "9 stones"}}, "write the rows anew"),
+        (lambda row: row | {"responses_create_params": {"input": "9 stones"}}, "write the rows again"),
         (lambda row: row | {"envgym": None}, "does not name a task"),
         (lambda row: row | {"responses_create_params": None}, "responses_create_params: "),
     ],
@@ -366,7 +366,7 @@ def test_a_split_that_is_not_there_has_no_file_and_none_of_an_earlier_server(fre
         ),
         (
             [f"{GAMES}:Unposed", *DIALECT, "gym"],
-            "Unposed: train task 1 cannot be posed: KeyError: 'three'",
+            "Unposed: train task 1 cannot be reset: KeyError: 'three'",
         ),
         (
             [f"{GAMES}:Guess", *DIALECT, "gym", "--host", "0.0.0.0"],

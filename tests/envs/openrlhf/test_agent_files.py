@@ -392,7 +392,7 @@ def test_another_agent_leaves_an_execute_out(play, ok, custom, task):
     text = file.read_text()
     file.write_text("from openrlhf.utils.agent import *\n" + text[text.index("class AgentExecutor") :])
     groups, engine = play(file, [task()], "x", agent="multi_turn", size=1)
-    assert "no AgentInstance: its execute is played by agent=openrlhf_executor" in groups[0].episodes[0].outcome.message
+    assert "no AgentInstance: its execute is run by agent=openrlhf_executor" in groups[0].episodes[0].outcome.message
 
 
 ASKS_ELSEWHERE = """
@@ -424,7 +424,7 @@ def test_an_execute_that_asks_where_its_episode_is_not_known_is_told_so(play, wr
     groups, _ = play(file, [task()], "word", size=1)
     [episode] = groups[0].episodes
     assert episode.failed
-    assert "its episode is not known" in episode.outcome.message
+    assert "outside its episode's context" in episode.outcome.message
     assert "agent=external" in episode.outcome.message
 
 

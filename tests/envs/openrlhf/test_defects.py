@@ -124,8 +124,8 @@ def test_5_a_process_that_hangs_or_dies_is_replaced(play, ok, write, agent_file,
         return {{"rewards": 1.0, "environment_feedback": "", "done": True}}"""
     groups, _ = play(agent_file(step), [task()], "x", size=3, env={"call_timeout": 1.5}, retries=3)
     assert [episode.reward for group in groups for episode in group.episodes] == [1.0] * 3
-    assert {lost.outcome.reason for lost in groups[0].lost} <= {"timeout", "crash"}
-    assert groups[0].lost
+    assert {lost.outcome.reason for lost in groups[0].superseded} <= {"timeout", "crash"}
+    assert groups[0].superseded
 
 
 @pytest.mark.parametrize("custom", [False, True])
@@ -179,7 +179,7 @@ def test_9_what_the_environment_says_is_no_length_of_the_answer(play, ok, agent_
     [episode] = ok(groups, engine)
     [row] = episode.rows
     sampled = sum(len(action.token_ids) for action in actions(episode))
-    assert row.n_action_tokens == TrainSample.of(row).loss_weights.sum() == sampled
+    assert row.n_action_tokens == TrainSample.from_row(row).loss_weights.sum() == sampled
     assert sampled < len(row.token_ids) / 4
 
 

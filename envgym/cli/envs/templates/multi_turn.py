@@ -25,7 +25,7 @@ class NewEnvironment(envgym.Env):
         return [{"role": "user", "content": ask}], {}
 
     async def step(self, action):
-        # The policy may say anything at all: whatever it is, answer it.
+        # The policy may generate anything: handle every text.
         guess = int(action.text) if action.text.strip().isdecimal() else None
         self.left -= 1
         won = guess == self.number

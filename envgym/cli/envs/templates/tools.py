@@ -16,10 +16,10 @@ class NewEnvironment(envgym.ToolEnv):
         """The price of one piece.
 
         Args:
-            good: what is to be bought, for example apple
+            good: the good to buy, for example apple
         """
         if good not in PRICES:
-            raise KeyError(f"{good} is not for sale")  # the policy is told
+            raise KeyError(f"{good} is not for sale")  # the policy reads this message
         return PRICES[good]
 
     def grade(self, action):
@@ -27,7 +27,7 @@ class NewEnvironment(envgym.ToolEnv):
 
 
 class NewEnvironmentSpec(envgym.EnvSpec):
-    """The tasks, and how they are done."""
+    """The tasks, and demonstrations of them."""
 
     env_class = NewEnvironment
     Config = envgym.ToolEnvConfig
@@ -36,8 +36,8 @@ class NewEnvironmentSpec(envgym.EnvSpec):
     def tasks(self, split):
         goods = sorted(PRICES)
         orders = [(count, good) for good in goods for count in range(2, 20)]
-        kept = [order for number, order in enumerate(orders) if (number % 10 == 0) == (split == "test")]
-        return envgym.ListTasks(
+        split_orders = [order for number, order in enumerate(orders) if (number % 10 == 0) == (split == "test")]
+        return envgym.TaskList(
             [
                 envgym.Task(
                     id=f"{count}-{good}",
@@ -45,11 +45,11 @@ class NewEnvironmentSpec(envgym.EnvSpec):
                     answer=str(count * PRICES[good]),
                     fields={"good": good},
                 )
-                for count, good in kept
+                for count, good in split_orders
             ]
         )
 
     def demonstrations(self, task, seed):
-        """The turns of one who does it right, to learn from: a call, then the answer."""
+        """The turns of a correct episode, to train on: a call, then the answer."""
         call = ToolCall("call_0", "price", {"good": task.fields["good"]})
         return [envgym.Message("assistant", (), (call,)), task.answer]

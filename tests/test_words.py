@@ -1,0 +1,101 @@
+"""The project's words: names are nouns and verbs of the field, and sentences use the glossary's terms."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(path for folder in ("envgym", "envs", "agents", "learners") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = [path for path in SOURCES if path.resolve() == path]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
+
+EMPTY_NAMES = set(
+    """
+    about above again all alone another anything apart aside asked at away before began begun both by chosen done each
+    either else ended enough even ever every everything few found for from given gone had here how in inside instead it
+    its judged kept known less like likeliest made many meant more most much named needed no nothing now of on once one
+    only other others out over own picked played possible prepared real refused rest said several shown silent so some
+    something still such taken taught that them then there these things this those through to together too twice under
+    until up wanted was what where which while who whole whom whose with within without written yet answered added
+    accepted spare hear heard paid told
+    """.split()
+)
+"""Words that may not be a name by themselves: they point at a thing, and do not say what it is."""
+EMPTY_BEGINNINGS = ("found_", "own_", "kept_", "given_", "what_", "where_", "one_", "said_", "made_", "still_")
+QUESTIONS = {"How", "What", "When", "Where", "Whether", "Which", "Who", "Why"}
+
+PHRASES = {
+    r"\b(paid|pays?|earn(s|ed|ing)?)\b": "reward, is rewarded, gets a reward of",
+    r"\b(teach(es)?|taught)\b": "train on",
+    r"\blearn(s|ed)? from\b": "train on",
+    r"\b(in play|beside each other)\b": "concurrent, in flight",
+    r"\bplay(s|ed)? again\b": "retry",
+    r"\b(go|goes|going|went) on\b": "resume, continue",
+    r"\bfor good\b": "permanently",
+    r"\bpassed over\b": "skipped",
+    r"\bas (it|they) stands?\b": "unmodified",
+    r"\bof ours\b": "of envgym's, or another noun",
+    r"\bmend(s|ed|ing)?\b": "fix, recover",
+    r"\b(tasks|episodes|steps|tokens|seconds|rows) an? (step|task|second|token|episode|run|rank|turn|group|rollout)\b": "per",
+    r"\b(likeliest|commonest)\b": "most likely, most common",
+    r"\bshare (rows|layers)\b": "sequence parallelism, tensor parallelism",
+}
+"""Phrases that no page, docstring, comment or message may have, and what the field says instead."""
+
+
+def bindings(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every name that code binds: variables, attributes, parameters, functions and classes, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+
+
+def empty_names(source: str) -> list[str]:
+    names = ((name.strip("_"), line) for name, line in bindings(ast.parse(source)))
+    return [f"{line}: {name}" for name, line in names if name in EMPTY_NAMES or name.startswith(EMPTY_BEGINNINGS)]
+
+
+def questions(source: str) -> list[str]:
+    """Docstrings that begin with a question word."""
+    texts = (
+        (node.lineno, node.value.value.strip())
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    )
+    return [f"{line}: {text[:40]}" for line, text in texts if re.split(r"\W", text)[0] in QUESTIONS]
+
+
+def phrases(text: str) -> list[str]:
+    """The phrases of `PHRASES` in a text, code in backticks left aside, each with what to write instead."""
+    text = re.sub(r"`[^`\n]*`", "", text)
+    return [f"{match[0]!r} -> {better}" for pattern, better in PHRASES.items() for match in re.finditer(pattern, text)]
+
+
+def test_the_rules_find_what_they_are_for() -> None:
+    assert empty_names("def told(x):\n    found_rows = self.kept = x\n    mask = x") == ["1: told", "2: found_rows", "2: kept"]
+    assert questions('def f():\n    """What it is."""') == ["2: What it is."]
+    assert phrases("the task is paid `paid` 1 tokens a second") == [
+        "'paid' -> reward, is rewarded, gets a reward of", "'tokens a second' -> per",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_names_things_and_uses_the_terms_of_the_field(path: Path) -> None:
+    source = path.read_text()
+    assert (empty_names(source), questions(source), phrases(source)) == ([], [], [])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_uses_the_terms_of_the_field(path: Path) -> None:
+    assert phrases(re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)) == []
