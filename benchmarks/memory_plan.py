@@ -130,7 +130,9 @@ def measure(folder: str, rank: int, port: str, stage: int, tokens: int) -> None:
     generator = np.random.default_rng(rank)
     rows = []
     for _ in range(tokens // ROW):
-        sample = TrainSample.from_row(Row([Segment("action", int_array(generator.integers(3, vocabulary, ROW).tolist()))]))
+        sample = TrainSample.from_row(
+            Row([Segment("action", int_array(generator.integers(3, vocabulary, ROW).tolist()))])
+        )
         rows.append(replace(sample, loss_weights=np.ones(ROW, np.float32)))
     assert worker.learner is not None
     for _ in range(3):

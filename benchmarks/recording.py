@@ -39,7 +39,11 @@ def train(steps: int) -> int:
     """The main job, in the current folder."""
     from envgym.cli import main as command
 
-    accumulated_logprobs, append_events, count = WorkerGroup.accumulated_logprobs, RunFolder.append_events, itertools.count(1)
+    accumulated_logprobs, append_events, count = (
+        WorkerGroup.accumulated_logprobs,
+        RunFolder.append_events,
+        itertools.count(1),
+    )
 
     async def some_logprobs(self: WorkerGroup) -> list[Any]:
         return await accumulated_logprobs(self) if is_recorded(next(count)) else []

@@ -151,7 +151,7 @@ class _Examination:
 
     async def findings(self, checks: tuple[str, ...]) -> list[Finding]:
         """The findings of a group of checks, with their names."""
-        reason = self._not_worth_it(checks)
+        reason = self._skip_reason(checks)
         findings = [not_applicable(reason) for _ in checks] if reason else await self._run(checks)
         for finding, check in zip(findings, checks, strict=True):
             finding.check = check
@@ -190,7 +190,7 @@ class _Examination:
                 self.can_play = is_judged and await self._call("can_continue")
             return findings
         except WorkerDied:
-            finding = failure(*self._how_it_died())
+            finding = failure(*self._describe_death())
         except TimeoutError:
             advice = "set a timeout for what it waits on, or choose faster settings for the check"
             finding = failure(f"this takes longer than {GROUP_SECONDS:g} s", advice)
@@ -218,7 +218,7 @@ class _Examination:
             await worker.call("open")  # open has its own time limit
         except WorkerDied:
             self._worker = worker
-            problem, _ = self._how_it_died()
+            problem, _ = self._describe_death()
             raise EnvgymError(f"{self._report.env} cannot be set up: {problem}") from None
         return worker
 

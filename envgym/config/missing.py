@@ -20,7 +20,9 @@ def parts_of_recipe(settings: Mapping[str, Any]) -> Iterator[ComponentName]:
     """The components that a recipe names, in its stages and in the recipes that those begin with."""
     for stage in settings.get("stages") or [{}]:
         below = load_recipe(stage["recipe"]) if "recipe" in stage else {}
-        names = {kind: component_mapping({**settings, **below, **stage}.get(kind) or {}).get("name") for kind in COMPONENTS}
+        names = {
+            kind: component_mapping({**settings, **below, **stage}.get(kind) or {}).get("name") for kind in COMPONENTS
+        }
         yield from ((kind, name) for kind, name in names.items() if name)
 
 

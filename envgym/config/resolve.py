@@ -20,11 +20,11 @@ from envgym.yaml_files import read_yaml
 
 from .checks import complete_stage
 from .known_settings import with_suggestion
-from .missing import parts_of_recipe, missing_part_error
+from .missing import missing_part_error, parts_of_recipe
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model
 from .replaced import Replaced
 from .schema import STAGE, RunConfig, StageConfig
-from .words import AUTO, COMPONENTS, changes_name, merge, merge_stage, component_mapping
+from .words import AUTO, COMPONENTS, changes_name, component_mapping, merge, merge_stage
 
 RUN_KEYS = set(RunConfig.model_fields) - {"stages"}
 

@@ -27,7 +27,7 @@ from envgym.workers.config import WorkersConfig
 from envgym.workers.lora import LoraConfig
 
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE
-from .words import AUTO, merge, component_mapping
+from .words import AUTO, component_mapping, merge
 
 
 class Component(BaseModel):

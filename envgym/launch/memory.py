@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from envgym.config.recipes import recipe_model_folder, makes_model
+from envgym.config.recipes import makes_model, recipe_model_folder
 from envgym.config.schema import STAGE, RoleConfig, StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym import hub
-from envgym.config.recipes import recipe_model_folder, makes_model
+from envgym.config.recipes import makes_model, recipe_model_folder
 from envgym.config.schema import STAGE, RunConfig, StageConfig
 from envgym.disk import publish, unfinished
 from envgym.errors import ConfigError, EnvgymError, reported_as
@@ -38,7 +38,9 @@ async def cached_recipe_model(name: str, display: Display, *, runtime: str) -> P
     return final
 
 
-async def fetch_model(name: str, config: RunConfig, display: Display, make_model: MakeModel = cached_recipe_model) -> str:
+async def fetch_model(
+    name: str, config: RunConfig, display: Display, make_model: MakeModel = cached_recipe_model
+) -> str:
     """The folder or hub id that `name` stands for. A checkpoint's policy is written now if it never was, and
     `make_model` makes the model of a recipe."""
     if config.stages[-1].engine.kind == "openai":

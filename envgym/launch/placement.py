@@ -298,7 +298,9 @@ class PlacedRuntime:
         await self._runtime.close()
 
 
-def placed_runtime(stage: StageConfig, specs: Sequence[EnvSpec], runtime: Runtime, *, trains: bool = True) -> PlacedRuntime:
+def placed_runtime(
+    stage: StageConfig, specs: Sequence[EnvSpec], runtime: Runtime, *, trains: bool = True
+) -> PlacedRuntime:
     """The runtime of a stage that plays these environments, planned.
 
     Raises `ConfigError` where something does not fit, before anything starts.

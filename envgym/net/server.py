@@ -130,7 +130,7 @@ class IncomingBody:
     def add(self, part: bytes) -> None:
         """Append a part. Raises `OverflowError` if the body is too large, `BufferError` if it was discarded."""
         if len(self._parts) + len(part) > self._limit:
-            raise OverflowError(f"it has more than {self._most} bytes")
+            raise OverflowError(f"it has more than {self._limit} bytes")
         self._last = next(self._order)
         self._incomplete.add(self)
         while sum(len(body._parts) for body in self._incomplete) + len(part) > MAX_ARRIVING:

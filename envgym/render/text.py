@@ -83,6 +83,6 @@ class TextDialogue(Dialogue):
         end = self.renderer.end_of_turn if self._is_truncated else ""
         return Extension(
             self.renderer.encode_after(
-                self._last, f"{end}{self.renderer.between}{self.renderer.lines(observation.messages)}"
+                self._last, f"{end}{self.renderer.separator}{self.renderer.lines(observation.messages)}"
             )
         )

@@ -22,7 +22,7 @@ from envgym.rollout.runner import Runner
 from envgym.workers.group import WorkerGroup
 
 from .pretraining import Pretraining
-from .timeshare import GpuTimeshare
+from .turns import GpuTimeshare
 from .weight_sync import WeightSync
 from .weight_transfer import FileTransfer, make_transfer
 
@@ -89,7 +89,9 @@ async def start_components(
     sync = None
     if engine is not None:
         assert isinstance(engine, EnginePool), "a run that trains is given engines with tokens"
-        timeshare = GpuTimeshare(engine, {role: workers[role] for role in in_turns}, keeps_weights=adapters["actor"].rank > 0)
+        timeshare = GpuTimeshare(
+            engine, {role: workers[role] for role in in_turns}, keeps_weights=adapters["actor"].rank > 0
+        )
         quantized = adapters["actor"].quantize != "none"
         sync = _make_sync(config, stage, engine, workers["actor"], agent.renderer, timeshare, quantized=quantized)
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)

@@ -10,7 +10,7 @@ from envgym.config.words import nest_keys
 from envgym.errors import ConfigError
 from envgym.launch.components import start_engine
 from envgym.launch.memory import ModelSizes, engine_memory
-from envgym.launch.placement import Node, StagePart, PlacedRuntime, Plan, nodes_of, place_parts, plan_of, this_machine
+from envgym.launch.placement import Node, PlacedRuntime, Plan, StagePart, nodes_of, place_parts, plan_of, this_machine
 from envgym.monitoring.display import Display
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime, Slot
@@ -85,7 +85,10 @@ def test_pairs_share_and_the_others_do_not():
 
 
 def test_parts_are_spread_over_machines():
-    parts = [StagePart("actor", tuple(f"actor-{rank}" for rank in range(8)), nodes=2), StagePart("engine", ("engine",), gpus=4)]
+    parts = [
+        StagePart("actor", tuple(f"actor-{rank}" for rank in range(8)), nodes=2),
+        StagePart("engine", ("engine",), gpus=4),
+    ]
     plan = place_parts(parts, machines(8, 8), [])
     assert [plan.slots[f"actor-{rank}"] for rank in (0, 3, 4, 7)] == [
         Slot(0, (0,)),

@@ -204,7 +204,7 @@ def test_leases_run_out_but_not_while_the_environment_is_at_work(monkeypatch):
             step = asyncio.create_task(busy.step(Step(step_id=0, action=Action("hang"))))
             await asyncio.sleep(0)  # it has begun
             now += 10.0
-            assert sessions.alive(ANYONE, ["nobody", "kept"]) == ("kept",)
+            assert sessions.renew(ANYONE, ["nobody", "kept"]) == ("kept",)
             await sessions.close_expired()
             assert len(sessions) == 2
             with pytest.raises(Problem, match="no session idle"):

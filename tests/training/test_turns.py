@@ -14,7 +14,7 @@ class Side:
     async def on_all(self, method, *args):
         self.told.append((self.name, method, *args))
 
-    async def tell(self, *call):
+    async def call(self, *call):
         self.told.append(("engines", *call))
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from envgym.config.schema import StageConfig
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig, TrainSample
-from envgym.training.update import cut, learning_rate, aggregate_steps, steps_of
+from envgym.training.update import aggregate_steps, cut, learning_rate, steps_of
 from envgym.types import Objective
 
 

@@ -60,7 +60,7 @@ class Both:
             Path(path).unlink()
         return True
 
-    async def tell(self, method, *args):
+    async def call(self, method, *args):
         return Path(args[0]).exists() if method == "sees" else await getattr(self, method)(*args)
 
     async def export_adapter(self, folder):

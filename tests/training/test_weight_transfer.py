@@ -28,7 +28,7 @@ class Reader:
         self.folder, self.spoil = folder, spoil
         self.tensors, self.most_files, self.calls, self.version = {}, 0, [], None
 
-    async def tell(self, method, *args):
+    async def call(self, method, *args):
         return await getattr(self, method)(*args)
 
     async def sees(self, path):

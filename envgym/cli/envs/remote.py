@@ -96,7 +96,7 @@ async def _reach(spec: RemoteEnvSpec) -> str:
             for name, split in description.splits.items()
             if split.error is None
         ]
-        addresses = [str(replica.address) for replica in spec.replicas.down]
+        addresses = [str(replica.address) for replica in spec.replicas.down_replicas]
         notes = "".join(f"\n{address} does not answer, and is used once it does" for address in addresses)
         title = f"{description.name}: {description.about}" if description.about else description.name
         agents = f"agent {description.agent} there, {spec.agent} here"

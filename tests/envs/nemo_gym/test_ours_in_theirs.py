@@ -265,7 +265,13 @@ def test_every_response_sets_the_cookie_and_sessions_are_apart(served):
     [
         ("stones", "/seed_session", lambda row: row | {"envgym": None}, 422, "does not name a task"),
         ("stones", "/seed_session", lambda row: row | {"envgym": row["envgym"] | {"env": "x"}}, 422, "is 'stones'"),
-        ("stones", "/reset", lambda row: row | {"responses_create_params": {"input": "3 apples"}}, 422, "write the rows again"),
+        (
+            "stones",
+            "/reset",
+            lambda row: row | {"responses_create_params": {"input": "3 apples"}},
+            422,
+            "write the rows again",
+        ),
         ("stones", "/seed_session", lambda row: b"[]", 400, "a JSON object"),
         ("stones", "/take", lambda row: {"count": 1}, 409, "no session"),
         ("stones", "/aggregate_metrics", lambda row: {"verify_responses": 1}, 422, "a list of objects"),
