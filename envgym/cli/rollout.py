@@ -47,6 +47,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
             raise ConfigError(f"rollout.{name} is a setting of training: envgym rollout takes {instead}")
     selection = _selection(options)
     config = resolve_options(options, words, invocation)
+    config.stages[-1].model = options.model  # in the file of a pipeline it is what an earlier stage leaves
 
     from envgym.evaluation.generate import collect
     from envgym.monitoring.report import aligned

@@ -76,6 +76,7 @@ def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None)
     greedy, settings = _greedily(settings)
     config = resolve(settings, file=file)
     stage = config.stages[-1]
+    stage.model = settings.get("model", stage.model)  # in the file of a pipeline it is what an earlier stage leaves
     sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)
     how = {"samples": stage.eval.samples} | ({"sampling": Sampling(temperature=0.0)} if greedy else {})
     parts = [Part(name=stage.env.name, env=sampled.model_copy(update=how), config=config)]

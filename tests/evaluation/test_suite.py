@@ -2,6 +2,7 @@
 
 import pytest
 
+from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, EnvgymError, NameNotFound
 from envgym.evaluation.plan import Part, parts_of_env, parts_of_suite
 from envgym.evaluation.suite import Suite, find_suite, suite_names
@@ -163,6 +164,14 @@ def test_one_environment_is_played_as_it_is_trained_on_and_greedily_beside():
     assert (sampled.name, sampled.env.tasks, sampled.samples, sampled.env.weight) == ("math_verify", 5, 3, 1.0)
     assert (greedy.env.tasks, greedy.samples, greedy.env.weight, greedy.sampling(()).temperature) == (5, 1, 0.0, 0.0)
     assert len(parts_of_env({"env": "math_verify", "model": "starter", "eval": {"greedy": False}})) == 1
+
+
+def test_the_saved_settings_of_a_pipeline_evaluate_the_model_that_the_caller_names(tmp_path):
+    """Its last stage begins with what an earlier one leaves, which an evaluation has not."""
+    file = tmp_path / "config.yaml"
+    file.write_text(resolve({"env": "math_verify"}, recipe="sft_grpo").to_yaml())
+    parts = parts_of_env({"model": "runs/own"}, file=file)
+    assert {part.stage.model for part in parts} == {"runs/own"}
 
 
 def test_a_part_comes_back_from_its_folder_as_it_was():
