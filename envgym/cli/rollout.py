@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from envgym.errors import ConfigError
 
 from .errors import Invocation
-from .parser import ENV, Parser, resolve_options
+from .parser import ENV, Parser, given_settings, resolve_options
 
 if TYPE_CHECKING:
     from envgym.evaluation.generate import Selection
@@ -47,13 +47,14 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
             raise ConfigError(f"rollout.{name} is a setting of training: envgym rollout takes {instead}")
     selection = _selection(options)
     config = resolve_options(options, words, invocation)
-    config.stages[-1].model = options.model  # in the file of a pipeline it is what an earlier stage leaves
 
+    from envgym.config.resolve import set_sampled_model
     from envgym.evaluation.generate import collect
     from envgym.monitoring.report import aligned
     from envgym.monitoring.terminal import open_display
     from envgym.training.new_model import make_model
 
+    set_sampled_model(config, given_settings(options, words))
     with open_display() as display:
         display.begin(config.name, f"{config.stages[-1].env.name}, {config.stages[-1].model}")
         result = collect(

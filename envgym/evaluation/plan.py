@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from envgym.config.resolve import resolve
+from envgym.config.resolve import resolve, set_sampled_model
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import merge
 from envgym.engine import SamplingParams
@@ -63,6 +63,7 @@ def parts_of_suite(
         }
         with reported_as(ConfigError, name, of=ConfigError):
             config = resolve(merge(of_suite, settings), file=file)
+            set_sampled_model(config, settings)
         given = settings.get("eval", {})
         own = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in given}
         if greedy or "temperature" in settings.get("rollout", {}):
@@ -75,8 +76,8 @@ def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None)
     """The parts of an evaluation on one environment: as it is trained on and, with `eval.greedy`, greedily as well."""
     greedy, settings = _greedily(settings)
     config = resolve(settings, file=file)
+    set_sampled_model(config, settings)
     stage = config.stages[-1]
-    stage.model = settings.get("model", stage.model)  # in the file of a pipeline it is what an earlier stage leaves
     sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)
     how = {"samples": stage.eval.samples} | ({"sampling": Sampling(temperature=0.0)} if greedy else {})
     parts = [Part(name=stage.env.name, env=sampled.model_copy(update=how), config=config)]

@@ -166,12 +166,15 @@ def test_one_environment_is_played_as_it_is_trained_on_and_greedily_beside():
     assert len(parts_of_env({"env": "math_verify", "model": "starter", "eval": {"greedy": False}})) == 1
 
 
-def test_the_saved_settings_of_a_pipeline_evaluate_the_model_that_the_caller_names(tmp_path):
+def test_a_pipelines_file_evaluates_the_model_that_the_caller_names(tmp_path):
     """Its last stage begins with what an earlier one leaves, which an evaluation has not."""
-    file = tmp_path / "config.yaml"
-    file.write_text(resolve({"env": "math_verify"}, recipe="sft_grpo").to_yaml())
-    parts = parts_of_env({"model": "runs/own"}, file=file)
+    saved, written = tmp_path / "config.yaml", tmp_path / "pipeline.yaml"
+    saved.write_text(resolve({"env": "math_verify"}, recipe="sft_grpo").to_yaml())
+    written.write_text("stages: [{learner: sft}, {learner: grpo}]")
+    parts = parts_of_env({"model": "runs/own"}, file=saved)
     assert {part.stage.model for part in parts} == {"runs/own"}
+    (part,) = parts_of_suite(SUMS, "smoke", {"model": "runs/own"}, file=written)
+    assert part.stage.model == "runs/own"
 
 
 def test_a_part_comes_back_from_its_folder_as_it_was():
