@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from envgym.errors import ConfigError
 
 from .errors import Invocation
-from .parser import ENV, MODEL, Parser, resolve_options
+from .parser import ENV, MODEL, Parser, cli_settings, resolve_options
 
 if TYPE_CHECKING:
     from envgym.evaluation.generate import Selection
@@ -48,11 +48,13 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     selection = _selection(options)
     config = resolve_options(options, words, invocation)
 
+    from envgym.config.resolve import set_sampled_model
     from envgym.evaluation.generate import collect
     from envgym.monitoring.report import aligned
     from envgym.monitoring.terminal import open_display
     from envgym.training.new_model import make_model
 
+    set_sampled_model(config, cli_settings(options, words))
     with open_display() as display:
         display.begin(config.name, f"{config.stages[-1].env.name}, {config.stages[-1].model}")
         result = collect(

@@ -70,6 +70,14 @@ def resolve(
     return config
 
 
+def set_sampled_model(config: RunConfig, settings: Mapping[str, Any]) -> None:
+    """Let a command that samples and trains nothing use the model in the caller's `settings`, where the last stage of a
+    pipeline begins with the model of an earlier stage: no stage runs before it."""
+    stage = config.stages[-1]
+    if stage.model.startswith(STAGE):
+        stage.model = settings.get("model", stage.model)
+
+
 def _layers_below(recipe: str, from_file: Mapping[str, Any], given: Mapping[str, Any]) -> list[Layer]:
     """The layers below the caller's: the recipe, the model's own settings, the recipe's stages."""
     of_recipe = load_recipe(recipe)

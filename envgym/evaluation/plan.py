@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from envgym.config.resolve import resolve
+from envgym.config.resolve import resolve, set_sampled_model
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import merge
 from envgym.engine import SamplingParams
@@ -63,6 +63,7 @@ def parts_of_suite(
         }
         with reported_as(ConfigError, name, of=ConfigError):
             config = resolve(merge(suite_settings, settings), file=file)
+            set_sampled_model(config, settings)
         eval_settings = settings.get("eval", {})
         overrides = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in eval_settings}
         if greedy or "temperature" in settings.get("rollout", {}):
@@ -75,6 +76,7 @@ def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None)
     """The parts of an evaluation on one environment: as in training and, with `eval.greedy`, also greedily."""
     greedy, settings = _split_greedy(settings)
     config = resolve(settings, file=file)
+    set_sampled_model(config, settings)
     stage = config.stages[-1]
     sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)
     overrides = {"samples": stage.eval.samples} | ({"sampling": Sampling(temperature=0.0)} if greedy else {})

@@ -2,6 +2,7 @@
 
 import pytest
 
+from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, EnvgymError, NameNotFound
 from envgym.evaluation.plan import Part, parts_of_env, parts_of_suite
 from envgym.evaluation.suite import Suite, find_suite, suite_names
@@ -163,6 +164,17 @@ def test_one_environment_is_played_as_it_is_trained_on_and_greedily_beside():
     assert (sampled.name, sampled.env.tasks, sampled.samples, sampled.env.weight) == ("math_verify", 5, 3, 1.0)
     assert (greedy.env.tasks, greedy.samples, greedy.env.weight, greedy.sampling(()).temperature) == (5, 1, 0.0, 0.0)
     assert len(parts_of_env({"env": "math_verify", "model": "starter", "eval": {"greedy": False}})) == 1
+
+
+def test_a_pipelines_file_evaluates_the_model_that_the_caller_names(tmp_path):
+    """Its last stage begins with what an earlier one leaves, which an evaluation has not."""
+    saved, written = tmp_path / "config.yaml", tmp_path / "pipeline.yaml"
+    saved.write_text(resolve({"env": "math_verify"}, recipe="sft_grpo").to_yaml())
+    written.write_text("stages: [{learner: sft}, {learner: grpo}]")
+    parts = parts_of_env({"model": "runs/own"}, file=saved)
+    assert {part.stage.model for part in parts} == {"runs/own"}
+    (part,) = parts_of_suite(SUMS, "smoke", {"model": "runs/own"}, file=written)
+    assert part.stage.model == "runs/own"
 
 
 def test_a_part_comes_back_from_its_folder_as_it_was():
