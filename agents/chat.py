@@ -27,7 +27,7 @@ class ChatConfig(AgentConfig):
     """Offer the environment's tools, if it has any."""
 
 
-class Chat(Agent):
+class ChatAgent(Agent):
     """Observation, action, observation, … until the environment ends the episode. Raw text becomes a user message.
 
     The episode has one row, without tokens, that holds its turns. Its metrics `prompt_tokens` and `completion_tokens`
@@ -43,7 +43,7 @@ class Chat(Agent):
         sampler.limit(self.config.max_tokens)
         observation, _ = await env.reset(seed=seed, options={"task": task})
         transcript = Transcript(None)
-        transcript.begin([])
+        transcript.start_row([])
         transcript.messages += observed_messages(observation)
         if not transcript.messages:
             raise InvalidStep("the first observation has neither messages nor text")
@@ -82,5 +82,5 @@ class Chat(Agent):
             transcript.add_reward(reward, info)
             transcript.messages += observed_messages(observation)
             if terminated or truncated or len(replies) == self.config.max_turns:
-                return Outcome.of(terminated, truncated)
+                return Outcome.from_step(terminated, truncated)
             tools = observation.tools or tools

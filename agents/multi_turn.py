@@ -40,7 +40,7 @@ class MultiTurn(TokenLevel):
         observation, _ = await env.reset(seed=seed, options={"task": task})
         dialogue = self.renderer.dialogue()
         transcript.messages = dialogue.messages
-        transcript.begin(dialogue.start(self.offered(observation)))
+        transcript.start_row(dialogue.start(self.offered(observation)))
         turns = 0
         while True:
             generation = await transcript.sample(sampling_of(observation, self.renderer))
@@ -54,7 +54,7 @@ class MultiTurn(TokenLevel):
             if terminated or truncated or turns == self.config.max_turns:
                 # The policy never reads the last observation, but the record shows it.
                 transcript.messages = [*dialogue.messages, *observed_messages(observation)]
-                return Outcome.of(terminated, truncated)
+                return Outcome.from_step(terminated, truncated)
             extend(transcript, dialogue.add_observation(observation))
 
     def offered(self, observation: Observation) -> Observation:

@@ -41,16 +41,16 @@ class Replay(Agent):
         observation, _ = await env.reset(seed=seed, options={"task": task, "member": recording_index})
         recording = env.spec.recording(task, seed, recording_index)
         dialogue, transcript = self.renderer.dialogue(), Transcript(None)
-        transcript.begin(dialogue.start(observation))
+        transcript.start_row(dialogue.start(observation))
         last = len(recording.turns) - 1
         rewards = recording.rewards or [None] * (last + 1)
         for number, (turn, reward) in enumerate(zip(recording.turns, rewards, strict=True)):
             if recording.is_single_turn and number < last:
-                transcript.demonstrate(piece(dialogue, turn))
+                transcript.add_demonstration(piece(dialogue, turn))
                 transcript.add_reward(reward, {})
                 continue
             token_ids = dialogue.add_demonstration(turn)
-            transcript.demonstrate(token_ids)
+            transcript.add_demonstration(token_ids)
             transcript.add_reward(reward, {"metrics": recording.metrics})
             if number == last:
                 break

@@ -22,7 +22,7 @@ class SingleTurn(TokenLevel):
     async def play(self, env: CheckedEnv, task: Task, transcript: Transcript, *, seed: int) -> Outcome:
         observation, _ = await env.reset(seed=seed, options={"task": task})
         dialogue = self.renderer.dialogue()
-        transcript.begin(dialogue.start(replace(observation, tools=())))
+        transcript.start_row(dialogue.start(replace(observation, tools=())))
         generation = await transcript.sample(sampling_of(observation, self.renderer))
         message = dialogue.add_policy_turn(generation.token_ids)
         action = Action(message.text, generation.token_ids, stop_reason=generation.stop_reason)

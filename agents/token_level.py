@@ -53,9 +53,9 @@ class TokenLevel(Agent):
 def extend(transcript: Transcript, extension: Extension) -> None:
     """Add a rendered reply to the transcript: to the current row, or as the prompt of a new row."""
     if extension.fork:
-        transcript.begin(extension.token_ids)
+        transcript.start_row(extension.token_ids)
     else:
-        transcript.feedback(extension.token_ids)
+        transcript.add_feedback(extension.token_ids)
 
 
 def actions_of(row: Row) -> Iterator[tuple[Segment, list[int]]]:

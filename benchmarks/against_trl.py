@@ -158,7 +158,7 @@ def command(side: str, job: Job, given: Given, folder: Path) -> tuple[list[str],
             **of_the_env,
             "seed": given.seed,
             "steps": job.steps,
-            "rollout.tasks": job.tasks_per_step,
+            "rollout.tasks_per_step": job.tasks_per_step,
             "rollout.group_size": job.group_size,
             "rollout.max_tokens": job.max_tokens,
             "rollout.temperature": 1.0,
@@ -292,7 +292,7 @@ def job_markdown(result: dict[str, Any]) -> str:
         tokens, reward = (median(turn[side][field] for turn in turns) for field in WORK)
         work.append([label, f"{tokens:,.0f}", f"{tokens / job['completions']:.1f}", f"{reward:.2f}"])
     trl = result["trl_versions"]
-    header = ["against, phase", "envgym, s", "TRL, s", "TRL / envgym (least to greatest)", "goal", "envgym"]
+    header = ["against, phase", "envgym, s", "TRL, s", "TRL / envgym (min to max)", "goal", "envgym"]
     return "\n\n".join(
         [
             f"**{job['title']}** ({job['tasks_per_step']} tasks with {job['group_size']} completions a step):",

@@ -56,7 +56,7 @@ def measured(folder: Path, staleness: int, steps: int) -> dict[str, float]:
     """Medians of a run's seconds: a whole step, waiting for its groups, learning and sync."""
     name = f"staleness-{staleness}"
     words = ["train", "--env", "slow.py:Slow", "--name", name, f"steps={steps}", "eval.every=0", "checkpoint.every=0"]
-    words += [f"rollout.max_staleness={staleness}", "rollout.tasks=32"]
+    words += [f"rollout.max_staleness={staleness}", "rollout.tasks_per_step=32"]
     subprocess.run([ENVGYM, *words], cwd=folder, check=True, capture_output=True, text=True)
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines][1 + WARMUP :]

@@ -105,7 +105,7 @@ def measured(kind: str, n: int) -> dict[str, float]:
     class Waits(Env):
         async def reset(self, *, seed: Any = None, options: Any = None) -> Any:
             self.left = STEPS
-            return [Message.of("user", "go")], {}
+            return [Message("user", "go")], {}
 
         async def step(self, action: Any) -> Any:
             await asyncio.sleep(SECONDS)
@@ -113,7 +113,7 @@ def measured(kind: str, n: int) -> dict[str, float]:
 
         def answer(self) -> Any:
             self.left -= 1
-            return [Message.of("user", "go on")], 0.1, self.left == 0, False, {}
+            return [Message("user", "go on")], 0.1, self.left == 0, False, {}
 
     class Blocks(Waits):
         def step(self, action: Any) -> Any:
@@ -139,7 +139,7 @@ def measured(kind: str, n: int) -> dict[str, float]:
     )
     tasks = [Task(f"t{index}") for index in range(n)]
     began, cpu_began = time.perf_counter(), time.process_time()
-    groups = asyncio.run(runner.play(tasks, SamplingPlan("p", SamplingParams(max_tokens=8), 1)))
+    groups = asyncio.run(runner.roll_out(tasks, SamplingPlan("p", SamplingParams(max_tokens=8), 1)))
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     assert all(episode.reward and len(episode.rows[0].turns) == STEPS for g in groups for episode in g.episodes)
     assert threading.active_count() < 50, "threads are left"

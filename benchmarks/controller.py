@@ -109,11 +109,11 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     class Talks(Env):
         async def reset(self, *, seed: Any = None, options: Any = None) -> Any:
             self.left = turns
-            return [Message.of("user", said)], {}
+            return [Message("user", said)], {}
 
         async def step(self, action: Any) -> Any:
             self.left -= 1
-            return [Message.of("user", said)], self.rng.random(), self.left == 0, False, {}
+            return [Message("user", said)], self.rng.random(), self.left == 0, False, {}
 
     with tempfile.TemporaryDirectory() as folder:
         # No merge: a byte is a token, so that lengths are what they are called.
@@ -144,7 +144,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
         for round in range(repeats + 1):
             tasks = [Task(f"{round}-{index}") for index in range(n)]
             began = time.perf_counter()
-            groups = await runner.play(tasks, play)
+            groups = await runner.roll_out(tasks, play)
             played = time.perf_counter()
             episodes = [episode for group in groups for episode in group.episodes]
             write_rollouts(Path(folder, "rollouts.parquet"), episodes)

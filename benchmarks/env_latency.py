@@ -48,7 +48,7 @@ def command(side: str, *, blocking: bool, seconds: float, steps: int, model: Pat
             "env.blocking": blocking,
             "env.max_calls": CALLS,
             "steps": steps,
-            "rollout.tasks": 1,
+            "rollout.tasks_per_step": 1,
             "rollout.group_size": ROLLOUTS,
             "rollout.max_tokens": 32,
             "learner.lr": LEARNING_RATE,
@@ -123,7 +123,7 @@ def markdown(result: dict[str, Any]) -> str:
             rows.append([f"{label}, `{kind}`", *seconds, ratio])
     rows.append(["no rollout waits for another", "", "", f"{CALLS * SECONDS:.2f}", ""])
     where, job = result["conditions"], result["job"]
-    header = ["side, tool", "step, s", "step with waiting, s", "added, s", "added / TRL's (least to greatest)"]
+    header = ["side, tool", "step, s", "step with waiting, s", "added, s", "added / TRL's (min to max)"]
     return "\n\n".join(
         [
             table(header, rows),

@@ -128,7 +128,7 @@ def ours(model: str, prompts: Path) -> dict[str, Any]:
         clock = Stopwatch()
         result = run_evaluation(new_evaluation(settings), clock)
         assert not result["failures"], result["failures"]
-        episodes = EvalFolder(Path(folder, "e")).journal.played().values()
+        episodes = EvalFolder(Path(folder, "e")).journal.originals().values()
         prompts.write_text(json.dumps([list(episode.rows[0].segments[0].token_ids) for episode in episodes]))
     seconds = clock.ended - clock.began
     return {"seconds": seconds, "tokens": result["tokens"], "rate": result["tokens"] / seconds}

@@ -118,7 +118,7 @@ def bare(model: str, n: int, max_tokens: int) -> float:
 def run(folder: Path, model: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """Medians of a run's phases, in seconds, and tokens a second of rollout; or the reason why there is none."""
     words = ["train", "--env", "math_verify", "--model", model, "--name", way, f"steps={options.steps}"]
-    words += ["eval.every=0", "checkpoint.every=0", f"rollout.tasks={options.tasks}", "rollout.group_size=8"]
+    words += ["eval.every=0", "checkpoint.every=0", f"rollout.tasks_per_step={options.tasks}", "rollout.group_size=8"]
     words += [f"rollout.max_tokens={options.max_tokens}", f"runs_dir={folder}", *WAYS[way]]
     done = subprocess.run([ENVGYM, *words], capture_output=True, text=True)
     if done.returncode:

@@ -62,7 +62,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"Medians of {job['repeats']} steps of {job['rows']} rows of {job['length']} tokens, in micro-batches of "
         f"{job['tokens_per_microbatch']}, OMP_NUM_THREADS {result['threads']}. "
     )
-    header = ["model", "envgym, tokens/s", "bare torch, tokens/s", "envgym / bare (least to greatest)"]
+    header = ["model", "envgym, tokens/s", "bare torch, tokens/s", "envgym / bare (min to max)"]
     return f"{table(header, rows)}\n\n{what}{conditions_in_words(result['conditions'])}"
 
 

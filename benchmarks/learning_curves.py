@@ -69,7 +69,7 @@ class Run:
         return [
             f"seed={self.seed}",
             f"steps={self.steps // len(stages)}",
-            f"rollout.tasks={EPISODES // stages[0].rollout.group_size}",
+            f"rollout.tasks_per_step={EPISODES // stages[0].rollout.group_size}",
             "eval.every=5",
             "eval.tasks=256",
             *OWN.get(self.recipe, []),
@@ -200,8 +200,8 @@ def show(runs: dict[str, Any]) -> None:
             f"{fmean(run['seconds'] for run in of) / 60:.1f}",
             str(sum(len(run["alarms"]) for run in of)),
         ])  # fmt: skip
-    header = ["recipe", "runs", "steps", "before", "after (least to greatest)", "greedy after",
-              "largest mismatch, nats", "minutes a run", "alarms"]  # fmt: skip
+    header = ["recipe", "runs", "steps", "before", "after (min to max)", "greedy after",
+              "largest mismatch, nats", "minutes per run", "alerts"]  # fmt: skip
     picture = f"![Held-out score and reward of every recipe]({FIGURE.name})"
     fill_docs(NAME, "\n\n".join([picture, table(header, rows), *sorted(set(taken(runs)))]), PAGE)
 

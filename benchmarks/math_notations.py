@@ -1,4 +1,4 @@
-r"""What `math_verify` rewards of MATH's references in other notations, beside the bare math-verify library.
+r"""Share of MATH's references in other notations that `math_verify` rewards, and that the bare math-verify library does.
 
     ENVGYM_BENCHMARK_DATA=DIR .venv/bin/python benchmarks/math_notations.py [--sample N] [--only WORDS]
 
@@ -117,7 +117,7 @@ def main() -> None:
         return
     store("math_notations", {"conditions": where, "notations": results, "copies": len(forged), "earning": paired})
     written = table(
-        ["notation", "n", "ours", "library"],
+        ["notation", "n", "envgym", "library"],
         [[r["notation"], str(r["n"]), f"{r['ours'] / r['n']:.1%}", f"{r['library'] / r['n']:.1%}"] for r in results],
     )
     fill_docs("notations", f"{written}\n\n{len(forged)} copies and undone operations: {len(paired)} rewarded.", PAGE)

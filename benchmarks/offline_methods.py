@@ -40,11 +40,11 @@ SIZES = {
     "half": {"hidden_size": 96, "intermediate_size": 160, "heads": 3},
 }
 """New models: one like the starter (0.39 million parameters), and one of half of that."""
-COMMON = ["rollout.tasks=64", "rollout.max_tokens=16", "eval.tasks=256", "checkpoint.every=0"]
+COMMON = ["rollout.tasks_per_step=64", "rollout.max_tokens=16", "eval.tasks=256", "checkpoint.every=0"]
 STARTER = ["learner.lr=1e-4", "eval.every=5"]
 FROM_NOTHING = [
     "learner.lr=4e-3", "learner.betas=[0.9,0.98]", "learner.weight_decay=0.1", "learner.warmup_ratio=0",
-    "learner.warmup_steps=50", "learner.lr_schedule=linear", "eval.every=200", "rollout.tasks=96", "epochs=4",
+    "learner.warmup_steps=50", "learner.lr_schedule=linear", "eval.every=200", "rollout.tasks_per_step=96", "epochs=4",
 ]  # fmt: skip
 PREFERENCES = {"dpo": "pairs", "ipo": "pairs", "cdpo": "pairs", "kto": "labelled"}
 """Methods that have a control with shuffled labels, and their data."""

@@ -26,7 +26,7 @@ from envgym.run_folder import RunFolder
 from envgym.workers.group import WorkerGroup
 
 BLOCK = 5
-WORDS = ["train", "--env", "math_verify", "eval.every=0", "learner.epochs=1", "learner.minibatches=1"]
+WORDS = ["train", "--env", "math_verify", "eval.every=0", "learner.update_epochs=1", "learner.minibatches=1"]
 PHASES = ("step", "rollout", "learn")
 
 
@@ -94,8 +94,8 @@ def report(figures: dict[str, Any], where: dict[str, Any]) -> None:
     text = (
         "    .venv/bin/python benchmarks/recording.py\n\n"
         f"A step with both takes {step['ratio']:.3f} times as long as one without (quartiles {low:.3f} to {high:.3f} "
-        f"over {step['pairs']} pairs of blocks of the main job, 512 episodes a step). They take "
-        f"{figures['learned_kib_a_step']:.0f} and {figures['events_kib_a_step']:.0f} KiB a step.\n\n"
+        f"over {step['pairs']} pairs of blocks of the main job, 512 episodes per step). They take "
+        f"{figures['learned_kib_a_step']:.0f} and {figures['events_kib_a_step']:.0f} KiB per step.\n\n"
         f"{conditions_in_words(where)}"
     )
     fill_docs("recording", text, ROOT / "docs" / "view.md")

@@ -232,7 +232,7 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             table(["side", "steps a second"], rates),
-            table(["ratio", "median", "least to greatest", "goal"], ratios),
+            table(["ratio", "median", "min to max", "goal"], ratios),
             f"{job['repeats']} turns of {job['seconds']:g} s. "
             f"{conditions_in_words(result['conditions'])} OpenEnv's side: {peer}.",
         ]

@@ -98,7 +98,7 @@ def markdown(result: dict[str, Any]) -> str:
         rows[-1].append("" if job["goal"] is None else str(job["goal"]))
     header = [
         "policy", "requests", "tokens, envgym", "bare", "mean length, envgym", "bare", "tokens/s, envgym", "bare",
-        "envgym / bare (least to greatest)", "goal",
+        "envgym / bare (min to max)", "goal",
     ]  # fmt: skip
     counts = " and ".join(str(len(found["turns"])) for found in result["rows"].values())
     return (
@@ -231,7 +231,7 @@ async def ours(job: dict[str, Any], folder: Path) -> None:
             drawn = [lognormal(rng, job["max_tokens"]) for _ in range(n)]
             lengths = iter(drawn)
             began = time.perf_counter()
-            groups = await runner.play(tasks, play)
+            groups = await runner.roll_out(tasks, play)
             seconds = time.perf_counter() - began
             episodes = [episode for group in groups for episode in group.episodes]
             assert not any(episode.failed for episode in episodes), {episode.outcome for episode in episodes}

@@ -81,7 +81,7 @@ def ran_lines() -> dict[str, set[int]]:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         words = ["train", "--env", "math_verify", "--name", "run", "debug=true", "steps=1", "eval.every=0"]
-        code = envgym([*words, "rollout.tasks=4", "rollout.group_size=4"])
+        code = envgym([*words, "rollout.tasks_per_step=4", "rollout.group_size=4"])
         sys.settrace(None)
         if code:
             raise SystemExit(f"the step ended with status {code}")

@@ -90,7 +90,7 @@ def episodes(count: int) -> Iterator[Episode]:
         name, task = f"step-000001-0/{group:05d}", Task(f"task-{group}", "ask")
         episode = Episode(f"{name}:{member:03d}:0", task, Outcome.complete(), [row], group_id=name)
         episode.member, episode.reward, episode.score = member, row.turns[0].reward, row.turns[0].reward
-        episode.messages = [Message.of("user", "ask"), Message.of("assistant", "word " * min(length, 400))]
+        episode.messages = [Message("user", "ask"), Message("assistant", "word " * min(length, 400))]
         yield episode
 
 
@@ -101,9 +101,9 @@ def write(path: Path, count: int) -> None:
 
     schema, drawn = parquet._schema(pa), episodes(count)
     with pq.ParquetWriter(path, schema, compression="zstd") as file:
-        while some := list(itertools.islice(drawn, parquet.ROWS_A_GROUP * 4)):
+        while some := list(itertools.islice(drawn, parquet.ROW_GROUP_SIZE * 4)):
             table = pa.Table.from_pylist([parquet._columns(episode, {}) for episode in some], schema)
-            file.write_table(table, row_group_size=parquet.ROWS_A_GROUP)
+            file.write_table(table, row_group_size=parquet.ROW_GROUP_SIZE)
 
 
 def resident(process: subprocess.Popen[str]) -> float:

@@ -10,35 +10,52 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import registry
-    from .api import evaluate, train
-    from .env import Env, EnvConfig, EnvSpec, TaskList, TaskSet
-    from .registry import make, register, spec
+    from .agent import Agent
+    from .api import EvalResult, TrainResult, evaluate, train
+    from .env import Env, EnvConfig, EnvSpec, SeededTasks, StepInfo, TaskList, TaskSet
+    from .errors import EnvgymError, InvalidOutcome
+    from .learner import Learner
+    from .registry import list_ids, make, register, spec
     from .rewards import Reward, reward
+    from .tasks import DataEnvConfig, DataEnvSpec
     from .tools import McpServer, Tool, ToolEnv, ToolEnvConfig
-    from .types import Action, Episode, Message, Observation, Task
+    from .types import Action, Episode, Message, Observation, StopReason, Task, ToolCall
 
-_HOME = {
-    "Action": "types", "Episode": "types", "Message": "types", "Observation": "types", "Task": "types",
-    "Env": "env", "EnvConfig": "env", "EnvSpec": "env", "TaskList": "env", "TaskSet": "env",
-    "make": "registry", "register": "registry", "spec": "registry",
-    "reward": "rewards", "Reward": "rewards",
-    "McpServer": "tools", "Tool": "tools", "ToolEnv": "tools", "ToolEnvConfig": "tools",
-    "train": "api", "evaluate": "api",
-}  # fmt: skip
+    __version__: str
+
+_NAMES = {
+    "agent": ("Agent",),
+    "api": ("EvalResult", "TrainResult", "evaluate", "train"),
+    "env": ("Env", "EnvConfig", "EnvSpec", "SeededTasks", "StepInfo", "TaskList", "TaskSet"),
+    "errors": ("EnvgymError", "InvalidOutcome"),
+    "learner": ("Learner",),
+    "registry": ("list_ids", "make", "register", "spec"),
+    "rewards": ("Reward", "reward"),
+    "tasks": ("DataEnvConfig", "DataEnvSpec"),
+    "tools": ("McpServer", "Tool", "ToolEnv", "ToolEnvConfig"),
+    "types": ("Action", "Episode", "Message", "Observation", "StopReason", "Task", "ToolCall"),
+}
+"""The public names of each module."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
-    "Action", "Env", "EnvConfig", "EnvSpec", "Episode", "McpServer", "Message", "Observation", "Reward", "Task",
-    "TaskList", "TaskSet", "Tool", "ToolEnv", "ToolEnvConfig", "evaluate", "make", "register", "registry", "reward",
-    "spec", "train",
+    "Action", "Agent", "DataEnvConfig", "DataEnvSpec", "Env", "EnvConfig", "EnvSpec", "EnvgymError", "Episode",
+    "EvalResult", "InvalidOutcome", "Learner", "McpServer", "Message", "Observation", "Reward", "SeededTasks",
+    "StepInfo", "StopReason", "Task", "TaskList", "TaskSet", "Tool", "ToolCall", "ToolEnv", "ToolEnvConfig",
+    "TrainResult", "__version__", "evaluate", "list_ids", "make", "register", "registry", "reward", "spec", "train",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name == "registry":
         return importlib.import_module(".registry", __name__)
-    if name not in _HOME:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version(__name__)
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

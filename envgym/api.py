@@ -2,40 +2,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config.resolve import resolve
 from .config.words import nest_keys
+from .disk import cache_folder, publish, work_folder
+from .errors import ConfigError, DataError, reported_as
+from .hashing import text_hash
+from .loading import MAIN, importing, target_of
 from .monitoring.display import Display
 from .monitoring.terminal import open_display
+from .run_folder import RunFolder, stage_folders
 
 if TYPE_CHECKING:
     from .evaluation.suite import Suite
 
 
+@dataclass(frozen=True)
+class TrainResult:
+    """The result of a run. `to_dict()` is the content of its `summary.json`."""
+
+    folder: Path
+    """The run's folder."""
+    model: Path | None
+    """The trained policy, a Hugging Face folder; None if the last stage trains none."""
+    steps: int
+    """Training steps of the last stage."""
+    initial_score: float | None
+    """Mean score on held-out tasks before training; None without an evaluation."""
+    score: float | None
+    """The same after training."""
+    interval: tuple[float, float] | None
+    """95% interval of `score`."""
+    summary: Mapping[str, Any] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.summary)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The result of an evaluation. `to_dict()` is the content of its `result.json`."""
+
+    folder: Path
+    """The evaluation's folder."""
+    score: float | None
+    """Mean score over all environments, by their weights; None if one of them has no score."""
+    interval: tuple[float, float] | None
+    """95% interval of `score`."""
+    n_tasks: int
+    """Number of tasks with a score."""
+    failures: Mapping[str, int]
+    """Number of failed episodes by kind. They count in no score."""
+    environments: Mapping[str, Mapping[str, Any]]
+    """The result of each environment by its name (`envgym.evaluation.result.result_of`)."""
+    result: Mapping[str, Any] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.result)
+
+
 def train(
-    settings: Mapping[str, Any], *, recipe: str | None = None, file: str | Path | None = None, quiet: bool = False
-) -> dict[str, Any]:
-    """Run a recipe and return its summary (what `summary.json` holds), as `envgym train` does.
+    settings: Mapping[str, Any] | None = None,
+    *,
+    recipe: str | None = None,
+    file: str | Path | None = None,
+    quiet: bool = False,
+    **overrides: Any,
+) -> TrainResult:
+    """Run a recipe, as `envgym train` does.
 
-    `settings` are nested or dotted keys: `{"env": "math_verify", "learner.lr": 1e-4}`. Raises `EnvgymError` for
-    whatever the user can mend.
+    `settings` are nested or dotted keys, `{"env": "math_verify", "learner.lr": 1e-4}`, or keyword arguments. `env`,
+    `agent` and `learner` are names, classes or functions decorated with `envgym.reward`; `data`, `data.path` and
+    `data.test_path` may be lists of dictionaries or data sets of the `datasets` package. Raises `EnvgymError` for
+    whatever the user can fix.
     """
-    from .training.run import train as run
+    from .training.run import train as run_stages
 
-    config = resolve(nest_keys(settings.items()), recipe=recipe, file=file)
+    config = resolve(_plain_settings(settings, overrides), recipe=recipe, file=file)
+    for stage in config.stages:
+        if stage.learner.name.startswith(f"{MAIN}:") and not config.debug:
+            raise ConfigError(
+                f"learner {stage.learner.name.removeprefix(f'{MAIN}:')} is defined in a notebook or an interactive "
+                "session, where its workers cannot load it: define it in a file, or set debug=True"
+            )
     with Display() if quiet else open_display() as display:
-        return run(config, display=display)
+        run_stages(config, display=display)
+    folder = Path(config.runs_dir, config.name or "")
+    summary = RunFolder(folder).read_summary() or {}
+    evals, model = summary.get("eval", {}), stage_folders(folder, config.stage_names)[-1].model
+    return TrainResult(
+        folder=folder,
+        model=model if model.is_dir() else None,
+        steps=summary["steps"],
+        initial_score=evals.get("before", {}).get("score"),
+        score=evals.get("after", {}).get("score"),
+        interval=_interval(evals.get("after", {})),
+        summary=summary,
+    )
 
 
-def evaluate(settings: Mapping[str, Any], *, suite: str | Suite | None = None, quiet: bool = False) -> dict[str, Any]:
-    """Measure `settings["model"]` on a suite or, without one, on the held-out tasks of `settings["env"]`, as
-    `envgym eval` does. Returns what `result.json` holds: see `envgym.evaluation.policy.run_evaluation`."""
+def evaluate(
+    settings: Mapping[str, Any] | None = None,
+    *,
+    suite: str | Suite | None = None,
+    quiet: bool = False,
+    **overrides: Any,
+) -> EvalResult:
+    """Evaluate the policy `model` of the settings on a suite or, without one, on the held-out tasks of their `env`, as
+    `envgym eval` does. Settings have the same form as in `train`."""
     from .evaluation.policy import new_evaluation, run_evaluation
     from .training.new_model import make_model
 
-    evaluation = new_evaluation(nest_keys(settings.items()), suite=suite)
+    evaluation = new_evaluation(_plain_settings(settings, overrides), suite=suite)
     with Display() if quiet else open_display() as display:
-        return run_evaluation(evaluation, display, make_model=make_model)
+        run_evaluation(evaluation, display, make_model=make_model)
+    result = evaluation.read_result() or {}
+    return EvalResult(
+        folder=evaluation.path,
+        score=result["score"],
+        interval=_interval(result),
+        n_tasks=result["n_tasks"],
+        failures=result["failures"],
+        environments=result["envs"],
+        result=result,
+    )
+
+
+def _interval(result: Mapping[str, Any]) -> tuple[float, float] | None:
+    low, high = result.get("ci95") or (None, None)
+    return None if low is None or high is None else (low, high)
+
+
+def _plain_settings(settings: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings with targets in place of classes and functions, and files in place of data sets."""
+    if location := importing.get():
+        raise ConfigError(
+            f'{location} starts a run while it is imported: put the call below `if __name__ == "__main__":`'
+        )
+    return nest_keys((key, _plain(value, key)) for key, value in {**(settings or {}), **overrides}.items())
+
+
+def _plain(value: Any, key: str) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(item, str(name)) for name, item in value.items()}
+    if isinstance(value, type) or inspect.isfunction(value):
+        return target_of(value)
+    is_rows = isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value)
+    name = key.rpartition(".")[2]
+    if name in ("data", "path", "test_path") and (is_rows or hasattr(value, "column_names")):
+        path = _save_rows(value)
+        return {"path": path} if name == "data" else path
+    return [_plain(item, "") for item in value] if isinstance(value, list | tuple) else value
+
+
+def _save_rows(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Write rows as JSONL into the cache, under the hash of their content, and return the file's path."""
+    with reported_as(DataError, "a row of `data` cannot be written as JSON", cause=TypeError):
+        text = "".join(json.dumps(dict(row)) + "\n" for row in rows)
+    final = cache_folder("rows") / text_hash(text)
+    if not final.is_dir():
+        with work_folder(final) as folder:
+            (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+            publish(folder, final)
+    return str(final / "rows.jsonl")

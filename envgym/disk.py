@@ -1,5 +1,4 @@
-"""Files and folders that stay whole: one writer at a time, content replaced in one rename, names that outlive a power
-failure."""
+"""Files and folders that survive a kill: one writer at a time, content replaced in one rename, flushed to disk."""
 
 from __future__ import annotations
 
@@ -16,22 +15,22 @@ from .errors import RunError, reported_as
 
 
 def cache_folder(kind: str) -> Path:
-    """Folder for what is made or fetched once and used again: in $ENVGYM_CACHE, by default in ~/.cache/envgym."""
+    """Folder for reusable files of a kind: in $ENVGYM_CACHE, by default in ~/.cache/envgym."""
     return Path(os.environ.get("ENVGYM_CACHE", "~/.cache/envgym")).expanduser() / kind
 
 
 @contextlib.contextmanager
-def locked(folder: Path, what: str) -> Iterator[None]:
-    """Keep other processes of this machine out of `folder`; the lock of a process that dies is gone. Raises `RunError`,
-    which says that another `what` is there, where one is."""
+def folder_lock(folder: Path, writer: str) -> Iterator[None]:
+    """Keep other processes of this machine out of `folder`; a lock ends with its process. Raises `RunError` if another
+    process has it; `writer` is what the message calls that process."""
     with reported_as(RunError, f"{folder} cannot be written"):
-        lock = (folder / "lock").open("a", encoding="utf-8")  # which leaves the times of a finished run as they are
+        lock = (folder / "lock").open("a", encoding="utf-8")  # appending changes no times
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             advice = "wait until it ends, or stop it with Ctrl-C"
-            raise RunError(f"another {what} is writing to {folder}: {advice}") from None
+            raise RunError(f"another {writer} is writing to {folder}: {advice}") from None
         times = os.fstat(lock.fileno())
         lock.truncate(0)
         lock.write(f"{socket.gethostname()} (process {os.getpid()}) since {time.strftime('%Y-%m-%d %H:%M:%S')}")
@@ -40,10 +39,10 @@ def locked(folder: Path, what: str) -> Iterator[None]:
         yield
 
 
-def holder(folder: Path) -> str | None:
-    """The process that keeps others out of `folder` (machine, process, since when); None where none does."""
+def lock_holder(folder: Path) -> str | None:
+    """The process that has locked `folder` (machine, process id, time), if any."""
     try:
-        # What a stranger put there instead, a pipe or a link, is not waited for, and not followed.
+        # It may be a stranger's pipe or link: do not wait for it or follow it.
         with open(os.open(folder / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -56,27 +55,26 @@ def holder(folder: Path) -> str | None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file's content so that a reader sees the old or the new, never a part."""
-    with replacing(path) as temporary:
+    with replacement_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` in one rename at the end; where that fails, `path` stays what it
-    was."""
+def replacement_file(path: Path) -> Iterator[Path]:
+    """A temporary file, which replaces `path` in one rename at the end; after an error `path` is unchanged."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
         os.replace(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)  # the disk is full: not with this
+        temporary.unlink(missing_ok=True)  # the disk may be full
         raise
 
 
 @contextlib.contextmanager
-def unfinished(final: Path) -> Iterator[Path]:
-    """A folder to make `final` in, which lies beside it and is deleted at the end. So are those that processes of this
-    machine have left beside it that were killed."""
+def work_folder(final: Path) -> Iterator[Path]:
+    """A temporary folder beside `final`, to build it in. It is deleted at the end, as are those of killed processes of
+    this machine."""
     suffix = f"{socket.gethostname()}.{{}}.unfinished"
     for abandoned in final.parent.glob(f"*.{suffix.format('*')}"):
         if not Path("/proc", abandoned.name.split(".")[-2]).exists():
@@ -86,7 +84,7 @@ def unfinished(final: Path) -> Iterator[Path]:
         folder.mkdir(parents=True)
     except OSError as error:
         if final.is_relative_to(cache_folder("")):
-            reason = f"{error.strerror}; name a folder that can be with ENVGYM_CACHE=FOLDER"
+            reason = f"{error.strerror}; name a writable folder with ENVGYM_CACHE=FOLDER"
             raise RunError(f"{final.parent} cannot be written: {reason}") from None
         raise
     try:
@@ -96,7 +94,7 @@ def unfinished(final: Path) -> Iterator[Path]:
 
 
 def publish(folder: Path, final: Path) -> None:
-    """Give a folder that is whole its name, unless another process has made the same meanwhile."""
+    """Rename a complete folder to `final`, unless another process has made the same meanwhile."""
     try:
         os.replace(folder, final)
     except OSError:
@@ -104,9 +102,9 @@ def publish(folder: Path, final: Path) -> None:
             raise
 
 
-def flush_to_disk(folder: Path, *, deep: bool = True) -> None:
-    """Return once what is in `folder` would survive a power failure: the names in it and, with `deep`, all content."""
-    paths = [folder, *folder.rglob("*")] if deep else [folder]
+def flush_to_disk(folder: Path, *, recursive: bool = True) -> None:
+    """Flush the names in `folder` and, if `recursive`, all content, so that they survive a power failure."""
+    paths = [folder, *folder.rglob("*")] if recursive else [folder]
     for path in paths:
         if path.is_symlink():
             continue

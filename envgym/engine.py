@@ -17,7 +17,7 @@ from envgym.types import Message, StopReason, ToolSpec, VersionSpan
 class SamplingParams:
     """Parameters for sampling one turn. Frozen: no two episodes can share mutable parameters.
 
-    With `top_p` below 1 the support is cut and importance ratios are biased, so the default is 1.
+    `top_p` below 1 truncates the support and biases importance ratios, so the default is 1.
     `temperature` 0 is greedy. `seed` makes one request repeatable (deterministic mode).
     """
 
@@ -28,29 +28,29 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
 
-    def overridden(self, by: Mapping[str, Any] | None) -> SamplingParams:
-        """These, with the fields that an environment sets for one turn. Raises `ConfigError` for one there is not."""
-        for name in by or ():
+    def with_overrides(self, overrides: Mapping[str, Any] | None) -> SamplingParams:
+        """A copy with the fields that an environment sets for one turn. Raises `ConfigError` for an unknown field."""
+        for name in overrides or ():
             if name not in self.__dataclass_fields__:
                 hint = did_you_mean(name, self.__dataclass_fields__)
                 raise ConfigError(f"the environment set an unknown sampling parameter {name!r}.{hint}")
-        return replace(self, **by) if by else self
+        return replace(self, **overrides) if overrides else self
 
-    def within(self, max_model_len: int, prompt: int) -> SamplingParams:
-        """These, with no more tokens than fit into a context of `max_model_len` after a prompt of `prompt` tokens.
+    def within_context(self, max_model_len: int, prompt_tokens: int) -> SamplingParams:
+        """A copy whose `max_tokens` fit into a context of `max_model_len` after the prompt.
 
-        Raises `PromptTooLong` where not one fits.
+        Raises `PromptTooLong` if not even one token fits.
         """
-        if prompt >= max_model_len:
+        if prompt_tokens >= max_model_len:
             raise PromptTooLong(
-                f"a prompt of {prompt} tokens leaves no room to answer in a context of {max_model_len}: "
+                f"a prompt of {prompt_tokens} tokens leaves no room to answer in a context of {max_model_len}: "
                 "raise max_model_len or shorten the prompt"
             )
-        return replace(self, max_tokens=min(self.max_tokens, max_model_len - prompt))
+        return replace(self, max_tokens=min(self.max_tokens, max_model_len - prompt_tokens))
 
 
 def check_fits(token_ids: Sequence[int], max_model_len: int) -> None:
-    """Raise `PromptTooLong` where a sequence to score is longer than the context."""
+    """Raise `PromptTooLong` if a sequence to score is longer than the context."""
     if len(token_ids) > max_model_len:
         raise PromptTooLong(
             f"{len(token_ids)} tokens cannot be scored in a context of {max_model_len}: raise max_model_len"
@@ -59,8 +59,8 @@ def check_fits(token_ids: Sequence[int], max_model_len: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation to make after `token_ids` [T] (int32), which do not change while it is made. `id` is unique among
-    those in flight. Prompt and `sampling.max_tokens` fit into the context: whoever asks has seen to it."""
+    """A turn to sample after `token_ids` [T] (int32), which must not change meanwhile. `id` is unique among
+    the requests in flight. The caller ensures that prompt and `sampling.max_tokens` fit into the context."""
 
     id: str
     token_ids: array[int]
@@ -69,8 +69,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A sampled turn: `token_ids` [T] int32 (end-of-turn token included), `logprobs` [T] float32, in nats, of the
-    distribution sampled from, why it ended, and which policy version sampled which tokens."""
+    """A sampled turn: `token_ids` [T] int32 (end-of-turn token included), `logprobs` [T] float32, in nats, under the
+    sampling distribution, the reason it ended, and the policy version of each span of tokens."""
 
     token_ids: array[int]
     logprobs: array[float]
@@ -87,17 +87,17 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """A policy that can be sampled. Calls may overlap; results come as each request finishes."""
+    """A policy to sample from. Calls may overlap; each returns when its request finishes."""
 
     async def info(self) -> EngineInfo: ...
 
     async def steps(self) -> int:
-        """The number of steps taken so far. It grows while anything is sampled or scored, so that whoever waits can
-        tell an engine that is slow from one that hangs."""
+        """Number of forward steps so far. It grows while anything is sampled or scored, which tells a slow engine from
+        a hanging one."""
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Raises `InvalidOutcome` of kind `engine` where the request was given up before it was done:
-        that is no answer cut short."""
+        """Sample one turn. Raises `InvalidOutcome` of kind `engine` for an aborted request, which is no truncated
+        completion."""
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """Return log p(token t | tokens before t) at temperature 1 for t = 1 .. T-1: T-1 numbers, in nats."""
@@ -106,40 +106,40 @@ class Engine(Protocol):
 
 
 class HostedEngine(Engine, Protocol):
-    """An engine in the process that holds it, whose weights and memory are another's to change."""
+    """An engine in its own process, whose weights and memory the trainer controls."""
 
     async def connect(self, info: Mapping[str, Any]) -> None:
-        """Meet the trainer for a transfer of vLLM's own; `info` is what its engine is to be told."""
+        """Connect to the trainer for vLLM's own weight transfer; `info` are the arguments of vLLM's method."""
 
-    async def sees(self, path: str) -> bool:
-        """True if a file that the trainer has made can be read here."""
+    async def can_read(self, path: str) -> bool:
+        """True if this process can read a file that the trainer has written."""
 
     async def begin_weights(self) -> None:
-        """Stop sampling, keeping requests in flight where they are, to replace the weights."""
+        """Pause sampling, with requests in flight suspended, to replace the weights."""
 
     async def load_bucket(self, bucket: Bucket | Mapping[str, Any]) -> None:
-        """Load some of the weights, in the order of buckets' numbers; a mapping is what a transfer of vLLM's own is
-        told. Raises `WorkerError` for a bucket that is not what was written, or comes out of turn."""
+        """Load some of the weights, in the order of buckets' numbers; a mapping holds the arguments of vLLM's own
+        transfer. Raises `WorkerError` for a bucket that is damaged or out of order."""
 
     async def end_weights(self, n_buckets: int, version: int) -> None:
-        """Go on with the new weights, and stamp what is sampled from now on with `version`. Requests in flight go on,
-        and their later tokens carry the new version. Raises `WorkerError` where a bucket is missing."""
+        """Resume sampling with the new weights; tokens sampled from now on get `version`, also those of requests in
+        flight. Raises `WorkerError` if a bucket is missing."""
 
     async def load_adapter(self, path: str, version: int) -> None:
-        """Sample with the LoRA adapter in a folder of peft's form from now on, in place of the one before. Other
-        weights may come before it but not after. The engine was started for one of that rank."""
+        """Sample with the LoRA adapter in a peft folder from now on, in place of the previous one. Full weights may be
+        loaded before the first adapter, not after. The engine was started for an adapter of that rank."""
 
     async def sleep(self, level: int) -> None:
-        """Give the device's memory to others: 1 keeps the weights in the host's, 2 wants new ones afterwards. Nothing
-        is in flight."""
+        """Release the device's memory. Level 1 keeps the weights in host memory; level 2 drops them, and new ones must
+        follow. No request may be in flight."""
 
     async def wake(self, part: str) -> None:
-        """Take memory back for the `weights`, which must come first, or the `cache`."""
+        """Allocate memory again: for the `weights`, which must come first, or the `cache`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One message to get. `id` is unique among those in flight."""
+    """A message to generate. `id` is unique among the requests in flight."""
 
     id: str
     messages: tuple[Message, ...]
@@ -149,8 +149,8 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """The answer, its tool calls parsed (those that cannot be read have an `error`), why it ended, and the tokens it
-    took; None where the engine does not count them."""
+    """The assistant's message, its tool calls parsed (an unreadable one has an `error`), the reason it ended, and the
+    numbers of tokens; None if the engine does not count them."""
 
     message: Message
     stop_reason: StopReason
@@ -159,9 +159,9 @@ class ChatReply:
 
 
 class ChatEngine(ABC):
-    """A policy that takes and gives messages, and no tokens: it can be played and measured, but not trained."""
+    """A policy that takes and returns messages, without tokens: it can be evaluated, but not trained."""
 
     @abstractmethod
     async def chat(self, request: ChatRequest) -> ChatReply:
-        """The assistant's next message. Raises `PromptTooLong` where the conversation fills the context, and
-        `InvalidOutcome` where there is no answer."""
+        """Generate the assistant's next message. Raises `PromptTooLong` if the conversation fills the context, and
+        `InvalidOutcome` if there is no reply."""

@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each is one clear line: what is wrong and what to do about it."""
+"""The errors that users meet. Each is one line: what is wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import TypeVar
 
 Error = TypeVar("Error", bound=BaseException)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-LONGEST_LINE = 1000
-"""Characters of a line that somebody else has written, on its way to a log."""
+MAX_LINE = 1000
+"""Maximum characters of a logged line that a model or another program wrote."""
 
 
 class EnvgymError(Exception):
-    """A mistake or condition the user can mend. The command line prints it as one line and exits with 2."""
+    """A mistake or condition that the user can fix. The command line prints it as one line and exits with 2."""
 
 
 class ConfigError(EnvgymError):
@@ -27,18 +27,26 @@ class ConfigError(EnvgymError):
 
 
 class UnknownKey(ConfigError):
-    """An unknown key. `message` is without the hint `near`, so that a caller that knows more settings than those beside
-    it (`known`) can give a better one. Without a hint the error lists the keys there are."""
+    """An unknown key. `message` excludes the `hint`, so that a caller that knows more settings than the key's siblings
+    (`names`) can give a better one. Without a hint the error lists `names`."""
 
-    def __init__(self, message: str, key: str, near: str, known: Collection[str] = ()) -> None:
-        there_are = f" There is {', '.join(sorted(known))}." if known else ""
-        super().__init__(f"{message}.{near or there_are}")
-        self.message, self.key, self.near, self.known = message, key, near, known
+    def __init__(self, message: str, key: str, hint: str, names: Collection[str] = ()) -> None:
+        choices = f" There is {', '.join(sorted(names))}." if names else ""
+        super().__init__(f"{message}.{hint or choices}")
+        self.message, self.key, self.hint, self.names = message, key, hint, names
 
 
-class DroppedSettings(UserWarning):
-    """Settings that are left out, because another learner, agent or environment took the place of the one they are for.
-    The command line says it in one line."""
+class SettingsNote(UserWarning):
+    """A note about the settings of a run. The command line prints each note once, in one line."""
+
+
+class RenamedSetting(SettingsNote):
+    """A setting under an old name, which is still accepted."""
+
+
+class DroppedSettings(SettingsNote):
+    """Settings that are dropped because their learner, agent or environment was replaced by another. The command line
+    prints it as one line."""
 
 
 class DataError(EnvgymError):
@@ -46,7 +54,7 @@ class DataError(EnvgymError):
 
 
 class NameNotFound(EnvgymError):
-    """An environment, learner, recipe or agent id that nothing is registered under."""
+    """An id of an environment, learner, agent or recipe that is not registered."""
 
 
 class VersionNotFound(EnvgymError):
@@ -62,11 +70,11 @@ class ResetNeeded(EnvgymError):
 
 
 class InvalidStep(EnvgymError):
-    """An environment returned something that is not Gymnasium's tuple (a reward that is not a number, say)."""
+    """An environment returned something other than Gymnasium's tuple, or a reward that is no number."""
 
 
 class TurnRefused(EnvgymError):
-    """A chat template that cannot go on from what the policy said: the episode ends there, truncated."""
+    """A chat template cannot render another turn after a completion: the episode is truncated there."""
 
 
 class CallTimeout(EnvgymError):
@@ -74,10 +82,10 @@ class CallTimeout(EnvgymError):
 
 
 class InvalidOutcome(EnvgymError):
-    """An episode that says nothing about the policy: a judge that cannot be reached, a sandbox that will not start.
+    """An episode that does not measure the policy: a judge is unreachable, a sandbox does not start.
 
     An environment raises it from `reset`, `step` or `score_group`. The episode fails with this `kind`; it is never a
-    reward of zero. A `retryable` one is played again.
+    reward of zero. A `retryable` one is retried.
     """
 
     def __init__(self, kind: str, message: str, *, retryable: bool = False) -> None:
@@ -87,19 +95,19 @@ class InvalidOutcome(EnvgymError):
 
 
 class PromptTooLong(EnvgymError):
-    """A prompt that leaves no room for an answer in the model's context. It is never cut silently."""
+    """A prompt that leaves no room for a completion in the model's context. It is never truncated silently."""
 
 
 class RunError(EnvgymError):
-    """A run folder that exists already, cannot be resumed, or a run that cannot go on."""
+    """A run folder that exists already or cannot be resumed, or a run that cannot continue."""
 
 
 class CheckpointDamaged(RunError):
-    """A checkpoint of which a file is missing, cut short or garbage; the message names the file."""
+    """A checkpoint with a missing, truncated or corrupt file; the message names the file."""
 
 
 class RolloutFailed(RunError):
-    """A step's episodes failed too often to learn from. The weights are those of the last whole step."""
+    """Too many of a step's episodes failed to train on it. The weights are those of the last complete step."""
 
 
 class WorkerError(EnvgymError):
@@ -107,55 +115,54 @@ class WorkerError(EnvgymError):
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended without being asked to."""
+    """A worker process ended unexpectedly."""
 
 
 def cannot_write(error: OSError) -> str | None:
-    """The message of an `OSError` in one line where the disk is full or takes no writes; None for any other."""
+    """The message of an `OSError` in one line if the disk is full or read-only; None for any other."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         return None
-    where = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
-    return f"{where}: {error.strerror}"
+    return f"{error.filename or 'a file'} cannot be written: {error.strerror}"
 
 
 @contextlib.contextmanager
 def reported_as(
-    kind: type[EnvgymError], what: str, advice: str = "", *, of: type[Exception] = OSError
+    kind: type[EnvgymError], problem: str, advice: str = "", *, cause: type[Exception] = OSError
 ) -> Iterator[None]:
-    """Report an error from within, one `of` this type, as an error of this `kind`: in one line `what` went wrong, the
-    reason (of an `OSError` the system's), and advice."""
+    """Turn an error of type `cause` into one of type `kind`, in one line: the problem, the reason (for an `OSError` the
+    system's), and advice."""
     try:
         yield
-    except of as error:
+    except cause as error:
         reason = getattr(error, "strerror", None) or error
-        raise kind(f"{what}: {reason}{advice and f'; {advice}'}") from None
+        raise kind(f"{problem}: {reason}{advice and f'; {advice}'}") from None
 
 
 def printable(text: str) -> str:
-    """The text with what would command a terminal written out: it may be a model's, or a stranger's."""
+    """The text with control characters written as escapes: it may be a model's or a stranger's."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)
 
 
 def printable_line(text: str) -> str:
-    """The same as one line of at most `LONGEST_LINE` characters, and a sign where it was cut."""
+    """The same as one line of at most `MAX_LINE` characters; an ellipsis marks a truncated one."""
     line = printable(text).replace("\n", "\\n").replace("\t", "\\t")
-    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 1]}…"
+    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 1]}…"
 
 
-def extended(error: Error, text: str) -> Error:
-    """`error` itself, with whatever it holds; its message now goes on with `text`."""
+def extend_message(error: Error, text: str) -> Error:
+    """Append `text` to the message of `error`, and return `error` itself."""
     error.args = (f"{error}; {text}", *error.args[1:])
     return error
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the nearest known name, or an empty string."""
-    close = get_close_matches(name, list(known), n=1, cutoff=0.5)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"` with the closest of `names`, or an empty string."""
+    close = get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def missing_package(package: str, extra: str, purpose: str) -> MissingDependency:
-    """Build the error for an optional package: says what needs it and the command that installs it."""
+    """The error for a missing optional package: its purpose and the command that installs it."""
     return MissingDependency(
         f"{purpose} needs the package {package!r}, which is not installed: {install_command(extra, package)}"
     )
@@ -163,8 +170,8 @@ def missing_package(package: str, extra: str, purpose: str) -> MissingDependency
 
 @contextlib.contextmanager
 def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
-    """Import optional packages within: where one is not there, it is told as `missing_package` tells it, by its own
-    name or else by `package`."""
+    """Import optional packages within: a missing one raises `missing_package`, under its own name or else
+    `package`."""
     try:
         yield
     except ImportError as error:
@@ -172,12 +179,12 @@ def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
 
 
 def install_command(extra: str, package: str) -> str:
-    """The command that installs what an extra of envgym's names, or `package` where it has no such extra, into the
-    environment that runs. It names the packages: envgym itself is on no index."""
+    """The command that installs the packages of an extra of envgym's, or `package` if there is no such extra, into the
+    running environment. It names the packages, since envgym itself is on no index."""
     try:
         declared = importlib.metadata.requires("envgym") or []
     except importlib.metadata.PackageNotFoundError:
         return f"pip install -e '.[{extra}]' in envgym's folder"
-    of_extra = re.compile(rf"extra == [\"']{extra}[\"']")
-    packages = [requirement.partition(";")[0].strip() for requirement in declared if of_extra.search(requirement)]
+    marker = re.compile(rf"extra == [\"']{extra}[\"']")
+    packages = [requirement.partition(";")[0].strip() for requirement in declared if marker.search(requirement)]
     return shlex.join([sys.executable, "-m", "pip", "install", *(packages or [package])])

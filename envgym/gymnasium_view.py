@@ -102,4 +102,4 @@ def _render(observation: Observation) -> str:
 
 
 def _messages(observation: Observation) -> tuple[Message, ...]:
-    return observation.messages if observation.text is None else (Message.of("user", observation.text),)
+    return observation.messages if observation.text is None else (Message("user", observation.text),)

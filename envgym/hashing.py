@@ -1,4 +1,4 @@
-"""Short hashes of code, tasks and models, by which results are told apart or compared, and seeds made by hashing."""
+"""Short hashes of code, tasks and models, which tell results apart, and seeds made by hashing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DIGITS = 16
 """Hexadecimal digits of a fingerprint: 64 bits."""
 PIECE = 2**16
 PIECES = 64
-"""Pieces of a weights file that are read, evenly spaced: training changes every weight, so what is read changes too,
-and a model of hundreds of gigabytes costs no more than a small one."""
+"""Number of evenly spaced pieces of a weights file that are hashed. Training changes every weight, so the pieces change
+too, and a model of hundreds of gigabytes costs no more than a small one."""
 SMALL = 2**24
-"""Bytes of a file that is read whole."""
+"""Maximum bytes of a file that is hashed in full."""
 
 
 def text_hash(text: str) -> str:
@@ -39,14 +39,14 @@ def hash_fraction(text: str) -> float:
 
 
 def source_hash(classes: Iterable[type]) -> str:
-    """A fingerprint of the source files that define `classes`: of the whole package, with its YAML files, where one is
-    defined in its `__init__`. Empty where there is no source to be read."""
+    """A fingerprint of the source files that define `classes`; for a class in a package's `__init__`, of the whole
+    package with its YAML files. Empty without readable source."""
     names = {cls.__module__ for cls in classes}
     files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
     return _files_hash(frozenset(file for file in files if file))
 
 
-@functools.cache  # what this process imported stays as it was read
+@functools.cache  # this process has imported the files as they were
 def _files_hash(files: frozenset[str]) -> str:
     sources: set[Path] = set()
     for file in map(Path, files):
@@ -55,7 +55,7 @@ def _files_hash(files: frozenset[str]) -> str:
     for path in sorted(sources):
         try:
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-        except OSError:  # defined in a notebook or typed in
+        except OSError:  # defined in a notebook or interactively
             continue
     return digest.hexdigest()[:DIGITS] if sources else ""
 
@@ -65,14 +65,14 @@ def _sources_in(package: Path) -> set[Path]:
 
 
 def task_hash(task: Task) -> str:
-    """A fingerprint of what a task asks and of what answers it."""
+    """A fingerprint of a task's prompt, reference answer, fields and seed."""
     prompt = task.prompt if isinstance(task.prompt, str) else [message.as_dict() for message in task.prompt]
     return text_hash(json.dumps([prompt, task.answer, dict(task.fields), task.seed], sort_keys=True, default=str))
 
 
 def model_hash(model: str) -> str | None:
-    """The hash of a model folder's configuration, tokenizer and weights; of a hub id, of what was fetched of it. None
-    where there is no folder: an API's model."""
+    """The hash of a model's configuration, tokenizer and weights, in its folder or, for a hub id, in the local cache.
+    None without a folder: an API's model."""
     folder = Path(model) if Path(model).is_dir() else fetched_model(model)
     if folder is None:
         return None

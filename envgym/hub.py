@@ -1,4 +1,4 @@
-"""The Hugging Face hub, where there may be no network: whether it answers, and what was fetched from it before."""
+"""The Hugging Face hub without waiting for a network: whether it answers, and the local cache of it."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from pathlib import Path
 from .errors import ConfigError
 
 SECONDS = 10.0
-"""Time in which the hub must answer. Its own library tries six times for each file, which takes minutes."""
+"""Deadline for the hub's answer. Its own library retries five times per file, which takes minutes."""
 
 
 def find_on_hub(name: str) -> str:
-    """The model `name` as libraries are to load it: the name where the hub answers, else the folder of what was fetched
-    of it before, so that nothing waits for the network. Raises `ConfigError` where there is neither."""
+    """The name under which libraries load a model of the hub: `name` if the hub answers, else the model's folder in the
+    local cache, so that nothing waits for the network. Raises `ConfigError` if there is neither."""
     problem = ask_hub(name, "config.json")
     if not problem:
         return name
     if (folder := fetched_model(name)) is None:
         raise ConfigError(
             f"there is no model folder {name} here, and the Hugging Face hub cannot be reached ({problem}): give the "
-            "path of a folder, or see to the network (HTTPS_PROXY, HF_ENDPOINT)"
+            "path of a folder, or check the network (HTTPS_PROXY, HF_ENDPOINT)"
         )
     return str(folder)
 
 
 def fetched_model(name: str) -> Path | None:
-    """The folder of what was fetched of a model of the hub; None where nothing was."""
+    """The folder of a hub model in the local cache, if it is there."""
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, local_files_only=True))
-    except Exception:  # not installed, no hub id, or nothing of it here
+    except Exception:  # not installed, no hub id, or not in the cache
         return None
 
 
 def ask_hub(name: str, file: str, kind: str = "model") -> str:
-    """Ask the hub about a file of `name`, and return what kept it from answering; nothing where it answered in time,
-    whatever it said."""
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each retry; our line says all
+    """Ask the hub about a file of `name`, and return the problem that prevented an answer; empty after any answer in
+    time, also a negative one."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each retry
     problems: queue.SimpleQueue[str] = queue.SimpleQueue()
-    # A thread, as nothing bounds the time in which the system looks a name up.
+    # In a thread, because the system's name lookup has no deadline.
     threading.Thread(target=lambda: problems.put(_ask(name, file, kind)), daemon=True).start()
     try:
         return problems.get(timeout=SECONDS)
@@ -56,8 +56,8 @@ def _ask(name: str, file: str, kind: str) -> str:
 
         get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=SECONDS)
     except ImportError:
-        return ""  # who loads the model says what is missing
-    except Exception as error:  # of the HTTP library below, or of the hub, which then has answered
+        return ""  # loading the model reports the missing package
+    except Exception as error:  # of the HTTP library, or of the hub, which then has answered
         response = getattr(error, "response", None)
         if response is None or response.status_code >= 500:
             return " ".join(str(error).split())[:200] or type(error).__name__

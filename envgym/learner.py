@@ -214,20 +214,20 @@ class LearnerConfig(Settings):
     """Gradients are scaled down to this global norm."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps that one rollout is split into (by units, in order)."""
-    epochs: int = Field(1, ge=1)
+    update_epochs: int = Field(1, ge=1)
     """Times one rollout is trained on."""
     freeze: list[str] = Field([])
     """Regular expressions: parameters whose names match one are not trained (`[embed_tokens, visual]`)."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
-    """Keep a float32 moving average of the policy's weights, `decay * average + (1 - decay) * weights` after each
+    """Maintain a float32 moving average of the policy's weights, `decay * average + (1 - decay) * weights` after each
     optimizer step, and save it in the run folder as `model_ema/`. 0: none."""
 
     neftune_alpha: float = Field(0.0, ge=0)
     """Noise on the token embeddings during training (N. Jain et al., "NEFTune", 2023): uniform, of at most this divided
     by the square root of the sequence length times the embedding width. 5 is usual for SFT."""
     moe_aux_coef: float = Field(0.0, ge=0)
-    """Weight of the loss that keeps the experts of a mixture of experts equally busy (Switch Transformer, 2021); it is
-    added to the learner's own. A usual value is 0.001."""
+    """Weight of the load-balancing loss for a mixture of experts (Switch Transformer, 2021), which is added to the
+    learner's loss. A usual value is 0.001."""
 
     @field_validator("freeze")
     @classmethod
@@ -242,7 +242,7 @@ class LearnerConfig(Settings):
     @model_validator(mode="after")
     def _optimizer_settings_agree(self) -> Self:
         if self.warmup_steps and self.warmup_ratio:
-            raise ValueError("warmup_steps and warmup_ratio say the same thing: give one of them")
+            raise ValueError("warmup_steps and warmup_ratio both set the warm-up: set one of them")
         if self.muon_lr is not None and self.optimizer != "muon":
             raise ValueError("muon_lr is for optimizer=muon")
         if self.muon_lr is not None and self.lr == 0:
@@ -265,7 +265,7 @@ class Learner(ABC):
 
     @staticmethod
     def wrong_return(method: Callable[..., Any], returned: str) -> RunError:
-        """The error for a method that `returned` too much or too little; it names the method's file and line."""
+        """The error for a wrong return value (`returned` describes it), with the method's file and line."""
         code = inspect.unwrap(method).__code__
         return RunError(f"{code.co_filename}, line {code.co_firstlineno}: {code.co_name} returned {returned}")
 
@@ -312,7 +312,7 @@ class Learner(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the `state` of a checkpoint."""
+        """Restore a `state_dict`."""
 
     def model_config_extras(self) -> Mapping[str, Any]:
         """Extra entries for `config.json` of the saved policy model, such as a reward model's reward statistics."""

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from .env import CheckedEnv, Env, EnvSpec
 from .errors import ConfigError, NameNotFound, VersionNotFound, did_you_mean
-from .loading import absolute_target, check_class, load_class, load_function, names_file, offered, split_target
+from .loading import absolute_target, check_class, entry_points, is_file_target, load_class, load_function, split_target
 
 _ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<version>\d+))?")
 
@@ -99,19 +99,19 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
     if name.startswith("python:"):
         return _build(name, name.removeprefix("python:"), kwargs)
     scheme, colon, _ = name.partition(":")
-    if colon and scheme in (schemes := offered("envgym.schemes")):
+    if colon and scheme in (schemes := entry_points("envgym.schemes")):
         return _build(name, schemes[scheme], kwargs)
     if "://" in name:
         raise ConfigError(_other_scheme(name))
     if re.fullmatch(r"[\w.-]+:\d+(/.*)?", name):  # what is imported does not begin with a digit
         raise ConfigError(f"{name} looks like an address: write http://{name}, or https://{name}")
-    if names_file(name):
+    if is_file_target(name):
         name = absolute_target(name)
     elif ":" not in name or name in _registrations():
         try:
             registration = find(name)
         except (ConfigError, NameNotFound, VersionNotFound):
-            locators = [target for setting, target in offered("envgym.locators").items() if setting in kwargs]
+            locators = [target for setting, target in entry_points("envgym.locators").items() if setting in kwargs]
             if not locators or is_installed(name):
                 raise
             return _build(name, locators[0], kwargs)
@@ -142,9 +142,9 @@ def load_component(kind: Literal["learner", "agent"], name: str) -> type:
     from . import agent, learner
 
     base: type = learner.Learner if kind == "learner" else agent.Agent
-    if names_file(name) or ":" in name:
+    if is_file_target(name) or ":" in name:
         return load_class(name, (base,), kind)
-    known = offered(f"envgym.{kind}s")
+    known = entry_points(f"envgym.{kind}s")
     if name not in known:
         raise NameNotFound(
             f"there is no {kind} {name!r}.{did_you_mean(name, known) or _known(known)}{_not_installed()}"
@@ -227,8 +227,8 @@ def load_env_class(target: str | type[Any]) -> type[Any]:
     if isinstance(target, type):
         return target
     file, name = split_target(target)
-    if names_file(file):
-        for adapter in offered("envgym.files").values():
+    if is_file_target(file):
+        for adapter in entry_points("envgym.files").values():
             adapt = load_function(adapter, "adapter of files")
             if (adapted := adapt(Path(file).expanduser().resolve(), name)) is not None:
                 return check_class(adapted, target, (EnvSpec,), "environment")
@@ -246,7 +246,7 @@ _IMPORTS = re.compile(r"^\s*(?:import|from)\s+(envgym|verifiers)\b", re.MULTILIN
 def _source(where: str) -> str:
     """The text of a file or module, which is not imported for it; empty where it has none, or cannot be read."""
     try:
-        if names_file(where):
+        if is_file_target(where):
             path: str | None = where
         else:
             found = importlib.util.find_spec(where)
@@ -258,7 +258,7 @@ def _source(where: str) -> str:
 
 def _registrations() -> dict[str, Registration]:
     """All registrations: those of installed packages, and over them those of this process."""
-    installed = offered("envgym.envs").items()
+    installed = entry_points("envgym.envs").items()
     # Somebody's malformed id cannot be asked for, and should not stand in the way of the others.
     return {id: Registration(id, target) for id, target in installed if _ID.fullmatch(id)} | _registered
 
@@ -266,7 +266,7 @@ def _registrations() -> dict[str, Registration]:
 def _from_directories(*, strict: bool) -> dict[str, Registration]:
     """The registrations of names that are kept elsewhere. `strict` raises `ConfigError` where they cannot be read."""
     kept: dict[str, Registration] = {}
-    for target in offered("envgym.directories").values():
+    for target in entry_points("envgym.directories").values():
         kept |= load_function(target, "directory of environments")(strict=strict)
     return {id: registration for id, registration in kept.items() if _ID.fullmatch(id)}
 

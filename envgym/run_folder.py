@@ -1,4 +1,4 @@
-"""A run is a folder. Everything in it is written so that a kill at any moment leaves it readable."""
+"""The folder of a run, which a kill at any moment leaves readable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.disk import flush_to_disk, replacing, write_atomically
+from envgym.disk import flush_to_disk, replacement_file, write_atomically
 from envgym.episodes.record import decode, encode, from_record, to_record
 from envgym.errors import CheckpointDamaged, ConfigError, RunError
 from envgym.types import Group
@@ -21,28 +21,28 @@ CONTROLLER = "controller.json"
 STOP = "stop"
 """A file in the run's folder that asks the run to stop."""
 GROUP = "$group"
-"""Key of a group of episodes, which waits in the buffer, in the controller's state."""
+"""Key of a buffered group of episodes in the controller's state."""
 DAMAGED = ".damaged"
-"""Suffix of a checkpoint that could not be read, once the run has gone on from an older one."""
+"""Suffix of an unreadable checkpoint, once the run has resumed from an older one."""
 
 
 class RunFolder:
     """The files of one stage of a run.
 
     config.yaml       the resolved configuration
-    metrics.jsonl     one object a step
-    rollouts/         every episode, one compressed columnar file a step
-    learned/          what learning made of its tokens, likewise: advantages, the trainer's log-probabilities
-    events/           when its episodes waited, were sampled and stepped, and the step's phases: lines of JSON
-    checkpoints/      what the run resumes from; `best` is a link to the best of them
-    tokenizer.json    what turns its tokens into text, from the start
+    metrics.jsonl     one object per training step
+    rollouts/         every episode, one compressed columnar file per step
+    learned/          per step, advantages and trainer log-probabilities of their tokens
+    events/           per step, times of its phases and of its episodes' waits, turns and env steps: lines of JSON
+    checkpoints/      the states to resume from; `best` is a link to the best of them
+    tokenizer.json    the policy's tokenizer, written at the start
     model/            the policy at the end, as a Hugging Face folder
-    model_ema/        the moving average of its weights, where `learner.ema_decay` asks for one
-    adapter/          what it learned, where that is a LoRA adapter, in peft's form; `model` has it merged
+    model_ema/        the moving average of its weights, with `learner.ema_decay`
+    adapter/          the LoRA adapter, in peft's format; `model` has it merged
     logs/             the output of every child process
     summary.json      the result, for scripts
-    episodes.parquet  the episodes that a stage which does not train has played or judged
-    unfinished.jsonl  episodes of the step that is played now, if that takes long
+    episodes.parquet  the episodes of a stage that samples or scores without training
+    unfinished.jsonl  episodes of the current step, if it takes long
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,18 +72,18 @@ class RunFolder:
             file.write(json.dumps(record) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The records written so far; a last line cut short by a kill is left out."""
+        """The records written so far, without a last line that a kill truncated."""
         if not self.metrics_file.exists():
             return []
         lines = self.metrics_file.read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines[:-1]]
 
     def write_metrics(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Put these records in the place of those written so far."""
+        """Replace all records."""
         write_atomically(self.metrics_file, "".join(json.dumps(record) + "\n" for record in records))
 
     def rewind(self, step: int) -> None:
-        """Forget what was written after `step`, so that a resumed run continues as if nothing had happened."""
+        """Delete records and files of later steps, so that a resumed run continues as if uninterrupted."""
         self.write_metrics([record for record in self.read_metrics() if record["step"] <= step])
         for folder, suffix in ((self.rollouts, ".parquet"), (self.learned, ".parquet"), (self.events, ".jsonl")):
             for number, path in files_by_step(folder, suffix).items():
@@ -97,16 +97,15 @@ class RunFolder:
         return self.learned / f"step_{step:06d}.parquet"
 
     def append_events(self, step: int, events: Iterable[Mapping[str, Any]]) -> None:
-        """Write down when something of a step happened."""
+        """Append a step's timed events."""
         with (self.events / f"step_{step:06d}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(event) + "\n" for event in events)
 
-    def keep_tokenizer(self, tokenizer: Any) -> None:
-        """Keep the file of the tokenizer, where it is one of a file: by the time that somebody looks at the run, its
-        model may be gone."""
+    def save_tokenizer(self, tokenizer: Any) -> None:
+        """Save the tokenizer's file, if it has one: the model may be gone when the run is viewed."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None and not self.tokenizer_file.exists():
-            with replacing(self.tokenizer_file) as temporary:
+            with replacement_file(self.tokenizer_file) as temporary:
                 backend.save(str(temporary))
 
     # -- summary ------------------------------------------------------------------------------------------
@@ -123,37 +122,37 @@ class RunFolder:
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def new_checkpoint(self) -> Path:
-        """An empty folder to write a checkpoint into; `keep_checkpoint` makes it count."""
+        """An empty folder to write a checkpoint into, for `add_checkpoint`."""
         path = self.checkpoints / "unfinished"
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         return path
 
-    def keep_checkpoint(self, written: Path, step: int, state: str, best: dict[str, Any] | None, keep: int) -> Path:
-        """Add the controller's state, as `state_to_json` writes it, give the checkpoint its name in one rename, delete
-        the oldest ones. The `best` outlives the `keep` newest, and the link of that name leads to it."""
-        (written / CONTROLLER).write_text(state, encoding="utf-8")
-        flush_to_disk(written)  # before an older one is deleted: a name may outlive a power failure, content may not
-        final = self._of_step(step)
-        replaced = final.with_suffix(".replaced")  # one of the same step, which counts until the new one is there
+    def add_checkpoint(self, unnamed: Path, step: int, state: str, best: dict[str, Any] | None, keep: int) -> Path:
+        """Add the controller's state (`state_to_json`), give the checkpoint its name in one rename, and delete all but
+        the `keep` newest ones and the `best`, to which the link of that name points."""
+        (unnamed / CONTROLLER).write_text(state, encoding="utf-8")
+        flush_to_disk(unnamed)  # before an older one is deleted: only what is flushed survives a power failure
+        final = self._step_folder(step)
+        replaced = final.with_suffix(".replaced")  # of the same step; valid until the new one is in place
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(final, replaced)
-        os.replace(written, final)
-        flush_to_disk(self.checkpoints, deep=False)
+        os.replace(unnamed, final)
+        flush_to_disk(self.checkpoints, recursive=False)
         shutil.rmtree(replaced, ignore_errors=True)
         best = self.mark_best(best)
-        spared = None if best is None else self._of_step(best["step"])
-        for old in {*self.kept_checkpoints()[:-keep]} - {spared}:
-            shutil.rmtree(old, ignore_errors=True)  # someone may be reading its model: the next one tries again
+        best_folder = None if best is None else self._step_folder(best["step"])
+        for old in {*self.saved_checkpoints()[:-keep]} - {best_folder}:
+            shutil.rmtree(old, ignore_errors=True)  # another process may be reading its model: the next call retries
         return final
 
     def mark_best(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Let the link `best` lead to the checkpoint of `best["step"]`, in one rename, or to none.
+        """Point the link `best` to the checkpoint of `best["step"]`, in one rename, or remove it.
 
-        Returns `best`, or None where that checkpoint is no longer there.
+        Returns `best`, or None if that checkpoint no longer exists.
         """
-        final = None if best is None else self._of_step(best["step"])
+        final = None if best is None else self._step_folder(best["step"])
         if final is None or not final.is_dir():
             if self.best.is_symlink():
                 self.best.unlink()
@@ -165,116 +164,115 @@ class RunFolder:
         return best
 
     def last_checkpoint(self) -> Path | None:
-        kept = self.kept_checkpoints()
-        return kept[-1] if kept else None
+        checkpoints = self.saved_checkpoints()
+        return checkpoints[-1] if checkpoints else None
 
-    def _of_step(self, step: int) -> Path:
+    def _step_folder(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
-    def kept_checkpoints(self) -> list[Path]:
-        """Oldest first; of one step, the replaced one before the new one."""
-        kept = (path for path in self.checkpoints.glob("step_*") if path.suffix != DAMAGED)
-        return sorted(kept, key=lambda path: (path.stem, path.suffix == ""))
+    def saved_checkpoints(self) -> list[Path]:
+        """Readable checkpoints, oldest first; of the same step, the replaced one before the new one."""
+        paths = (path for path in self.checkpoints.glob("step_*") if path.suffix != DAMAGED)
+        return sorted(paths, key=lambda path: (path.stem, path.suffix == ""))
 
     @staticmethod
     def read_state(checkpoint: Path) -> dict[str, Any]:
-        """The controller's state of a checkpoint that `keep_checkpoint` made. Raises `CheckpointDamaged` where it
-        cannot be read, and `RunError` where it was written in a form that is read no longer."""
-        check_form(checkpoint)
+        """The controller's state in a checkpoint of `add_checkpoint`. Raises `CheckpointDamaged` if it cannot be read,
+        and `RunError` if its format is no longer supported."""
+        check_checkpoint_format(checkpoint)
         file = checkpoint / CONTROLLER
         try:
             return state_from_json(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise CheckpointDamaged(f"{file} cannot be read ({error.strerror})") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CheckpointDamaged(f"{file} cannot be read (it is cut short or garbage: {error})") from None
+            raise CheckpointDamaged(f"{file} cannot be read (it is truncated or corrupt: {error})") from None
 
 
 def state_to_json(state: Mapping[str, Any]) -> str:
-    """`Trainer.state` as text: exact, so that a resumed run goes on as if nothing had happened, and reading that of
-    somebody else runs no code. Raises `RunError` for values that are not of Python's plain kinds."""
+    """`Trainer.state` as text: exact, so that a resumed run continues as if uninterrupted, and safe to read from a
+    stranger. Raises `RunError` for values other than Python's plain types."""
     try:
         return json.dumps(encode(state), default=_group_to_json)
     except (TypeError, ValueError, RecursionError) as error:
         raise RunError(
-            f"a checkpoint cannot be kept: {error}. What a learner's state() returns must be made of numbers, text, "
-            "lists, tuples and mappings"
+            f"a checkpoint cannot be saved: {error}. A learner's state_dict() may hold numbers, text, lists, tuples "
+            "and mappings"
         ) from None
 
 
 def state_from_json(text: str) -> dict[str, Any]:
-    """The state that `state_to_json` wrote. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+    """The state in the text of `state_to_json`. Raises `ValueError`, `TypeError` or `KeyError` for any other text."""
     state = decode(json.loads(text), {GROUP: _group_from_json})
     if not isinstance(state, dict) or not isinstance(state["progress"]["step"], int):
-        raise ValueError("it holds no state of a controller")
+        raise ValueError("it holds no controller state")
     return state
 
 
 def _group_to_json(value: Any) -> Any:
     if not isinstance(value, Group):
         raise TypeError(f"it holds a {type(value).__name__}")
-    # As text first: what a task holds that JSON does not know (a date) is text also in the files of episodes.
+    # Values of a task that JSON lacks (dates) become text, as in the files of episodes.
     record = {"id": value.id, "episodes": [to_record(episode) for episode in value.episodes]}
     return {GROUP: json.loads(json.dumps(record, default=str))}
 
 
 def _group_from_json(record: Mapping[str, Any]) -> Group:
-    """A group as the buffer holds it: its members are all of one task, and there is at least one."""
-    episodes = [from_record(written) for written in record["episodes"]]
+    """A buffered group: at least one episode, all of the same task."""
+    episodes = [from_record(episode) for episode in record["episodes"]]
     return Group(record["id"], episodes[0].task, episodes)
 
 
 def files_by_step(folder: Path, suffix: str) -> dict[int, Path]:
-    """The files of a folder that are called `step_N` and end with `suffix`, by N. Others are no step's."""
-    found = ((re.fullmatch(r"step_([0-9]{1,12})", path.stem), path) for path in folder.glob(f"step_*{suffix}"))
-    return {int(name[1]): path for name, path in found if name}
+    """The files `step_N` with this suffix in a folder, by N."""
+    matches = ((re.fullmatch(r"step_([0-9]{1,12})", path.stem), path) for path in folder.glob(f"step_*{suffix}"))
+    return {int(match[1]): path for match, path in matches if match}
 
 
 def stage_name(name: str | None, learner: str) -> str:
-    """The name of a stage: its own, or that of its learner, which may be in a file."""
+    """A stage's name, by default its learner's, which may be in a file."""
     return name or Path(learner.partition(":")[0]).stem
 
 
 def stage_folders(folder: Path, names: Sequence[str]) -> list[RunFolder]:
-    """The folders of a run's stages, which have these `names`: the run's own, or a numbered sub-folder for each of
-    several."""
+    """The folders of a run's stages: the run's own for a single stage, else numbered sub-folders."""
     if len(names) == 1:
         return [RunFolder(folder)]
     return [RunFolder(folder / f"{number}-{name}") for number, name in enumerate(names, 1)]
 
 
 def policy_of_run(folder: Path) -> Path:
-    """The model folder that a run left, or its last stage; `folder` itself where it is no run's."""
+    """The model folder of a run, from its last training stage; `folder` itself if it is no run's."""
     if not (folder / "config.yaml").is_file():
         return folder
     stages = read_yaml(folder / "config.yaml")["stages"]
     names = [stage_name(stage.get("name"), stage["learner"]["name"]) for stage in stages]
-    trained = [own for own, stage in zip(stage_folders(folder, names), stages, strict=True) if stage["do"] == "train"]
+    kinds = [stage.get("kind", stage.get("do")) for stage in stages]  # `do` in runs of earlier versions
+    trained = [path for path, kind in zip(stage_folders(folder, names), kinds, strict=True) if kind == "train"]
     if not trained:
         raise ConfigError(f"run {folder} trains no policy")
     stage = trained[-1]
     if not (stage.model / "config.json").exists():
         last = stage.last_checkpoint()
-        instead = f", or take its policy as it was: --model {last}" if last else ""
+        alternative = f", or use the policy of its last checkpoint: --model {last}" if last else ""
         raise ConfigError(
-            f"run {folder} has not ended, so it has left no policy: envgym train --resume {folder}{instead}"
+            f"run {folder} has not ended, so it has no final policy: envgym train --resume {folder}{alternative}"
         )
     return stage.model
 
 
-def check_form(checkpoint: Path) -> None:
-    """Raise `RunError` for a checkpoint in the form that earlier versions wrote."""
+def check_checkpoint_format(checkpoint: Path) -> None:
+    """Raise `RunError` for a checkpoint in the format of earlier versions."""
     if (checkpoint / "controller.pickle").is_file() and not (checkpoint / CONTROLLER).is_file():
         raise RunError(
-            f"checkpoint {checkpoint} was written by an earlier version of envgym, as a pickle, which may be code to "
-            "run: only that version goes on with it"
+            f"checkpoint {checkpoint} was written by an earlier version of envgym as a pickle, which can run code: "
+            "only that version can resume from it"
         )
 
 
 def run_of_checkpoint(checkpoint: Path) -> tuple[Path, int] | None:
-    """The folder of the run that a checkpoint's path lies in, and which of its stages (from 0) left it; None where it
-    lies in no run."""
-    checkpoints = Path(os.path.abspath(checkpoint)).parent  # where it is a link to another disk, it is so by this name
+    """The run folder that contains a checkpoint, and the index of its stage; None for a path outside a run."""
+    checkpoints = Path(os.path.abspath(checkpoint)).parent  # not resolved: it may be a link to another disk
     stage = checkpoints.parent
     if checkpoints.name != "checkpoints":
         return None

@@ -1,4 +1,4 @@
-"""The base of every group of settings, and pydantic's complaints in one line."""
+"""The base class of all settings, and pydantic's errors in one line."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ RULES = {
     **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     "string_type": "must be text",
 }
-"""The rules that pydantic's kinds of problem stand for, in our words."""
+"""Kind of pydantic error -> the rule that was broken, in plain words."""
 
 
 class Settings(BaseModel):
-    """Base of every group of settings. Unknown keys are refused, and so are numbers that are no settings: infinity and
-    NaN, `true` and `false` (which Python takes for 1 and 0), and what does not fit into 64 bits."""
+    """Base of every group of settings. Rejects unknown keys and, for numbers, infinity and NaN, `true` and `false`
+    (1 and 0 to Python), and integers beyond 64 bits."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_a_number_where_one_belongs(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         kinds = set(_types_in(cls.model_fields[str(info.field_name)].annotation))
         if kinds & {bool, Any, object} or not kinds & {int, float}:
             return value
-        for one in leaves(value):
-            if isinstance(one, bool):
+        for leaf in leaves(value):
+            if isinstance(leaf, bool):
                 raise ValueError("must be a number")
-            if isinstance(one, int) and not -(2**63) <= one < 2**63:
+            if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
                 raise ValueError("must fit into 64 bits")
         return value
 
 
 def _types_in(annotation: Any) -> Iterator[Any]:
-    """The types and values that an annotation is made of; those of a literal by their types."""
+    """The types in an annotation, at every depth; a literal counts as the type of its values."""
     inner = get_args(annotation)
     if not inner:
         yield annotation if isinstance(annotation, type) or annotation is Any else type(annotation)
@@ -67,54 +67,55 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def validated(model: type[Model], values: Mapping[str, Any], where: str = "") -> Model:
-    """Build a settings model. Raises `ConfigError`, in one line that begins with `where`."""
+def validate_settings(model: type[Model], values: Mapping[str, Any], context: str = "") -> Model:
+    """Build a settings model. Raises `ConfigError`, in one line that begins with `context`."""
     try:
         return model(**values)
     except ValidationError as error:
-        raise settings_error(error, model, where) from None
+        raise settings_error(error, model, context) from None
 
 
-def settings_error(error: ValidationError, model: type[BaseModel], where: str = "") -> ConfigError:
-    """One line for the first problem pydantic found, after `where`; an unknown key names its nearest neighbour."""
-    prefix = f"{where}: " if where else ""
+def settings_error(error: ValidationError, model: type[BaseModel], context: str = "") -> ConfigError:
+    """One line with the first problem that pydantic reports, after `context`; for an unknown key the closest known
+    one."""
+    prefix = f"{context}: " if context else ""
     problems = error.errors()
-    # A key that is unknown is often the misspelt one of another that is missing.
+    # Unknown keys first: one is often the misspelling of another that is missing.
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = known_keys(model, first["loc"][:-1])
-        return UnknownKey(f"{prefix}unknown key {key!r}", key, did_you_mean(key.rpartition(".")[2], known), known)
+        names = known_keys(model, first["loc"][:-1])
+        return UnknownKey(f"{prefix}unknown key {key!r}", key, did_you_mean(key.rpartition(".")[2], names), names)
     if first["type"] == "missing":
         return ConfigError(f"{prefix}key {key!r} is required")
     if first["type"] in ("model_type", "dict_type"):
-        return ConfigError(f"{prefix}key {key!r} holds keys of its own ({key}.…), not {first['input']!r:.60}")
+        return ConfigError(f"{prefix}key {key!r} holds nested keys ({key}.…), not {first['input']!r:.60}")
     if first["type"] in ("tuple_type", "list_type"):
         return ConfigError(f"{prefix}key {key!r} holds a list ([…, …]), not {first['input']!r:.60}")
     rule = RULES.get(first["type"])
     problem = rule.format(**first.get("ctx", {})) if rule else first["msg"].removeprefix("Value error, ")
-    got = "" if first["type"] == "secret" else f", got {first['input']!r:.60}"  # it may be a key itself
+    got = "" if first["type"] == "secret" else f", got {first['input']!r:.60}"  # the value may be a secret key
     return ConfigError(f"{prefix}key {key!r}: {problem[:1].lower()}{problem[1:]}{got}")
 
 
 def known_keys(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
-    """The field names of the nested model at `path` within `model`; parts of it may be keys of a mapping."""
-    here: Any = model
+    """The field names of the nested model at `path` within `model`; parts of the path may be keys of a mapping."""
+    kind: Any = model
     for part in path:
-        if isinstance(here, type) and issubclass(here, BaseModel):
-            info = here.model_fields.get(str(part))
-            here = info.annotation if info else None
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            info = kind.model_fields.get(str(part))
+            kind = info.annotation if info else None
         else:
-            here = (get_args(here) or (None,))[-1]  # what a mapping or a list holds
-        if isinstance(here, UnionType):  # `Model | None` counts as Model
-            here = next(choice for choice in get_args(here) if choice is not type(None))
-    return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
+            kind = (get_args(kind) or (None,))[-1]  # the values of a mapping or a list
+        if isinstance(kind, UnionType):  # `Model | None` counts as Model
+            kind = next(choice for choice in get_args(kind) if choice is not type(None))
+    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
 
 
-def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`, key by key."""
+def deep_merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `base` with the values of `overrides`; mappings are merged key by key."""
     result = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = deep_merge(result[key], value) if both else value
+    for key, value in overrides.items():
+        are_mappings = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = deep_merge(result[key], value) if are_mappings else value
     return result

@@ -1,4 +1,4 @@
-"""YAML files that may be somebody else's: of bounded size, and no key given twice."""
+"""YAML files that may be a stranger's: of bounded size, and without duplicate keys."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import yaml
 
 from .errors import ConfigError
 
-MOST_BYTES = 4 * 2**20
-"""Bytes of a YAML file: the evaluation of a thousand environments has as many."""
-MOST_NODES = 100_000
-"""Values in one, those behind an alias counted wherever it stands: a thousand environments with a hundred settings. A
-few hundred bytes of aliases to aliases can stand for more than any memory holds."""
+MAX_BYTES = 4 * 2**20
+"""Maximum bytes of a YAML file: the evaluation of a thousand environments has as many."""
+MAX_NODES = 100_000
+"""Maximum values in a file, with aliases counted as what they expand to: a thousand environments with a hundred
+settings. A few hundred bytes of aliases to aliases can expand to more than any memory holds."""
 
 
 class DuplicateKey(yaml.MarkedYAMLError):
-    """A key that one mapping has twice: YAML forbids it, and PyYAML keeps the last one without a word."""
+    """A duplicate key in a mapping: YAML forbids it, and PyYAML silently keeps the last one."""
 
 
 class TooLarge(yaml.MarkedYAMLError):
-    """More values than `MOST_NODES`, deeper ones than Python follows, or an alias within what it stands for."""
+    """More values than `MAX_NODES`, nested more deeply than Python recurses, or an alias within its own value."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -31,41 +31,41 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        before, is_alias = self._count, self.check_event(yaml.AliasEvent)
+        previous_count, is_alias = self._count, self.check_event(yaml.AliasEvent)
         node: Any = super().compose_node(parent, index)
-        self._count += self._sizes.get(id(node), MOST_NODES) if is_alias else 1
-        self._sizes[id(node)] = self._count - before
-        if self._count > MOST_NODES:
-            problem = f"it holds more than {MOST_NODES:,} values, counting what its aliases (*name) stand for"
+        self._count += self._sizes.get(id(node), MAX_NODES) if is_alias else 1
+        self._sizes[id(node)] = self._count - previous_count
+        if self._count > MAX_NODES:
+            problem = f"it holds more than {MAX_NODES:,} values, counting what its aliases (*name) stand for"
             raise TooLarge(problem=problem, problem_mark=self.get_mark())
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
-        seen = set()
+        keys = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
+                if (key.tag, key.value) in keys:
                     raise DuplicateKey(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
-                seen.add((key.tag, key.value))
+                keys.add((key.tag, key.value))
         return node
 
 
 def load_yaml(text: str) -> Any:
-    """The value of YAML text. Raises `yaml.YAMLError`, also for a key that is given twice and for too many values."""
+    """The value of YAML text. Raises `yaml.YAMLError`, also for duplicate keys and too many values."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
-        raise TooLarge(problem="its values lie too deep in each other") from None
+        raise TooLarge(problem="its values are nested too deeply") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping. Raises `ConfigError` with file and line otherwise."""
+    """The mapping in a YAML file. Raises `ConfigError`, with file and line, for anything else."""
     try:
-        with path.open("rb") as file:  # which may be a pipe
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ConfigError(f"config file {path} is larger than {MOST_BYTES >> 20} MiB")
+        with path.open("rb") as file:  # it may be a pipe
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"config file {path} is larger than {MAX_BYTES >> 20} MiB")
         loaded = load_yaml(content.decode())
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
@@ -73,8 +73,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not valid YAML ({getattr(error, 'problem', error)})") from None
+        location = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{location}: not valid YAML ({getattr(error, 'problem', error)})") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

@@ -1,6 +1,6 @@
 """A custom learner in one file: `envgym train --env math_verify --learner examples/reinforce.py:Reinforce`."""
 
-from envgym.learner import Learner
+from envgym import Learner
 
 
 class Reinforce(Learner):

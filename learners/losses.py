@@ -48,7 +48,7 @@ def actor_loss(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) 
     if config.kl.coef > 0:
         kl = kl_estimate(logprobs, masked(batch.arrays["reference"]), config.kl.estimator)
         means["policy/kl"] = kl
-        if config.kl.place == "loss":
+        if config.kl.applied_to == "loss":
             adaptive = "kl_coef" in batch.arrays
             losses = losses + (masked(batch.arrays["kl_coef"]) if adaptive else config.kl.coef) * kl
     total = (batch.loss_weights * losses).sum()

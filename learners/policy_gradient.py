@@ -88,7 +88,7 @@ class PolicyGradient(Learner):
     @property
     def kl_in_reward(self) -> bool:
         """True if the KL penalty is part of the reward."""
-        return self.config.kl.place != "loss" and self.config.kl.coef != 0
+        return self.config.kl.applied_to != "loss" and self.config.kl.coef != 0
 
     def kl_rewards(self, tokens: ActionTokens) -> TokenArray:
         """[n] The negative KL penalty of each action token; 0 if the KL is not part of the reward."""
@@ -114,7 +114,7 @@ class PolicyGradient(Learner):
 
         total = sum(float(sample.loss_weights.sum()) for sample in samples)
         for sample in samples:
-            if self.config.kl.target is not None and self.config.kl.place == "loss":
+            if self.config.kl.target is not None and self.config.kl.applied_to == "loss":
                 sample.arrays["kl_coef"] = np.full(len(sample), self.kl_coef, np.float32)
             if self.config.aggregation == "sequence" and total > 0:  # an episode counts once
                 sample.loss_weights = sample.loss_weights / np.float32(total)

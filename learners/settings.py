@@ -15,7 +15,7 @@ Bound = Annotated[float, Field(allow_inf_nan=True)]
 Credit = Literal["episode", "turn"]
 Scope = Literal["batch", "batch_mean", "group", "none"]
 KLEstimator = Literal["k1", "k2", "k3"]
-KLPlace = Literal["reward", "loss"]
+KLTerm = Literal["reward", "loss"]
 PolicyLoss = Literal["ppo", "gspo", "cispo", "reinforce"]
 Aggregation = Literal["token", "sequence", "constant"]
 CorrectionKind = Literal["none", "tis", "icepop", "seq_mask_tis"]
@@ -64,7 +64,7 @@ class KLConfig(Settings):
     estimator: KLEstimator = "k3"
     """Estimate of the KL from the sampled tokens: `k1` log-ratio, `k2` half its square, `k3` never negative and of
     low variance. In the loss `k1` has no gradient on average; `k2` has the KL's own."""
-    place: KLPlace = "loss"
+    applied_to: KLTerm = "loss"
     """`reward`: subtract `coef` times the KL at the start of the update from each action token's reward; `loss`: add it
     to the loss."""
     target: float | None = Field(None, gt=0)
@@ -84,7 +84,7 @@ class RewardKL(KLConfig):
     """The KL as part of the reward, by default."""
 
     estimator: KLEstimator = "k1"
-    place: KLPlace = "reward"
+    applied_to: KLTerm = "reward"
 
 
 class SquaredKL(KLConfig):
@@ -178,14 +178,14 @@ class PolicyGradientConfig(LearnerConfig):
     def recomputes(self) -> bool:
         """True if the old log-probabilities are the trainer's."""
         if self.old_logprobs == "auto":
-            return self.epochs * self.minibatches > 1 or _needs_recompute(vars(self)) is not None
+            return self.update_epochs * self.minibatches > 1 or _needs_recompute(vars(self)) is not None
         return self.old_logprobs == "recompute"
 
     @property
     def scores_actor(self) -> bool:
         """True if old log-probabilities need a separate forward pass: with several optimizer steps per rollout. A
         single step's own pass has the old weights."""
-        return self.recomputes and self.epochs * self.minibatches > 1
+        return self.recomputes and self.update_epochs * self.minibatches > 1
 
 
 def _needs_recompute(settings: Mapping[str, Any]) -> str | None:

@@ -145,7 +145,7 @@ def documented_metrics():
     with a setting say so in italics."""
     import re
 
-    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text().split("\n## Alarms\n")[0]
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text().split("\n## Alerts\n")[0]
     names = {}
     for cell, says in re.findall(r"^\| (`.+?) \| (.*?) \|", page, re.MULTILINE):
         for name in re.findall(r"`([^`]+)`", cell):

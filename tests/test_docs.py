@@ -29,7 +29,7 @@ LONG = {"train", "eval", "compare", "rollout", "score", "model", "show", "export
 """Commands that sample or train: minutes."""
 SERVERS = {"serve", "serve-reward-model"}
 SHORTER = {
-    "train": ["steps=1", "rollout.tasks=4", "rollout.group_size=2", "eval.tasks=4"],
+    "train": ["steps=1", "rollout.tasks_per_step=4", "rollout.group_size=2", "eval.tasks=4"],
     "eval": ["eval.tasks=4"],
     "rollout": ["--tasks", "0:4"],
 }

@@ -62,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Run:
     (folder / "letters.py").write_text(LETTERS)
     printed = program(
         folder, "train", "--env", "letters.py", "--model", tiny_model, "--name", "first", "learner.lr=1e-3",
-        f"steps={STEPS}", f"rollout.tasks={TASKS}", f"rollout.group_size={MEMBERS}", "rollout.max_tokens=12",
+        f"steps={STEPS}", f"rollout.tasks_per_step={TASKS}", f"rollout.group_size={MEMBERS}", "rollout.max_tokens=12",
         "eval.tasks=8", "learner.ema_decay=0.5",
     )  # fmt: skip
     return Run(folder / "runs" / "first", printed)
@@ -182,7 +182,7 @@ def test_the_trained_policy_is_evaluated(run):
 def test_demonstrations_are_learned_without_an_engine_and_a_finished_run_goes_further(tmp_path, tiny_model):
     program(
         tmp_path, "train", "--env", "math_verify", "--model", tiny_model, "--name", "taught", "agent=replay",
-        "--learner", "sft", "learner.lr=1e-2", "steps=2", "rollout.tasks=8", "eval.tasks=8",
+        "--learner", "sft", "learner.lr=1e-2", "steps=2", "rollout.tasks_per_step=8", "eval.tasks=8",
     )  # fmt: skip
     run = Run(tmp_path / "runs" / "taught", "")
     assert {path.name for path in (run.folder / "logs").iterdir()} == {"actor-0.log"}
@@ -222,7 +222,8 @@ def test_with_a_critic_a_filter_text_and_a_tracker_a_step_is_full_and_all_of_it_
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "the answer is {n}."}}\n' for n in range(20)))
     program(
         tmp_path, "train", "--env", "half.py", "--model", tiny_model, "--name", "full", "--learner", "ppo", "steps=2",
-        "learner.lr=1e-3", "learner.minibatches=2", "learner.kl.coef=0.01", "rollout.tasks=4", "rollout.group_size=4",
+        "learner.lr=1e-3", "learner.minibatches=2", "learner.kl.coef=0.01", "rollout.tasks_per_step=4",
+        "rollout.group_size=4",
         "rollout.max_tokens=12", "rollout.filter.zero_variance=true", "pretrain.path=text.jsonl", "pretrain.rows=3",
         "eval.every=0", "engine.kind=transformers", "report_to=tensorboard",
     )  # fmt: skip
@@ -265,7 +266,8 @@ def test_a_world_that_breaks_stops_the_run_with_everything_kept(tmp_path, tiny_m
     """Steps are made of several turns; then too many episodes fail, and the mended run goes on."""
     (tmp_path / "fragile.py").write_text(FRAGILE)
     words = [
-        "train", "--env", "fragile.py", "--model", tiny_model, "--name", "fragile", "steps=2", "rollout.tasks=4",
+        "train", "--env", "fragile.py", "--model", tiny_model, "--name", "fragile", "steps=2",
+        "rollout.tasks_per_step=4",
         "rollout.group_size=2", "rollout.max_tokens=6", "eval.every=0", "engine.kind=transformers",
     ]  # fmt: skip
     (tmp_path / "broken").touch()
@@ -275,7 +277,7 @@ def test_a_world_that_breaks_stops_the_run_with_everything_kept(tmp_path, tiny_m
     [line] = done.stderr.splitlines()
     assert done.returncode == 2
     assert "8 of 8 episodes failed; the most common failure is environment: ConnectionError: the world is gone" in line
-    assert "go on with: envgym train --resume runs/fragile" in line
+    assert "resume with: envgym train --resume runs/fragile" in line
     run = Run(tmp_path / "runs" / "fragile", "")
     assert (run.summary["status"], run.summary["steps"]) == ("failed", 0)
     assert run.summary["failures"] == {"environment": 12}  # a round of 8, and 4 places filled anew

@@ -22,7 +22,7 @@ class TwoTurns(envgym.Env):
     async def reset(self, *, seed=None, options=None):
         self.turn = 0
         self.number = self.rng.randrange(1000)
-        return [envgym.Message.of("system", "be brief"), envgym.Message.of("user", f"say {self.number} ✓")], {}
+        return [envgym.Message("system", "be brief"), envgym.Message("user", f"say {self.number} ✓")], {}
 
     async def step(self, action):
         self.turn += 1

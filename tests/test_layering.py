@@ -347,32 +347,6 @@ print(*sorted({HEAVY!r} & set(sys.modules)))
     assert result.stdout == "\n"
 
 
-# -- words -----------------------------------------------------------------------------------------------
-
-
-QUESTIONS = ("How", "What", "When", "Where", "Whether", "Which", "Who", "Why")
-RIDDLES = {"hear", "heard", "paid", "said", "told"}
-
-
-def unclear(source):
-    """Docstrings that begin with a question word, and identifiers that CONTRIBUTING's section on words rules out."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            text = node.value.value.strip()
-            if text.startswith(QUESTIONS) and re.split(r"\W", text)[0] in QUESTIONS:
-                yield f"{node.lineno}: {text[:40]}"
-        names = (getattr(node, kind, None) for kind in ("id", "name", "arg", "attr"))
-        yield from (f"{node.lineno}: {name}" for name in names if name and RIDDLES & set(str(name).split("_")))
-
-
-def test_docstrings_begin_with_a_noun_or_an_imperative_and_names_are_no_riddles():
-    assert list(unclear('def told(x):\n    """What is told."""\n    said_of = x.paid')) == [
-        "1: told", "2: What is told.", "3: said_of", "3: paid"
-    ]  # fmt: skip
-    found = {str(path): list(unclear(path.read_text())) for folder in ("envgym", *LINKED) for path in sources(folder)}
-    assert {path: places for path, places in found.items() if places} == {}
-
-
 # -- encodings --------------------------------------------------------------------------------------------
 
 

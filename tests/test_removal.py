@@ -50,11 +50,11 @@ def run(folder, commands):
     import envgym
     from envgym import registry
     from envgym.cli import main
-    from envgym.loading import offered
+    from envgym.loading import entry_points
 
     assert envgym.__file__.startswith(folder), envgym.__file__
     for kind in ("learner", "agent"):
-        for name in offered(f"envgym.{kind}s"):
+        for name in entry_points(f"envgym.{kind}s"):
             print(kind, name, registry.load_component(kind, name).__name__)
     for words in commands:
         print("status", main(words.split()))

@@ -31,7 +31,7 @@ def checkpoint(folder, step, keep=2, state=None):
     (written / "actor").mkdir()
     (written / "actor" / "weights").write_text(f"of step {step}")
     state = state or {"progress": {"step": step}}
-    return folder.keep_checkpoint(written, step, state_to_json(state), state["progress"].get("best"), keep)
+    return folder.add_checkpoint(written, step, state_to_json(state), state["progress"].get("best"), keep)
 
 
 def test_metrics_are_one_json_object_a_line(folder):
@@ -80,7 +80,7 @@ def test_a_checkpoint_counts_only_once_it_is_whole(folder):
     written = folder.new_checkpoint()
     (written / "weights").touch()
     assert folder.last_checkpoint() is None
-    final = folder.keep_checkpoint(written, 7, state_to_json({"progress": {"step": 7}}), None, keep=2)
+    final = folder.add_checkpoint(written, 7, state_to_json({"progress": {"step": 7}}), None, keep=2)
     assert folder.last_checkpoint() == final
     assert folder.read_state(final) == {"progress": {"step": 7}}
     assert (final / "weights").exists()
@@ -137,7 +137,7 @@ def test_a_kill_during_a_checkpoint_of_the_same_step_loses_nothing(folder, monke
         for name in ("unlink", "rmdir", "replace", "rename"):
             patch.setattr(os, name, counted(getattr(os, name)))
         with contextlib.suppress(Killed):
-            folder.keep_checkpoint(written, 3, state_to_json({"progress": {"step": 3}}), None, keep=1)
+            folder.add_checkpoint(written, 3, state_to_json({"progress": {"step": 3}}), None, keep=1)
     last = folder.last_checkpoint()
     assert last is not None
     assert folder.read_state(last) == {"progress": {"step": 3}}

@@ -14,135 +14,22 @@ SOURCES = sorted(path for folder in ("envgym", "envs", "agents", "learners") for
 SOURCES = [path for path in SOURCES if path.resolve() == path]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
 
-EMPTY_NAMES = set(
-    [
-        "about",
-        "above",
-        "again",
-        "all",
-        "alone",
-        "another",
-        "anything",
-        "apart",
-        "aside",
-        "asked",
-        "at",
-        "away",
-        "before",
-        "began",
-        "begun",
-        "both",
-        "by",
-        "chosen",
-        "done",
-        "each",
-        "either",
-        "else",
-        "ended",
-        "enough",
-        "even",
-        "ever",
-        "every",
-        "everything",
-        "few",
-        "found",
-        "for",
-        "from",
-        "given",
-        "gone",
-        "had",
-        "here",
-        "how",
-        "in",
-        "inside",
-        "instead",
-        "it",
-        "its",
-        "judged",
-        "kept",
-        "known",
-        "less",
-        "like",
-        "likeliest",
-        "made",
-        "many",
-        "meant",
-        "more",
-        "most",
-        "much",
-        "named",
-        "needed",
-        "no",
-        "nothing",
-        "now",
-        "of",
-        "on",
-        "once",
-        "one",
-        "only",
-        "other",
-        "others",
-        "out",
-        "over",
-        "own",
-        "picked",
-        "played",
-        "possible",
-        "prepared",
-        "real",
-        "refused",
-        "rest",
-        "said",
-        "several",
-        "shown",
-        "silent",
-        "so",
-        "some",
-        "something",
-        "still",
-        "such",
-        "taken",
-        "taught",
-        "that",
-        "them",
-        "then",
-        "there",
-        "these",
-        "things",
-        "this",
-        "those",
-        "through",
-        "to",
-        "together",
-        "too",
-        "twice",
-        "under",
-        "until",
-        "up",
-        "wanted",
-        "was",
-        "what",
-        "where",
-        "which",
-        "while",
-        "who",
-        "whole",
-        "whom",
-        "whose",
-        "with",
-        "within",
-        "without",
-        "written",
-        "yet",
-        "answered",
-        "added",
-        "accepted",
-        "spare",
-        "hear",
-        "heard",
-        "paid",
-        "told",
-    ]
+EMPTY_NAMES = frozenset(
+    """
+about above accepted added after again against alike all alone also always among another answered any anyone
+anything apart around as aside asked at away back before began begin begun behind below beside better between beyond
+both by chosen complete deep different done down due during each early either else empty ended enough equal even
+ever every everything far few fewer fitting following for foreign found free fresh from full further gathered given
+gone good grown had half has hear heard held here hidden how if in inside instead is it its itself judged just kept
+known larger largest late later least less like likeliest likely listed little long longer lost lower made many may
+meant meanwhile more most moved much must named near nearest needed never newest no nobody none not nothing now of
+off older oldest on once one ones only opened other others otherwise ours out outside over own paid past picked
+played posed possible prepared present quick reached ready real refused rest round running said same seen several
+shown silent single slow small smallest so some something spare spared spent still such sure taken taught that their
+theirs them then there these they things this those through tied till to together told too twice under unlike unseen
+until up used usual wanted was went what when where whether which while who whole whom whose with within without
+written wrong yes yet
+""".split()  # noqa: SIM905
 )
 """Words that may not be a name by themselves: they point at a thing, and do not say what it is."""
 EMPTY_BEGINNINGS = ("found_", "own_", "kept_", "given_", "what_", "where_", "one_", "said_", "made_", "still_")
@@ -160,7 +47,8 @@ PHRASES = {
     r"\bas (it|they) stands?\b": "unmodified",
     r"\bof ours\b": "of envgym's, or another noun",
     r"\bmend(s|ed|ing)?\b": "fix, recover",
-    r"\b(tasks|episodes|steps|tokens|seconds|rows) an? (step|task|second|token|episode|run|rank|turn|group|rollout)\b": "per",
+    r"\b(tasks|episodes|steps|tokens|seconds|rows)"
+    r" an? (step|task|second|token|episode|run|rank|turn|group|rollout)\b": "per",
     r"\b(likeliest|commonest)\b": "most likely, most common",
     r"\bshare (rows|layers)\b": "sequence parallelism, tensor parallelism",
 }
@@ -181,7 +69,7 @@ def bindings(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def empty_names(source: str) -> list[str]:
-    names = ((name.strip("_"), line) for name, line in bindings(ast.parse(source)))
+    names = ((name.strip("_"), line) for name, line in bindings(ast.parse(source)) if not name.startswith("__"))
     return [f"{line}: {name}" for name, line in names if name in EMPTY_NAMES or name.startswith(EMPTY_BEGINNINGS)]
 
 

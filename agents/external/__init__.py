@@ -82,11 +82,11 @@ class External(Agent):
         stop_reason = conversation.turns[-1].stop_reason if token_ids else StopReason.STOP
         last, reward, terminated, truncated, info = await env.step(Action(text, token_ids, (), stop_reason))
         messages = [*conversation.messages, *last.messages]
-        return conversation.episode(task, Outcome.of(terminated, truncated), reward, info, messages)
+        return conversation.episode(task, Outcome.from_step(terminated, truncated), reward, info, messages)
 
     async def _answer(self, observation: Observation, task: Task, access: PolicyAddress) -> str:
         """The program's output. Raises `InvalidOutcome` if the program cannot be run, fails or does not end."""
-        messages = observation.messages or (Message.of("user", observation.text or ""),)
+        messages = observation.messages or (Message("user", observation.text or ""),)
         observed = {
             "messages": [message.as_dict() for message in messages],
             "tools": [tool.as_dict() for tool in observation.tools],

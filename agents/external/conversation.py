@@ -89,7 +89,7 @@ class Conversation:
         branch = next((branch for branch in self._branches if branch.continues(messages, tools)), None)
         if branch is None:
             branch = Branch(self._renderer, Transcript(self._sampler), tools)
-            branch.transcript.begin(branch.dialogue.start(Observation(mark_after_prompt(messages), tools=tools)))
+            branch.transcript.start_row(branch.dialogue.start(Observation(mark_after_prompt(messages), tools=tools)))
             self._branches.append(branch)
         else:
             extend(
@@ -108,7 +108,7 @@ class Conversation:
         # The API has no form for a malformed call: the program gets its text.
         calls = () if any(call.error for call in message.tool_calls) else message.tool_calls
         content = branch.dialogue.content if calls else message.text
-        reply = replace(Message.of("assistant", content), tool_calls=calls)
+        reply = replace(Message("assistant", content), tool_calls=calls)
         branch.messages = [*messages, reply]
         self.turns.append(branch.transcript.rows[-1].turns[-1])
         self.messages = list(branch.dialogue.messages)

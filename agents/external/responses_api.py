@@ -55,9 +55,9 @@ def messages_of(input: Any, instructions: Any = None) -> tuple[Message, ...]:
     """
     if not (instructions is None or isinstance(instructions, str)):
         raise MalformedItem(f"instructions are text, not {_kind(instructions)}")
-    messages = [Message.of("system", instructions)] if instructions else []
+    messages = [Message("system", instructions)] if instructions else []
     if isinstance(input, str):
-        return (*messages, Message.of("user", input))
+        return (*messages, Message("user", input))
     if not isinstance(input, Sequence):
         raise MalformedItem(f"input is text or a list of items, not {_kind(input)}")
     names: dict[str, str] = {}
@@ -277,7 +277,7 @@ class ResponsesRequest(PolicyRequest):
     def out_of_budget(self, reason: str) -> Item:
         """The empty, incomplete `Response` once no token can be sampled, whatever the reason. It ends a program's loop
         like a truncated answer; an error might crash it."""
-        return self._response(output_items(Message.of("assistant", "")), True, usage(0, 0))
+        return self._response(output_items(Message("assistant", "")), True, usage(0, 0))
 
     def _response(self, items: list[Item], truncated: bool, usage: Item) -> Item:
         if truncated:

@@ -17,7 +17,7 @@ from envgym.errors import CallTimeout
 from envgym.processes.deadline import call_in_time
 from envgym.processes.family import descendants, stat
 from envgym.registry import spec
-from envgym.rollout.scripted import ScriptedEpisode, in_order
+from envgym.rollout.scripted import ScriptedEpisode, script_of
 from envgym.services import start_services
 from envgym.types import Action, Observation
 
@@ -57,7 +57,7 @@ async def _check_reset_after_end(subject: Subject) -> Finding:
     for number, task in enumerate(await subject.tasks(2)):
         for script in subject.scripts(task).values():
             original = await subject.play(task, number, script)
-            repeated = RepeatedEpisode(subject.spec, task, number, in_order([turn.action for turn in original.turns]))
+            repeated = RepeatedEpisode(subject.spec, task, number, script_of([turn.action for turn in original.turns]))
             if original.has_ended:
                 await repeated.play_out()
             if not repeated.has_ended_before:  # the same turns did not end the first run

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from envgym.rollout.scripted import in_order
+from envgym.rollout.scripted import script_of
 from envgym.types import ToolCall, ToolSpec
 
 from .play import CheckedEpisode, text_of
@@ -74,7 +74,7 @@ def types_finding(episodes: list[CheckedEpisode]) -> Finding:
         return failure(mistyped[0].problem(), "see docs/environments.md for what reset and step return")
     if odd_flags := [episode.odd_flag for episode in episodes if episode.odd_flag]:
         return failure(odd_flags[0], "terminated and truncated must be True or False")
-    if any(episode.first is not None and not text_of(episode.first).strip() for episode in episodes):
+    if any(episode.opening is not None and not text_of(episode.opening).strip() for episode in episodes):
         return failure("the first observation is empty", "reset must return the policy's first input")
     infos = [turn.info for episode in episodes for turn in episode.turns]
     if invalid := [info for info in infos if "invalid_metrics" in (info.get("metrics") or {})]:
@@ -87,7 +87,7 @@ def types_finding(episodes: list[CheckedEpisode]) -> Finding:
 
 async def tools_finding(subject: Subject) -> Finding:
     """The finding on tools: schemas must be valid, and wrong calls must be answered without an exception."""
-    specs = {tool.name: tool for episode in subject.episodes if episode.first for tool in episode.first.tools}
+    specs = {tool.name: tool for episode in subject.episodes if episode.opening for tool in episode.opening.tools}
     if not specs:
         return not_applicable("there are no tools")
     if mistakes := [f"{tool.name}: {reason}" for tool in specs.values() if (reason := _wrong_tool(tool))]:
@@ -99,7 +99,7 @@ async def tools_finding(subject: Subject) -> Finding:
         *(ToolCall(f"lacks {tool}", tool, {"no such argument": None}) for tool in specs),
     ]
     for call in calls:
-        episode = await subject.play(task, 0, in_order([call_action([call])]))
+        episode = await subject.play(task, 0, script_of([call_action([call])]))
         if episode.failed and not episode.no_service:
             label = call.error or f"a call of {call.name} with {dict(call.arguments)}"
             advice = "answer it with a message of the role tool that describes the mistake, as ToolBox does"

@@ -49,8 +49,8 @@ async def check(subject: Subject) -> list[Finding]:
         if not answer:
             continue
         episode = await subject.play(task, number, NO_ACTIONS)
-        if episode.first is not None:
-            texts.append(text_of(episode.first))
+        if episode.opening is not None:
+            texts.append(text_of(episode.opening))
             answers.append(answer)
             in_info += any(occurs(answer, str(value)) for key, value in episode.info.items() if key != "task")
     if len(texts) < MIN_TASKS:

@@ -13,7 +13,7 @@ from envgym.env import CheckedEnv, EnvSpec
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.processes import cancellation
 from envgym.processes.deadline import Deadline, call_in_time
-from envgym.rollout.runner import play_episode
+from envgym.rollout.runner import run_episode
 from envgym.rollout.scripted import PlayedTurn, Script, ScriptedEpisode
 from envgym.types import Action, Episode, Observation, Task, observed_messages
 
@@ -59,7 +59,7 @@ class CheckedEpisode(ScriptedEpisode):
 
     async def play_out(self) -> None:
         """Run it on a new instance."""
-        self.result = await play_episode(self.spec, self.task, self.play, EPISODE_SECONDS)
+        self.result = await run_episode(self.spec, self.task, self.play, EPISODE_SECONDS)
         self.result.id = f"check/{self.task.key}:{self.script}"
 
     async def reset(self, env: CheckedEnv) -> Observation:
@@ -114,7 +114,7 @@ class CheckedEpisode(ScriptedEpisode):
 
     def record(self) -> list[dict[str, Any]]:
         """All return values of the environment: an entry for the reset and one per turn."""
-        entries: list[dict[str, Any]] = [] if self.first is None else [{"observation": self.first}]
+        entries: list[dict[str, Any]] = [] if self.opening is None else [{"observation": self.opening}]
         for turn in self.turns:
             entries.append(
                 {

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from envgym.errors import EnvgymError, WorkerDied, WorkerError
-from envgym.loading import absolute_target, is_users, names_file
+from envgym.loading import absolute_target, is_file_target, is_user_file
 from envgym.processes.local import LocalRuntime, LocalWorker
 from envgym.registry import spec
 from envgym.remote.client import RemoteEnvSpec
@@ -60,7 +60,7 @@ async def check_environment(
     Call it from the main thread, with a name that a new process can resolve too: an id of an installed package, a file,
     an import path or a URL. Raises `EnvgymError` if the environment cannot be set up.
     """
-    report, start = Report(absolute_target(name) if names_file(name) else name), time.monotonic()
+    report, start = Report(absolute_target(name) if is_file_target(name) else name), time.monotonic()
     logs = tempfile.mkdtemp(prefix="envgym-check-")
     arguments = {"name": report.env, "settings": dict(settings or {}), "setup_seconds": setup_seconds}
     examination = _Examination(report, LocalRuntime(logs), arguments, logs)
@@ -245,5 +245,5 @@ def _user_frame(stack: str) -> str:
     """The innermost function of the user in a stack of `faulthandler`, as part of a sentence."""
     stack = stack.rpartition("(most recent call first)")[2]  # the main thread's comes last
     frames = re.findall(r'File "(.+)", line (\d+) in (\w+)', stack)
-    user_frames = [frame for frame in frames if is_users(frame[0])] or frames
+    user_frames = [frame for frame in frames if is_user_file(frame[0])] or frames
     return f" in {user_frames[0][2]} ({user_frames[0][0]}, line {user_frames[0][1]})" if user_frames else ""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envgym.rollout.scripted import Script, action_of, in_order
+from envgym.rollout.scripted import Script, action_of, script_of
 from envgym.types import Action, Message, Observation, ToolCall, ToolSpec, observed_messages
 
 from .play import text_of
@@ -74,7 +74,7 @@ def monkey(seed: object) -> Script:
 
 def demonstration_script(turns: Sequence[str | Message]) -> Script:
     """The turns of a demonstration as a script."""
-    return in_order([text_action(turn) for turn in turns])
+    return script_of([text_action(turn) for turn in turns])
 
 
 def with_noise(actions: Sequence[Action], noise: Script, *, as_prefix: bool) -> Script:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envgym.errors import ConfigError, EnvgymError, did_you_mean
-from envgym.loading import import_target, offered
+from envgym.loading import entry_points, import_target
 
 from .errors import Invocation, LogLine, notes_in_one_line, report
 
@@ -98,7 +98,7 @@ def load_command(name: str) -> Any:
     """The module of a command. Raises `ConfigError` for an unknown name."""
     if name in COMMANDS:
         return importlib.import_module(f".{name.replace('-', '_')}", __name__)
-    plugins = offered("envgym.commands")
+    plugins = entry_points("envgym.commands")
     if name in plugins:
         return import_target(plugins[name])
     noun = "option" if name.startswith("-") else "command"
@@ -109,7 +109,7 @@ def load_command(name: str) -> Any:
 def summaries_of_commands() -> dict[str, str]:
     """Each command with its one-line summary."""
     summaries: dict[str, str] = dict(COMMANDS)
-    for name in offered("envgym.commands"):
+    for name in entry_points("envgym.commands"):
         try:
             summaries[name] = load_command(name).SUMMARY
         except EnvgymError as error:  # a broken package must not hide the other commands

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import DroppedSettings, EnvgymError, RunError, cannot_write, missing_package, printable
-from envgym.loading import users_line
+from envgym.errors import EnvgymError, RunError, SettingsNote, cannot_write, missing_package, printable
+from envgym.loading import user_line
 
 
 @dataclass
@@ -42,16 +42,18 @@ class LogLine(logging.Formatter):
 
 @contextlib.contextmanager
 def notes_in_one_line() -> Iterator[None]:
-    """Print each warning about dropped settings as one line, not in Python's format."""
+    """Print each note about settings once, as one line, not in Python's format."""
+    notes: set[str] = set()
     with warnings.catch_warnings():
-        warnings.simplefilter("always", DroppedSettings)
+        warnings.simplefilter("always", SettingsNote)
         show_other = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-            if issubclass(category, DroppedSettings):
-                _print(f"note: {message}")
-            else:
+            if not issubclass(category, SettingsNote):
                 show_other(message, category, *args, **kwargs)
+            elif str(message) not in notes:
+                notes.add(str(message))
+                _print(f"note: {message}")
 
         warnings.showwarning = show
         yield
@@ -78,7 +80,7 @@ def report(error: BaseException, invocation: Invocation) -> int:
         _print(f"error: {line}")
         return 2
     place = "above" if invocation.debug else f"in {_write_traceback(error, invocation.folder)}"
-    if line_of_user := users_line(error):
+    if line_of_user := user_line(error):
         _print(f"error: {line_of_user}: {type(error).__name__}: {line} (the traceback is {place})")
         return 2
     _print(f"error: unexpected {type(error).__name__}: {line} (a mistake in envgym; the traceback is {place})")

@@ -16,7 +16,7 @@ from .parser import ENV, MODEL, Parser, cli_settings, resolve_options
 if TYPE_CHECKING:
     from envgym.evaluation.generate import Selection
 
-OF_TRAINING = {"tasks": "--tasks FIRST:LAST", "group_size": "--samples N"}
+OF_TRAINING = {"tasks": "--tasks FIRST:LAST", "tasks_per_step": "--tasks FIRST:LAST", "group_size": "--samples N"}
 """Settings of a training step's rollout, and the options that replace them here."""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
-from envgym.loading import import_target, offered
+from envgym.loading import entry_points, import_target
 from envgym.processes import event_loop
 
 from .errors import Invocation
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--advertise", metavar="URL", help="with --register: this server's URL for the trainer")
     parser.add_argument("--register-token-file", metavar="F", type=Path, help="with --register: token for the trainer")
     parser.add_argument("--ca-file", metavar="F", type=Path, help="with --register: certificates to trust, as PEM")
-    names = ", ".join(offered("envgym.dialects"))
+    names = ", ".join(entry_points("envgym.dialects"))
     parser.add_argument("--dialect", metavar="D", help=f"use another protocol ({names}); D --help lists its options")
     if (dialect := chosen_dialect(arguments)) is not None:
         dialect.add_options(parser)
@@ -103,7 +103,7 @@ def chosen_dialect(arguments: Sequence[str]) -> Any:
     parser = Parser("serve", "", "", "")
     parser.add_argument("--dialect")
     name = parser.parse_known_args([word for word in arguments if word not in ("-h", "--help")])[0].dialect
-    dialects = offered("envgym.dialects")
+    dialects = entry_points("envgym.dialects")
     if name is not None and name not in dialects:
         raise NameNotFound(f"there is no dialect {name!r}.{did_you_mean(name, dialects)} See: envgym serve --help")
     return None if name is None else import_target(dialects[name])
@@ -127,7 +127,7 @@ def split_words(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]
     for word in words:
         if match := _NAMED.fullmatch(word):
             environments.append((match.group(1), match.group(2)))
-        elif "=" in word and word.partition(":")[0] not in offered("envgym.schemes"):
+        elif "=" in word and word.partition(":")[0] not in entry_points("envgym.schemes"):
             settings.append(word)
         else:
             environments.append(("", word))

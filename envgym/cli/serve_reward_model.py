@@ -32,11 +32,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.config.words import parse_overrides
     from envgym.services import RewardModel
     from envgym.services.reward_server import serve_model
-    from envgym.settings import validated
+    from envgym.settings import validate_settings
 
     settings = parse_overrides(words)
     settings.pop("debug", None)
-    declared = validated(RewardModel, {**settings, "model": options.model})
+    declared = validate_settings(RewardModel, {**settings, "model": options.model})
 
     def on_ready(url: str, token_file: str) -> None:
         token = f"with the token in {token_file}" if token_file else "without a token"

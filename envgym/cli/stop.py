@@ -25,19 +25,19 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("run", metavar="RUN", help="name of the run, or its folder")
     options, runs_dir = parser.parse_with_folder(arguments, "runs_dir")
 
-    from envgym.disk import holder
+    from envgym.disk import lock_holder
     from envgym.run_folder import STOP
 
     path = Path(options.run)
     folder = path if (path / "config.yaml").is_file() else Path(runs_dir) / options.run
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"there is no run {options.run!r} in {runs_dir}/ (see: envgym runs)")
-    process = holder(folder)
+    process = lock_holder(folder)
     if process is None:
         raise ConfigError(f"run {folder} is not running")
     (folder / STOP).touch()
     print(f"asked {folder}, {process}, to stop", flush=True)
-    while holder(folder) is not None:
+    while lock_holder(folder) is not None:
         time.sleep(LOOK_SECONDS)
     print(f"it has stopped; resume it with: envgym train --resume {folder}")
     return 0

@@ -1,1 +1,1 @@
-"""A run's settings: the schema, the words of the command line, recipes, and how they resolve."""
+"""A run's settings: the schema, the overrides of the command line, recipes, and their resolution."""

@@ -1,4 +1,4 @@
-"""Checks of a stage's settings: its names are looked up, and settings that contradict each other are refused."""
+"""Checks of a stage's settings: every name is looked up, and contradictory settings raise errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from envgym.errors import ConfigError, DataError, did_you_mean
 from envgym.learner import Learner, LearnerConfig, RoleSpec
 from envgym.tasks import DataConfig
 
+from .known_settings import settings_of
+from .renamed import RENAMED
 from .schema import Component, RoleConfig, StageConfig
 from .words import AUTO
 
 
 def complete_stage(stage: StageConfig) -> None:
-    """Look every name up, write every component's defaults out, and refuse settings that contradict each other."""
+    """Look up every name, fill in every component's defaults, and raise `EnvgymError` for contradictory settings."""
     stage.engine.check()
     spec = stage.make_spec()
     for part in spec.parts():
@@ -24,11 +26,12 @@ def complete_stage(stage: StageConfig) -> None:
         stage.agent = Component(name=spec.agent, **stage.agent.settings)
     agent_class, agent_config = stage.agent_config()
     learner_class, learner_config = stage.learner_config()
+    _check_names(stage, learner_config)
     _check_roles(stage, learner_class(learner_config).roles, learner_config, samples=agent_class.uses_policy)
-    if stage.do == "train" and learner_class.needs_policy_samples and not agent_class.uses_policy:
+    if stage.kind == "train" and learner_class.needs_policy_samples and not agent_class.uses_policy:
         raise ConfigError(
-            f"learner {stage.learner.name} learns from what the policy samples, and agent {stage.agent.name} replays "
-            "recorded data: choose a learner for these, or another agent"
+            f"learner {stage.learner.name} trains on episodes that the policy samples, and agent {stage.agent.name} "
+            "replays recorded data: choose a learner for recorded data, or another agent"
         )
     if agent_class.uses_policy:
         _check_groups(stage, learner_class)
@@ -42,20 +45,27 @@ def complete_stage(stage: StageConfig) -> None:
     stage.learner = Component(**learner_config.model_dump(mode="json"))
 
 
+def _check_names(stage: StageConfig, config: LearnerConfig) -> None:
+    """Raise an error if a user's learner defines a setting by an old name: it would have no effect."""
+    for setting in settings_of(type(config), "learner."):
+        if setting.key in RENAMED:
+            raise ConfigError(f"{setting.key} is now {RENAMED[setting.key]}: rename it in learner {stage.learner.name}")
+
+
 def _check_staleness(stage: StageConfig, learner_class: type[Learner], config: LearnerConfig) -> None:
-    """Samples of older policies want weights, or a clipped ratio to the policy that sampled them; and an engine that
-    samples while models learn cannot give them its memory."""
+    """Samples of older policies need importance weights, or a clipped ratio to the policy that sampled them. An engine
+    that samples during training cannot give its memory to the models."""
     if any(map(stage.takes_turns, learner_class(config).roles)):
         raise ConfigError(
-            f"rollout.max_staleness={stage.rollout.max_staleness} samples while models learn, so the engine takes no "
-            "turns with them: set rollout.max_staleness=0, or give the engine GPUs of its own (colocate)"
+            f"rollout.max_staleness={stage.rollout.max_staleness} samples during training, so the engine cannot share "
+            "GPUs with the models in turns: set rollout.max_staleness=0, or give the engine separate GPUs (colocate)"
         )
-    corrected = getattr(getattr(config, "correction", None), "kind", "none") != "none"
-    uncorrected = getattr(config, "recomputes", False) or getattr(config, "policy_loss", "") == "reinforce"
-    if uncorrected and not corrected:
+    is_corrected = getattr(getattr(config, "correction", None), "kind", "none") != "none"
+    needs_correction = getattr(config, "recomputes", False) or getattr(config, "policy_loss", "") == "reinforce"
+    if needs_correction and not is_corrected:
         raise ConfigError(
-            f"rollout.max_staleness={stage.rollout.max_staleness}: learner {stage.learner.name} would take samples of "
-            "older policies for the present one's: set learner.correction.kind=tis, or learner.old_logprobs=rollout "
+            f"rollout.max_staleness={stage.rollout.max_staleness}: learner {stage.learner.name} would treat samples of "
+            "older policies as the current policy's: set learner.correction.kind=tis, or learner.old_logprobs=rollout "
             "with a clipped policy_loss"
         )
 
@@ -74,32 +84,34 @@ def _check_roles(
         lora.check(role, workers, samples=samples and role == "actor")
         if role_spec.trained and workers.offload_parameters and samples and stage.takes_turns(role):
             raise ConfigError(
-                f"workers.offload_parameters of the {role}, which takes turns with the engine: DeepSpeed cannot move "
-                "it. Leave it out, or give the engine GPUs of its own (colocate)"
+                f"workers.offload_parameters of the {role}, which shares GPUs with the engine in turns: DeepSpeed "
+                "cannot move it. Leave it out, or give the engine separate GPUs (colocate)"
             )
-        own = stage.roles.get(role, RoleConfig())
-        if role_spec.needs_model and own.model is None and stage.do == "train":
+        role_config = stage.roles.get(role, RoleConfig())
+        if role_spec.needs_model and role_config.model is None and stage.kind == "train":
             raise ConfigError(f"learner {stage.learner.name} needs a model for its {role}: set roles.{role}.model")
-        if own.base_url is not None and not role_spec.top_k:
-            raise ConfigError(f"roles.{role}.base_url: an API says a teacher's likeliest tokens, no {role}'s numbers")
-        if own.lora and not role_spec.trained:
-            raise ConfigError(f"roles.{role}.lora: the {role} is not trained, and so has no adapter")
-        if stage.is_base(role, roles) and (own.workers or own.save):
+        if role_config.base_url is not None and not role_spec.top_k:
+            raise ConfigError(
+                f"roles.{role}.base_url: an API gives a teacher's most likely tokens, but no outputs of a {role}"
+            )
+        if role_config.lora and not role_spec.trained:
+            raise ConfigError(f"roles.{role}.lora: the {role} is not trained, so it has no adapter")
+        if stage.is_base(role, roles) and (role_config.workers or role_config.save):
             raise ConfigError(
                 f"roles.{role}: with lora the {role} is the policy's own model without its adapter, which has no "
-                "workers or weights of its own: give it a model, or leave this out"
+                "separate workers or weights: give it a model, or leave this out"
             )
 
 
 def _check_groups(stage: StageConfig, learner_class: type[Learner]) -> None:
-    size, smallest = stage.rollout.group_size, learner_class.min_group_size
-    if size < smallest:
+    size, min_size = stage.rollout.group_size, learner_class.min_group_size
+    if size < min_size:
         raise ConfigError(
             f"learner {stage.learner.name} compares the episodes of one task: "
-            f"rollout.group_size must be at least {smallest}, not {size}"
+            f"rollout.group_size must be at least {min_size}, not {size}"
         )
     if stage.curriculum.skip and size < 2:
-        raise ConfigError("curriculum.skip goes by the scores of a group: rollout.group_size must be at least 2")
+        raise ConfigError("curriculum.skip uses the scores of a group: rollout.group_size must be at least 2")
     if stage.rollout.filter.zero_variance and size < 2:
         raise ConfigError("rollout.filter.zero_variance compares the scores of a group: set rollout.group_size above 1")
 
@@ -109,7 +121,7 @@ def _check_pretraining(stage: StageConfig, learner_config: LearnerConfig) -> Non
         return
     if not getattr(learner_config, "pretrain_coef", 0.0) > 0:
         raise ConfigError(
-            f"pretrain.path mixes text into a policy gradient, which learner {stage.learner.name} would give no "
+            f"pretrain.path adds text to policy-gradient training, which learner {stage.learner.name} would give no "
             "weight: it needs a setting pretrain_coef above 0"
         )
     for path in stage.pretrain.paths:

@@ -1,4 +1,4 @@
-"""Every setting by its key; an unknown key is refused with a suggestion of those it was probably meant to be."""
+"""Every setting by its key, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .words import AUTO, COMPONENTS, component_mapping
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting: its dotted key, the model that has it, and what pydantic knows of it."""
+    """One setting: its dotted key, the class that defines it, and its pydantic field."""
 
     key: str
     owner: type[BaseModel]
@@ -34,18 +34,19 @@ class Setting:
 
 
 def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """The settings of a model and of the models within it, in order. What a mapping holds has a name in capitals."""
+    """The settings of a class and of the classes nested in it, in order. In the keys, NAME stands for any key of a
+    mapping of such classes."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
-        inner, named = _model_within(field.annotation)
+        inner, is_mapping = _model_within(field.annotation)
         if inner is None:
             yield Setting(key, model, field)
         else:
-            yield from settings_of(inner, f"{key}.NAME." if named else f"{key}.")
+            yield from settings_of(inner, f"{key}.NAME." if is_mapping else f"{key}.")
 
 
 def _model_within(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The model that a field holds, if it does, and whether it holds several by name."""
+    """The settings class that a field holds (or None), and whether the field is a mapping of them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return (None if annotation.model_config.get("extra") == "allow" else annotation), False
     parts = [part for part in get_args(annotation) if part is not type(None)]
@@ -58,40 +59,39 @@ def _model_within(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 @cache
 def other_names() -> dict[str, list[str]]:
-    """Names that other programs have for a setting, by its key."""
+    """Other programs' names for a setting, by its key."""
     return read_yaml(Path(__file__).with_name("other_names.yaml"))
 
 
-def similar_keys(key: str, known: Sequence[str]) -> list[str]:
-    """Those of the `known` keys that an unknown one was probably meant to be: other programs' names for them, then
-    those that end alike."""
-    last = key.rpartition(".")[2].replace("-", "_").lower()
-    others = [name for name, other in other_names().items() if last in other and name in known]
-    return list(dict.fromkeys([*others, *(name for name in known if name.rpartition(".")[2] == last)]))[:3]
+def similar_keys(key: str, known_keys: Sequence[str]) -> list[str]:
+    """The `known_keys` that an unknown key most likely stands for, 3 at most: settings that other programs call so,
+    then keys with the same last part."""
+    last_part = key.rpartition(".")[2].replace("-", "_").lower()
+    synonyms = [name for name, aliases in other_names().items() if last_part in aliases and name in known_keys]
+    return list(dict.fromkeys([*synonyms, *(name for name in known_keys if name.rpartition(".")[2] == last_part)]))[:3]
 
 
 def with_suggestion(error: UnknownKey, stage: Mapping[str, Any]) -> UnknownKey:
-    """The refusal of an unknown key, with the settings of a run with this stage that it was probably meant to be; those
-    of the same name elsewhere go before those of nearly that name beside it."""
-    if error.key == "data":  # which every environment that takes data knows
-        return UnknownKey(error.message, error.key, " It takes no data.", error.known)
-    known = known_keys(stage)
-    names = similar_keys(error.key, known)
-    if not names and not error.near:
-        near = get_close_matches(error.key.rpartition(".")[2], [key.rpartition(".")[2] for key in known], 1, 0.7)
-        names = [key for key in known if key.rpartition(".")[2] in near][:3]
-    hint = f" Did you mean {' or '.join(map(repr, names))}?" if names else error.near
-    return UnknownKey(error.message, error.key, hint, error.known)
+    """The error for an unknown key, with suggestions from the settings of a run with this stage: first keys with the
+    same last part elsewhere, then similarly spelled siblings."""
+    if error.key == "data":  # known to every environment that takes data
+        return UnknownKey(error.message, error.key, " It takes no data.", error.names)
+    keys = known_keys(stage)
+    suggestions = similar_keys(error.key, keys)
+    if not suggestions and not error.hint:
+        matches = get_close_matches(error.key.rpartition(".")[2], [key.rpartition(".")[2] for key in keys], 1, 0.7)
+        suggestions = [key for key in keys if key.rpartition(".")[2] in matches][:3]
+    hint = f" Did you mean {' or '.join(map(repr, suggestions))}?" if suggestions else error.hint
+    return UnknownKey(error.message, error.key, hint, error.names)
 
 
 def known_keys(stage: Mapping[str, Any]) -> list[str]:
-    """The keys of every setting of a run with this stage, as users write them. Those of things that have names of
-    their own are left out."""
+    """The keys of every setting of a run with this stage, as users write them, without those below a NAME."""
     names = {kind: component_mapping(stage.get(kind) or {}).get("name") for kind in COMPONENTS}
     data: dict[str, Any] = {"data": stage["data"]} if stage.get("data") else {}
-    try:  # not of one that is elsewhere, which would have to be asked
+    try:  # a remote environment would have to be asked, so it is skipped
         spec = None if "://" in str(names["env"]) else StageConfig(env=names["env"], learner="", **data).make_spec()
-    except (EnvgymError, ValidationError):  # what it lacks is said where it is needed
+    except (EnvgymError, ValidationError):  # reported when the environment is created
         spec = None
     agent = spec.agent if spec and names["agent"] == AUTO else names["agent"] or ""
     models: list[tuple[str, type[BaseModel]]] = [
@@ -103,13 +103,13 @@ def known_keys(stage: Mapping[str, Any]) -> list[str]:
         *([] if spec is None else [("env.", type(spec.config))]),
     ]
     keys = (setting.key for prefix, model in models for setting in settings_of(model, prefix))
-    return [key for key in keys if ".NAME." not in key and not key.startswith("env.data.")]  # which is written data.…
+    return [key for key in keys if ".NAME." not in key and not key.startswith("env.data.")]  # written data.…
 
 
 def config_class(kind: str, name: Any) -> type[BaseModel]:
-    """The settings of a learner or an agent; those that all have, where there is none of that name."""
+    """The settings class of a learner or an agent; the base class if nothing has that name."""
     try:
         component: type[Learner] | type[Agent] = load_component("learner" if kind == "learner" else "agent", name)
-    except EnvgymError:  # a name that is not there any more, or that a later layer replaces
+    except EnvgymError:  # removed since, or replaced by a later layer
         return LearnerConfig if kind == "learner" else AgentConfig
     return component.Config

@@ -1,4 +1,4 @@
-"""Components that recipes and suites name, and that are not installed: what was taken out, or came with a package."""
+"""Components that recipes and suites name but that are not installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from envgym import registry
 from envgym.errors import EnvgymError, NameNotFound
-from envgym.loading import names_file, offered
+from envgym.loading import entry_points, is_file_target
 
 from .recipes import load_recipe
 from .words import AUTO, COMPONENTS, component_mapping
@@ -17,32 +17,31 @@ ComponentName = tuple[str, str]
 
 
 def parts_of_recipe(settings: Mapping[str, Any]) -> Iterator[ComponentName]:
-    """The components that a recipe names, in its stages and in the recipes that those begin with."""
+    """The components that a recipe names, in its stages and in the recipes that its stages name."""
     for stage in settings.get("stages") or [{}]:
-        below = load_recipe(stage["recipe"]) if "recipe" in stage else {}
-        names = {
-            kind: component_mapping({**settings, **below, **stage}.get(kind) or {}).get("name") for kind in COMPONENTS
-        }
+        base = load_recipe(stage["recipe"]) if "recipe" in stage else {}
+        merged = {**settings, **base, **stage}
+        names = {kind: component_mapping(merged.get(kind) or {}).get("name") for kind in COMPONENTS}
         yield from ((kind, name) for kind, name in names.items() if name)
 
 
-def needs(parts: Iterable[ComponentName]) -> str:
-    """`needs learner X, environment Y`: the parts that nothing is registered under; empty where there is none."""
+def describe_missing(parts: Iterable[ComponentName]) -> str:
+    """`needs learner X, environment Y`: the parts that are not installed; empty if all are."""
     missing = [part for part in dict.fromkeys(parts) if _is_missing(*part)]
     words = [f"{'environment' if kind == 'env' else kind} {name}" for kind, name in missing]
     return f"needs {', '.join(words)}" if words else ""
 
 
 def missing_part_error(name: str, parts: Iterable[ComponentName], error: NameNotFound) -> NameNotFound:
-    """The error for a recipe or suite one of whose parts is missing; `error` itself where that is not why."""
-    return NameNotFound(f"{name} {lacks}: {error}") if (lacks := needs(parts)) else error
+    """The error for a recipe or suite with a missing part; `error` itself if no part is missing."""
+    return NameNotFound(f"{name} {lacks}: {error}") if (lacks := describe_missing(parts)) else error
 
 
 def _is_missing(kind: str, name: str) -> bool:
-    if name == AUTO or names_file(name) or ":" in name:
+    if name == AUTO or is_file_target(name) or ":" in name:
         return False
     if kind != "env":
-        return name not in offered(f"envgym.{kind}s")
+        return name not in entry_points(f"envgym.{kind}s")
     try:
         registry.find(name)
     except EnvgymError as error:

@@ -1,7 +1,7 @@
-"""Settings resolved: from their layers to the complete configuration of a run.
+"""Resolution of a run's complete configuration from layers of settings.
 
-Later layers win: the recipe, the model's own settings, what the recipe says of one stage in particular, a config file,
-the caller's own settings (`key=value` words or Python).
+Later layers win: the recipe, the model's settings, the recipe's stages, a config file, the caller's settings
+(`key=value` words or Python).
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 from envgym.errors import ConfigError, DroppedSettings, NameNotFound, UnknownKey, did_you_mean
 from envgym.run_folder import run_of_checkpoint, stage_name
-from envgym.settings import leaves, validated
+from envgym.settings import leaves, validate_settings
 from envgym.yaml_files import read_yaml
 
 from .checks import complete_stage
 from .known_settings import with_suggestion
 from .missing import missing_part_error, parts_of_recipe
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model
+from .renamed import rename_settings
 from .replaced import Replaced
 from .schema import STAGE, RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, changes_name, component_mapping, merge, merge_stage
@@ -30,118 +31,120 @@ RUN_KEYS = set(RunConfig.model_fields) - {"stages"}
 
 
 class Layer(NamedTuple):
-    """Settings of a run, and who gives them."""
+    """Settings of a run, and their source."""
 
     settings: Mapping[str, Any]
-    giver: Literal["recipe", "model", "caller"]
+    source: Literal["recipe", "model", "caller"]
 
 
 def resolve(
     settings: Mapping[str, Any] | None = None, *, recipe: str | None = None, file: str | Path | None = None
 ) -> RunConfig:
-    """The complete configuration of a run, every name in it looked up and every component's settings checked.
+    """The complete configuration of a run, with every name looked up and every component's settings checked.
 
-    `settings` are the caller's own (from `key=value` words or Python) and win over `file`, which wins over the
-    recipe. Raises `ConfigError`, `NameNotFound` or `DataError` in one line.
+    The caller's `settings` (from `key=value` words or Python) win over `file`, which wins over the recipe. Raises
+    `ConfigError`, `NameNotFound` or `DataError`.
     """
-    given = dict(settings or {})
-    from_file = read_yaml(Path(file)) if file is not None else {}
-    named = given.get("recipe") or recipe
-    recipe = named or from_file.get("recipe") or DEFAULT_RECIPE
-    if misplaced := [key for key in OF_NEW_MODEL if key in from_file or key in given]:
+    overrides = rename_settings(settings or {}, warn=True)
+    from_file = rename_settings(read_yaml(Path(file)), warn=True) if file is not None else {}
+    chosen_recipe = overrides.get("recipe") or recipe
+    recipe = chosen_recipe or from_file.get("recipe") or DEFAULT_RECIPE
+    if misplaced := [key for key in OF_NEW_MODEL if key in from_file or key in overrides]:
         raise ConfigError(f"{misplaced[0]} belongs in the file of a recipe, which makes the model of --model FILE.yaml")
-    is_saved = isinstance(from_file.get("stages"), list)  # a saved config holds everything: nothing may add to it
-    if is_saved and named not in (None, from_file.get("recipe")):
-        raise ConfigError(f"{file} holds all settings of its stages: leave out recipe {named}, or the file")
-    layers = [] if is_saved else _layers_below(recipe, from_file, given)
-    layers += [Layer(from_file, "caller"), Layer(given, "caller")]
+    is_saved = isinstance(from_file.get("stages"), list)  # a saved config is complete: no layer lies below it
+    if is_saved and chosen_recipe not in (None, from_file.get("recipe")):
+        raise ConfigError(f"{file} holds all settings of its stages: leave out recipe {chosen_recipe}, or the file")
+    layers = [] if is_saved else _recipe_layers(recipe, from_file, overrides)
+    layers += [Layer(from_file, "caller"), Layer(overrides, "caller")]
     run = {key: value for layer in layers for key, value in layer.settings.items() if key in RUN_KEYS}
-    stages = _lay_stages(layers)
+    stages = _merge_layers(layers)
     try:
         config = _validate({**run, "recipe": recipe}, stages)
     except UnknownKey as error:
         raise with_suggestion(error, stages[0].settings) from None
     except NameNotFound as error:
         parts = set() if is_saved else set(parts_of_recipe(load_recipe(recipe)))
-        used = parts_of_recipe({"stages": [stage.settings for stage in stages]})
-        raise missing_part_error(f"recipe {recipe}", parts.intersection(used), error) from None
-    for line in dict.fromkeys(line for stage in stages for line in stage.replaced.lines(stage.settings)):
-        warnings.warn(DroppedSettings(line), stacklevel=2)
+        final_parts = parts_of_recipe({"stages": [stage.settings for stage in stages]})
+        raise missing_part_error(f"recipe {recipe}", parts.intersection(final_parts), error) from None
+    for note in dict.fromkeys(note for stage in stages for note in stage.replaced.notes(stage.settings)):
+        warnings.warn(DroppedSettings(note), stacklevel=2)
     return config
 
 
 def set_sampled_model(config: RunConfig, settings: Mapping[str, Any]) -> None:
-    """Let a command that samples and trains nothing use the model in the caller's `settings`, where the last stage of a
-    pipeline begins with the model of an earlier stage: no stage runs before it."""
+    """For commands that only sample: if the last stage starts from an earlier stage's model, use the model in the
+    caller's `settings` instead, since the earlier stages do not run."""
     stage = config.stages[-1]
     if stage.model.startswith(STAGE):
         stage.model = settings.get("model", stage.model)
 
 
-def _layers_below(recipe: str, from_file: Mapping[str, Any], given: Mapping[str, Any]) -> list[Layer]:
-    """The layers below the caller's: the recipe, the model's own settings, the recipe's stages."""
-    of_recipe = load_recipe(recipe)
-    if "recipe" in of_recipe and "stages" not in of_recipe:
-        raise ConfigError(f"recipe {recipe} names another recipe, below which its settings lie only as a --config file")
-    if "model_settings" in of_recipe and "new_model" not in of_recipe:
-        raise ConfigError(f"recipe {recipe}: model_settings are of the model that new_model makes, and it has none")
-    if "new_model" in of_recipe:
-        of_recipe.setdefault("model", recipe)
-    model = next((layer["model"] for layer in (given, from_file, of_recipe) if "model" in layer), DEFAULT_MODEL)
-    engine = merge(from_file, given).get("engine")
-    # An API's name for its model says nothing of a model of that name here.
+def _recipe_layers(recipe: str, from_file: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[Layer]:
+    """The layers below the caller's: the recipe, the model's settings, the recipe's stages."""
+    recipe_settings = load_recipe(recipe)
+    if "recipe" in recipe_settings and "stages" not in recipe_settings:
+        raise ConfigError(f"recipe {recipe} names another recipe, as only a --config file may: give it as --config")
+    if "model_settings" in recipe_settings and "new_model" not in recipe_settings:
+        raise ConfigError(f"recipe {recipe}: model_settings belong to the model that new_model makes, and it has none")
+    if "new_model" in recipe_settings:
+        recipe_settings.setdefault("model", recipe)
+    sources = (overrides, from_file, recipe_settings)
+    model = next((source["model"] for source in sources if "model" in source), DEFAULT_MODEL)
+    engine = merge(from_file, overrides).get("engine")
+    # An API's model is not the local model of that name.
     is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"
-    of_model, of_stages = {} if is_api else settings_of_model(model), {"stages": of_recipe.pop("stages", [])}
-    return [Layer(of_recipe, "recipe"), Layer(of_model, "model"), Layer(of_stages, "recipe")]
+    model_settings = {} if is_api else settings_of_model(model)
+    stages = {"stages": recipe_settings.pop("stages", [])}
+    return [Layer(recipe_settings, "recipe"), Layer(model_settings, "model"), Layer(stages, "recipe")]
 
 
-def _lay_stages(layers: Sequence[Layer]) -> list[LayeredStage]:
-    """The stages of a run: of every layer what holds for all of them, and then what it says of each."""
+def _merge_layers(layers: Sequence[Layer]) -> list[LayeredStage]:
+    """The stages of a run: for every layer first its settings for all stages, then those for each stage."""
     stages = [LayeredStage()]
     for layer in layers:
-        of_every_stage = {k: v for k, v in layer.settings.items() if k not in {*RunConfig.model_fields, *OF_NEW_MODEL}}
-        listed = layer.settings.get("stages")
-        of_each = stages_of(listed, stages) or [{}] * len(stages)
-        stages += [copy.deepcopy(stages[0]) for _ in range(len(of_each) - len(stages))]
-        del stages[len(of_each) :]
-        for stage, of_stage in zip(stages, of_each, strict=True):
-            stage.lay(of_every_stage, of_model=layer.giver == "model")
-            if layer.giver == "caller" and isinstance(listed, list) and of_stage.get("epochs") is not None:
-                of_stage = {**of_stage, "steps": None}  # in saved settings of an earlier version they stand beside it
-            stage.lay(of_stage)
-            stage.own_model = of_stage.get("model", stage.own_model)
+        common = {k: v for k, v in layer.settings.items() if k not in {*RunConfig.model_fields, *OF_NEW_MODEL}}
+        value = layer.settings.get("stages")
+        separate = stages_of(value, stages) or [{}] * len(stages)
+        stages += [copy.deepcopy(stages[0]) for _ in range(len(separate) - len(stages))]
+        del stages[len(separate) :]
+        for stage, settings in zip(stages, separate, strict=True):
+            stage.add_layer(common, of_model=layer.source == "model")
+            if layer.source == "caller" and isinstance(value, list) and settings.get("epochs") is not None:
+                settings = {**settings, "steps": None}  # configurations that earlier versions saved hold both
+            stage.add_layer(settings)
+            stage.pinned_model = settings.get("model", stage.pinned_model)
     if len(stages) > 1:
         _name_stages(stages)
     return stages
 
 
 def _validate(run: Mapping[str, Any], stages: Sequence[LayeredStage]) -> RunConfig:
-    """The configuration. Stages are validated one by one first, so that messages name the keys as users write them."""
-    known = set(StageConfig.model_fields)
+    """The configuration. Stages are validated one by one first, so that errors name keys as users write them."""
+    stage_keys = set(StageConfig.model_fields)
     for number, stage in enumerate(stages, 1):
-        if unknown := [key for key in stage.settings if key not in known]:
-            near = did_you_mean(unknown[0], known | RUN_KEYS)
-            raise UnknownKey(f"unknown key {unknown[0]!r}", str(unknown[0]), near, known | RUN_KEYS)
+        if unknown := [key for key in stage.settings if key not in stage_keys]:
+            hint = did_you_mean(unknown[0], stage_keys | RUN_KEYS)
+            raise UnknownKey(f"unknown key {unknown[0]!r}", str(unknown[0]), hint, stage_keys | RUN_KEYS)
         if "env" not in stage.settings:
             raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
-        checked = validated(StageConfig, stage.settings, f"stage {number}" if len(stages) > 1 else "")
+        checked = validate_settings(StageConfig, stage.settings, f"stage {number}" if len(stages) > 1 else "")
         learner_class, learner_config = checked.learner_config()
         stage.drop_roles(learner_class(learner_config).roles)
-    config = validated(RunConfig, {**run, "stages": [stage.settings for stage in stages]})
+    config = validate_settings(RunConfig, {**run, "stages": [stage.settings for stage in stages]})
     for stage_config in config.stages:
         complete_stage(stage_config)
         if config.deterministic and stage_config.rollout.max_staleness:
-            raise ConfigError("a deterministic run has no episodes in play while it learns: max_staleness=0")
+            raise ConfigError("a deterministic run has no episodes in flight during training: set max_staleness=0")
     return config
 
 
 @dataclass
 class LayeredStage:
-    """The settings of one stage, laid layer on layer, and what of them is left out."""
+    """The settings of one stage, merged layer by layer, and the settings dropped on the way."""
 
     settings: dict[str, Any] = field(default_factory=lambda: {"agent": AUTO})
-    own_model: Any = None
-    """The model that was given for this stage in particular, which what holds for all stages does not change."""
+    pinned_model: Any = None
+    """The model given for this stage alone: a model for all stages does not replace it."""
     replaced: Replaced = field(default_factory=Replaced)
 
     @property
@@ -149,82 +152,82 @@ class LayeredStage:
         learner = component_mapping(self.settings.get("learner", {})).get("name", "")
         return stage_name(self.settings.get("name"), str(learner))
 
-    def lay(self, over: Mapping[str, Any], *, of_model: bool = False) -> None:
-        """Lay one more layer on. `of_model`: its roles are for learners that have them, and its steps for runs that
-        are counted in steps."""
+    def add_layer(self, layer: Mapping[str, Any], *, of_model: bool = False) -> None:
+        """Merge one more layer. `of_model`: a model's settings; the learner may lack its roles, and its steps do not
+        replace epochs."""
         if of_model and self.settings.get("epochs") is not None:
-            over = {key: value for key, value in over.items() if key != "steps"}
-        merged = merge_stage(self.settings, over)
+            layer = {key: value for key, value in layer.items() if key != "steps"}
+        merged = merge_stage(self.settings, layer)
         for kind in COMPONENTS:
-            old, new = component_mapping(self.settings.get(kind, {})), component_mapping(over.get(kind, {}))
+            old, new = component_mapping(self.settings.get(kind, {})), component_mapping(layer.get(kind, {}))
             if changes_name(old, new):
                 merged[kind] = self.replaced.replace(kind, old, new, self.settings.get("roles", {}))
-        if isinstance(roles := over.get("roles", {}), Mapping):
-            self.replaced.give_roles(roles, of_model=of_model)
+        if isinstance(roles := layer.get("roles", {}), Mapping):
+            self.replaced.add_roles(roles, of_model=of_model)
         self.settings = merged
 
-    def drop_roles(self, known: Collection[str]) -> None:
-        """Leave out the roles that were set for another learner and that the learner, with those `known`, lacks."""
-        if foreign := self.replaced.foreign_roles(self.settings.get("roles", {}), known):
+    def drop_roles(self, learner_roles: Collection[str]) -> None:
+        """Drop the roles that were set for another learner and are not among the `learner_roles`."""
+        if dropped := self.replaced.drop_roles(self.settings.get("roles", {}), learner_roles):
             roles = self.settings["roles"].items()
-            self.settings["roles"] = {role: settings for role, settings in roles if role not in foreign}
+            self.settings["roles"] = {role: settings for role, settings in roles if role not in dropped}
 
 
-def stages_of(value: Any, stages_before: Sequence[LayeredStage]) -> list[dict[str, Any]]:
-    """The stages of a layer, each as often as it says (`repeat`), with the settings of its `recipe` below its own; or
-    settings of stages that the layers before name."""
+def stages_of(value: Any, lower_stages: Sequence[LayeredStage]) -> list[dict[str, Any]]:
+    """A layer's settings of each stage. A list of stages: each `repeat` times, merged over its `recipe`. A mapping: the
+    settings of the `lower_stages`, by name."""
     if isinstance(value, Mapping):
-        names = [stage.name for stage in stages_before]
+        names = [stage.name for stage in lower_stages]
         if unknown := [name for name in value if name not in names]:
             raise ConfigError(f"stages.{unknown[0]}: there is no such stage.{did_you_mean(str(unknown[0]), names)}")
-        if wrong := [name for name, own in value.items() if not isinstance(own, Mapping)]:
-            raise ConfigError(f"key 'stages.{wrong[0]}' holds keys of its own (stages.{wrong[0]}.…)")
+        if invalid := [name for name, settings in value.items() if not isinstance(settings, Mapping)]:
+            raise ConfigError(f"key 'stages.{invalid[0]}' holds nested keys (stages.{invalid[0]}.…)")
         return [dict(value.get(name, {})) for name in names]
     if value is not None and not (isinstance(value, list) and all(isinstance(stage, Mapping) for stage in value)):
         raise ConfigError("key 'stages' is a list of settings, one for each stage")
     stages = []
     for stage in value or ():
-        own = {key: item for key, item in stage.items() if key not in ("recipe", "repeat")}
+        settings = {key: item for key, item in stage.items() if key not in ("recipe", "repeat")}
         if "recipe" in stage:
             recipe = load_recipe(str(stage["recipe"]))
             if "stages" in recipe or "new_model" in recipe:
-                raise ConfigError(f"stages: recipe {stage['recipe']} is a run by itself, and no stage of another")
-            own = merge_stage(recipe, own)
+                raise ConfigError(f"stages: recipe {stage['recipe']} is a whole run, and cannot be a stage")
+            settings = merge_stage(recipe, settings)
         repeat = stage.get("repeat", 1)
         if type(repeat) is not int or repeat < 1:
             raise ConfigError(f"stages: repeat is a number of times, 1 or more, not {repeat!r:.60}")
         for number in range(1, repeat + 1):
-            stages.append(copy.deepcopy(own))
-            if repeat > 1 and "name" in own:
-                stages[-1]["name"] = f"{own['name']}-{number}"
+            stages.append(copy.deepcopy(settings))
+            if repeat > 1 and "name" in settings:
+                stages[-1]["name"] = f"{settings['name']}-{number}"
     return stages
 
 
 def _name_stages(stages: Sequence[LayeredStage]) -> None:
-    """Check what stages are called and refer to, and let each begin with the model that the last one before it left,
-    unless it has one of its own."""
-    known: list[str] = []
+    """Check the names of stages and their references to earlier stages. Each stage starts from the model of the last
+    training stage before it, unless it has a model of its own."""
+    names: list[str] = []
     trained: str | None = None
     for number, stage in enumerate(stages, 1):
         settings = stage.settings
-        if stage.own_model is not None:
-            settings["model"] = stage.own_model
+        if stage.pinned_model is not None:
+            settings["model"] = stage.pinned_model
         elif trained is not None:
             settings["model"] = f"{STAGE}{trained}"
         references = [leaf for leaf in leaves(settings) if isinstance(leaf, str) and leaf.startswith(STAGE)]
         for name in (reference.removeprefix(STAGE) for reference in references):
-            if name not in known:
-                raise ConfigError(f"stage {number}: there is no stage {name!r} before it.{did_you_mean(name, known)}")
+            if name not in names:
+                raise ConfigError(f"stage {number}: there is no stage {name!r} before it.{did_you_mean(name, names)}")
         name = stage.name
-        if name in known:
+        if name in names:
             name = settings["name"] = f"{name}-{number}"
-        known.append(name)
-        trained = name if settings.get("do", "train") == "train" else trained
+        names.append(name)
+        trained = name if settings.get("kind", "train") == "train" else trained
 
 
 def settings_of_model(model: Any) -> dict[str, Any]:
-    """Settings that a run on `model` starts from: those of the recipe that makes it, or, for the folder of a run or of
-    one of its checkpoints, how that run rendered and sampled."""
+    """The default settings of runs on `model`: the `model_settings` of the recipe that makes it, or the rendering and
+    sampling settings of the run that left the model or checkpoint."""
     if isinstance(model, str) and makes_model(model):
         settings: dict[str, Any] = load_recipe(model).get("model_settings", {})
         return settings

@@ -21,12 +21,13 @@ from envgym.render import RenderKind
 from envgym.rollout.config import RolloutConfig
 from envgym.run_folder import stage_name
 from envgym.services.declarations import Url, VariableName
-from envgym.settings import Settings, validated
+from envgym.settings import Settings, validate_settings
 from envgym.tasks.curriculum import CurriculumConfig
 from envgym.workers.config import WorkersConfig
 from envgym.workers.lora import LoraConfig
 
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE
+from .renamed import rename_settings
 from .words import AUTO, component_mapping, merge
 
 
@@ -231,12 +232,12 @@ class RoleConfig(Settings):
 
 
 class StageConfig(Settings):
-    """One run of the one loop, or with `do` another task of a pipeline."""
+    """One run of the one loop, or another task of a pipeline (`kind`)."""
 
     name: str | None = Field(None, pattern=r"^[\w.+-]+$")
     """Name of the stage's folder and of what it leaves to later ones (`stage:NAME`); by default its learner's."""
-    do: Literal["train", "rollout", "score"] = "train"
-    """`rollout`: play the first `rollout.tasks` training tasks, `rollout.group_size` episodes of each, into a file.
+    kind: Literal["train", "rollout", "score"] = "train"
+    """`rollout`: play the first `rollout.tasks_per_step` training tasks, `rollout.group_size` episodes of each, into a file.
     `score`: let the environment judge the answers of `data.path`, episodes or recorded data, into a file."""
     env: ComponentField
     """Environment: id, `file.py[:Name]`, import path or URL, and its own settings."""
@@ -276,6 +277,11 @@ class StageConfig(Settings):
     checkpoint: CheckpointConfig = CheckpointConfig()
     sync: SyncConfig = SyncConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, settings: Any) -> Any:
+        return rename_settings(settings) if isinstance(settings, Mapping) else settings
+
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:
         self.steps = None if self.epochs else self.steps or type(self).model_fields["steps"].default
@@ -291,19 +297,19 @@ class StageConfig(Settings):
     def learner_config(self) -> tuple[type[Learner], LearnerConfig]:
         """The learner's class and its validated settings."""
         learner_class: type[Learner] = load_component("learner", self.learner.name)
-        return learner_class, validated(learner_class.Config, self.learner.model_dump(), f"learner {self.learner.name}")
+        return learner_class, validate_settings(learner_class.Config, self.learner.model_dump(), f"learner {self.learner.name}")
 
     def workers_of(self, role: str) -> WorkersConfig:
         """The settings of a role's workers."""
         own = self.roles.get(role, RoleConfig()).workers
-        return validated(WorkersConfig, merge(self.workers.model_dump(), own), f"roles.{role}.workers")
+        return validate_settings(WorkersConfig, merge(self.workers.model_dump(), own), f"roles.{role}.workers")
 
     def lora_of(self, role: str, spec: RoleSpec) -> LoraConfig:
         """The adapter of a role's model. Models that only score have none."""
         own = self.roles.get(role, RoleConfig()).lora
         if not spec.trained or own == {"rank": 0}:
             return LoraConfig()
-        return validated(LoraConfig, merge(self.lora.model_dump(), own), f"roles.{role}.lora")
+        return validate_settings(LoraConfig, merge(self.lora.model_dump(), own), f"roles.{role}.lora")
 
     def is_base(self, role: str, roles: Mapping[str, RoleSpec]) -> bool:
         """True if a role is the policy as the stage found it, and the policy's own model without its adapter is that:
@@ -320,7 +326,7 @@ class StageConfig(Settings):
     def agent_config(self) -> tuple[type[Agent], AgentConfig]:
         """The agent's class and its validated settings."""
         agent_class: type[Agent] = load_component("agent", self.agent.name)
-        return agent_class, validated(agent_class.Config, self.agent.settings, f"agent {self.agent.name}")
+        return agent_class, validate_settings(agent_class.Config, self.agent.settings, f"agent {self.agent.name}")
 
 
 class RunConfig(Settings):

@@ -1,4 +1,4 @@
-"""Settings as nested mappings: read from `key=value` words, and laid on one another."""
+"""Settings as nested mappings: parsed from `key=value` overrides, and merged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from envgym.yaml_files import DuplicateKey, load_yaml
 AUTO = "auto"
 COMPONENTS = ("env", "agent", "learner")
 LENGTHS = ("steps", "epochs")
-"""Settings that say how long a stage is; a stage has one of them."""
+"""Settings of a stage's length; a stage has one of them."""
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE)
-"""Text to YAML, but a number to people."""
+"""Numbers that YAML reads as text."""
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words, dotted for nested keys, as a nested mapping; later words win. Values are read as YAML."""
+    """`key=value` words, dotted for nested keys, as a nested mapping; later words win. Values are parsed as YAML."""
     pairs = []
     for word in words:
         key, equals, text = word.partition("=")
@@ -34,7 +34,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             value = text
         if isinstance(value, Mapping | list) and not text.lstrip().startswith(("{", "[")):
-            value = text  # a template has colons and lines of its own
+            value = text  # templates have colons and line breaks
         if isinstance(value, str) and NUMBER.fullmatch(value):
             value = float(value)
         pairs.append((key, value))
@@ -51,32 +51,32 @@ def nest_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`, key by key; a component given by another name drops the settings of the old one."""
+def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`deep_merge`, but a component with another name drops the settings of the old one."""
     components = {}
     for key in COMPONENTS:
-        if key in over:
-            value, old = component_mapping(over[key]), component_mapping(base.get(key) or {})
+        if key in overrides:
+            value, old = component_mapping(overrides[key]), component_mapping(base.get(key) or {})
             if not isinstance(value, Mapping):
                 raise ConfigError(f"key {key!r} is a name, or a name and settings, not {value!r:.60}")
             components[key] = value if changes_name(old, value) else deep_merge(old, value)
-    return {**deep_merge(base, over), **components}
+    return {**deep_merge(base, overrides), **components}
 
 
-def merge_stage(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`merge` of a stage's settings, in which the stage's length is the one that `over` gives, if it gives one. Raises
-    `ConfigError` where it gives both."""
-    given = [key for key in LENGTHS if over.get(key) is not None]
-    if len(given) > 1:
-        raise ConfigError("steps and epochs both say how long to train: give one")
-    return merge(base, {**over, **{key: None for key in LENGTHS if given and key not in given}})
+def merge_stage(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`merge` of a stage's settings. A length in `overrides` replaces that of `base`. Raises `ConfigError` if there are
+    two."""
+    lengths = [key for key in LENGTHS if overrides.get(key) is not None]
+    if len(lengths) > 1:
+        raise ConfigError("steps and epochs both set the length of training: give one")
+    return merge(base, {**overrides, **{key: None for key in LENGTHS if lengths and key not in lengths}})
 
 
 def component_mapping(value: Any) -> Any:
-    """A component given by its name alone, as a mapping."""
+    """A component as a mapping, also if only its name is given."""
     return {"name": value} if isinstance(value, str) else value
 
 
 def changes_name(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """True if `new` is another component than `old`. Settings beside `auto` are for whichever it will be."""
+    """True if `new` is another component than `old`. `auto` may become any component, so it changes nothing."""
     return "name" in new and "name" in old and new["name"] != old["name"] and AUTO not in (new["name"], old["name"])

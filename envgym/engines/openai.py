@@ -15,7 +15,7 @@ from envgym.render.spelling import mark_after_prompt
 from envgym.render.tool_calls import parse_api_call
 from envgym.services.chat import ChatCompletions, first_choice, usage_of
 from envgym.services.declarations import Chat
-from envgym.types import Message, StopReason, TextPart, ToolCall
+from envgym.types import Message, StopReason, ToolCall
 
 CUT = ("length", "max_tokens", "model_length")
 """Finish reasons of a completion that its token limit ended."""
@@ -26,7 +26,7 @@ TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 """Servers' messages for a conversation that does not fit. Their codes differ: OpenAI's is `context_length_exceeded`."""
-QUESTION = Message.of("user", "Reply with the word OK.")
+QUESTION = Message("user", "Reply with the word OK.")
 
 
 class OpenAIEngine(ChatEngine):
@@ -94,7 +94,7 @@ class OpenAIEngine(ChatEngine):
             self.counters["failures"] += 1
             raise InvalidOutcome("content_filter", f"{self._api.name}: the provider's filter withheld the completion")
         reply = choice["message"]
-        message = Message("assistant", (TextPart(_text(reply)),), _calls(reply.get("tool_calls"), request))
+        message = Message("assistant", _text(reply), _calls(reply.get("tool_calls"), request))
         return ChatReply(message, StopReason.LENGTH if reason in CUT else StopReason.STOP, **usage_of(answer))
 
     def _body(self, request: ChatRequest) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class TransformersEngine:
     async def connect(self, info: Mapping[str, Any]) -> None:
         raise ConfigError("sync.transfer=nccl and cuda_ipc need engine.kind=vllm")
 
-    async def sees(self, path: str) -> bool:
+    async def can_read(self, path: str) -> bool:
         return Path(path).exists()
 
     async def begin_weights(self) -> None:

@@ -137,7 +137,7 @@ class VLLMEngine:
         self._check()
         self._engine.collective_rpc("init_weight_transfer_engine", args=(dict(info),))
 
-    async def sees(self, path: str) -> bool:
+    async def can_read(self, path: str) -> bool:
         return Path(path).exists()
 
     async def begin_weights(self) -> None:

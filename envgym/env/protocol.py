@@ -1,66 +1,85 @@
-"""The protocol that environments are written to: settings, tasks, and an instance that plays one episode at a time."""
+"""The interface of environments: settings, tasks, and an instance that runs one episode at a time."""
 
 from __future__ import annotations
 
+import functools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from pydantic import Field
 
+from envgym.errors import needs
 from envgym.settings import Settings
 from envgym.types import Action, Message, Task
 
 if TYPE_CHECKING:
+    import numpy
+
     from .spec import EnvSpec
 
 Info = dict[str, Any]
-StepResult = tuple[Any, float | None, bool, bool, Info]
+
+
+class StepInfo(TypedDict, total=False):
+    """The keys of a step's `info` that envgym reads. Other keys are allowed."""
+
+    score: float | None
+    """Success, in [0, 1], for success rates and filters. Without one the reward is the score, if the environment's
+    rewards lie in [0, 1]."""
+    answer: str | None
+    """The policy's answer, as text: majority votes count equal texts as equal answers."""
+    metrics: Mapping[str, float]
+    """Further numbers by name, reported as `env/NAME`."""
+
+
+StepResult = tuple[Any, float | None, bool, bool, StepInfo | Info]
+"""(observation, reward, terminated, truncated, info), as in Gymnasium; a reward of None is no reward."""
 
 
 class EnvConfig(Settings):
-    """Base class of an environment's settings, and those that all have. Unknown keys are refused."""
+    """Base class of an environment's settings, with the settings of every environment. Unknown keys raise an error."""
 
     concurrency: int | None = Field(None, ge=1)
-    """Episodes of this environment in play at once; unset: as many as the rollout plays."""
+    """Maximum concurrent episodes of this environment; unset: the rollout's."""
     call_timeout: float = Field(120.0, gt=0)
     """Seconds a reset or a step may take before the episode counts as failed (`timeout`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recorded answer to a task, for replay."""
+    """A recorded completion of a task, for replay."""
 
     turns: Sequence[str | Message]
     """The assistant's turns, in order."""
     rewards: Sequence[float | None] = ()
-    """Reward of each turn; empty: nothing is known of it."""
+    """Reward of each turn; empty: unknown."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_single_turn: bool = False
-    """The turns are pieces of one answer and follow each other as they stand, with no end of turn between."""
+    """True if the turns are parts of one assistant turn, joined without end-of-turn tokens."""
 
 
 class TaskSet(ABC):
-    """The tasks of one split, by index. Reading one may wait: remote sets are paged."""
+    """The tasks of one split, by index. `get` is asynchronous, since remote sets are read in pages."""
 
     @property
     @abstractmethod
     def size(self) -> int | None:
-        """Number of tasks, or None where there is no end."""
+        """Number of tasks; None for an endless set."""
 
     @abstractmethod
     async def get(self, index: int) -> Task:
-        """The task at `index`, always the same one; IndexError past the end."""
+        """The task at `index`, always the same. Raises `IndexError` past the end."""
 
     @property
     def index_bound(self) -> int:
-        """Exclusive upper bound for random task indices: the size or, without end, as far as may be read at once."""
+        """Exclusive upper bound for random task indices: the size, or 2**31 for an endless set."""
         return 2**31 if self.size is None else self.size
 
     def with_seed(self, seed: int) -> TaskSet:
-        """The same tasks in an order drawn by `seed`, where the set itself decides on an order; else itself."""
+        """The same tasks in an order drawn by `seed`, if the set has a random order; else the set itself."""
         return self
 
 
@@ -79,9 +98,9 @@ class TaskList(TaskSet):
 
 
 class SeededTasks(TaskSet):
-    """The task set of an environment that makes its problems from the seed: task `seed-N` is reset seed N.
+    """The endless task set of an environment that generates its problems: task `seed-N` is reset seed N.
 
-    Train and test draw from disjoint seeds.
+    The seeds of train and test are disjoint.
     """
 
     TEST_START = 2**31
@@ -98,31 +117,69 @@ class SeededTasks(TaskSet):
 
 
 class Env(ABC):
-    """One episode at a time of an environment.
+    """One episode at a time of an environment, as Gymnasium's `Env`, but asynchronous and with text.
 
-    Subclass it and write `reset` and `step`. `self.spec` is the shared half, `self.rng` a generator
-    of this instance's own; never touch the global one. An observation is a list of chat messages, raw
-    text, or an `Observation`. `info` may carry `score` (a number in [0, 1]), `metrics` (names to numbers)
-    and `answer` (what the policy answered, as text, by which majority votes count).
+    Subclass it and write `reset` and `step`. An observation is a list of chat messages, raw text, or an `Observation`;
+    `info` may have the keys of `StepInfo`. Settings (`envgym.make(id, difficulty=5)`, `env.difficulty=5`) are either
+    the arguments of `__init__`, or the fields of a class `Config(envgym.EnvConfig)` in it, which `self.config` holds.
 
-    Methods that block are written as plain `def`: they run on a thread of the instance's own.
+    Write a method that blocks as a plain `def`: it then runs on a thread of its instance.
     """
 
     blocking: ClassVar[bool] = False
-    """Asynchronous methods that block all the same (a busy loop, a synchronous client) run on a thread as well."""
+    """True if the `async` methods block too (a busy loop, a synchronous client): they then run on a thread as well."""
     spec_class: ClassVar[type[EnvSpec]]
-    """The class of its shared half where an `Env` class is registered by itself."""
+    """The class of its `spec` if the `Env` class is registered, or named, without one."""
 
     spec: EnvSpec
+    """The shared part of the environment."""
+    task: Task
+    """The task of the episode, set before `reset`. For an environment without tasks it holds no more than the seed."""
     rng: random.Random
+    """Python's generator of this instance, seeded before `reset`; do not use the global one. `np_random` is NumPy's."""
+    _np_random: numpy.random.Generator | int | None = None
+    """Its seed before its first use."""
+
+    @functools.cached_property
+    def config(self) -> Any:
+        """The settings, `self.spec.config`."""
+        return self.spec.config
+
+    @property
+    def unwrapped(self) -> Env:
+        """The author's instance, without `CheckedEnv`, as in Gymnasium."""
+        return self
+
+    @property
+    def np_random(self) -> numpy.random.Generator:
+        """NumPy's generator of this instance, as in Gymnasium, with the seed of `rng`."""
+        with needs("numpy", "train", "np_random"):
+            import numpy
+        env = self.unwrapped
+        env._np_random = numpy.random.default_rng(env._np_random)
+        return env._np_random
 
     @abstractmethod
-    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        """Start an episode. `options["task"]` is the task to pose; without one it is drawn by the seed."""
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
+        """Start an episode of `self.task` and return (observation, info); usually `async def`.
+
+        `options["task"]` is the same task. `super().reset(seed=seed)`, awaited or not, seeds `rng` and `np_random`.
+        """
+        if seed is not None:
+            self.rng.seed(seed)
+            self._np_random = seed
+        return _Awaitable()
 
     @abstractmethod
     async def step(self, action: Action) -> StepResult:
         """Answer one action with (observation, reward, terminated, truncated, info)."""
 
     async def close(self) -> None:
-        """Release what this episode held. Called once, also after an error."""
+        """Release the resources of this instance. Called once, also after an error."""
+
+
+class _Awaitable:
+    """The return value of `Env.reset`: synchronous and asynchronous overrides call it."""
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from ()

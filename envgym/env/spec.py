@@ -1,4 +1,4 @@
-"""The shared half of an environment, which is also its description."""
+"""The part of an environment that its instances share, which is also its description."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Self
 
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
 from envgym.errors import ConfigError
 from envgym.hashing import source_hash, text_hash
@@ -25,38 +25,42 @@ from .protocol import Env, EnvConfig, Recording, SeededTasks, TaskSet
 
 
 class EnvSpec:
-    """An environment's shared half and its description.
+    """The part of an environment that its instances share, and its description as JSON.
 
-    Most environments need none of their own: registering an `Env` subclass wraps it in this class. Subclass it
-    where there are tasks, demonstrations, or something heavy to set up.
+    Gymnasium's `EnvSpec` is a record of how to make an environment; this one is such a record too, and also owns what all
+    episodes share: the settings, the tasks, and resources that are set up once. So `spec.make()` is cheap, and a run makes
+    many instances of one spec, each for one episode at a time.
+
+    Most environments need no subclass: an `Env` class alone is wrapped in this one. Write one for tasks, demonstrations
+    or resources, and name the `Env` class in `env_class`.
     """
 
     env_class: ClassVar[type[Env] | None] = None
     Config: ClassVar[type[EnvConfig]] = EnvConfig
     agent: ClassVar[str] = "multi_turn"
-    """The agent that plays it unless told otherwise."""
+    """The default agent for it."""
     gives_rewards: ClassVar[bool] = True
-    """False where no step is meant to give a reward or a score: recordings to imitate."""
+    """False if steps give no rewards or scores by design: recordings to imitate."""
 
     def __init__(self, id: str, env_class: type[Env] | None = None, /, **kwargs: Any) -> None:
         self.id = id
         self._env_class = env_class or type(self).env_class
-        config_class = getattr(self._env_class, "Config", None) or type(self).Config
+        config_class, self._arguments = _settings_of(self._env_class, type(self).Config, f"environment {id}")
         try:
             self.config = config_class(**kwargs)
         except ValidationError as error:
             raise settings_error(error, config_class, f"environment {id}") from None
         self.clients: dict[str, Any] = {}
-        """Clients of its `services`, by name: the runtime fills it in before `setup`."""
+        """Clients of its `services`, by name. The runtime sets them before `setup`."""
         self.closing = AsyncExitStack()
-        """Closes what `setup` registers here, after `teardown` or where `setup` itself fails."""
+        """Closes the resources that `setup` registers here, after `teardown` or if `setup` fails."""
         self._setup_lock = asyncio.Lock()
         self._is_set_up = False
 
     # -- description --------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """The description that `registry.spec_from_json` rebuilds this environment from."""
+        """The description, from which `registry.spec_from_json` builds an equal spec."""
         return json.dumps({"id": self.id, "kwargs": self.config.model_dump(mode="json", exclude_unset=True)})
 
     def __eq__(self, other: object) -> bool:
@@ -66,51 +70,51 @@ class EnvSpec:
         return hash(self.to_json())
 
     def fingerprint(self) -> dict[str, str]:
-        """Hashes of the environment's `code` and of its `spec`, by which scores can be compared over time."""
+        """Hashes of the environment's `code` and of its `spec`: scores with equal ones are comparable."""
         return {
             "code": source_hash([cls for cls in (type(self), self._env_class) if cls not in (None, EnvSpec)]),
             "spec": text_hash(self.to_json()),
         }
 
-    # -- what a subclass may override ---------------------------------------------------------------------
+    # -- methods to override ------------------------------------------------------------------------------
 
     @property
     def services(self) -> Mapping[str, Any]:
-        """Models this environment needs (reward model, judge, opponent), by name: declarations of `envgym.services`.
+        """Models that the environment uses (reward model, judge, opponent), by name: declarations of `envgym.services`.
 
-        The runtime starts them and hands their clients over in `clients`.
+        The runtime starts them and puts their clients into `clients`.
         """
         return {}
 
     def spec_for(self, task: Task) -> EnvSpec:
-        """The environment that plays `task`: this one, or the member of a mixture."""
+        """The environment of `task`: this one, or a member of a mixture."""
         return self
 
     def parts(self) -> Sequence[EnvSpec]:
-        """The environments this one is made of: itself, or the members of a mixture."""
+        """The environments in it: itself, or the members of a mixture."""
         return [self]
 
     def concurrency_bound(self) -> int | None:
-        """A number of episodes that may be in play at once whichever tasks they pose; None: any."""
+        """The number of concurrent episodes that is allowed whichever their tasks; None: any."""
         return self.config.concurrency
 
     async def setup(self) -> None:
-        """Build what is heavy and shared, once, before the first episode; register in `closing` what must be closed."""
+        """Build shared resources, once, before the first episode; register in `closing` how to close them."""
 
     async def teardown(self) -> None:
-        """Release what `setup` built."""
+        """Release the resources of `setup`."""
 
     def tasks(self, split: str) -> TaskSet:
-        """The tasks of `train` or `test`. The two never overlap."""
+        """The tasks of a split, `train` or `test`. The splits do not overlap."""
         return SeededTasks(split)
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """The assistant's turns, in order, that show how `task` is done, for replay; the seed picks among variants."""
+        """The assistant's turns of a right solution of `task`, for replay; the seed picks a variant."""
         raise ConfigError(f"environment {self.id} has no demonstrations to replay")
 
     @property
     def recordings_per_task(self) -> int:
-        """Recordings of each task: a replay plays all of them, each as a member of the task's group."""
+        """Number of recordings per task. A replay runs each as a member of the task's group."""
         return 1
 
     def recording(self, task: Task, seed: int, member: int) -> Recording:
@@ -120,45 +124,47 @@ class EnvSpec:
     async def score_group(
         self, task: Task, episodes: Sequence[Episode]
     ) -> Sequence[float | Reward | Exception | None] | None:
-        """Judge the finished episodes of one task together: a reward or a `Reward` for each, None for one that gets
-        no reward, an exception (`InvalidOutcome`) for one that could not be judged. None: they are judged alone."""
+        """Score the finished episodes of one task together. Return a list with a number, a `Reward`, None (no reward)
+        or an exception (`InvalidOutcome`: it could not be scored) per episode; or return None instead of a list to leave
+        the rewards of their steps in place."""
         return None
 
     @property
     def scores_groups(self) -> bool:
-        """True if it judges the episodes of a task together, or one of its parts does."""
+        """True if it overrides `score_group`, or a member of the mixture does."""
         return any(type(part).score_group is not EnvSpec.score_group for part in self.parts())
 
     @property
     def summary(self) -> str:
-        """The first sentence of its author's description."""
+        """The first sentence of `docstring`."""
         return first_sentence(self.docstring)
 
     @property
     def docstring(self) -> str:
-        """Its author's description."""
+        """The author's description of the environment."""
         return docstring(self._env_class if type(self) is EnvSpec and self._env_class else type(self))
 
     # -- making instances ---------------------------------------------------------------------------------
 
     def make(self) -> CheckedEnv:
-        """A new instance, behind the checks every environment gets."""
+        """A new instance, wrapped in `CheckedEnv`."""
         if self._env_class is None:
             raise ConfigError(f"environment {self.id} names no Env class")
         env = self._env_class.__new__(self._env_class)
         env.spec = self
         env.rng = random.Random()
-        env.__init__()  # type: ignore[misc]  # after spec is there, so that a constructor may read it
+        arguments = {name: getattr(self.config, name) for name in self._arguments}
+        env.__init__(**arguments)  # type: ignore[misc]  # after `spec` and `rng` are set: it may read them
         return CheckedEnv(env, self)
 
     @functools.cached_property
     def slots(self) -> asyncio.Semaphore | None:
-        """Places for its episodes in play; None where their number has no limit."""
+        """Slots for concurrent episodes; None without a limit."""
         limit = self.config.concurrency
         return None if limit is None else asyncio.Semaphore(limit)
 
     async def ensure_setup(self) -> None:
-        """Run `setup` once, however many ask for it at the same time."""
+        """Run `setup` unless it has run. Concurrent callers wait for the first one's."""
         async with self._setup_lock:
             if not self._is_set_up:
                 try:
@@ -169,7 +175,7 @@ class EnvSpec:
                 self._is_set_up = True
 
     async def close(self) -> None:
-        """Run `teardown` if `setup` ran, and close what that registered."""
+        """Run `teardown` if `setup` ran, and close the resources that it registered."""
         if self._is_set_up:
             self._is_set_up = False
             try:
@@ -188,16 +194,43 @@ class EnvSpec:
 Env.spec_class = EnvSpec
 
 
+def _settings_of(
+    env_class: type[Env] | None, default: type[EnvConfig], context: str
+) -> tuple[type[EnvConfig], list[str]]:
+    """The settings class of an environment, and the names of the settings that are arguments of `__init__`."""
+    config_class: type[EnvConfig] = getattr(env_class, "Config", None) or default
+    if env_class is None or env_class.__init__ is object.__init__:
+        return config_class, []
+    fields: dict[str, Any] = {}
+    try:
+        for name, parameter in list(inspect.signature(env_class.__init__, eval_str=True).parameters.items())[1:]:
+            kind, value = parameter.annotation, parameter.default
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise TypeError(f"each must be passable by keyword, unlike {parameter}")
+            if kind is parameter.empty:
+                kind = Any if value is None or value is parameter.empty else type(value)
+            fields[name] = (kind, ... if value is parameter.empty else value)
+        if fields and config_class is not default:
+            raise TypeError("it has a Config too, which they belong in")
+        if fields:
+            config_class = create_model(f"{env_class.__name__}Config", __base__=config_class, **fields)
+    except (NameError, TypeError, RuntimeError) as error:
+        problem = str(error).partition("\n")[0]
+        raise ConfigError(f"{context}: the arguments of __init__ cannot be settings: {problem}") from None
+    return config_class, list(fields)
+
+
 def first_sentence(text: str) -> str:
-    """The first sentence of a description, in one line."""
+    """The first sentence of a description, as one line."""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     return re.split(r"(?<=[.!?]) (?=[A-Z`])", paragraph)[0]
 
 
 def docstring(cls: type) -> str:
-    """The description that an environment's author wrote: in the class, not in one of ours above it, or in its file."""
-    classes = [one for one in (getattr(cls, "env_class", None), cls) if one is not None]
-    docs = [vars(one).get("__doc__") for one in classes]
-    modules = [one.__module__ for one in classes if not one.__module__.startswith(("envgym.", "__main__"))]
+    """The docstring of an environment's class itself, not of envgym's base classes, or else of its module."""
+    classes = [candidate for candidate in (getattr(cls, "env_class", None), cls) if candidate is not None]
+    docs = [vars(candidate).get("__doc__") for candidate in classes]
+    modules = [candidate.__module__ for candidate in classes]
+    modules = [module for module in modules if not module.startswith(("envgym.", "__main__"))]
     docs += [getattr(sys.modules.get(name), "__doc__", None) for name in modules]
     return next((inspect.cleandoc(doc) for doc in docs if doc), "")

@@ -1,1 +1,1 @@
-"""Episodes on disk: one record, its files, generating them, judging them again."""
+"""Episodes on disk: their records, and files of them."""

@@ -1,4 +1,4 @@
-"""Episodes in files: JSON lines or Parquet, by the file's suffix."""
+"""Files of episodes: JSON lines or Parquet, by the file's suffix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from envgym.disk import replacing
+from envgym.disk import replacement_file
 from envgym.errors import ConfigError, DataError, RunError, missing_package, reported_as
 from envgym.hashing import DIGITS
 from envgym.types import Episode
@@ -19,10 +19,10 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 def read_episodes(path: Path) -> list[Episode]:
-    """The episodes that `path` holds: a file of them (.jsonl, .parquet), a folder of such files (a run's `rollouts/`,
-    or the run's own folder), or the folder of an evaluation. Files come by name, their episodes in their order.
+    """Read the episodes of a file (.jsonl, .parquet), a folder of such files (a run's `rollouts/`, or the run's own
+    folder), or the folder of an evaluation. Files are sorted by name; their episodes stay in order.
 
-    Raises `DataError` for anything else, and where there is none.
+    Raises `DataError` for anything else, and if there are no episodes.
     """
     episodes = [episode for file in _files(path) for episode in _read_file(file)]
     if not episodes:
@@ -31,7 +31,7 @@ def read_episodes(path: Path) -> list[Episode]:
 
 
 def holds_episodes(path: Path) -> bool:
-    """True if `read_episodes` would find some there."""
+    """True if `read_episodes` would find episodes there."""
     try:
         return bool(read_episodes(path))
     except (DataError, RunError):
@@ -39,7 +39,7 @@ def holds_episodes(path: Path) -> bool:
 
 
 def content_hash(path: Path) -> str:
-    """A fingerprint of the files that `read_episodes` reads. Raises `DataError` like it."""
+    """A fingerprint of the files that `read_episodes` reads. Raises `DataError` for the same paths."""
     digest = hashlib.sha256()
     for file in _files(path):
         with reported_as(DataError, f"{file} cannot be read"), file.open("rb") as content:
@@ -71,7 +71,8 @@ def _read_file(path: Path) -> list[Episode]:
 
 
 def check_target(path: Path, *, overwrite: bool) -> None:
-    """Refuse what `write_episodes` could not write, before hours of work are spent on it. Makes the folder it is in."""
+    """Raise an error if `write_episodes` could not write `path`, so that it comes before hours of work. Creates the
+    parent folder."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--out {path}: episodes are written to a file that ends with {' or '.join(SUFFIXES)}")
     if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
@@ -88,11 +89,11 @@ def check_target(path: Path, *, overwrite: bool) -> None:
 
 
 def write_episodes(path: Path, episodes: Sequence[Episode]) -> None:
-    """Write the episodes to a .jsonl or .parquet file, in one rename. Raises `DataError` where that fails; a file that
-    was there is then what it was."""
+    """Write the episodes to a .jsonl or .parquet file, in one rename. Raises `DataError` on failure; an existing file
+    then stays unchanged."""
     with reported_as(DataError, f"{path} cannot be written"):
         if path.suffix == ".parquet":
             write_rollouts(path, episodes)
             return
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        with replacement_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.writelines(episode_line(episode) for episode in episodes)

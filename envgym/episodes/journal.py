@@ -1,4 +1,4 @@
-"""Episodes as they end, a line of JSON each, so that a kill at any moment loses none that had ended."""
+"""The journal: one line of JSON per ended episode, so that a kill loses no episode that has ended."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from envgym.types import Episode
 from .record import from_record, to_record
 
 EpisodeKey = tuple[str, int]
-"""An episode's group and its member in it."""
+"""Group id and member number of an episode."""
 
 
 class Journal:
-    """A file of episodes. The first line of a key is the episode as it was played, a later one the same episode
-    after its group was judged together.
+    """A file of episodes. The first line of a key is the episode as it ended; a later line is the same episode after
+    the judging of its group.
 
-    Raises `DataError` for a file that cannot be read or written, or holds something else.
+    Raises `DataError` for a file that cannot be read or written, or that holds anything but episodes.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def played(self) -> dict[EpisodeKey, Episode]:
-        """The episodes as they were played, in the order in which they ended."""
-        found: dict[EpisodeKey, Episode] = {}
+    def originals(self) -> dict[EpisodeKey, Episode]:
+        """The episodes before the judging of their groups, in the order in which they ended."""
+        episodes: dict[EpisodeKey, Episode] = {}
         for episode in self._read():
-            found.setdefault((episode.group_id, episode.member), episode)
-        return found
+            episodes.setdefault((episode.group_id, episode.member), episode)
+        return episodes
 
-    def judged(self) -> dict[EpisodeKey, Episode]:
-        """The episodes as they were judged last, in the same order."""
+    def latest(self) -> dict[EpisodeKey, Episode]:
+        """The episodes after the judging of their groups, in the order in which they ended."""
         return {(episode.group_id, episode.member): episode for episode in self._read()}
 
     def episodes(self) -> list[Episode]:
-        """The same of a file that may have been joined from several, whose keys may be the same: an episode is the one
-        before it, judged, where both are the same conversation."""
-        found: list[Episode] = []
-        last: dict[EpisodeKey, int] = {}
+        """Like `latest`, for a file that may be joined from several, with repeated keys: an episode replaces an earlier
+        one of its key only if both are the same conversation."""
+        episodes: list[Episode] = []
+        positions: dict[EpisodeKey, int] = {}
         for episode in self._read():
             key = (episode.group_id, episode.member)
-            if key in last and _identity(found[last[key]]) == _identity(episode):
-                found[last[key]] = episode
+            if key in positions and _identity(episodes[positions[key]]) == _identity(episode):
+                episodes[positions[key]] = episode
             else:
-                last[key] = len(found)
-                found.append(episode)
-        return found
+                positions[key] = len(episodes)
+                episodes.append(episode)
+        return episodes
 
     def open(self) -> None:
-        """Make ready to write: what a kill left of a last line is cut off."""
+        """Prepare for writing: create the file, and complete or truncate a last line that a kill interrupted."""
         with reported_as(DataError, f"{self.path} cannot be written"):
             self.path.touch()
             content = self.path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if _is_whole(content[whole:]):
+            end = content.rfind(b"\n") + 1
+            if _is_json(content[end:]):
                 with self.path.open("ab") as file:
                     file.write(b"\n")
             else:
-                os.truncate(self.path, whole)
+                os.truncate(self.path, end)
 
     def write(self, episode: Episode) -> None:
         """Append an episode."""
-        line, advice = episode_line(episode), "the episodes before this one are kept there"
+        line, advice = episode_line(episode), "the episodes before this one are saved there"
         with (
             reported_as(DataError, f"{self.path} cannot be written", advice),
             self.path.open("a", encoding="utf-8") as file,
@@ -79,8 +79,8 @@ class Journal:
         try:
             with self.path.open(encoding="utf-8") as file:
                 for number, line in enumerate(file, 1):
-                    if not line.endswith("\n") and not _is_whole(line):
-                        return  # cut short by a kill
+                    if not line.endswith("\n") and not _is_json(line):
+                        return  # truncated by a kill
                     try:
                         episode = from_record(json.loads(line))
                     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -92,7 +92,7 @@ class Journal:
 
 
 def episode_line(episode: Episode) -> str:
-    """The episode as a line of JSON. What JSON does not know (a date in a task's fields) is written as text."""
+    """The episode as a line of JSON. Values without a JSON type (a date in a task's fields) are written as text."""
     return json.dumps(to_record(episode), default=str) + "\n"
 
 
@@ -100,10 +100,10 @@ def _identity(episode: Episode) -> tuple[object, ...]:
     return episode.id, episode.task.key, episode.seconds, episode.messages
 
 
-def _is_whole(last: str | bytes) -> bool:
-    """True where a last line lacks only its end, as editors leave it."""
+def _is_json(line: str | bytes) -> bool:
+    """True if a last line lacks only its newline, as some editors write it."""
     try:
-        json.loads(last)
+        json.loads(line)
     except ValueError:
         return False
     return True

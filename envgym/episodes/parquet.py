@@ -1,4 +1,4 @@
-"""Episodes as a compressed columnar file (Parquet): one row an episode, tokens and masks included."""
+"""Episodes in a compressed columnar file (Parquet): one row per episode, tokens and masks included."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.disk import replacing
+from envgym.disk import replacement_file
 from envgym.errors import DataError, needs
 from envgym.types import Episode
 
@@ -18,31 +18,33 @@ if TYPE_CHECKING:
     from envgym.learner import FloatArray, Trajectory
 
 
-ROWS_A_GROUP = 256
-"""Episodes of a row group: one is read with these few, not with its whole file."""
+ROW_GROUP_SIZE = 256
+"""Episodes per row group, the smallest unit that a reader loads."""
 
 
 def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
     """Write episodes to `path` in one rename. Columns are the fields of `envgym.episodes.record`: the task and the
-    arguments of tool calls as text (JSON), log-probabilities with the precision of a float32. Beside them what lists of
-    episodes show: the task's `key`, sampled `tokens`, `turns`, and `surprise`, the mean of their -log p."""
+    arguments of tool calls as text (JSON), log-probabilities as float32. Further columns serve lists of episodes: the
+    task's `key`, the number of sampled `tokens` and of `turns`, and `surprise`, the mean -log p of the tokens in
+    nats."""
     pa, pq = _pyarrow("writing rollouts")
-    tasks: dict[int, str] = {}  # a task, which the members of a group share, is written out once
+    tasks: dict[int, str] = {}  # JSON by the task's `id`: the members of a group share the task
     rows = [_columns(episode, tasks) for episode in episodes]
-    marked = any("from_others" in message for row in rows for message in row["messages"])
-    table = pa.Table.from_pylist(rows, _schema(pa, marked=marked))
-    with replacing(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd", row_group_size=ROWS_A_GROUP)
+    has_others = any("from_others" in message for row in rows for message in row["messages"])
+    table = pa.Table.from_pylist(rows, _schema(pa, has_others=has_others))
+    with replacement_file(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP_SIZE)
 
 
 def write_learned(
     path: Path, groups: Sequence[Sequence[Trajectory]], first: Mapping[int, FloatArray], last: Mapping[int, FloatArray]
 ) -> None:
-    """Write what learning made of a step's rows to `path` in one rename, a row of the file for each: the `episode` and
-    the number of its `row`, and as float32 a token `advantages`, `logprobs` (the trainer's when it first learned from
-    the row, in nats) and `ratios` (the last policy that learned from it over the one that sampled).
+    """Write the training values of a step's token sequences to `path` in one rename, one row per sequence: the
+    `episode`, the sequence's number in it (`row`), and one float32 per token in `advantages`, `logprobs` (the trainer's
+    before its first optimizer step on the sequence, in nats) and `ratios` (the trainer's policy of its last optimizer
+    step over the sampling policy).
 
-    `first` and `last` are the trainer's log-probabilities by the `id` of the sample.
+    `first` and `last` are the trainer's log-probabilities [T] by the `id` of the sample.
     """
     import numpy as np
 
@@ -61,12 +63,12 @@ def write_learned(
     types = {"episode": pa.string(), "row": pa.int32(), "advantages": floats, "logprobs": floats, "ratios": floats}
     table = pa.table(columns, pa.schema(list(types.items())))
     path.parent.mkdir(exist_ok=True)
-    with replacing(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd", row_group_size=ROWS_A_GROUP)
+    with replacement_file(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP_SIZE)
 
 
 def read_rollouts(path: Path) -> list[Episode]:
-    """The episodes of a file that `write_rollouts` wrote, in its order. Raises `DataError` for another file."""
+    """The episodes of a file that `write_rollouts` wrote, in order. Raises `DataError` for other files."""
     pa, pq = _pyarrow("reading rollouts")
     try:
         table = pq.read_table(path)
@@ -100,24 +102,24 @@ def _columns(episode: Episode, tasks: dict[int, str]) -> dict[str, Any]:
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], default=str)
     maps = {name: list(record[name].items()) for name in ("metrics", "fingerprints")}
     sampled = [value for row in episode.rows for segment in row.segments for value in segment.logprobs or ()]
-    listed = {
+    summary = {
         "key": episode.task.key,
         "tokens": sum(row.n_action_tokens for row in episode.rows),
         "turns": sum(len(row.turns) for row in episode.rows),
         "surprise": -math.fsum(sampled) / len(sampled) if sampled else None,
     }
-    return {**record, **maps, **listed, "task": task}
+    return {**record, **maps, **summary, "task": task}
 
 
-def _schema(pa: Any, *, marked: bool = False) -> Any:
-    """The columns; messages tell whether they are `from_others` where some are `marked` so."""
-    text, number, integer, token, yes = pa.string(), pa.float64(), pa.int64(), pa.int32(), pa.bool_()
+def _schema(pa: Any, *, has_others: bool = False) -> Any:
+    """The columns. With `has_others`, messages have the field `from_others`."""
+    text, number, integer, token, boolean = pa.string(), pa.float64(), pa.int64(), pa.int32(), pa.bool_()
 
     def struct(**columns: Any) -> Any:
         return pa.struct(list(columns.items()))
 
     call = struct(id=text, type=text, function=struct(name=text, arguments=text), error=text)
-    mark = {"from_others": yes} if marked else {}
+    mark = {"from_others": boolean} if has_others else {}
     message = struct(role=text, content=text, tool_calls=pa.list_(call), tool_call_id=text, name=text, **mark)
     segment = struct(
         role=text,
@@ -137,10 +139,10 @@ def _schema(pa: Any, *, marked: bool = False) -> Any:
         member=token,
         seed=integer,
         attempt=token,
-        outcome=struct(status=text, reason=text, retryable=yes, message=text),
+        outcome=struct(status=text, reason=text, retryable=boolean, message=text),
         reward=number,
         score=number,
-        score_is_reward=yes,
+        score_is_reward=boolean,
         answer=text,
         metrics=pa.map_(text, number),
         seconds=number,

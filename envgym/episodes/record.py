@@ -1,8 +1,8 @@
-"""The one encoding of an episode, as JSON's own types: journals, files, checkpoints and the wire are spellings of it.
+"""The encoding of an episode in JSON types, which journals, files, checkpoints and the wire share.
 
-JSON has no tuples, and in its objects no keys but strings; an answer `(1, 2)` that came back as `[1, 2]` would be
-another. In what an environment's author put into a task, or a user into options, they are written as `{"$tuple": […]}`
-and `{"$items": [[key, value], …]}`; so is an object with a key that begins with `$`.
+JSON has no tuples, and its objects have only string keys; an answer `(1, 2)` that came back as `[1, 2]` would be
+different. In task values and options, tuples are written as `{"$tuple": […]}`, and mappings with other keys, or with a
+key that begins with `$`, as `{"$items": [[key, value], …]}`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ TUPLE, ITEMS = "$tuple", "$items"
 PLAIN = (
     "id", "env", "group", "member", "seed", "attempt", "reward", "score", "score_is_reward", "answer", "seconds"
 )  # fmt: skip
-"""Fields of an episode that are numbers and text, and written as they are."""
+"""Record keys of an episode's numbers and texts, which are written unchanged."""
 FIELDS = {name: "group_id" if name == "group" else name for name in PLAIN}
-"""Fields of an episode by their names in a record."""
+"""Record keys → fields of an episode."""
 PLAIN_OF_TASK = ("id", "difficulty", "seed", "env")
 
 
 def encode(value: Any) -> Any:
-    """Write plain Python values in what JSON has; anything else is left to who writes the JSON."""
+    """Encode plain Python values in JSON types. Other values stay unchanged: the caller's JSON encoder decides."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: encode(item) for key, item in value.items()}
@@ -49,33 +49,33 @@ def encode(value: Any) -> Any:
     return value
 
 
-def decode(value: Any, other: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
-    """Read what `encode` wrote. Raises `ValueError` for what it does not write.
+def decode(value: Any, readers: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
+    """Decode a value from `encode`. Raises `ValueError` if `encode` cannot have written it.
 
-    `other`: readers of further objects `{"$name": …}`, by that name.
+    `readers`: functions that decode further objects `{"$name": …}`, by that name.
     """
     if isinstance(value, list):
-        return [decode(item, other) for item in value]
+        return [decode(item, readers) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {TUPLE}:
-        return tuple(decode(item, other) for item in _list(value[TUPLE]))
+        return tuple(decode(item, readers) for item in _list(value[TUPLE]))
     if value.keys() == {ITEMS}:
         try:
-            return {decode(key, other): decode(item, other) for key, item in map(_list, _list(value[ITEMS]))}
+            return {decode(key, readers): decode(item, readers) for key, item in map(_list, _list(value[ITEMS]))}
         except TypeError as error:
             raise ValueError(f"not keys and values: {error}") from None
-    if other and len(value) == 1 and (read := other.get(next(iter(value)))):
+    if readers and len(value) == 1 and (read := readers.get(next(iter(value)))):
         return read(next(iter(value.values())))
-    return {key: decode(item, other) for key, item in value.items()}
+    return {key: decode(item, readers) for key, item in value.items()}
 
 
 def decode_mapping(value: Any) -> dict[str, Any]:
-    """As `decode`, of names and their values. Raises `ValueError` also for anything else."""
-    found = decode(value)
-    if not isinstance(found, dict):
-        raise ValueError("names and values are wanted, not a tuple")
-    return found
+    """Like `decode`, but raises `ValueError` also if the value is no mapping."""
+    mapping = decode(value)
+    if not isinstance(mapping, dict):
+        raise ValueError("expected names and values, not a tuple")
+    return mapping
 
 
 def _list(value: Any) -> list[Any]:
@@ -85,11 +85,11 @@ def _list(value: Any) -> list[Any]:
 
 
 def to_record(episode: Episode) -> dict[str, Any]:
-    """Everything an episode holds but what scoring roles made of its rows, as JSON's own types.
+    """All data of an episode in JSON types, except the values that roles computed for its token sequences.
 
-    Messages have the form of OpenAI-compatible APIs, but that a call's arguments are a mapping, and that one which
-    could not be read has its `error`. The task's answer and fields are encoded (`encode`); what is not of Python's
-    plain kinds becomes text when it is written.
+    Messages have the form of OpenAI-compatible APIs, except that the arguments of a tool call are a mapping, and that a
+    malformed call has an `error`. The task's answer and fields are encoded (`encode`); values that are not plain Python
+    become text when the JSON is written.
     """
     task = episode.task
     return {
@@ -116,9 +116,8 @@ def to_record(episode: Episode) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> Episode:
-    """The episode that `to_record` made `record` of. Raises `KeyError`, `TypeError` or `ValueError` for what is not
-    such a record."""
-    task, outcome = record["task"], _known(Outcome, record["outcome"])
+    """The episode of a record from `to_record`. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+    task, outcome = record["task"], _select_fields(Outcome, record["outcome"])
     return Episode(
         **{field: record[name] for name, field in FIELDS.items()},
         task=Task(
@@ -144,9 +143,9 @@ def from_record(record: Mapping[str, Any]) -> Episode:
 
 def _message(message: Message) -> dict[str, Any]:
     result = message.as_dict()
-    for written, call in zip(result.get("tool_calls", ()), message.tool_calls, strict=True):
+    for call_record, call in zip(result.get("tool_calls", ()), message.tool_calls, strict=True):
         if call.error:
-            written["error"] = call.error
+            call_record["error"] = call.error
     return result
 
 
@@ -167,16 +166,16 @@ def _segment_of(record: Mapping[str, Any]) -> Segment:
         record["token_ids"],
         record["weights"],
         record["logprobs"],
-        tuple(VersionSpan(**_known(VersionSpan, span)) for span in record["versions"]),
+        tuple(VersionSpan(**_select_fields(VersionSpan, span)) for span in record["versions"]),
         record["temperature"],
     )
 
 
-def _values(of: Any, names: Iterable[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass, all of them unless `names` are given, as they are."""
-    return {name: getattr(of, name) for name in names or (field.name for field in fields(of))}
+def _values(instance: Any, names: Iterable[str] = ()) -> dict[str, Any]:
+    """The unchanged field values of a dataclass instance: those in `names`, or all."""
+    return {name: getattr(instance, name) for name in names or (field.name for field in fields(instance))}
 
 
-def _known(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a dataclass has, all of them; others are a newer version's."""
+def _select_fields(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of all fields of dataclass `cls`. Other keys, of newer versions, are dropped."""
     return {field.name: record[field.name] for field in fields(cls)}

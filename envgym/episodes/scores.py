@@ -1,4 +1,4 @@
-"""Rewards in place of scores that an environment does not give, where they all lie in [0, 1]."""
+"""Scores derived from rewards, for environments that give no scores and whose rewards all lie in [0, 1]."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable, Sequence
 from envgym.types import Episode
 
 ROUNDING = 1e-6
-"""Distance from [0, 1] that a reward may have from adding up, or from 32 bits."""
+"""Tolerance around [0, 1] for rewards that were summed or stored in 32 bits."""
 
 
 def reward_as_score(reward: float | None) -> float | None:
-    """The score that a reward is; None where it lies outside [0, 1]."""
+    """The reward as a score, clipped to [0, 1]; None if it lies outside."""
     if reward is None or not -ROUNDING <= reward <= 1 + ROUNDING:
         return None
     return min(1.0, max(0.0, reward))
 
 
-def withdraw(episodes: Iterable[Episode], unscored: set[str]) -> list[Episode]:
-    """Take back the scores that are rewards in environments some of whose rewards are none. Returns the episodes that
-    lost theirs.
+def withdraw_scores(episodes: Iterable[Episode], unscored: set[str]) -> list[Episode]:
+    """Clear reward-derived scores in environments that have given a reward outside [0, 1]. Returns the changed
+    episodes.
 
-    A score of the episodes alone whose reward happens to lie in [0, 1] would be one of the winners, say, of a game that
-    pays 1 and -1. `unscored` holds the environments of which that is known, and is added to.
+    Otherwise a game with the rewards 1 and -1 would have scores of its winners only. `unscored` holds the ids of these
+    environments, and is updated.
     """
     finished = [episode for episode in episodes if not episode.failed]
     unscored |= {
@@ -30,13 +30,13 @@ def withdraw(episodes: Iterable[Episode], unscored: set[str]) -> list[Episode]:
         for episode in finished
         if episode.score is None and episode.reward is not None and reward_as_score(episode.reward) is None
     }
-    withdrawn = [episode for episode in finished if episode.score_is_reward and episode.env in unscored]
-    for episode in withdrawn:
+    changed = [episode for episode in finished if episode.score_is_reward and episode.env in unscored]
+    for episode in changed:
         episode.score, episode.score_is_reward = None, False
-    return withdrawn
+    return changed
 
 
 def is_flat(members: Sequence[Episode]) -> bool:
-    """True if finished episodes all have one score or, where one of them has none, one reward."""
-    by = "reward" if any(episode.score is None for episode in members) else "score"
-    return len({getattr(episode, by) for episode in members}) < 2
+    """True if finished episodes all have the same score; rewards are compared if an episode has no score."""
+    field = "reward" if any(episode.score is None for episode in members) else "score"
+    return len({getattr(episode, field) for episode in members}) < 2

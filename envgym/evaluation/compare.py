@@ -93,7 +93,7 @@ class Comparison:
 def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
     """Pair the tasks of two evaluations. Raises `RunError` if one is not finished or they share no task."""
     results = [_result(folder) for folder in (a, b)]
-    episodes = [list(folder.journal.judged().values()) for folder in (a, b)]
+    episodes = [list(folder.journal.latest().values()) for folder in (a, b)]
     names, notes = _names(results)
     notes += _notes(a, b, results, names)
     envs: dict[str, EnvComparison] = {}

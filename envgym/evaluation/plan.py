@@ -61,7 +61,7 @@ def parts_of_suite(
             "data": item.data,
             "rollout": sampling,
         }
-        with reported_as(ConfigError, name, of=ConfigError):
+        with reported_as(ConfigError, name, cause=ConfigError):
             config = resolve(merge(suite_settings, settings), file=file)
             set_sampled_model(config, settings)
         eval_settings = settings.get("eval", {})

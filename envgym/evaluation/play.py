@@ -47,7 +47,9 @@ class PartRun:
         """Run the episodes that `folder` does not have, and return the groups of all tasks."""
         sampling = self.part.sampling(self.runner.agent.renderer.stop_token_ids)
         plan = SamplingPlan(self.part.name, sampling, self.part.samples)
-        return await self.runner.play(self.tasks, plan, display.rollout, kept=folder.saved, on_episode=folder.write)
+        return await self.runner.roll_out(
+            self.tasks, plan, display.rollout, completed=folder.saved, on_episode=folder.write
+        )
 
 
 @asynccontextmanager

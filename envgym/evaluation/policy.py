@@ -93,9 +93,9 @@ async def _run(
     stage = parts[0].stage
     start = time.monotonic()
     folder.journal.open()
-    folder.saved = folder.journal.played()
+    folder.saved = folder.journal.originals()
     if retry_failed:
-        episodes = folder.journal.judged()
+        episodes = folder.journal.latest()
         folder.saved = {key: episode for key, episode in folder.saved.items() if not episodes[key].failed}
     result = folder.read_result() or {"began": _timestamp(), "seconds": 0.0}
     groups: dict[str, list[Group]] = {}

@@ -19,7 +19,7 @@ from envgym.errors import ConfigError, InvalidOutcome
 from envgym.hashing import task_hash
 from envgym.launch.components import make_runner, open_runtime
 from envgym.processes import event_loop
-from envgym.rollout.scripted import Scripted, ScriptedEpisode, in_order
+from envgym.rollout.scripted import Scripted, ScriptedEpisode, script_of
 from envgym.run_folder import RunFolder
 from envgym.services import start_services
 from envgym.services.start import refuse_policies
@@ -107,7 +107,7 @@ async def demonstration_episodes(stage: StageConfig) -> list[Episode]:
                 )
             for task in [await tasks.get(index) for index in range(tasks.size)]:
                 demonstration = spec.demonstrations(task, 0)
-                turns = [turn if isinstance(turn, Message) else Message.of("assistant", turn) for turn in demonstration]
+                turns = [turn if isinstance(turn, Message) else Message("assistant", turn) for turn in demonstration]
                 row = Row([Segment("action", array("i"))], turns=[Turn(None, StopReason.STOP) for _ in turns])
                 group = f"demonstrated/{len(episodes):06d}"
                 episode = Episode(f"{group}:000:0", task, Outcome.complete(), [row], env=spec.id, group_id=group)
@@ -123,7 +123,7 @@ def scripted_episode(saved: Episode, task: Task) -> ScriptedEpisode:
     Raises `InvalidOutcome` if the recording lacks turns."""
     was_limited = saved.outcome.status is Status.TRUNCATED and saved.outcome.reason in LIMITS_OF_THE_POLICY
     unfinished = saved.outcome if was_limited else Outcome.truncate(RECORDING)
-    return ScriptedEpisode(task, saved.seed, in_order(recorded_actions(saved)), unfinished)
+    return ScriptedEpisode(task, saved.seed, script_of(recorded_actions(saved)), unfinished)
 
 
 def recorded_actions(saved: Episode) -> list[Action]:
@@ -203,7 +203,7 @@ async def _score(
             episode.rows, episode.messages = _with_rewards(old.rows, turns), old.messages
             scored[index] = episode
         groups = saved_groups(scored)
-        await runner.compare(groups)
+        await runner.judge_groups(groups)
         runner.withdraw_scores(groups)
     for index in tasks:
         scored[index].metrics |= _earlier_metrics(saved[index])

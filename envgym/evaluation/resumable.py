@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from envgym.disk import locked, write_atomically
+from envgym.disk import folder_lock, write_atomically
 from envgym.env import EnvSpec
 from envgym.episodes.files import write_episodes
 from envgym.episodes.journal import EpisodeKey, Journal
-from envgym.errors import ConfigError, DataError, RunError, WorkerError, extended, reported_as
+from envgym.errors import ConfigError, DataError, RunError, WorkerError, extend_message, reported_as
 from envgym.hashing import model_hash, task_hash
 from envgym.rollout.runner import group_ids
 from envgym.types import Episode, Task
@@ -46,7 +46,7 @@ class ResumableFolder(ABC):
 
     def lock(self) -> AbstractContextManager[None]:
         """Lock the folder for one command. Raises `RunError` if another one holds it."""
-        return locked(self.path, self.command)
+        return folder_lock(self.path, self.command)
 
     @abstractmethod
     def on_mismatch(self, problem: str) -> None:
@@ -91,7 +91,7 @@ class ResumableFolder(ABC):
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._clean_up()) from None
         except WorkerError as error:
-            raise extended(error, self._clean_up(keep_logs=True)) from None  # the error names a log file
+            raise extend_message(error, self._clean_up(keep_logs=True)) from None  # the error names a log file
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
             raise RunError(f"{problem}; {self._clean_up()}") from error
@@ -109,7 +109,7 @@ class ResumableFolder(ABC):
 
     def describe_saved(self) -> str:
         try:
-            return f"{len(self.journal.played())} episodes are saved in {self.path}; {self.resume_hint}"
+            return f"{len(self.journal.originals())} episodes are saved in {self.path}; {self.resume_hint}"
         except DataError as error:
             return str(error)
 
@@ -135,7 +135,7 @@ class UnfinishedFile(ResumableFolder):
 
     def _open(self, settings: Mapping[str, Any]) -> None:
         try:
-            self.saved = self.journal.played()
+            self.saved = self.journal.originals()
         except DataError as error:
             self.on_mismatch(f"cannot be read ({error})")
         if self.saved:

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from envgym.config.missing import ComponentName, needs
+from envgym.config.missing import ComponentName, describe_missing
 from envgym.config.schema import Component, ComponentField
 from envgym.config.words import AUTO
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
-from envgym.settings import Settings, validated
+from envgym.settings import Settings, validate_settings
 from envgym.yaml_files import read_yaml
 
 SHIPPED = Path(__file__).with_name("suites")
@@ -148,11 +148,11 @@ def find_suite(reference: str, including: tuple[Path, ...] = ()) -> tuple[str, S
         raise NameNotFound(f"there is no suite {name!r}.{did_you_mean(name, names)} {choices}")
     if path.resolve() in (outer.resolve() for outer in including):
         raise ConfigError(f"suite {path} includes itself")
-    suite = validated(Suite, read_yaml(path), f"suite {path}")
+    suite = validate_settings(Suite, read_yaml(path), f"suite {path}")
     suite._files = (*including, path)
     return path.stem, suite, size or None
 
 
 def _describe(name: str) -> str:
-    lacks = needs(parts_of(find_suite(name)[1]))
+    lacks = describe_missing(parts_of(find_suite(name)[1]))
     return f"{name} ({lacks})" if lacks else name

@@ -194,7 +194,7 @@ async def start_engine(
 
 def episodes_at_once(stage: StageConfig) -> int:
     """Most episodes of a stage in play at once, each of which asks for one turn at a time."""
-    of_step = stage.rollout.tasks * stage.rollout.group_size
+    of_step = stage.rollout.tasks_per_step * stage.rollout.group_size
     return min(stage.rollout.concurrency, max(of_step, stage.eval.tasks * stage.eval.samples))
 
 

@@ -248,9 +248,9 @@ def check_episodes(stage: StageConfig, spec: EnvSpec) -> None:
     a filter drops is held too until its step is written: as many rounds as there may be."""
     config, samples = stage.rollout, stage.agent_config()[0].uses_policy
     of_each = config.group_size if samples else spec.recordings_per_task
-    rounds = config.filter.max_rounds if samples and config.filter.on else 1
-    names = f"rollout.tasks, rollout.group_size{', rollout.filter.max_rounds' if rounds > 1 else ''}"
-    check_episode_memory(f"a step ({names})", config.tasks * (rounds + config.max_staleness), of_each)
+    rounds = config.filter.max_rounds if samples and config.filter.is_on else 1
+    names = f"rollout.tasks_per_step, rollout.group_size{', rollout.filter.max_rounds' if rounds > 1 else ''}"
+    check_episode_memory(f"a step ({names})", config.tasks_per_step * (rounds + config.max_staleness), of_each)
     if stage.eval.every:
         size, of_each = spec.tasks("test").size, stage.eval.samples if samples else spec.recordings_per_task
         count = stage.eval.tasks if size is None else min(stage.eval.tasks, size)

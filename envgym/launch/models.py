@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 from envgym import hub
 from envgym.config.recipes import makes_model, recipe_model_folder
 from envgym.config.schema import STAGE, RunConfig, StageConfig
-from envgym.disk import publish, unfinished
+from envgym.disk import publish, work_folder
 from envgym.errors import ConfigError, EnvgymError, reported_as
 from envgym.models import check_no_file, is_path
 from envgym.render import load_tokenizer
-from envgym.run_folder import CONTROLLER, RunFolder, check_form, policy_of_run, run_of_checkpoint, stage_folders
-from envgym.settings import validated
+from envgym.run_folder import (
+    CONTROLLER,
+    RunFolder,
+    check_checkpoint_format,
+    policy_of_run,
+    run_of_checkpoint,
+    stage_folders,
+)
+from envgym.settings import validate_settings
 from envgym.workers.lora import ADAPTER_CONFIG
 from envgym.yaml_files import read_yaml
 
@@ -79,13 +86,13 @@ def with_results(stage: StageConfig, config: RunConfig, run: Path) -> StageConfi
         if not isinstance(value, str) or not value.startswith(STAGE):
             return value
         folder, of = stages[value.removeprefix(STAGE)]
-        left = folder.model if of.do == "train" else folder.episodes
-        if not (left / "config.json" if of.do == "train" else left).is_file():
+        left = folder.model if of.kind == "train" else folder.episodes
+        if not (left / "config.json" if of.kind == "train" else left).is_file():
             raise ConfigError(f"{value} has left no {left.name} in {folder.path}")
         return str(left)
 
     settings = stage.model_dump(mode="json", exclude_unset=True)
-    return validated(StageConfig, result(settings), "")
+    return validate_settings(StageConfig, result(settings), "")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -124,13 +131,13 @@ async def _model_of_checkpoint(checkpoint: Path, runtime: str, display: Display,
     config, stage = config.model_copy(update={"runtime": runtime, "debug": False}), config.stages[index]
     _check_ranks(checkpoint, stage)
     problem = f"checkpoint {checkpoint} is of no use without the model it began with"
-    with reported_as(ConfigError, problem, of=EnvgymError):
+    with reported_as(ConfigError, problem, cause=EnvgymError):
         if own := stage.roles.get("actor"):
             own.model = own.model and await fetch_model(own.model, config, display, make_model)
         stage = with_results(stage, config, run)
         base = await fetch_model(stage.model, config, display, make_model)
     problem = f"the model of {checkpoint} cannot be written beside it"
-    with reported_as(ConfigError, problem), unfinished(final) as made:
+    with reported_as(ConfigError, problem), work_folder(final) as made:
         display.phase(f"reading the policy of {checkpoint}, once (kept in {final})")
         await _write_policy(made, checkpoint, config, stage, folders[index], base)
         publish(made, final)
@@ -145,14 +152,14 @@ def _origin(checkpoint: Path) -> tuple[Path, RunConfig, list[RunFolder], int]:
         raise ConfigError(f"checkpoint {checkpoint} is in no run folder, whose config.yaml says what it holds")
     run, index = found
     saved = run / "config.yaml"
-    config = validated(RunConfig, read_yaml(saved), str(saved))
+    config = validate_settings(RunConfig, read_yaml(saved), str(saved))
     if index >= len(config.stages):
         raise ConfigError(f"checkpoint {checkpoint} is of stage {index + 1}, and {saved} has {len(config.stages)}")
     return run, config, stage_folders(run, config.stage_names), index
 
 
 def _check_ranks(checkpoint: Path, stage: StageConfig) -> None:
-    check_form(checkpoint)
+    check_checkpoint_format(checkpoint)
     written, ranks = len(list(checkpoint.glob("actor/rank-*.pt"))), stage.workers_of("actor").ranks
     if not (checkpoint / CONTROLLER).is_file() or not written:
         raise ConfigError(f"checkpoint {checkpoint} is not whole: choose another one")
@@ -168,9 +175,9 @@ async def _write_policy(
     async with open_runtime(config, folder) as runtime:
         which = f"the {ranks} ranks" if ranks > 1 else "the rank"
         problem = f"{which} that wrote checkpoint {checkpoint} cannot be started here"
-        with reported_as(ConfigError, problem, of=EnvgymError):
+        with reported_as(ConfigError, problem, cause=EnvgymError):
             actor = await start_role(config, stage, "actor", base, runtime)
-        with reported_as(ConfigError, f"checkpoint {checkpoint} cannot be read", of=EnvgymError):
+        with reported_as(ConfigError, f"checkpoint {checkpoint} cannot be read", cause=EnvgymError):
             await actor.load_state(str(checkpoint / "actor"))
         await actor.save(str(out))
         load_tokenizer(base).save_pretrained(out)

@@ -143,7 +143,7 @@ def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True
         count = stage.engine.count
         names = [ENGINE] if count == 1 else [f"{ENGINE}-{number}" for number in range(count)]
         parts.append(part(ENGINE, names, stage.engine.tensor_parallel))
-    if trains and stage.do == "train":
+    if trains and stage.kind == "train":
         learner_class, learner_config = stage.learner_config()
         roles = learner_class(learner_config).roles
         for role in roles:

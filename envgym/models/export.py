@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from envgym.disk import unfinished
+from envgym.disk import work_folder
 from envgym.errors import ConfigError, needs, reported_as
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -34,7 +34,7 @@ def export_model(model: Path, target: Path, dtype: Dtype, converter: str | None,
         raise ConfigError(f"exporting {target.name} needs {wants}")
     with reported_as(ConfigError, f"{target} cannot be written"):
         if converter is None:
-            with unfinished(target) as temporary:
+            with work_folder(target) as temporary:
                 write_folder(model, temporary, dtype)
                 os.replace(temporary, target)
             return target

@@ -126,11 +126,11 @@ async def sample_texts(spec: EnvSpec, n_tasks: int) -> list[str]:
             messages = [*_messages(observation)]
             tools = json.dumps([tool.as_dict() for tool in observation.tools]) if observation.tools else ""
             for number, turn in enumerate(turns, start=1):
-                messages.append(turn if isinstance(turn, Message) else Message.of("assistant", turn))
+                messages.append(turn if isinstance(turn, Message) else Message("assistant", turn))
                 if number < len(turns):
                     observation, *_ = await env.step(Action(messages[-1].text, (), messages[-1].tool_calls))
                     messages += _messages(observation)
-        texts += [f"{message.role}\n{message.text}" for message in (*messages, Message.of("system", tools))]
+        texts += [f"{message.role}\n{message.text}" for message in (*messages, Message("system", tools))]
         texts += [json.dumps(message.as_dict()["tool_calls"]) for message in messages if message.tool_calls]
     return texts
 

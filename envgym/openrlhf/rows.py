@@ -32,7 +32,7 @@ def write_rows(episodes: Path, out: Path, model: str, process: Process, *, chat:
     renderer = make_renderer("chat" if chat else "raw", load_tokenizer(folder))
     rows: list[Row] = []
     for episode in read_episodes(episodes):
-        *asked, answer = episode.messages or [Message.of("assistant", "")]
+        *asked, answer = episode.messages or [Message("assistant", "")]
         if episode.failed or not answer.text.strip():  # an empty answer teaches nothing, and is refused as data
             continue
         text = renderer.opening(Observation(messages=renderer.escape(mark_after_prompt(asked))))[0].replace(BREAK, " ")

@@ -124,7 +124,7 @@ def _loss(flags: Flags, made: Translation) -> None:
         made.notes.append("--no_advantage_std_norm is left out: with this estimator it does nothing in OpenRLHF either")
         settings.pop("learner.advantage_norm")
     if flags["init_kl_coef"] > 0:
-        settings.setdefault("learner.kl.place", "reward")
+        settings.setdefault("learner.kl.applied_to", "reward")
     if flags["async_train"] and "learner.correction.kind" not in settings:
         settings["learner.correction.kind"] = "tis"
         made.notes.append(

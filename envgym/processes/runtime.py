@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from envgym import errors
 from envgym.errors import EnvgymError, WorkerError
-from envgym.loading import users_line
+from envgym.loading import user_line
 
 UTF8 = {"PYTHONUTF8": "1"}
 """Environment of workers: libraries that read files in the locale's encoding read UTF-8."""
@@ -86,7 +86,7 @@ def describe_error(error: BaseException) -> ErrorRecord:
         if isinstance(error, errors.InvalidOutcome):
             return class_name, str(error), {"kind": error.kind, "retryable": error.retryable}
         return class_name, str(error), {}
-    location = f" ({line})" if (line := users_line(error)) else ""
+    location = f" ({line})" if (line := user_line(error)) else ""
     return "", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ") + location, {}
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 
-from envgym.loading import is_users
+from envgym.loading import is_user_file
 
 from . import cancellation
 from .deadline import Deadline
@@ -79,7 +79,7 @@ class LoopWatch:
             inner.append(frame)
         if deadline is None or not deadline.overruns():
             return
-        frame = next((frame for frame in inner if is_users(frame.f_code.co_filename)), frames[0])
+        frame = next((frame for frame in inner if is_user_file(frame.f_code.co_filename)), frames[0])
         location = f"{frame.f_code.co_name} ({frame.f_code.co_filename}, line {frame.f_lineno})"
         if location not in self._reported:
             self._reported.add(location)

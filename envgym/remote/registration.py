@@ -284,7 +284,7 @@ class Announcement:
     def check(self) -> None:
         """Raise `ConfigError` for an address or a weight that cannot be used."""
         for option, url in (("--register", self.trainer), ("--advertise", self.advertise)):
-            with reported_as(ConfigError, option, of=ConfigError):
+            with reported_as(ConfigError, option, cause=ConfigError):
                 env_name = "" if url is None else parse_address(url).name
             if env_name and option == "--advertise":
                 raise ConfigError(f"--advertise is the server's address, without an environment's name: not {url}")

@@ -16,9 +16,9 @@ from envgym.env import EnvSpec, TaskSet
 from envgym.env.boundary import UsersCode
 from envgym.episodes.record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep, printable_line
-from envgym.loading import names_file
+from envgym.loading import is_file_target
 from envgym.net.problems import Problem
-from envgym.rollout.runner import as_judgement
+from envgym.rollout.runner import as_reward
 from envgym.types import Episode
 
 from .encoding import encode
@@ -125,7 +125,7 @@ class ServedEnv:
         return await self.call(score(), "score_group", self._metrics.group_seconds)
 
     def _verdict(self, result: object) -> EpisodeVerdict:
-        reward = as_judgement(result)
+        reward = as_reward(result)
         if isinstance(reward, Exception):
             return EpisodeVerdict(problem=self.problem_of(reward, "score_group").body)
         number = None if reward.reward is None else float(reward.reward)
@@ -184,7 +184,7 @@ def _message(error: BaseException) -> str:
 
 def _without_folder(id: str) -> str:
     """An environment's id; of a file its name alone, since clients need not know this machine's folders."""
-    return id.rpartition("/")[2] if names_file(id) else id
+    return id.rpartition("/")[2] if is_file_target(id) else id
 
 
 def _utf8_text(text: str) -> str:

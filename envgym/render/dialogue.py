@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 
-from envgym.types import Message, Observation, TextPart, ToolCall, ToolSpec
+from envgym.types import Message, Observation, ToolCall, ToolSpec
 
 from .renderer import Renderer
 from .tool_calls import Reading
@@ -60,7 +60,7 @@ class Dialogue(ABC):
     def add_demonstration(self, turn: str | Message) -> list[int]:
         """Add a recorded turn of the assistant in place of the policy's and return its token ids, with the end-of-turn
         token."""
-        recorded = Message.of("assistant", turn) if isinstance(turn, str) else turn
+        recorded = Message("assistant", turn) if isinstance(turn, str) else turn
         recorded = replace(recorded, tool_calls=self._with_ids(recorded.tool_calls))
         token_ids = self.renderer.encode_after(self._last, self._demonstration(*self.renderer.escape([recorded])))
         self._append_turn(token_ids, Reading(recorded.text, recorded.tool_calls))
@@ -110,7 +110,7 @@ class Dialogue(ABC):
 
     def _append_turn(self, token_ids: Sequence[int], reading: Reading | None) -> Message:
         text = self.renderer.text(self._body(token_ids))
-        message = Message("assistant", (TextPart(text),), reading.calls if reading else ())
+        message = Message("assistant", text, reading.calls if reading else ())
         self._on_policy_turn(message, token_ids, reading)
         self.messages.append(message)
         self._last = token_ids[-1] if token_ids else self._last
@@ -118,7 +118,7 @@ class Dialogue(ABC):
 
     def _append_observation(self, observation: Observation, token_ids: Sequence[int]) -> None:
         raw = observation.text
-        messages = observation.messages if raw is None else [Message.of("user", raw)] if raw else []
+        messages = observation.messages if raw is None else [Message("user", raw)] if raw else []
         self.messages.extend(messages)
         self._last = token_ids[-1] if token_ids else self._last
 

@@ -1,4 +1,4 @@
-"""The environments of reward functions: one answer to one prompt, judged by itself or with its group."""
+"""The environments of reward functions: one completion of one prompt, scored by itself or with its group."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import random
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, overload
@@ -15,48 +16,64 @@ from pydantic import Field
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import CallTimeout, ConfigError, DataError, InvalidStep
 from envgym.processes.pool import Processes
-from envgym.processes.threads import DedicatedThread
 from envgym.tasks import DataEnvConfig, DataEnvSpec, prompt_key
 from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
 from envgym.tasks.config import SourceConfig
 from envgym.types import Action, Episode, Message, Observation, Reward, Task, as_messages
 
-from .functions import Parameters, as_reward, as_rewards, conversation, prompt_text
+from .functions import Parameters, as_reward, as_rewards, call, prompt_text, weighted_sum
 
 TEST_FRACTION = 0.1
-"""Share of the prompts given in Python that is held out."""
+"""Fraction of the prompts of a decorator's `tasks` list that is held out."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Rows = Sequence[Mapping[str, Any]] | Callable[[str], Iterable[Mapping[str, Any]]]
 
 
 @overload
-def reward(function: Function, /) -> Function: ...
+def reward(function: Function, /, *, batch: bool = False, tasks: Rows | None = None) -> Function: ...
+@overload
+def reward(
+    functions: Sequence[Callable[..., Any]], /, *, weights: Sequence[float] | None = None, batch: bool = False,
+    tasks: Rows | None = None,
+) -> Callable[..., Any]: ...  # fmt: skip
 @overload
 def reward(*, batch: bool = False, tasks: Rows | None = None) -> Callable[[Function], Function]: ...
 def reward(
-    function: Callable[..., Any] | None = None, /, *, batch: bool = False, tasks: Rows | None = None
-) -> Callable[..., Any]:
-    """Make a function that judges an answer an environment: one prompt, one answer, one reward.
+    function: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None, /, *,
+    weights: Sequence[float] | None = None, batch: bool = False, tasks: Rows | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """Make a function that scores a completion an environment: one prompt, one completion, one reward.
 
-    The function takes what it needs by name: `completion` (the answer's text), `prompt` (its text), `answer` (the
-    task's), any field of the data row, `task`, `messages` (the conversation, the answer included), `action`. It may be
+    The function takes arguments by name: `completion` (text), `prompt` (text), `answer` (the task's reference answer),
+    any field of the data row, `task`, `messages` (the conversation, the completion included), `action`. It may be
     asynchronous. It returns a number, None for no reward, or an `envgym.Reward` (or a mapping with its fields).
 
-    With `batch` it is called once for all answers to a task, takes lists and returns one. `tasks` are rows to pose
-    where no `data.path` is given: a list, of which a share is held out, or a function of the split (`train`, `test`).
+    With `batch` it is called once for all completions of a task, takes lists and returns one. So is a function that
+    takes `completions`, `prompts` or `completion_ids`, as TRL's reward functions do. `tasks` are the rows to use
+    without `data.path`: a list, of which a fraction is held out, or a function of the split (`train`, `test`).
 
-    The function stays what it was. A file with one such function is an environment, as are `file.py:name` and what
-    `envgym.register` is given. Raises `ConfigError` for a function that cannot be called by names.
+    The function itself is returned. A file with one such function is an environment, as are `file.py:name` and an
+    `envgym.register`ed function. A list of functions makes one function that returns the weighted sum of their rewards;
+    `weights` are 1 by default. Raises `ConfigError` for a function that cannot be called by names.
     """
     if function is None:
         return functools.partial(reward, batch=batch, tasks=tasks)
-    Parameters(function)
+    parts = function if isinstance(function, Sequence) else [function]
+    parameters = [Parameters(part) for part in parts]
+    trl_names = [part.function for part in parameters if part.is_trl]
+    if trl_names and len(trl_names) < len(parts) and not batch:
+        raise ConfigError(f"{trl_names[0]} takes lists of completions: then all must, and batch=True says that they do")
+    batch = batch or bool(trl_names)
+    if isinstance(function, Sequence):
+        function = weighted_sum(function, parameters, [1.0] * len(function) if weights is None else weights, batch)
+        function.__module__ = sys._getframe(1).f_globals["__name__"]
     content = {
         "__doc__": function.__doc__,
         "__module__": function.__module__,
         "function": staticmethod(function),
-        "given_tasks": staticmethod(tasks) if callable(tasks) else tasks,
+        "parameters": parameters,
+        "rows": staticmethod(tasks) if callable(tasks) else tasks,
     }
     base = GroupRewardSpec if batch else RewardSpec
     function.__environment__ = type(function.__name__, (base,), content)  # type: ignore[attr-defined]
@@ -67,16 +84,16 @@ class RewardConfig(DataEnvConfig):
     """Settings of every reward function."""
 
     chat: bool = True
-    """Pose prompts as chat messages, through the model's template; false: as raw text, for base models."""
+    """Send prompts as chat messages, through the model's template; false: as raw text, for base models."""
     processes: int = Field(0, ge=0)
-    """Call the function in this many processes of its own, where a call that hangs is killed at its deadline. 0: in
+    """Call the function in this many separate processes, where a call that hangs is killed at its deadline. 0: in
     threads, which cannot be killed."""
     logs: str | None = None
-    """Folder for what those processes print. Unset: a temporary one, kept where something went wrong."""
+    """Folder for the output of those processes. Unset: a temporary one, deleted unless something went wrong."""
 
 
 class RewardEnv(Env):
-    """Poses the task and asks for the reward of the one answer."""
+    """Sends the task's prompt and returns the reward of the one completion."""
 
     spec: RewardSpec
     task: Task
@@ -92,7 +109,7 @@ class RewardEnv(Env):
 
 
 class ThreadRewardEnv(RewardEnv):
-    """The same for a function that may block: `step`, being no coroutine, runs on a thread of the instance's own."""
+    """The same for a function that may block: `step` is no coroutine, so it runs on the instance's own thread."""
 
     def step(self, action: Action) -> StepResult:  # type: ignore[override]
         spec = self.spec
@@ -100,7 +117,7 @@ class ThreadRewardEnv(RewardEnv):
 
 
 class GroupRewardEnv(RewardEnv):
-    """Poses the task. The reward comes when all answers to it are there."""
+    """Sends the task's prompt. The reward comes once all completions of the group are there."""
 
     async def step(self, action: Action) -> StepResult:
         return None, None, True, False, {}
@@ -111,20 +128,21 @@ def _last_step(reward: Reward) -> StepResult:
 
 
 class RewardSpec(DataEnvSpec):
-    """The environment of one function; `reward` makes a subclass for each."""
+    """The environment of one function; `reward` makes a subclass per function."""
 
     Config = RewardConfig
     config: RewardConfig
     answer_required = False
     function: ClassVar[Callable[..., Any]]
-    given_tasks: ClassVar[Rows | None] = None
+    parameters: ClassVar[Sequence[Parameters]]
+    """Of the function, or of each of those that it sums."""
+    rows: ClassVar[Rows | None] = None
 
     _processes: Processes | None = None
 
     def __init__(self, id: str, env_class: type[Env] = RewardEnv, /, **kwargs: Any) -> None:
         super().__init__(id, env_class, **kwargs)
         self.name = self.function.__name__
-        self._parameters = Parameters(self.function)
         if env_class is RewardEnv and not self.config.processes and not inspect.iscoroutinefunction(self.function):
             self._env_class = ThreadRewardEnv
 
@@ -137,7 +155,8 @@ class RewardSpec(DataEnvSpec):
         await super().setup()
         for tasks in (self.tasks(split) for split in ("train", "test")):
             if tasks.size != 0:
-                self._parameters.check(await tasks.get(0), self._aliases, from_data=self.config.data is not None)
+                for parameters in self.parameters:
+                    parameters.check(await tasks.get(0), self._aliases, from_data=self.config.data is not None)
         if self.config.processes:
             self._processes = Processes(
                 "envgym.rewards.functions:FunctionHost",
@@ -150,45 +169,47 @@ class RewardSpec(DataEnvSpec):
             self.closing.push_async_callback(self._processes.close)
 
     def default_tasks(self, split: str) -> TaskSet:
-        if self.given_tasks is None:
+        if self.rows is None:
             raise ConfigError(f"environment {self.id} needs tasks: data.path=FILE, or tasks=… in its decorator")
-        return TaskList(self._given_splits[split])
+        return TaskList(self._row_splits[split])
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """The task's answer, where it is text or a number."""
+        """The task's reference answer, if it is text or a number."""
         if isinstance(task.answer, str | int | float):
             return [str(task.answer)]
         return super().demonstrations(task, seed)
 
     def arguments(self, task: Task, action: Action) -> dict[str, Any]:
-        """The arguments of the function for one answer."""
-        messages = conversation(task, action.text)
-        return self._parameters.pick(task, self._aliases, completion=action.text, messages=messages, action=action)
+        """The arguments of the function for one completion."""
+        arguments: dict[str, Any] = {}
+        for parameters in self.parameters:
+            arguments |= parameters.arguments(task, action, self._aliases)
+        return arguments
 
     async def reward_of(self, task: Task, action: Action) -> Reward:
         arguments = self.arguments(task, action)
         if self._processes is not None:
-            reward: Reward = await self._processes.call("one", arguments, timeout=self.config.call_timeout)
+            reward: Reward = await self._processes.call("score", arguments, timeout=self.config.call_timeout)
             return reward
         return as_reward(await self.function(**arguments), self.name)
 
     @functools.cached_property
     def _aliases(self) -> dict[str, str]:
-        """The names that the data may have for prompt and answer, which are no fields of a task any more."""
+        """Possible names of prompt and answer in the data → their parameters. They are not in the task's fields."""
         data = self.config.data
         prompts = (*PROMPT_FIELDS, *(data.prompt if data else ()))
         answers = (*ANSWER_FIELDS, *(data.answer if data else ()))
         return dict.fromkeys(prompts, "prompt") | dict.fromkeys(answers, "answer")
 
     @functools.cached_property
-    def _given_splits(self) -> dict[str, list[Task]]:
-        given = self.given_tasks
-        if callable(given):
-            return {split: _read(given(split), f"{self.name}-{split}") for split in ("train", "test")}
-        tasks = _read(given or (), self.name)
+    def _row_splits(self) -> dict[str, list[Task]]:
+        rows = self.rows
+        if callable(rows):
+            return {split: _read(rows(split), f"{self.name}-{split}") for split in ("train", "test")}
+        tasks = _read(rows or (), self.name)
         keys = [prompt_key(task) for task in tasks]
         held_out = {key for key in keys if key < TEST_FRACTION * KEYS}
-        if len(set(keys)) > 1:  # of a handful of prompts the share may be none or all: keep one on either side
+        if len(set(keys)) > 1:  # with a handful of prompts the fraction may be none or all: keep one on either side
             held_out = (held_out | {min(keys)}) - {max(keys)}
         return {
             "train": [task for task, key in zip(tasks, keys, strict=True) if key not in held_out],
@@ -196,11 +217,13 @@ class RewardSpec(DataEnvSpec):
         }
 
     def _target(self) -> str:
-        """The target by which a process of its own finds the function. Raises `ConfigError` where it cannot."""
-        name, file = self.function.__qualname__, inspect.getsourcefile(self.function)
-        if "<locals>" in name or file is None or not Path(file).is_file():
+        """The target by which a worker process finds the function. Raises `ConfigError` if it cannot."""
+        module = sys.modules[self.function.__module__]
+        names = [name for name, value in vars(module).items() if value is self.function]
+        file = Path(getattr(module, "__file__", None) or "")
+        if not names or not file.is_file():
             raise ConfigError(f"env.processes: {self.name} must be at the top level of a file, to be found from there")
-        return f"{Path(file).resolve()}:{name}"
+        return f"{file.resolve()}:{names[0]}"
 
 
 class GroupRewardSpec(RewardSpec):
@@ -222,32 +245,27 @@ class GroupRewardSpec(RewardSpec):
             return as_rewards(await self._call(columns, timeout), len(rows), self.name)
 
     async def _call(self, columns: dict[str, list[Any]], timeout: float) -> Any:
-        thread = DedicatedThread(self.name)
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
-                if inspect.iscoroutinefunction(self.function):
-                    return await self.function(**columns)
-                return await thread.call(self.function, **columns)
+                return await call(self.function, columns)
         except TimeoutError:
             if not deadline.expired():
                 raise
             raise CallTimeout(f"{self.id}: {self.name} took longer than {timeout:g} s") from None
-        finally:
-            thread.end()
 
 
 def answer_of(episode: Episode) -> Action:
-    """The last thing the policy said in an episode."""
-    answers = [message for message in episode.messages if message.role == "assistant"]
+    """The last completion of an episode."""
+    messages = [message for message in episode.messages if message.role == "assistant"]
     actions = [segment for row in episode.rows for segment in row.segments if segment.role == "action"]
     turns = [turn for row in episode.rows for turn in row.turns]
-    token_ids = actions[-1].token_ids if actions else ()  # an API tells none
-    return Action(answers[-1].text, token_ids, stop_reason=turns[-1].stop_reason)
+    token_ids = actions[-1].token_ids if actions else ()  # an API gives none
+    return Action(messages[-1].text, token_ids, stop_reason=turns[-1].stop_reason)
 
 
 def seed_of(episodes: Sequence[Episode]) -> int:
-    """A seed for a call that judges these episodes: the same for the same ones."""
+    """A seed for a call that scores these episodes: the same for the same episodes."""
     return random.Random("\n".join(episode.id for episode in episodes)).randrange(2**31)
 
 

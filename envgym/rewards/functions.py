@@ -1,4 +1,4 @@
-"""Calling reward functions: what they take, by name, and what they return, checked."""
+"""Calls of reward functions: their arguments, by name, and their results, checked."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from typing import Any
 from envgym.env.checked import finite_metrics, shown
 from envgym.errors import ConfigError, DataError, InvalidStep, did_you_mean
 from envgym.loading import load_function
-from envgym.types import Message, Reward, Task, as_messages
+from envgym.processes.threads import DedicatedThread
+from envgym.types import Action, Message, Reward, Task, as_messages
 
 ARGUMENTS = ("completion", "prompt", "answer", "task", "messages", "action")
 """Parameters that a reward function may have besides the fields of the data row."""
+TRL_ARGUMENTS = ("completions", "prompts", "completion_ids")
+"""Parameters of TRL's reward functions: lists with one value per completion."""
 
 
 class Parameters:
-    """The names that a reward function takes. Raises `ConfigError` for a function that takes others than by name."""
+    """The parameter names of a reward function. Raises `ConfigError` for parameters that are not passed by name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function.__name__
@@ -39,62 +42,81 @@ class Parameters:
                 self._required.append(parameter.name)
             else:
                 self._optional.append(parameter.name)
+        self.is_trl = not {*self._required, *self._optional}.isdisjoint(TRL_ARGUMENTS)
+        """True for a function in TRL's form, in which a data field wins over an argument of envgym's."""
 
     def check(self, task: Task, aliases: Mapping[str, str], *, from_data: bool) -> None:
-        """Raise `ConfigError` where the function takes what a task like this does not have. `from_data`: its row was
-        read as `data.*` say."""
-        known = [name for name in (*ARGUMENTS, *task.fields) if name.isidentifier() and not iskeyword(name)]
+        """Raise `ConfigError` for a parameter that a task such as `task` has no value for. `from_data`: its row was
+        read by the settings `data.*`."""
+        names = [name for name in (*ARGUMENTS, *TRL_ARGUMENTS, *task.fields) if _is_parameter(name)]
         for name in self._required:
             if self._is_answer(name, task, aliases) and task.answer is None:
-                named = "data.answer=FIELD says which field it is" if from_data else "call that field of them 'answer'"
+                advice = "set data.answer=FIELD to the field" if from_data else "name their field 'answer'"
                 raise ConfigError(
-                    f"reward function {self.function} takes {name!r}, and the tasks have no answer: {named} (they have "
-                    f"{', '.join(map(repr, task.fields)) or 'no field but the prompt'})"
+                    f"reward function {self.function} takes {name!r}, and the tasks have no answer: {advice} "
+                    f"(they have {', '.join(map(repr, task.fields)) or 'no field but the prompt'})"
                 )
-            if name not in known and name not in aliases:
-                others = [field for field in task.fields if field not in known]
-                by_task = f" (what no parameter can be called is in task.fields: {', '.join(map(repr, others))})"
+            if name not in names and name not in aliases:
+                unusable = ", ".join(repr(field) for field in task.fields if not _is_parameter(field))
+                by_task = f" (task.fields also has {unusable}, which cannot be parameters)" if unusable else ""
                 raise ConfigError(
-                    f"reward function {self.function} takes {name!r}, which is none of {', '.join(known)}"
-                    f"{by_task if others else ''}.{did_you_mean(name, known)}"
+                    f"reward function {self.function} takes {name!r}, which is none of {', '.join(names)}"
+                    f"{by_task}.{did_you_mean(name, names)}"
                 )
 
     def _is_answer(self, name: str, task: Task, aliases: Mapping[str, str]) -> bool:
         return name not in task.fields and aliases.get(name, name) == "answer"
 
-    def pick(self, task: Task, aliases: Mapping[str, str], **given: Any) -> dict[str, Any]:
-        """The arguments to call it with. `given` are values of `ARGUMENTS` that the task does not hold; `aliases` are
-        other names of those. Raises `DataError` where this task lacks a field."""
-        own = {**given, "task": task, "answer": task.answer, "prompt": prompt_text(task)}
-        values = {alias: own[name] for alias, name in aliases.items()} | dict(task.fields) | own
-        if missing := [name for name in self._required if name not in values]:
+    def arguments(self, task: Task, action: Action, aliases: Mapping[str, str]) -> dict[str, Any]:
+        """The arguments for one completion; `aliases` are other names of prompt and answer. Raises `DataError` if the
+        task lacks a field."""
+        text, is_text = action.text, isinstance(task.prompt, str)
+        messages = as_messages(task.prompt)
+        values = {
+            "completion": text, "prompt": prompt_text(task), "answer": task.answer, "task": task,
+            "messages": [*messages, Message.of("assistant", text)], "action": action,
+        }  # fmt: skip
+        trl = {
+            "completions": text if is_text else [{"role": "assistant", "content": text}],
+            "prompts": task.prompt if is_text else [message.as_dict() for message in messages],
+            "completion_ids": list(action.token_ids),
+        }
+        by_alias = {alias: values[name] for alias, name in aliases.items()}
+        available = by_alias | (values | dict(task.fields) if self.is_trl else dict(task.fields) | values) | trl
+        if missing := [name for name in self._required if name not in available]:
             raise DataError(f"task {task.id} has no field {missing[0]!r}, which {self.function} takes")
         if task.answer is None and any(self._is_answer(name, task, aliases) for name in self._required):
             raise DataError(f"task {task.id} has no answer, which {self.function} takes")
+        names = [*self._required, *self._optional]
         if self._takes_any:
-            return dict(task.fields) | own | {name: values[name] for name in self._required}
-        return {name: values[name] for name in (*self._required, *self._optional) if name in values}
+            answers = [alias for alias, name in aliases.items() if name == "answer"]
+            names += [*task.fields, *((*answers, *trl) if self.is_trl else values)]
+        return {name: available[name] for name in names if name in available}
+
+    def select(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Those of several functions' arguments that this one takes."""
+        names = arguments if self._takes_any else (*self._required, *self._optional)
+        return {name: arguments[name] for name in names if name in arguments}
+
+
+def _is_parameter(name: str) -> bool:
+    return name.isidentifier() and not iskeyword(name)
 
 
 def prompt_text(task: Task) -> str:
-    """A task's prompt as one text: what the user says, or, of several messages, who says what."""
+    """A task's prompt as one text: the user's, or `Role: text` lines for several messages."""
     messages = as_messages(task.prompt)
     if len(messages) == 1:
         return messages[0].text
     return "".join(f"{message.role.capitalize()}: {message.text}\n" for message in messages)
 
 
-def conversation(task: Task, answer: str) -> list[Message]:
-    """The task's prompt and the answer to it, as messages."""
-    return [*as_messages(task.prompt), Message.of("assistant", answer)]
-
-
 async def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that may be asynchronous. One that is not may start an event loop of its own."""
+    """Call a function that may be asynchronous, on this thread; a plain one may start its own event loop."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     loop = asyncio.get_running_loop()
-    # It runs on this thread, in a process of its own the main one, where timeouts by signal work.
+    # In a worker process this is the main thread, where timeouts by signal work.
     asyncio._set_running_loop(None)
     try:
         return function(*args, **kwargs)
@@ -102,12 +124,23 @@ async def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         asyncio._set_running_loop(loop)
 
 
+async def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function that may be asynchronous without blocking the event loop: a plain one runs on a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    thread = DedicatedThread(function.__name__)
+    try:
+        return await thread.call(function, **arguments)
+    finally:
+        thread.end()
+
+
 # ---------------------------------------------------------------------------------------------------------
-# What they return
+# Results
 
 
 def as_reward(value: Any, name: str) -> Reward:
-    """The reward that the function `name` returned for one answer. Raises `InvalidStep` for what is no reward."""
+    """The reward that the function `name` returned for one completion. Raises `InvalidStep` if it is not one."""
     if isinstance(value, Mapping):
         fields = Reward.__dataclass_fields__
         if unknown := [str(key) for key in value if key not in fields]:
@@ -129,16 +162,16 @@ def as_reward(value: Any, name: str) -> Reward:
 
 
 def as_rewards(value: Any, count: int, name: str) -> list[Reward | InvalidStep]:
-    """The rewards that a batch function returned for `count` answers: what is wrong with one leaves the others alone.
+    """The rewards that a batch function returned for `count` completions; an invalid one is an error in the list.
 
-    It is a list of what `as_reward` takes, or a mapping of lists: `reward`, `score` and `metrics`, by name. Raises
-    `InvalidStep` where there is not one thing for each answer.
+    `value` is a list of items for `as_reward`, or a mapping of lists: `reward`, `score` and `metrics`, by name. Raises
+    `InvalidStep` unless there is one item per completion.
     """
     rows = column(value, count, f"{name} returned") if not isinstance(value, Mapping) else _rows(value, count, name)
     rewards: list[Reward | InvalidStep] = []
     for row in rows:
         try:
-            rewards.append(as_reward(row, name))
+            rewards.append(row if isinstance(row, InvalidStep) else as_reward(row, name))
         except InvalidStep as error:
             rewards.append(error)
     return rewards
@@ -161,46 +194,97 @@ def _rows(table: Mapping[str, Any], count: int, name: str) -> list[dict[str, Any
     ]
 
 
-def column(value: Any, count: int, what: str) -> list[Any]:
-    """A list, a tuple, an array or a tensor as a list of `count`. `what` begins the message of the `InvalidStep`."""
+def column(value: Any, count: int, context: str) -> list[Any]:
+    """A list, a tuple, an array or a tensor as a list of `count`. `context` begins the message of the `InvalidStep`."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise InvalidStep(f"{what} {shown(value)}: it must be a list, with something for each of {count} answers")
+        raise InvalidStep(f"{context} {shown(value)}: it must be a list with one item for each of {count} completions")
     if len(values) != count:
-        raise InvalidStep(f"{what} {len(values)} values for {count} answers")
+        raise InvalidStep(f"{context} {len(values)} values for {count} completions")
     return list(values)
 
 
-def number(value: Any, what: str) -> float | None:
-    """A finite float of a number, or of an array or tensor of one; None stays None. `what` begins the message of the
-    `InvalidStep`."""
+def number(value: Any, context: str) -> float | None:
+    """A finite float of a number, or of an array or tensor of one; None stays None. `context` begins the message of
+    the `InvalidStep`."""
     if value is None:
         return None
     if inspect.iscoroutine(value):
-        raise InvalidStep(f"{what} {shown(value)}")
+        raise InvalidStep(f"{context} {shown(value)}")
     try:
         result = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
         result = math.nan
     if not math.isfinite(result):
-        raise InvalidStep(f"{what} {value!r:.60}: it must be a finite number or None")
+        raise InvalidStep(f"{context} {value!r:.60}: it must be a finite number or None")
     return result
 
 
 # ---------------------------------------------------------------------------------------------------------
-# In processes of their own
+# Several functions
+
+
+def weighted_sum(
+    functions: Sequence[Callable[..., Any]], parameters: Sequence[Parameters], weights: Sequence[float], batch: bool
+) -> Callable[..., Any]:
+    """One function of several: it returns the weighted sum of their rewards, and each reward as a metric.
+
+    A function that returns None for a completion does not count for it; if all do, it gets no reward. The score is the
+    first that a function returns. Asynchronous functions run concurrently.
+    """
+    names = [part.function for part in parameters]
+    if len(weights) != len(names):
+        raise ConfigError(f"{len(weights)} weights for {len(names)} reward functions: give each function a weight")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"reward functions that are summed need different names, not {', '.join(names)}")
+
+    def add(rewards: Sequence[Reward | InvalidStep]) -> Reward | InvalidStep:
+        score: float | None = None
+        metrics: dict[str, float] = {}
+        terms = []
+        for reward, name, weight in zip(rewards, names, weights, strict=True):
+            if isinstance(reward, InvalidStep):
+                return reward
+            score = reward.score if score is None else score
+            metrics |= reward.metrics
+            if reward.reward is not None:
+                metrics[name] = reward.reward
+                terms.append(weight * reward.reward)
+        return Reward(sum(terms) if terms else None, score, metrics)
+
+    def total(values: Sequence[Any], arguments: Mapping[str, Any]) -> Any:
+        if not batch:
+            return add([as_reward(value, name) for value, name in zip(values, names, strict=True)])
+        count = len(next(iter(arguments.values())))
+        columns = [as_rewards(value, count, name) for value, name in zip(values, names, strict=True)]
+        return [add(rewards) for rewards in zip(*columns, strict=True)]
+
+    def plain(**arguments: Any) -> Any:
+        return total([f(**part.select(arguments)) for f, part in zip(functions, parameters, strict=True)], arguments)
+
+    async def asynchronous(**arguments: Any) -> Any:
+        calls = [call(f, part.select(arguments)) for f, part in zip(functions, parameters, strict=True)]
+        return total(await asyncio.gather(*calls), arguments)
+
+    summed: Callable[..., Any] = asynchronous if any(map(inspect.iscoroutinefunction, functions)) else plain
+    summed.__name__, summed.__doc__ = "+".join(names), f"The weighted sum of {', '.join(names)}."
+    return summed
+
+
+# ---------------------------------------------------------------------------------------------------------
+# In worker processes
 
 
 class FunctionHost:
-    """Calls the function that `target` (`file.py:name`) names. What it returns crosses the wire as plain numbers."""
+    """Calls the function at `target` (`file.py:name`). Its results cross the wire as plain numbers."""
 
     def __init__(self, target: str) -> None:
         self._function = load_function(target, "reward function")
         self._name = self._function.__name__
 
-    async def one(self, arguments: dict[str, Any]) -> Reward:
+    async def score(self, arguments: dict[str, Any]) -> Reward:
         return as_reward(await run(self._function, **arguments), self._name)
 
     async def group(self, columns: dict[str, list[Any]], count: int, seed: int) -> list[Reward | InvalidStep]:
-        random.seed(seed)  # the process is the function's own, so that what it draws at random can be repeated
+        random.seed(seed)  # only this function runs in the process, so its random draws can be repeated
         return as_rewards(await run(self._function, **columns), count, self._name)

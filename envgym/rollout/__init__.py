@@ -1,1 +1,1 @@
-"""Playing episodes: the runner, what it samples with, and the buffer its groups go to."""
+"""Rollouts: the runner, the samplers of its episodes, and the buffer of its groups."""

@@ -1,4 +1,4 @@
-"""A supply of groups that goes on while the policy learns, with a strict bound on how old they may be."""
+"""Asynchronous rollouts: episodes run while the policy is trained, within a strict staleness limit."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ from envgym.types import Episode, Group, Outcome, Task
 from .buffer import MAX_ROUNDS, Buffer, RolloutBatch
 from .config import RolloutConfig
 
-Play = Callable[[Task, str], Awaitable[Group]]
-"""Plays a task as one group; is given the group's name."""
+RollOut = Callable[[Task, str], Awaitable[Group]]
+"""Rolls out a task as the group of this id."""
 
 
 class AsyncRollouts:
-    """Keeps tasks in play so that a step finds its groups ready, or nearly so.
+    """Keeps tasks in flight, so that a training step rarely waits for its groups.
 
-    A step takes B groups, `rollout.tasks`. Those begun by the time version v is sampled from number (v + 1 + K) B at
-    most, so the ones that the step after the next would find more than K versions old (`rollout.max_staleness`) number
-    at most B, and go into the next step: it waits for them. So nothing is thrown away for its age, and long episodes
-    are learned from like short ones. A group that is dropped gives its place to another task.
+    A step takes B groups (`rollout.tasks_per_step`); K is the staleness limit (`rollout.max_staleness`). While version
+    v samples, at most (v + 1 + K) B groups have been started, so at most B can become too old, and the next step waits
+    for those. So no group is discarded for its age, and long episodes are trained on like short ones. A group that is
+    dropped is replaced by another task.
     """
 
-    def __init__(self, buffer: Buffer, cursor: TaskCursor, config: RolloutConfig, play: Play) -> None:
+    def __init__(self, buffer: Buffer, cursor: TaskCursor, config: RolloutConfig, roll_out: RollOut) -> None:
         self.version = 0
         self._buffer = buffer
         self._cursor = cursor
-        self._needed = config.tasks
+        self._step_size = config.tasks_per_step
         self._staleness = config.max_staleness
-        self._rounds = config.filter.max_rounds if config.filter.on else MAX_ROUNDS
-        self._play = play
-        self._taken = 0
+        self._rounds = config.filter.max_rounds if config.filter.is_on else MAX_ROUNDS
+        self._roll_out = roll_out
+        self._consumed = 0
         self._count = 0
         self._budget = 0
-        self._again: list[Task] = []
-        self._flying: dict[str, Task] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._interrupted: list[Task] = []
+        self._in_flight: dict[str, Task] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
         self._dropped: list[Group] = []
-        self._whole: dict[str, Group] = {}
+        self._with_failed: dict[str, Group] = {}
+        """Buffered groups, their failed members included."""
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
 
     async def take(self) -> tuple[RolloutBatch, list[Group]]:
-        """The oldest groups for the next step, once all that may not wait longer have ended, and what was played for
-        them: these as they ended, and those that were dropped since the last time. There are fewer than asked for where
-        as many rounds as a step may have were not enough."""
-        self._budget = self._needed * self._rounds
+        """Wait for the groups at the staleness limit, then return the oldest `rollout.tasks_per_step` groups and the
+        batch that was rolled out for them: these with their failed members, and those dropped since the last call.
+        Returns fewer groups if the rounds of a step were not enough."""
+        self._budget = self._step_size * self._rounds
         while True:
             if self._error is not None:
                 raise self._error
@@ -57,56 +58,56 @@ class AsyncRollouts:
                 break
             self._changed.clear()
             await self._changed.wait()
-        self._taken += self._needed
-        groups = self._buffer.take_oldest(self._needed)
-        played = [self._whole.pop(group.id, group) for group in groups]
-        batch = RolloutBatch([*played, *self._dropped], len(groups), 1)
+        self._consumed += self._step_size
+        groups = self._buffer.take_oldest(self._step_size)
+        with_failed = [self._with_failed.pop(group.id, group) for group in groups]
+        batch = RolloutBatch([*with_failed, *self._dropped], len(groups), 1)
         self._dropped = []
         return batch, groups
 
-    async def moved_on(self, version: int) -> None:
-        """The engines sample from the weights of `version` now: there is room for more."""
+    async def advance(self, version: int) -> None:
+        """Start the groups that become possible once the engines sample from `version`."""
         self.version = version
         await self._fill()
 
     async def close(self) -> None:
-        """Leave what is in play."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Cancel the groups in flight."""
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
 
     def state(self) -> dict[str, Any]:
-        """The tasks in play, which a resumed run needs beside cursor and buffer and plays again."""
-        in_play = [*self._again, *self._flying.values()]
-        return {"count": self._count, "in_play": [_unplayed(task) for task in in_play]}
+        """The tasks in flight: a resumed run needs them besides cursor and buffer, and rolls them out again."""
+        tasks = [*self._interrupted, *self._in_flight.values()]
+        return {"count": self._count, "in_play": [_placeholder(task) for task in tasks]}
 
     def load_state(self, state: Mapping[str, Any], version: int) -> None:
-        self._count, self._again = state["count"], [group.task for group in state["in_play"]]
-        self.version, self._taken = version, version * self._needed
+        self._count, self._interrupted = state["count"], [group.task for group in state["in_play"]]
+        self.version, self._consumed = version, version * self._step_size
 
-    def _room(self) -> int:
-        most = (self.version + 1 + self._staleness) * self._needed
-        return min(self._budget, most - self._taken - len(self._buffer) - len(self._flying))
+    def _capacity(self) -> int:
+        limit = (self.version + 1 + self._staleness) * self._step_size
+        return min(self._budget, limit - self._consumed - len(self._buffer) - len(self._in_flight))
 
     def _is_ready(self) -> bool:
-        if any(version_of(group) <= self.version - self._staleness for group in self._flying):
+        if any(version_of(group) <= self.version - self._staleness for group in self._in_flight):
             return False
-        return len(self._buffer) >= self._needed or (not self._flying and self._room() <= 0)
+        return len(self._buffer) >= self._step_size or (not self._in_flight and self._capacity() <= 0)
 
     async def _fill(self) -> None:
-        while (room := self._room()) > 0:
-            tasks, self._again = self._again[:room], self._again[room:]
+        while (capacity := self._capacity()) > 0:
+            tasks, self._interrupted = self._interrupted[:capacity], self._interrupted[capacity:]
             for task in tasks or await self._cursor.next(1):
                 group = f"step-{self.version + 1:06d}-{self._count:08d}"
                 self._count, self._budget = self._count + 1, self._budget - 1
-                self._flying[group] = task
-                flight = asyncio.create_task(self._fly(group, task))
-                self._tasks.add(flight)
-                flight.add_done_callback(self._tasks.discard)
+                self._in_flight[group] = task
+                job = asyncio.create_task(self._run_group(group, task))
+                self._jobs.add(job)
+                job.add_done_callback(self._jobs.discard)
 
-    async def _fly(self, name: str, task: Task) -> None:
+    async def _run_group(self, name: str, task: Task) -> None:
         try:
-            group = await self._play(task, name)
+            group = await self._roll_out(task, name)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -114,18 +115,18 @@ class AsyncRollouts:
         else:
             self._cursor.observe([group])
             if self._buffer.add([group]):
-                self._whole[name] = group
+                self._with_failed[name] = group
             else:
                 self._dropped.append(group)
-            del self._flying[name]
+            del self._in_flight[name]
         self._changed.set()
 
 
 def version_of(group: str) -> int:
-    """The policy version that a group was begun with, by its name."""
+    """The policy version that a group was started with, read from its id."""
     return int(group.split("-")[1]) - 1
 
 
-def _unplayed(task: Task) -> Group:
-    """A task in the form that checkpoints keep tasks in."""
-    return Group("", task, [Episode("", task, Outcome.fail("unplayed", "it was in play"))])
+def _placeholder(task: Task) -> Group:
+    """A task as a group, the form of tasks in a checkpoint."""
+    return Group("", task, [Episode("", task, Outcome.fail("unplayed", "it was in flight"))])

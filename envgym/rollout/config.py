@@ -1,4 +1,4 @@
-"""Settings of playing episodes."""
+"""Settings of rollouts."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from .filter import FilterConfig
 
 
 class RolloutConfig(Settings):
-    """Settings of playing episodes."""
+    """Settings of rollouts."""
 
-    tasks: int = Field(64, ge=1)
-    """Tasks (groups) a step learns from."""
+    tasks_per_step: int = Field(64, ge=1)
+    """Tasks (groups) per training step."""
     group_size: int = Field(8, ge=1)
-    """Episodes of each task."""
+    """Episodes per task."""
     max_tokens: int = Field(512, ge=1)
     """Token budget of one turn."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; log-probabilities are those of the tempered distribution."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling. Below 1 the support is cut and importance ratios are biased."""
+    """Nucleus sampling. Below 1 the support is truncated and importance ratios are biased."""
     top_k: int = Field(0, ge=0)
-    """Sample among the k likeliest tokens; 0 is all of them."""
+    """Sample among the k most likely tokens; 0: all tokens."""
     concurrency: int = Field(1024, ge=1)
-    """Episodes in play at once."""
+    """Maximum number of concurrent episodes."""
     episode_timeout: float = Field(300.0, gt=0)
     """Seconds an episode may take before it counts as failed (`timeout`)."""
     max_staleness: int = Field(0, ge=0, le=4)
-    """Steps by which the policy that learns may be ahead of the one that begins an episode. 0: sampling and learning
-    take turns. Above, tasks stay in play while the policy learns, and its new weights take over in mid-episode; 1 is
-    usual. Nothing is thrown away for its age: a step waits for what may not get older."""
+    """Maximum number of training steps between the policy version that starts an episode and the one trained on it. 0:
+    synchronous training. Above 0, episodes run during training and new weights take over in mid-episode; 1 is usual.
+    No episode is discarded for its age: a training step waits for those at the limit."""
     retries: int = Field(2, ge=0)
-    """Times a failed episode is played again where its failure may pass (a timeout, a lost connection)."""
+    """Maximum retries of an episode that failed transiently (a timeout, a lost connection)."""
     refills: int = Field(1, ge=0)
-    """Times a group plays another episode in place of one that failed for good. Then it is learned from without."""
+    """Maximum number of permanently failed episodes that a group replaces; it is trained on without any others."""
     max_failed_share: float = Field(0.5, gt=0, le=1)
-    """A step in which more than this share of episodes failed stops the run."""
+    """Maximum share of failed episodes in a training step. A higher share stops the run."""
     filter: FilterConfig = FilterConfig()
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Dynamic filtering: which groups of finished episodes are not learned from."""
+"""Dynamic filtering: dropping groups of finished episodes that give no gradient."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from envgym.types import Episode
 
 
 class FilterConfig(Settings):
-    """Dynamic filtering: groups that teach nothing are dropped, and other tasks are played in their place. What a
-    replay plays is never dropped."""
+    """Dynamic filtering: groups that give no gradient are dropped, and other tasks are rolled out instead. Replayed
+    groups are never dropped."""
 
     zero_variance: bool = False
-    """Drop groups whose episodes all have one score."""
+    """Drop groups whose episodes all have the same score."""
     min_score: float | None = Field(None, ge=0, le=1)
-    """Drop groups whose mean score is not above this."""
+    """Drop groups with a mean score at or below this."""
     max_score: float | None = Field(None, ge=0, le=1)
-    """Drop groups whose mean score is not below this."""
+    """Drop groups with a mean score at or above this."""
     max_rounds: int = Field(10, ge=1)
-    """Times a step plays tasks to get its groups. Then it learns from those it has, which is said."""
+    """Maximum rollout rounds of a training step. After them the step trains on the groups it has, with an alert."""
 
     @property
-    def on(self) -> bool:
+    def is_on(self) -> bool:
         return self.zero_variance or self.min_score is not None or self.max_score is not None
 
     @model_validator(mode="after")
@@ -39,10 +39,10 @@ class FilterConfig(Settings):
 
 
 def drop_reason(config: FilterConfig, members: Sequence[Episode]) -> str:
-    """The reason, in one word, not to learn from a group of finished episodes; empty where there is none.
+    """The reason to drop a group of finished episodes, in one word; empty if the group stays.
 
-    Source: Q. Yu et al., "DAPO" (2025), section 3.2, which keeps 0 < accuracy < 1. Rewards stand in for scores where
-    a member has none; where all have none, a range of scores cannot be asked for (`RunError`).
+    Source: Q. Yu et al., "DAPO" (2025), section 3.2, which keeps 0 < accuracy < 1. If a member has no score,
+    `zero_variance` compares rewards. Raises `RunError` for a score range if no member has a score.
     """
     scores = [episode.score for episode in members if episode.score is not None]
     if config.zero_variance and is_flat(members):
@@ -52,9 +52,9 @@ def drop_reason(config: FilterConfig, members: Sequence[Episode]) -> str:
         return ""
     if not scores:
         raise RunError(
-            "rollout.filter.min_score and max_score go by scores, and the environment gives none (its rewards are not "
+            "rollout.filter.min_score and max_score need scores, and the environment gives none (its rewards are not "
             'all in [0, 1]): let it give info["score"], or use rollout.filter.zero_variance alone'
         )
     mean = fmean(scores)
-    outside = (low is not None and mean <= low) or (high is not None and mean >= high)
-    return "score_range" if outside else ""
+    is_outside = (low is not None and mean <= low) or (high is not None and mean >= high)
+    return "score_range" if is_outside else ""

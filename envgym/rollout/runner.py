@@ -1,7 +1,7 @@
-"""Rolling out: environments times agents times an engine gives episodes, with deadlines and limits.
+"""Rollouts: an environment, an agent and an engine run episodes, with deadlines and limits.
 
-Whatever goes wrong inside an episode ends that episode, as a failure of a named kind; it never ends the run and
-never counts as a reward.
+An error inside an episode ends that episode as a failure of a named kind. It never ends the run, and never counts as a
+reward.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.env.boundary import UsersCode
-from envgym.episodes.scores import reward_as_score, withdraw
+from envgym.episodes.scores import reward_as_score, withdraw_scores
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from envgym.hashing import derived_seed, task_hash
-from envgym.loading import users_line
+from envgym.loading import user_line
 from envgym.processes import cancellation
 from envgym.processes.cancellation import StillRunning, run_to_end
 from envgym.processes.deadline import Deadline
@@ -35,7 +35,7 @@ from .sampler import EpisodeSampler, LockstepBatcher
 
 T = TypeVar("T")
 Progress = Callable[[int, int, Mapping[str, int]], None]
-"""Called at the end of each episode: with the number that have ended, the number of all, and of failures by kind."""
+"""Called at the end of each episode, with the number of ended episodes, their total, and failures by kind."""
 
 
 FAILURES: dict[type[Exception], str] = {
@@ -45,28 +45,28 @@ FAILURES: dict[type[Exception], str] = {
     InvalidStep: "invalid_environment",
     ResetNeeded: "invalid_environment",
 }
-"""Kinds of failed episodes by the errors that end them. Any other error is the environment's."""
-STARTED_AT_ONCE = 1024
-"""Episodes that start before anything else has its turn, such as a signal that asks to stop."""
+"""Errors that end an episode → kind of failure. Any other error is of kind `environment`."""
+START_BATCH = 1024
+"""Episodes that start before the event loop runs anything else, such as a signal handler."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """A way of playing tasks: episodes a task, sampling parameters, and a name that keeps their seeds apart."""
+    """A way to roll out tasks: episodes per task, sampling parameters, and a name that separates seeds."""
 
     purpose: str
     sampling: SamplingParams
     samples: int
-    """Episodes of each task."""
+    """Episodes per task."""
 
 
 def group_ids(purpose: str, tasks: Iterable[Task]) -> dict[str, Task]:
-    """The tasks of one sampling plan, by the ids of their groups; `Episode.purpose` reads it back."""
+    """The ids of the groups of one sampling plan → their tasks. `Episode.purpose` parses such an id."""
     return {f"{purpose}/{index:05d}": task for index, task in enumerate(tasks)}
 
 
 class Runner:
-    """Plays tasks. One runner serves training and evaluation alike."""
+    """Rolls out tasks, for training and evaluation alike."""
 
     def __init__(
         self,
@@ -88,109 +88,109 @@ class Runner:
         self.deterministic = deterministic
         self._fingerprints: dict[int, dict[str, str]] = {}
         self.unscored: set[str] = set()
-        """Environments whose rewards are known to be no scores."""
+        """Environments that have given a reward outside [0, 1]."""
         self._task_hash: tuple[Task | None, str] = (None, "")
         self._slots = asyncio.Semaphore(config.concurrency)
         self._starting = asyncio.Lock()
-        """Held by the call of `play` whose members are next to start."""
+        """Held by the call of `roll_out` whose members start next."""
 
-    async def play(
+    async def roll_out(
         self,
         tasks: Sequence[Task],
         plan: SamplingPlan,
         on_progress: Progress | None = None,
         *,
-        kept: Mapping[tuple[str, int], Episode] | None = None,
+        completed: Mapping[tuple[str, int], Episode] | None = None,
         on_episode: Callable[[Episode], None] | None = None,
     ) -> list[Group]:
-        """Play every task `plan.samples` times and return the groups in the order of `tasks`.
+        """Roll out every task `plan.samples` times and return the groups in the order of `tasks`.
 
         All members of a group get the same environment seed, and so the same problem. Failed episodes are in
-        the groups, with their outcome. `on_progress` is told of each episode that ends: how many have, of how many
-        that are played, and how many failed, by kind.
+        the groups, with their outcome. `on_progress` is called at the end of each episode.
 
-        Members start as places (`rollout.concurrency`) are free. Episodes `kept` from an earlier call, by their group's
-        id and member, are not played again. `on_episode` is given each episode as it ends, and once more where its
-        group is judged together or others show that its reward is no score, and that changed it.
+        Members start as slots (`rollout.concurrency`) become free. Episodes `completed` in an earlier call, by group id
+        and member, are not run again. `on_episode` is called with each episode as it ends, and again if group judging
+        or the clearing of its score changed it.
         """
         groups = {name: Group(name, task, []) for name, task in group_ids(plan.purpose, tasks).items()}
-        kept = {key: old for key, old in (kept or {}).items() if key[0] in groups and key[1] < plan.samples}
-        for (name, _), old in kept.items():
-            groups[name].episodes.append(old)
-        missing = ((g, n) for g in groups.values() for n in range(plan.samples) if (g.id, n) not in kept)
-        tally = _Tally(len(groups) * plan.samples - len(kept), on_progress, on_episode)
-        await self._play_members(missing, plan, tally)
-        played = list(groups.values())
-        for group in played:
+        completed = {key: e for key, e in (completed or {}).items() if key[0] in groups and key[1] < plan.samples}
+        for (name, _), episode in completed.items():
+            groups[name].episodes.append(episode)
+        missing = ((g, n) for g in groups.values() for n in range(plan.samples) if (g.id, n) not in completed)
+        tally = _Tally(len(groups) * plan.samples - len(completed), on_progress, on_episode)
+        await self._run_members(missing, plan, tally)
+        result = list(groups.values())
+        for group in result:
             group.episodes.sort(key=lambda episode: episode.member)
-        judged = await self.compare(played) if self.agent.uses_policy else []
-        changed = {id(episode): episode for episode in itertools.chain(*judged, self.withdraw_scores(played))}
+        by_group = await self.judge_groups(result) if self.agent.uses_policy else []
+        changed = {id(episode): episode for episode in itertools.chain(*by_group, self.withdraw_scores(result))}
         if on_episode is not None:
             for episode in changed.values():
                 on_episode(episode)
-        return played
+        return result
 
-    async def _play_members(self, members: Iterable[tuple[Group, int]], plan: SamplingPlan, tally: _Tally) -> None:
-        """Play members of groups, each of which starts as a place is free. Where one raises, the others are ended."""
-        waves, slots = None, self._slots  # of all that is played at the same time
-        # An API is nobody's batch alone: it is given seeds, and waves would only slow it.
+    async def _run_members(self, members: Iterable[tuple[Group, int]], plan: SamplingPlan, tally: _Tally) -> None:
+        """Run members of groups, each as soon as a slot is free. If one raises an error, the others are cancelled."""
+        batcher, slots = None, self._slots  # the slots are those of all concurrent calls
+        # A hosted API batches these requests with others, so lockstep cannot make it deterministic: it only gets seeds.
         if self.deterministic and self.engine is not None and not isinstance(self.engine, ChatEngine):
-            # A wave waits for every episode in play, so none of these may wait for an environment's own limit.
-            most = self.config.concurrency
-            concurrency = min(most, self.spec.concurrency_bound() or most)
-            waves, slots = LockstepBatcher(self.engine, tally.total, concurrency), asyncio.Semaphore(concurrency)
+            # A batch waits for every running episode, so none of these may wait for an environment's own limit.
+            limit = self.config.concurrency
+            concurrency = min(limit, self.spec.concurrency_bound() or limit)
+            batcher, slots = LockstepBatcher(self.engine, tally.total, concurrency), asyncio.Semaphore(concurrency)
 
-        async def play(group: Group, member: int) -> None:
+        async def run(group: Group, member: int) -> None:
             try:
-                episode = await self._play_member(group, member, plan, waves)
+                episode = await self._run_member(group, member, plan, batcher)
             finally:
-                if waves is not None:
-                    waves.leave()
+                if batcher is not None:
+                    batcher.leave()
             group.episodes.append(episode)
             tally.count(episode)
 
         jobs: set[asyncio.Task[None]] = set()
-        ended_badly: list[asyncio.Task[None]] = []
+        failed_jobs: list[asyncio.Task[None]] = []
 
         def end(job: asyncio.Task[None]) -> None:
             slots.release()
             jobs.discard(job)
             if job.cancelled() or job.exception() is not None:
-                ended_badly.append(job)
+                failed_jobs.append(job)
 
         try:
             async with self._starting:
-                for number, (group, member) in enumerate(itertools.takewhile(lambda _: not ended_badly, members)):
+                for number, (group, member) in enumerate(itertools.takewhile(lambda _: not failed_jobs, members)):
                     await slots.acquire()
-                    jobs.add(job := asyncio.create_task(play(group, member)))
+                    jobs.add(job := asyncio.create_task(run(group, member)))
                     job.add_done_callback(end)
-                    if number % STARTED_AT_ONCE == STARTED_AT_ONCE - 1:
+                    if number % START_BATCH == START_BATCH - 1:
                         await asyncio.sleep(0)
-            await asyncio.gather(*ended_badly, *jobs)
+            await asyncio.gather(*failed_jobs, *jobs)
         finally:
             for job in [*jobs]:
-                if not job.cancelling():  # a second time would interrupt an environment that is closing
+                if not job.cancelling():  # a second cancellation would interrupt an environment that is closing
                     job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
 
-    async def compare(self, groups: Iterable[Group]) -> list[list[Episode]]:
-        """Let environments judge groups that they judge together. Returns the episodes that they said something of."""
+    async def judge_groups(self, groups: Iterable[Group]) -> list[list[Episode]]:
+        """Let environments judge each group as a whole (`judge_group`). Returns the changed episodes of each group."""
         seconds = self.config.episode_timeout
-        return await asyncio.gather(*(compare(self.spec, group, seconds) for group in groups))
+        return await asyncio.gather(*(judge_group(self.spec, group, seconds) for group in groups))
 
     def withdraw_scores(self, groups: Iterable[Group]) -> list[Episode]:
-        """Take back the scores of environments whose rewards are none; returns the episodes that lost theirs."""
-        return withdraw((episode for group in groups for episode in group.episodes), self.unscored)
+        """Clear reward-derived scores in environments that have given a reward outside [0, 1]. Returns the changed
+        episodes."""
+        return withdraw_scores((episode for group in groups for episode in group.episodes), self.unscored)
 
-    async def _play_member(
-        self, group: Group, member: int, plan: SamplingPlan, waves: LockstepBatcher | None
+    async def _run_member(
+        self, group: Group, member: int, plan: SamplingPlan, batcher: LockstepBatcher | None
     ) -> Episode:
-        """Play a member until an attempt does not fail: each may be retried where the failure may pass, and the group
-        as a whole may fill a few places anew."""
+        """Run a member until an attempt succeeds: transient failures are retried per member, and each group may replace
+        a few others (`rollout.refills`)."""
         retries = 0
         for attempt in itertools.count():
-            episode = await self._play_once(group, member, attempt, plan, waves)
-            if not episode.failed or episode.outcome.reason == "prompt_too_long":  # it would be again
+            episode = await self._run_attempt(group, member, attempt, plan, batcher)
+            if not episode.failed or episode.outcome.reason == "prompt_too_long":  # every attempt has the same prompt
                 break
             if episode.outcome.retryable and retries < self.config.retries:
                 retries += 1
@@ -201,29 +201,30 @@ class Runner:
             group.superseded.append(episode)
         return episode
 
-    async def _play_once(
-        self, group: Group, member: int, attempt: int, plan: SamplingPlan, waves: LockstepBatcher | None
+    async def _run_attempt(
+        self, group: Group, member: int, attempt: int, plan: SamplingPlan, batcher: LockstepBatcher | None
     ) -> Episode:
         task, spec = group.task, self.spec.spec_for(group.task)
         if self._task_hash[0] is not task:  # the members of a group start one after the other
             self._task_hash = (task, task_hash(task))
         fingerprint = self._task_hash[1]
-        # The group is part of the name: a small task set comes round again within one step.
+        # The group is part of the id: a small task set may repeat within one step.
         episode_id = f"{group.id}:{member:03d}:{attempt}"
         seed = derived_seed(self.seed, task.key)
         sampler = None
         if self.engine is not None:
             sampling_seed = derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None
-            sampler = EpisodeSampler(waves or self.engine, episode_id, plan.sampling, self.max_model_len, sampling_seed)
-        LOCKSTEP.set(waves)  # for opponents; each episode has a task, and so a context, of its own
+            source = batcher or self.engine
+            sampler = EpisodeSampler(source, episode_id, plan.sampling, self.max_model_len, sampling_seed)
+        LOCKSTEP.set(batcher)  # for opponents; each episode has a separate asyncio task, and so a separate context
 
-        def play(env: CheckedEnv) -> Coroutine[Any, Any, Episode]:
+        def run(env: CheckedEnv) -> Coroutine[Any, Any, Episode]:
             if self.agent.uses_policy:
                 return self.agent.run(env, task, sampler, seed=seed)
-            # A replay picks among demonstrations by its seed, so members and purposes must differ in it.
+            # A replay chooses among demonstrations by its seed, so it must differ between members and purposes.
             return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), recording_index=member)
 
-        episode = await play_episode(self.spec, task, play, self.config.episode_timeout, sampler)
+        episode = await run_episode(self.spec, task, run, self.config.episode_timeout, sampler)
         episode.id, episode.env, episode.group_id = episode_id, task.env or spec.id, group.id
         episode.member, episode.attempt, episode.seed = member, attempt, seed
         episode.fingerprints = {**self._fingerprint(spec), "task": fingerprint}
@@ -236,36 +237,36 @@ class Runner:
 
 
 class _Tally:
-    """Counts the episodes that end, and tells who wants to know of each."""
+    """Counts ended episodes and calls the callbacks for each."""
 
     def __init__(self, total: int, on_progress: Progress | None, on_episode: Callable[[Episode], None] | None) -> None:
         self.total = total
         self._on_progress = on_progress
         self._on_episode = on_episode
-        self._done = 0
+        self._n_episodes = 0
         self._failures = Counter[str]()
 
     def count(self, episode: Episode) -> None:
-        self._done += 1
+        self._n_episodes += 1
         if episode.failed:
             self._failures[episode.outcome.reason] += 1
         if self._on_episode is not None:
             self._on_episode(episode)
         if self._on_progress is not None:
-            self._on_progress(self._done, self.total, self._failures)
+            self._on_progress(self._n_episodes, self.total, self._failures)
 
 
-async def play_episode(
+async def run_episode(
     spec: EnvSpec,
     task: Task,
-    play: Callable[[CheckedEnv], Coroutine[Any, Any, Episode]],
+    run: Callable[[CheckedEnv], Coroutine[Any, Any, Episode]],
     timeout: float,
     sampler: EpisodeSampler | None = None,
 ) -> Episode:
-    """The episode that `play` makes of a new instance within `timeout` seconds. The instance is closed.
+    """Call `run` with a new instance, limited to `timeout` seconds, and close the instance.
 
-    Whatever goes wrong is its outcome. It has no id yet, and was not judged with others. Raises `WorkerDied`: the
-    engine is gone, and no episode can go on.
+    Any error becomes the episode's outcome. The episode has no id yet, and its group is not judged. Raises `WorkerDied`
+    if the engine is gone, so that no episode can continue.
     """
     spec, name = spec.spec_for(task), task.env or spec.id
     env: CheckedEnv | None = None
@@ -274,11 +275,11 @@ async def play_episode(
     start = time.monotonic()
     with UsersCode(WorkerDied) as call:
         env = spec.make()
-        async with _Closing(env, sampler):
+        async with _ClosingEnv(env, sampler):
             with timed(waiting, "waiting"):
                 await env.acquire()
-            start = time.monotonic()  # waiting for a place is not the episode's own time
-            result = await run_to_end(_in_time(spec, play(env), timeout, f"{name}: an episode"))
+            start = time.monotonic()  # waiting for a slot does not count as the episode's time
+            result = await run_to_end(_run_with_deadline(spec, run(env), timeout, f"{name}: an episode"))
     if result is None:
         result = _failure(spec, call.error)
     episode = Episode(id="", task=task, outcome=result) if isinstance(result, Outcome) else result
@@ -287,9 +288,9 @@ async def play_episode(
     return episode
 
 
-class _Closing:
-    """Closes an instance at the end of its `async with`, whatever that raises: the outcome is known by then. What goes
-    on after its end samples no more."""
+class _ClosingEnv:
+    """Closes an instance at the end of `async with`. Errors in `close` are ignored, since the outcome is known by then.
+    Code that still runs after its cancellation cannot sample any more."""
 
     def __init__(self, env: CheckedEnv, sampler: EpisodeSampler | None) -> None:
         self._env = env
@@ -298,25 +299,25 @@ class _Closing:
     async def __aenter__(self) -> None: ...
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        goes_on = isinstance(error, StillRunning)
-        if goes_on and self._sampler is not None:
+        is_running = isinstance(error, StillRunning)
+        if is_running and self._sampler is not None:
             self._sampler.end()
         try:
             if self._env.has_close:
                 with UsersCode():
-                    await run_to_end(self._close(goes_on))
+                    await run_to_end(self._close(is_running))
         finally:
             self._env.release()
 
-    async def _close(self, goes_on: bool) -> None:
-        # One that is still at work may well not close either.
-        async with Deadline(cancellation.GRACE_SECONDS) if goes_on else contextlib.nullcontext():
+    async def _close(self, is_running: bool) -> None:
+        # An environment that ignores its cancellation may also hang in `close`.
+        async with Deadline(cancellation.GRACE_SECONDS) if is_running else contextlib.nullcontext():
             await self._env.close()
 
 
-async def compare(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
-    """Let the environment score the finished members of a group against each other, where it does, within `timeout`
-    seconds. Returns those that it said something of, which may be that they failed."""
+async def judge_group(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
+    """Call the environment's `score_group` on the finished members of a group, limited to `timeout` seconds. Returns
+    the episodes it changed, including those it marked failed; none if the environment judges no groups."""
     finished = [episode for episode in group.episodes if not episode.failed]
     if not finished:
         return []
@@ -324,17 +325,17 @@ async def compare(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
     judging: list[Span] = []
     try:
         with timed(judging, "score"):
-            judged = _verdicts(spec, group.task, finished)
-            verdicts = await run_to_end(_in_time(spec, judged, timeout, f"{spec.id}: score_group"))
+            work = _verdicts(spec, group.task, finished)
+            verdicts = await run_to_end(_run_with_deadline(spec, work, timeout, f"{spec.id}: score_group"))
     except StillRunning as error:
         verdicts = _failure(spec, error)
     if verdicts is None:
         return []
-    of_each = [verdicts] * len(finished) if isinstance(verdicts, Outcome) else verdicts
-    for episode, verdict in zip(finished, of_each, strict=True):
+    by_member = [verdicts] * len(finished) if isinstance(verdicts, Outcome) else verdicts
+    for episode, verdict in zip(finished, by_member, strict=True):
         episode.spans = [*episode.spans, *judging]
         if isinstance(verdict, Reward):
-            apply_judgement(episode, verdict)
+            apply_reward(episode, verdict)
         else:
             episode.outcome = verdict if isinstance(verdict, Outcome) else _failure(spec, verdict)
             episode.reward, episode.score, episode.score_is_reward = None, None, False
@@ -342,20 +343,22 @@ async def compare(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
 
 
 async def _verdicts(spec: EnvSpec, task: Task, finished: list[Episode]) -> list[Reward | Exception] | None:
-    """The environment's verdict on each of the finished members, or None where it judges no groups."""
-    judged = await spec.score_group(task, finished)
-    if judged is not None and len(judged) != len(finished):
-        raise InvalidStep(f"{spec.id}: score_group must say one thing for each of {len(finished)} episodes")
-    return None if judged is None else [as_judgement(verdict) for verdict in judged]
+    """The environment's verdict on each finished member; None if it judges no groups."""
+    verdicts = await spec.score_group(task, finished)
+    if verdicts is None:
+        return None
+    if len(verdicts) != len(finished):
+        raise InvalidStep(f"{spec.id}: score_group must return one verdict per episode, so {len(finished)}")
+    return [as_reward(verdict) for verdict in verdicts]
 
 
-async def _in_time(spec: EnvSpec, work: Coroutine[Any, Any, T], seconds: float, name: str) -> T | Outcome:
-    """The result of users' code, which may raise anything at all, or the failure that it is."""
+async def _run_with_deadline(spec: EnvSpec, work: Coroutine[Any, Any, T], seconds: float, name: str) -> T | Outcome:
+    """The result of users' code, or the outcome of its failure: it may raise any exception."""
     deadline = Deadline(seconds, name)
-    with UsersCode(WorkerDied) as call:  # the engine, or a model that judges, is gone
+    with UsersCode(WorkerDied) as call:  # raised if the engine or a judge model is gone
         async with deadline:
             result = await work
-        if deadline.expired():  # it was cancelled, and made an answer of that
+        if deadline.expired():  # the code caught its cancellation and returned a result
             raise TimeoutError
         return result
     if deadline.expired():
@@ -366,47 +369,47 @@ async def _in_time(spec: EnvSpec, work: Coroutine[Any, Any, T], seconds: float, 
 def _failure(spec: EnvSpec, error: BaseException) -> Outcome:
     """The outcome of an episode that ended in `error`."""
     message = str(error) or type(error).__name__
-    if isinstance(error, StillRunning):  # not tried again: the next would go on as well
+    if isinstance(error, StillRunning):  # not retryable: a retry would hang too
         grace = cancellation.GRACE_SECONDS
-        message = f"{spec.id} goes on {grace:g} s after it was cancelled, and is left to itself"
+        message = f"{spec.id} still runs {grace:g} s after it was cancelled, and is abandoned"
         return Outcome.fail("does_not_end", message)
     if isinstance(error, InvalidOutcome):
         return Outcome.fail(error.kind, message, retryable=error.retryable)
     for expected, kind in FAILURES.items():
         if isinstance(error, expected):
             return Outcome.fail(kind, message, retryable=expected is CallTimeout)
-    where = f" ({line})" if (line := users_line(error)) else ""
-    message = f"{type(error).__name__}: {message}{where}"
+    location = f" ({line})" if (line := user_line(error)) else ""
+    message = f"{type(error).__name__}: {message}{location}"
     return Outcome.fail("environment", message, retryable=bool(getattr(error, "retryable", False)))
 
 
-def as_judgement(verdict: object) -> Reward | Exception:
-    """The judgement of `score_group` on one episode. Raises `InvalidStep` for what is not a finite number."""
+def as_reward(verdict: object) -> Reward | Exception:
+    """The reward that `score_group` gives one episode. Raises `InvalidStep` for numbers that are not finite."""
     if isinstance(verdict, Exception):
         return verdict
-    judged = verdict if isinstance(verdict, Reward) else Reward(verdict)  # type: ignore[arg-type]
-    numbers = [judged.reward, judged.score, *judged.metrics.values()]
+    reward = verdict if isinstance(verdict, Reward) else Reward(verdict)  # type: ignore[arg-type]
+    numbers = [reward.reward, reward.score, *reward.metrics.values()]
     try:
         if not all(number is None or math.isfinite(number) for number in numbers):
             raise InvalidStep(f"score_group must give finite numbers, not {verdict!r:.80}")
     except TypeError:
         raise InvalidStep(f"score_group must give numbers, not {verdict!r:.80}") from None
-    if judged.score is not None and not 0 <= judged.score <= 1:
-        raise InvalidStep(f"score_group gave a score of {judged.score:g}, which is not in [0, 1]")
-    return judged
+    if reward.score is not None and not 0 <= reward.score <= 1:
+        raise InvalidStep(f"score_group gave a score of {reward.score:g}, which is not in [0, 1]")
+    return reward
 
 
-def apply_judgement(episode: Episode, judged: Reward) -> None:
-    """Let a judgement stand in place of what the steps of `episode` paid."""
-    own_score = None if episode.score_is_reward or episode.reward is not None else episode.score
-    reward = None if judged.reward is None else float(judged.reward)
+def apply_reward(episode: Episode, verdict: Reward) -> None:
+    """Replace the rewards of all env steps of `episode` by the verdict on its group."""
+    env_score = None if episode.score_is_reward or episode.reward is not None else episode.score
+    reward = None if verdict.reward is None else float(verdict.reward)
     for row in episode.rows:
         for turn in row.turns:
             turn.reward = None
     if last := [turn for row in episode.rows for turn in row.turns][-1:]:
         last[0].reward = reward
     episode.reward = reward
-    episode.metrics |= {name: float(value) for name, value in judged.metrics.items()}
-    score = judged.score if judged.score is not None else own_score
+    episode.metrics |= {name: float(value) for name, value in verdict.metrics.items()}
+    score = verdict.score if verdict.score is not None else env_score
     episode.score = reward_as_score(reward) if score is None else score
     episode.score_is_reward = score is None and episode.score is not None

@@ -1,4 +1,4 @@
-"""An engine bound to one episode, and the waves that make sampling repeatable."""
+"""An engine bound to one episode, and the lockstep batches that make sampling repeatable."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from envgym.types import Limit, Message, Span, ToolSpec, int_array, timed
 
 
 class LockstepBatcher:
-    """Holds requests back until every episode in play waits for one, then submits them together, sorted.
+    """Holds requests until every running episode waits for one, then submits them together, sorted.
 
-    In that order, and with a seed each, an engine gives the same bits again: which requests share a batch no
-    longer depends on timing. `episodes` are still to end, `concurrency` of them are in play at once.
+    Sorted and seeded, they get the same bits in every run: the requests of a batch do not depend on timing. `episodes`
+    is the number that have not ended; `concurrency` of them run concurrently.
     """
 
     def __init__(self, engine: Engine, episodes: int, concurrency: int) -> None:
         self._engine = engine
-        self._left = episodes
+        self._episodes_left = episodes
         self._concurrency = concurrency
         self._waiting: list[tuple[Request, asyncio.Future[Generation]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def leave(self) -> None:
-        """An episode has ended and will ask for nothing more."""
-        self._left -= 1
+        """Stop waiting for requests of one episode, which has ended."""
+        self._episodes_left -= 1
         self._submit_if_complete()
 
     async def generate(self, request: Request) -> Generation:
@@ -40,15 +40,15 @@ class LockstepBatcher:
         self._submit_if_complete()
         try:
             return await future
-        except asyncio.CancelledError:  # the episode's deadline: it no longer waits, and must not complete a wave
+        except asyncio.CancelledError:  # at its deadline an episode stops waiting, and must not complete a batch
             self._waiting = [item for item in self._waiting if item[1] is not future]
             raise
 
     def _submit_if_complete(self) -> None:
-        if not self._waiting or len(self._waiting) < min(self._left, self._concurrency):
+        if not self._waiting or len(self._waiting) < min(self._episodes_left, self._concurrency):
             return
-        wave, self._waiting = sorted(self._waiting, key=lambda item: item[0].id), []
-        for request, future in wave:  # tasks start in the order they are made: one tick, one sorted wave
+        batch, self._waiting = sorted(self._waiting, key=lambda item: item[0].id), []
+        for request, future in batch:  # tasks start in creation order, so the engine gets the batch sorted
             task = asyncio.create_task(self._forward(request, future))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -56,7 +56,7 @@ class LockstepBatcher:
     async def _forward(self, request: Request, future: asyncio.Future[Generation]) -> None:
         try:
             generation = await self._engine.generate(request)
-        except Exception as error:  # handed on to the episode that asked
+        except Exception as error:  # for the episode of the request
             if not future.done():
                 future.set_exception(error)
         else:
@@ -66,10 +66,10 @@ class LockstepBatcher:
 
 @dataclass(slots=True)
 class EpisodeSampler:
-    """The sampler of an agent: the engine, under the episode's own request ids, seeds, parameters and budget.
+    """An agent's sampler: the engine, with the episode's request ids, seeds, sampling parameters and token limit.
 
-    Requests in parallel share the budget: each reserves the most it may sample and gives back the rest. One that finds
-    too little waits for the others, and is cut only where they have left no more.
+    Concurrent requests share the limit: each reserves its maximum and returns the unused tokens. A request that cannot
+    reserve its maximum first waits for those in flight, and gets a lower maximum only if that was not enough.
     """
 
     engine: Engine | LockstepBatcher | ChatEngine
@@ -80,34 +80,34 @@ class EpisodeSampler:
     turn: int = field(default=0, init=False)
     has_ended: bool = field(default=False, init=False)
     spans: list[Span] = field(default_factory=list, init=False)
-    _left: float = field(default=math.inf, init=False)
-    """Tokens that may still be sampled, those reserved for requests in flight excluded."""
+    _tokens_left: float = field(default=math.inf, init=False)
+    """Tokens that may still be sampled, without those reserved for requests in flight."""
     _in_flight: int = field(default=0, init=False)
     _returned: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def limit(self, max_tokens: int | None) -> None:
-        self._left = math.inf if max_tokens is None else max_tokens
+        self._tokens_left = math.inf if max_tokens is None else max_tokens
 
     def end(self) -> None:
-        """Answer no more: the episode is over, though something may not know it."""
+        """Reject further requests: the episode is over, but its code may still run."""
         self.has_ended = True
 
     async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Generation:
-        assert not isinstance(self.engine, ChatEngine), "an agent that speaks tokens is given an engine that does"
+        assert not isinstance(self.engine, ChatEngine), "an agent of tokens needs an engine that takes tokens"
         sampling, sampled = await self._reserve(overrides), 0
         try:
-            fitting = sampling.within(self.max_model_len, len(token_ids))
+            limited = sampling.within_context(self.max_model_len, len(token_ids))
             with timed(self.spans, "generating"):
-                generation = await self.engine.generate(Request(self._request_id, int_array(token_ids), fitting))
+                generation = await self.engine.generate(Request(self._request_id, int_array(token_ids), limited))
             sampled = len(generation.token_ids)
             return generation
         finally:
-            self._give_back(sampling.max_tokens, sampled)
+            self._release(sampling.max_tokens, sampled)
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), overrides: Mapping[str, Any] | None = None
     ) -> ChatReply:
-        assert isinstance(self.engine, ChatEngine), "an agent that speaks messages is given an engine that does"
+        assert isinstance(self.engine, ChatEngine), "an agent of messages needs an engine that takes messages"
         sampling = await self._reserve(overrides)
         sampled: int | None = 0
         try:
@@ -117,36 +117,37 @@ class EpisodeSampler:
             sampled = reply.completion_tokens
             return reply
         finally:
-            self._give_back(sampling.max_tokens, sampled)
+            self._release(sampling.max_tokens, sampled)
 
     @property
     def _request_id(self) -> str:
         return f"{self.episode_id}.{self.turn - 1:04d}"
 
     async def _reserve(self, overrides: Mapping[str, Any] | None) -> SamplingParams:
-        """Begin the next turn: its sampling parameters, with no more tokens than the episode has left."""
-        sampling = self.sampling.overridden(overrides)
-        while self._in_flight and self._left < sampling.max_tokens:
+        """Start the next turn. Returns its sampling parameters, limited to the episode's remaining tokens."""
+        sampling = self.sampling.with_overrides(overrides)
+        while self._in_flight and self._tokens_left < sampling.max_tokens:
             self._returned.clear()
             await self._returned.wait()
         if self.has_ended:
             raise asyncio.CancelledError("the episode is over")
-        if math.isnan(self._left):
-            raise InvalidOutcome("engine", "the API does not say how many tokens it sampled, as agent.max_tokens needs")
-        if self._left < 1:
+        if math.isnan(self._tokens_left):
+            raise InvalidOutcome("engine", "agent.max_tokens needs the number of sampled tokens: this API reports none")
+        if self._tokens_left < 1:
             raise OutOfBudget(Limit.TOKENS)
-        if self._left < sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=int(self._left))
+        if self._tokens_left < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=int(self._tokens_left))
         if self.seed is not None:
             sampling = replace(sampling, seed=derived_seed(self.seed, self.turn))
-        self._left -= sampling.max_tokens
+        self._tokens_left -= sampling.max_tokens
         self._in_flight += 1
         self.turn += 1
         return sampling
 
-    def _give_back(self, reserved: int, sampled: int | None) -> None:
-        """A turn has ended that had `reserved` tokens and sampled so many of them; None: the engine does not say."""
-        if not math.isinf(self._left):
-            self._left += math.nan if sampled is None else reserved - sampled
+    def _release(self, reserved: int, sampled: int | None) -> None:
+        """End a turn: return the `reserved` tokens that were not sampled. `sampled` is None if the API does not report
+        it."""
+        if not math.isinf(self._tokens_left):
+            self._tokens_left += math.nan if sampled is None else reserved - sampled
         self._in_flight -= 1
         self._returned.set()

@@ -1,4 +1,4 @@
-"""Episodes that a script plays in place of a policy: a list of actions, a function, or a person."""
+"""Episodes with actions from a script instead of a policy: a list of actions, a function, or a person."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from envgym.types import Action, Episode, Limit, Message, Observation, Outcome, 
 from .transcript import Transcript
 
 Script = Callable[[int, Observation], Action | None]
-"""The action of turn k (from 0) given what was just observed; None where the script is over."""
+"""Turn number (from 0) and last observation → action, or None at the end of the script."""
 
 
-def in_order(actions: Sequence[Action]) -> Script:
-    """These actions, one a turn, whatever is observed."""
+def script_of(actions: Sequence[Action]) -> Script:
+    """A script of these actions, one per turn, for any observations."""
     return lambda turn, observation: actions[turn] if turn < len(actions) else None
 
 
-NO_ACTIONS = in_order(())
+NO_ACTIONS = script_of(())
 OUT_OF_TURNS = Outcome.truncate(Limit.TURNS)
 
 
 def action_of(turn: str | Message, token_ids: Sequence[int]) -> Action:
-    """A turn of the assistant as an action."""
-    message = turn if isinstance(turn, Message) else Message.of("assistant", turn)
+    """The action of an assistant's turn."""
+    message = turn if isinstance(turn, Message) else Message("assistant", turn)
     return Action(message.text, token_ids, message.tool_calls)
 
 
 @dataclass(slots=True)
 class PlayedTurn:
-    """An action and the environment's answer to it."""
+    """An action and the environment's response to it."""
 
     action: Action
     observation: Observation
@@ -44,26 +44,26 @@ class PlayedTurn:
 
 
 class ScriptedEpisode:
-    """An episode of `task`, reset with `seed`, whose actions come from `script`, and all that the environment answers.
+    """An episode of `task`, reset with `seed`, with actions from `script`; it records all responses of the environment.
 
-    Where the script is over before the environment has ended it, its outcome is `unfinished`. A subclass may do more at
-    each `reset` and `step`.
+    If the script ends before the environment ends the episode, the outcome is `unfinished`. Subclasses may extend
+    `reset` and `step`.
     """
 
     def __init__(self, task: Task, seed: int, script: Script, unfinished: Outcome = OUT_OF_TURNS) -> None:
         self.task = task
         self.seed = seed
-        self.first: Observation | None = None
+        self.opening: Observation | None = None
         self.info: Info = {}
-        """The info of the reset."""
+        """The info that `reset` returned."""
         self.turns: list[PlayedTurn] = []
         self.error: BaseException | None = None
-        """The exception that ended it, if one did."""
+        """The exception that ended the episode, if any."""
         self._script = script
         self._unfinished = unfinished
 
     async def play(self, env: CheckedEnv) -> Episode:
-        """Play it on an instance. An exception of the environment is kept in `error`, and passes."""
+        """Run the episode on an instance. An exception of the environment is stored in `error` and raised again."""
         try:
             observation = await self.reset(env)
             while not self.has_ended and (action := self._script(len(self.turns), observation)) is not None:
@@ -74,8 +74,8 @@ class ScriptedEpisode:
         return self.episode()
 
     async def reset(self, env: CheckedEnv) -> Observation:
-        self.first, self.info = await env.reset(seed=self.seed, options={"task": self.task})
-        return self.first
+        self.opening, self.info = await env.reset(seed=self.seed, options={"task": self.task})
+        return self.opening
 
     async def step(self, env: CheckedEnv, action: Action) -> PlayedTurn:
         self.turns.append(PlayedTurn(action, *await env.step(action)))
@@ -83,26 +83,26 @@ class ScriptedEpisode:
 
     @property
     def has_ended(self) -> bool:
-        """True if the environment has ended it."""
+        """True if the environment has ended the episode."""
         return bool(self.turns) and (self.turns[-1].terminated or self.turns[-1].truncated)
 
     def episode(self) -> Episode:
-        """The episode so far as other agents write it down: one row, with what the actions have for tokens."""
+        """The episode so far, as other agents record it: one token sequence of the actions' token ids."""
         transcript = Transcript(None)
-        transcript.begin([])
-        transcript.messages += observed_messages(self.first or Observation())
+        transcript.start_row([])
+        transcript.messages += observed_messages(self.opening or Observation())
         outcome = self._unfinished
         for turn in self.turns:
-            transcript.demonstrate(turn.action.token_ids, turn.action.stop_reason)
+            transcript.add_demonstration(turn.action.token_ids, turn.action.stop_reason)
             transcript.add_reward(turn.reward, turn.info)
-            transcript.messages += [Message.of("assistant", turn.action.text), *observed_messages(turn.observation)]
+            transcript.messages += [Message("assistant", turn.action.text), *observed_messages(turn.observation)]
             if turn.terminated or turn.truncated:
-                outcome = Outcome.of(turn.terminated, turn.truncated)
+                outcome = Outcome.from_step(turn.terminated, turn.truncated)
         return transcript.episode(self.task, outcome)
 
 
 class Scripted(Agent):
-    """Plays scripts in place of a policy: for a task, the episode that `episode_of` gives."""
+    """An agent that runs scripts instead of a policy: for each task the episode from `episode_of`."""
 
     uses_policy = False
 

@@ -1,7 +1,7 @@
-"""The record of an episode's tokens, which is also the only way an agent samples.
+"""The record of an episode's tokens, through which an agent samples.
 
-What the engine is given is exactly what has been recorded, and what it returns is recorded as it came: an agent
-written on a transcript cannot train on other tokens than it sampled from.
+The engine gets exactly the recorded tokens, and its completion is recorded unchanged. So an agent that uses a
+transcript cannot train on other tokens than those it sampled.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from envgym.types import (
 
 
 class Transcript:
-    """An episode while it is played: its rows, the last of which is the context that is sampled from, and what the
-    environment has given for it so far. `messages` is the conversation, for people.
+    """A running episode: its token sequences (`rows`), the last of which is the context for sampling, and the
+    environment's rewards, score, answer and metrics so far. `messages` is the conversation, for people.
 
-    `max_tokens` bounds what the whole episode may sample.
+    `max_tokens` limits the tokens that the whole episode may sample.
     """
 
     def __init__(self, engine: Sampler | None, *, max_tokens: int | None = None) -> None:
@@ -46,25 +46,25 @@ class Transcript:
         self.context = array("i")
         self._engine = engine
 
-    def begin(self, token_ids: Iterable[int]) -> None:
-        """Start a row with these tokens as its prompt: the first, or one whose context is not the old one grown."""
+    def start_row(self, token_ids: Iterable[int]) -> None:
+        """Start a token sequence with this prompt: the first, or a new one if the context does not extend the last."""
         prompt = Segment("prompt", int_array(token_ids))
         self.rows.append(Row([prompt]))
         self.context = prompt.token_ids[:]
 
-    def feedback(self, token_ids: Iterable[int]) -> None:
-        """Append tokens that nobody is trained on: the environment's feedback, or a template's glue."""
+    def add_feedback(self, token_ids: Iterable[int]) -> None:
+        """Append tokens that are masked in the loss: the environment's feedback, or a template's text between turns."""
         feedback = Segment("feedback", int_array(token_ids))
         if feedback.token_ids:
             self._append(feedback)
 
     async def sample(self, overrides: Mapping[str, Any] | None = None) -> Generation:
-        """Sample a turn after the current row and append it.
+        """Sample a turn after the current token sequence and append it.
 
-        `overrides` replace sampling parameters for this turn alone. Raises `OutOfBudget` where the episode has no
-        token left, or its context no room after the first turn; a first prompt without room is `PromptTooLong`.
+        `overrides` replace sampling parameters for this turn only. Raises `OutOfBudget` if the episode's token limit is
+        used up or, after the first turn, the context is full; `PromptTooLong` if the first prompt fills the context.
         """
-        assert self._engine is not None, "a sampling agent is given an engine"
+        assert self._engine is not None, "a sampling agent needs an engine"
         try:
             generation = await self._engine.generate(self.context, overrides)
         except PromptTooLong:
@@ -75,13 +75,13 @@ class Transcript:
         return generation
 
     def record(self, generation: Generation, temperature: float) -> None:
-        """Append a turn that was sampled after the current row."""
+        """Append a turn that was sampled after the current token sequence."""
         ids, logprobs = int_array(generation.token_ids), float_array(generation.logprobs)
         sampled = Segment("action", ids, logprobs=logprobs, versions=generation.versions, temperature=temperature)
         self._append(sampled, Turn(None, generation.stop_reason))
 
-    def demonstrate(self, token_ids: Iterable[int], stop_reason: StopReason = StopReason.STOP) -> None:
-        """Append a turn that was not sampled but shown."""
+    def add_demonstration(self, token_ids: Iterable[int], stop_reason: StopReason = StopReason.STOP) -> None:
+        """Append a turn of a demonstration, which was not sampled."""
         self.rows[-1].objective = Objective.CROSS_ENTROPY
         self._append(Segment("action", int_array(token_ids)), Turn(None, stop_reason))
 
@@ -91,8 +91,8 @@ class Transcript:
         self.context.extend(segment.token_ids)
 
     def add_reward(self, reward: float | None, info: Mapping[str, Any]) -> None:
-        """Record the environment's reward and info for the last turn. The last score, answer and value of each metric
-        stand."""
+        """Record the environment's reward and info for the last turn. The episode has the last score, the last answer
+        and the last value of each metric."""
         self.rows[-1].turns[-1].reward = reward
         if info.get("score") is not None:
             self.score = float(info["score"])
@@ -106,15 +106,14 @@ class Transcript:
         return next((row.turns[-1].stop_reason for row in reversed(self.rows) if row.turns), None)
 
     def episode(self, task: Task, outcome: Outcome) -> Episode:
-        """The episode as a whole: rewards add up, and a reward in [0, 1] is a score where none was given, until the
-        environment's other rewards show that it is none (`envgym.episodes.scores`).
+        """The finished episode. Its reward is the sum over turns. Without a score, a reward in [0, 1] is the score
+        unless another episode of the environment has a reward outside [0, 1] (`envgym.episodes.scores`).
 
-        Where the last answer was cut by its token limit the episode is truncated (`length`): what it earned is of a
-        part of an answer.
+        If the token limit truncated the last completion, the episode is truncated (`length`).
         """
         if self.stop_reason is StopReason.LENGTH and outcome.reason in ("", Limit.TURNS):
             outcome = Outcome.truncate(Limit.LENGTH)
-        for row in self.rows:  # what the policy never answered, and perhaps never had room to read
+        for row in self.rows:  # drop feedback that no turn follows: the policy may not have had context for it
             while row.segments and row.segments[-1].role != "action":
                 row.segments.pop()
         self.rows = [row for row in self.rows if row.turns]

@@ -70,8 +70,8 @@ class PolicyClient(ChatClient):
         ids = dialogue.start(Observation(messages=mark_from_others(as_messages(messages))))
         stop = tuple(bound.renderer.stop_token_ids)
         sampling = SamplingParams(max_tokens, temperature, stop_token_ids=stop)
-        with reported_as(PromptTooLong, f"service {self._name}", of=PromptTooLong):
-            sampling = sampling.within(bound.max_model_len, len(ids))
+        with reported_as(PromptTooLong, f"service {self._name}", cause=PromptTooLong):
+            sampling = sampling.within_context(bound.max_model_len, len(ids))
         self.counters["requests"] += 1
         digest = hashlib.sha256(json.dumps([bound.seed, seed, ids]).encode()).hexdigest()
         if seed is None and bound.deterministic:

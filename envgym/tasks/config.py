@@ -1,4 +1,4 @@
-"""The settings that say where tasks come from, and which field is which."""
+"""Settings of the sources of tasks and their fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from envgym.errors import DataError
-from envgym.loading import names_file
+from envgym.loading import is_file_target
 from envgym.settings import Settings
 
 from .hub import is_hub_id
@@ -28,16 +28,16 @@ def _as_names(value: Any) -> Any:
 
 def _checked_template(template: str | None) -> str | None:
     if template is not None:
-        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]  # raises for a lone brace
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]  # raises an error for a lone brace
         if not fields:
-            raise ValueError("a template says where the prompt goes with {}, or names a field: {question}")
-        if wrong := [name for name in fields if name and not name.isidentifier()]:
-            raise ValueError(f"{{{wrong[0]}}} is not the name of a field; a brace that is text is written twice")
+            raise ValueError("a template has {} in place of the prompt, or names a field: {question}")
+        if invalid := [name for name in fields if name and not name.isidentifier()]:
+            raise ValueError(f"{{{invalid[0]}}} is not the name of a field; a brace that is text is written twice")
     return template
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
-"""A field's name, or several that it may have: the first one that the first row has."""
+"""A field's name, or several possible ones, of which the first that the first row has is used."""
 Template = Annotated[str | None, AfterValidator(_checked_template)]
 
 
@@ -45,32 +45,32 @@ class SourceConfig(Settings):
     """One source of tasks."""
 
     path: str | None = None
-    """A file (JSONL, JSON, CSV, Parquet, Arrow), a folder of them, one that `datasets` saved, a data set of the hub
+    """A file (JSONL, JSON, CSV, Parquet, Arrow), a folder of files or of a saved data set, a data set of the hub
     (`ORG/NAME`, `ORG/NAME:CONFIG`), or a generator (`file.py:function`)."""
     split: str | None = None
-    """The split to train on, where a folder has several. Unset: `train`."""
+    """The split to train on, if a folder has several. Unset: `train`."""
     test_path: str | None = None
     """A file or folder of held-out tasks, with the same fields. Prompts in it are dropped from training."""
     test_split: str | None = None
-    """The held-out split, where a folder has several. Unset: `test` or `validation` where there is one."""
+    """The held-out split, if a folder has several. Unset: `test` or `validation`, if there is one."""
     test_fraction: float = Field(0.1, ge=0, lt=1)
-    """Share of the distinct prompts that is held out where there is neither a test path nor a test split."""
+    """Fraction of the distinct prompts that is held out without a test path or test split."""
     prompt: Names = ()
-    """Field of the prompt: text, or a list of chat messages. Unset: the first of the usual names the rows have."""
+    """Field of the prompt: text, or a list of chat messages. Unset: the first usual name that the rows have."""
     answer: Names = ()
-    """Field of the answer: text or a number. Unset: the first of the usual names the rows have."""
+    """Field of the reference answer: text or a number. Unset: the first usual name that the rows have."""
     id: str | None = None
     """Field of the task's id, which must be unique. Unset: the file's name and the line number."""
     difficulty: str | None = None
-    """Field of the task's difficulty, a number, which a curriculum goes by."""
+    """Field of the task's difficulty, a number, for a curriculum."""
     template: Template = None
-    """Text made of a prompt: `{}` stands for it, `{name}` for another field. Braces are written twice."""
+    """Text to make of a prompt: `{}` is the prompt, `{name}` another field. Other braces are written twice."""
     system: str | None = None
-    """A system message put before every prompt that has none."""
+    """A system message for every prompt that has none."""
     limit: int | None = Field(None, ge=1)
-    """Rows to train on at most, from the start of the source."""
+    """Maximum number of rows to train on, from the start of the source."""
     endless: bool = False
-    """The generator never ends: its rows are drawn as they are needed."""
+    """The generator never ends: rows are drawn when needed."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -81,14 +81,14 @@ class SourceConfig(Settings):
         return self
 
     @model_serializer(mode="wrap")
-    def _only_what_was_set(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write no defaults out: what a source leaves unset is as the others have it."""
+    def _serialize_set_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit defaults: a source inherits its unset settings."""
         return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
 
     def check_paths(self, key: str = "data") -> None:
-        """Raise `DataError` for a path at which there is nothing; `key`: where these settings stand."""
+        """Raise `DataError` for a path that does not exist; `key` is the settings' own."""
         for name, path in (("path", self.path), ("test_path", self.test_path)):
-            if path is None or path.startswith("stage:") or is_hub_id(path):  # what an earlier stage is yet to leave
+            if path is None or path.startswith("stage:") or is_hub_id(path):  # an earlier stage writes it
                 continue
             if not Path(path.rpartition(":")[0] if is_generator(path) else path).exists():
                 hint = "" if set(path) & {".", "/"} else " (the name of a data set of the hub is ORG/NAME)"
@@ -96,14 +96,14 @@ class SourceConfig(Settings):
 
 
 class MixedSourceConfig(SourceConfig):
-    """One source of several. What it leaves unset is as the others have it."""
+    """One source of several. It inherits its unset settings from `data`."""
 
     weight: float | None = Field(None, gt=0)
-    """Its share of the tasks, against the others' weights. Without weights an epoch has every task once."""
+    """Its share of the tasks, relative to the other weights. Without weights an epoch has every task once."""
 
 
 class DataConfig(SourceConfig):
-    """Sources of tasks: one, or several by name, for all of which the other settings hold."""
+    """Sources of tasks: one, or several by name, which inherit the other settings."""
 
     sources: dict[str, MixedSourceConfig] = Field({})
     """Several sources: `sources.NAME.path`, `sources.NAME.weight`, …"""
@@ -122,10 +122,10 @@ class DataConfig(SourceConfig):
             raise ValueError("with an endless source all sources need a weight")
         return self
 
-    def each(self) -> dict[str, SourceConfig]:
-        """The sources by name, with what holds for all filled in; the only one has the name "".
+    def resolved_sources(self) -> dict[str, SourceConfig]:
+        """The sources by name, with the inherited settings; the name of a single one is "".
 
-        A test path that holds for all is in none of them: it is read once.
+        A common test path is in none of them: it is read once.
         """
         common = self.model_dump(exclude={"sources"})
         if not self.sources:
@@ -140,5 +140,5 @@ class DataConfig(SourceConfig):
 
 
 def is_generator(path: str) -> bool:
-    """True if `path` names a function in a Python file, which yields rows."""
-    return names_file(path)
+    """True if `path` names a function in a Python file: one that yields rows."""
+    return is_file_target(path)

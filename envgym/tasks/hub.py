@@ -8,7 +8,7 @@ import logging
 import re
 from pathlib import Path
 
-from envgym.disk import cache_folder, publish, unfinished
+from envgym.disk import cache_folder, publish, work_folder
 from envgym.errors import DataError, needs
 from envgym.hashing import DIGITS
 from envgym.hub import SECONDS, ask_hub
@@ -43,7 +43,7 @@ def fetched(name: str) -> Path:
     version = hashlib.sha256(json.dumps(found.cache_files, sort_keys=True).encode()).hexdigest()[:DIGITS]
     folder = cache_folder("datasets") / f"{re.sub(r'[^A-Za-z0-9.-]', '-', name)}-{version}"
     if not folder.is_dir():
-        with unfinished(folder) as made:
+        with work_folder(folder) as made:
             found.save_to_disk(made)
             publish(made, folder)
     return folder

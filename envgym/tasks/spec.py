@@ -1,4 +1,4 @@
-"""The shared half of an environment whose tasks come from the user's data."""
+"""Environments whose tasks come from the user's data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from envgym.env import EnvConfig, EnvSpec, TaskSet
 from envgym.errors import ConfigError
 from envgym.types import Task
 
-from .columns import USUAL_FIELDS, Form, UsualFields
+from .columns import DEFAULT_FIELDS, FieldNames, Form
 from .config import DataConfig
 from .split import TaskSplits, load_tasks
 
@@ -23,7 +23,7 @@ class DataEnvConfig(EnvConfig):
 
 
 class GeneratedTasks(TaskSet):
-    """Tasks without end: task `index` is `make(index)`, a function of the index alone."""
+    """Endless tasks: task `index` is `make(index)`, a function of the index alone."""
 
     def __init__(self, make: Callable[[int], Task]) -> None:
         self._make = make
@@ -37,7 +37,7 @@ class GeneratedTasks(TaskSet):
 
 
 class DataEnvSpec(EnvSpec):
-    """An environment that takes its tasks from `data`, and from `default_tasks` where no data is given.
+    """An environment that reads its tasks from `data`, or takes its `default_tasks` without data.
 
     A subclass that overrides `setup` or `teardown` calls these.
     """
@@ -46,19 +46,20 @@ class DataEnvSpec(EnvSpec):
     config: DataEnvConfig
     answer_required: ClassVar[bool] = True
     """True if every row must have an answer, text or a number; else it may be any value, or missing (None)."""
-    usual: ClassVar[UsualFields] = USUAL_FIELDS
-    """Names that the fields of prompt and answer may have where the settings give none."""
+    field_names: ClassVar[FieldNames] = DEFAULT_FIELDS
+    """Possible names of the fields of prompt and answer, if the settings set none."""
 
     fixed_tasks: TaskSet | None = None
-    """Tasks that are at hand, such as those of saved episodes: posed, in every split, where no data is given."""
+    """Tasks of every split without data, such as those of saved episodes."""
 
     _splits: TaskSplits | None = None
 
     async def setup(self) -> None:
         if self.config.data is not None:
             self._splits = await asyncio.to_thread(
-                load_tasks, self.config.data, answer_required=self.answer_required, form=self.form(), usual=self.usual
-            )
+                load_tasks, self.config.data, answer_required=self.answer_required, form=self.form(),
+                field_names=self.field_names,
+            )  # fmt: skip
 
     async def teardown(self) -> None:
         self._splits = None
@@ -73,9 +74,9 @@ class DataEnvSpec(EnvSpec):
         return self._splits.train if split == "train" else self._splits.test
 
     def form(self) -> Form | None:
-        """Reads rows that are in another program's form; they are then in the tasks' fields, whole. None: ours."""
+        """The converter of rows in another program's form, which are then the tasks' fields. None: envgym's form."""
         return None
 
     def default_tasks(self, split: str) -> TaskSet:
         """The tasks of `train` or `test` without data."""
-        raise ConfigError(f"environment {self.id} has no tasks of its own: give it some with data.path=FILE")
+        raise ConfigError(f"environment {self.id} has no default tasks: give it some with data.path=FILE")

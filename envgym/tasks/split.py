@@ -45,7 +45,7 @@ def load_tasks(
     """
     reader: _Reader = partial(TaskReader, answer_required=answer_required, form=form, usual=usual)
     sources: list[_Source] = []
-    for name, settings in config.each().items():
+    for name, settings in config.resolved_sources().items():
         kind = _Endless if settings.endless else _Finite
         sources.append(kind(settings, f"{name}/" if name else "", reader))
     held_out = _HeldOut()

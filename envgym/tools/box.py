@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from envgym.env.boundary import UsersCode
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
 from envgym.processes.cancellation import abandon
-from envgym.types import Message, TextPart, ToolCall, ToolSpec
+from envgym.types import Message, ToolCall, ToolSpec
 
 from .schema import WrongArguments
 from .tool import Tool, ToolFailure
@@ -67,7 +67,7 @@ class ToolBox:
         async def run_call(call: ToolCall) -> Message:
             async with slots:
                 text = await self._answer(call)
-            return Message("tool", (TextPart(text),), tool_call_id=call.id, name=_clean(call.name)[:NAME_LENGTH])
+            return Message("tool", text, tool_call_id=call.id, name=_clean(call.name)[:NAME_LENGTH])
 
         jobs = [asyncio.create_task(run_call(call)) for call in calls]
         try:

@@ -1,5 +1,4 @@
-"""A stage's progress and its checkpoints: all that it needs to go on as if nothing had happened, which of them is the
-best, and what becomes of one that is damaged."""
+"""A stage's progress and its checkpoints: saving, restoring, choosing the best, setting a damaged one aside."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from .components import Components
 
 @dataclass(slots=True)
 class Progress:
-    """`record` is the step's line of metrics, `recorded` whether it is written. `seconds` and `tokens` are those of the
-    whole stage so far."""
+    """Progress of a stage. `record` is the step's line of metrics, `recorded` whether it is written; `seconds` and
+    `tokens` count since the stage started."""
 
     step: int = 0
     optimizer_steps: int = 0
@@ -39,19 +38,19 @@ class Progress:
     tokens: dict[str, int] = field(default_factory=lambda: {"sampled": 0, "trained": 0})
     max_mismatch: float = 0.0
     spans: list[Span] = field(default_factory=list)
-    """The phases since those that were written down last."""
+    """The phases that are not written yet."""
     best: dict[str, Any] | None = None
     """The best checkpoint: `metric`, its `value` there, and `step`."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to `state`, which `asdict` made. Raises `TypeError` for that of another version."""
+        """Restore a state that `asdict` returned. Raises `TypeError` for the state of another version."""
         restored = Progress(**state)
-        for one in fields(self):
-            setattr(self, one.name, getattr(restored, one.name))
+        for attribute in fields(self):
+            setattr(self, attribute.name, getattr(restored, attribute.name))
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count the time spent inside as the phase's, in this step's record (`seconds/PHASE`) and in the stage's."""
+        """Add the duration of the block to the phase's, in this step's record (`seconds/PHASE`) and in the stage's."""
         start = time.monotonic()
         try:
             with timed(self.spans, phase):
@@ -64,7 +63,7 @@ class Progress:
 
 
 class Checkpoints:
-    """Keeps and restores the weights and optimizers of the trained roles together with the controller's state."""
+    """Saves and restores the weights and optimizers of the trained roles together with the controller's state."""
 
     def __init__(
         self,
@@ -74,10 +73,10 @@ class Checkpoints:
         progress: Progress,
         cursor: TaskCursor,
         buffer: Buffer,
-        supply: AsyncRollouts | None = None,
+        async_rollouts: AsyncRollouts | None = None,
     ) -> None:
         self.best = BestMetric(config)
-        self.began = time.monotonic()  # moved back by a resume, so that times go on from the checkpoint's
+        self.start_time = time.monotonic()  # a resume subtracts the checkpoint's total
         self._keep = config.keep
         self._background = config.background
         self._writing: asyncio.Task[None] | None = None
@@ -86,12 +85,12 @@ class Checkpoints:
         self._progress = progress
         self._cursor = cursor
         self._buffer = buffer
-        self._supply = supply
-        self._boundary: dict[str, Any] | None = None
+        self._async_rollouts = async_rollouts
+        self._snapshot: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """The controller's share of a checkpoint, as of now."""
-        self._progress.seconds["total"] = time.monotonic() - self.began
+        """The controller's current state, for a checkpoint."""
+        self._progress.seconds["total"] = time.monotonic() - self.start_time
         pretraining = self._components.pretraining
         return {
             "progress": asdict(self._progress),
@@ -100,61 +99,63 @@ class Checkpoints:
             "pretraining": None if pretraining is None else pretraining.state(),
             "learner": self._components.learner.state_dict(),
             "unscored": sorted(self._components.runner.unscored),
-            "supply": None if self._supply is None else self._supply.state(),
+            "supply": None if self._async_rollouts is None else self._async_rollouts.state(),
         }
 
     async def save(self, state: Mapping[str, Any] | None = None) -> None:
-        """Keep a checkpoint with `state`, by default that of now: as the weights are now, but written while the run
-        goes on. `written` waits for it. Raises what went wrong with the one before."""
+        """Save a checkpoint of the current weights with `state` (default: the current one), in the background.
+
+        `wait_for_writes` waits for it. Raises the error of the previous save, if that failed.
+        """
         state = self.state() if state is None else state
         text, best, step = state_to_json(state), state["progress"]["best"], state["progress"]["step"]
         with self._progress.timed("checkpoint"):
-            await self.written()
+            await self.wait_for_writes()
             await self._components.wake_models()
             folder = self._folder.new_checkpoint()
             try:
                 for role in self._components.trained_roles:
                     await self._components.workers[role].save_state(str(folder / role), waits=not self._background)
             except (EnvgymError, OSError):
-                shutil.rmtree(folder, ignore_errors=True)  # the disk may be full of it
+                shutil.rmtree(folder, ignore_errors=True)  # it may have filled the disk
                 raise
             self._writing = asyncio.create_task(self._finish(folder, step, text, best))
             if not self._background:
-                await self.written()
+                await self.wait_for_writes()
 
     async def _finish(self, folder: Path, step: int, state: str, best: dict[str, Any] | None) -> None:
         try:
             for role in self._components.trained_roles:
                 await self._components.workers[role].on_all("finish_save")
-            # In a thread: until the disk has all of it, others go on (a server of environments, say).
-            await asyncio.to_thread(self._folder.keep_checkpoint, folder, step, state, best, self._keep)
+            # In a thread: flushing to the disk must not block the event loop, where servers of environments may run.
+            await asyncio.to_thread(self._folder.add_checkpoint, folder, step, state, best, self._keep)
         except (EnvgymError, OSError):
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    async def written(self, *, unless_busy: bool = False) -> None:
-        """Return once the disk has the checkpoint that was begun last; with `unless_busy` at once. Raises what went
-        wrong with it."""
+    async def wait_for_writes(self, *, unless_busy: bool = False) -> None:
+        """Wait until the last checkpoint is on the disk (`unless_busy`: return immediately if it is not). Raises the
+        error of its save."""
         writing = self._writing
         if writing is not None and (writing.done() or not unless_busy):
             self._writing = None
             await writing
 
     async def load(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        """Go back to where `checkpoint` was made, with the controller's `state` in it. Raises `CheckpointDamaged`, and
-        `RunError` for the state of another version, or of a learner that was changed."""
+        """Restore `checkpoint` and the controller's `state` in it. Raises `CheckpointDamaged`, and `RunError` for the
+        state of another version or of a changed learner."""
         components, progress = self._components, self._progress
         try:
             progress.restore(state["progress"])
-            self.began -= progress.seconds["total"]
+            self.start_time -= progress.seconds["total"]
             self._cursor.load_state(state["cursor"])
             self._buffer.load_state(state["buffer"])
             if components.pretraining is not None:
                 components.pretraining.load_state(state["pretraining"])
             components.learner.load_state_dict(state["learner"])
             components.runner.unscored |= set(state.get("unscored", ()))
-            if self._supply is not None:
-                self._supply.load_state(state["supply"], progress.step)
+            if self._async_rollouts is not None:
+                self._async_rollouts.load_state(state["supply"], progress.step)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(
                 f"the controller's state in {checkpoint} does not fit this version of envgym and of the learner "
@@ -164,44 +165,44 @@ class Checkpoints:
         for role in components.trained_roles:
             await components.workers[role].load_state(str(checkpoint / role))
 
-    # -- the last whole step ------------------------------------------------------------------------------
+    # -- snapshot of the last complete step ---------------------------------------------------------------
 
     def snapshot_step(self) -> None:
-        """Note that the weights are those of a whole step: what `save_snapshot` keeps."""
-        self._boundary = self.state()
+        """Take a snapshot of the controller's state, for `save_snapshot`: a step is complete."""
+        self._snapshot = self.state()
 
     def discard_snapshot(self) -> None:
-        """Note that the weights are on their way to the next step's."""
-        self._boundary = None
+        """Discard the snapshot: the weights are about to change."""
+        self._snapshot = None
 
     async def save_snapshot(self, error: Exception) -> None:
-        """Keep a checkpoint of the last whole step, if the weights are still its own, before `error` ends the run."""
-        await self.written()
-        if self._boundary is None:
+        """Save a checkpoint of the last complete step before `error` ends the run, unless the weights have changed."""
+        await self.wait_for_writes()
+        if self._snapshot is None:
             return
-        step, best = self._boundary["progress"]["step"], self._boundary["progress"]["best"]
-        if best is not None and best["step"] == step:  # it is kept already, and linked to
+        step, best = self._snapshot["progress"]["step"], self._snapshot["progress"]["best"]
+        if best is not None and best["step"] == step:  # already saved
             return
         if step or not isinstance(error, WorkerError):
-            await self.save(self._boundary)
-            await self.written()
+            await self.save(self._snapshot)
+            await self.wait_for_writes()
 
 
 def set_aside(folder: RunFolder, damaged: Path) -> Path | None:
-    """Let the newest checkpoint, which cannot be read, count no longer; returns the one before it. Where there is
-    none, it stays what it is."""
-    kept = folder.kept_checkpoints()
-    if damaged not in kept or len(kept) < 2:
+    """Rename the newest checkpoint, which is damaged, so that it is ignored, and return the previous one. If there is
+    no other, return None and rename nothing."""
+    checkpoints = folder.saved_checkpoints()
+    if damaged not in checkpoints or len(checkpoints) < 2:
         return None
-    aside = damaged.with_name(damaged.name + DAMAGED)
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(damaged, aside)
+    target = damaged.with_name(damaged.name + DAMAGED)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(damaged, target)
     return folder.last_checkpoint()
 
 
 class BestMetric:
-    """The metric whose greatest value marks the best checkpoint: `checkpoint.best`. Behind a minus, and where its name
-    ends in `loss`, the least value does."""
+    """The metric of the best checkpoint, `checkpoint.best`: its maximum is best, or its minimum if it is written with a
+    minus or its name ends in `loss`."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self.name = config.metric
@@ -209,9 +210,10 @@ class BestMetric:
         self._sign = -1.0 if config.best and (config.best.startswith("-") or config.best.endswith("loss")) else 1.0
         self._numbers: set[str] = set()
 
-    def improves(self, progress: Progress) -> bool:
-        """True if a step's record has the best value so far, which `progress.best` then is. Of equal ones it is the
-        first. What is measured before the first step does not count: there is no checkpoint of it.
+    def update(self, progress: Progress) -> bool:
+        """Set `progress.best` and return True if the step's record has a better value than every earlier step's.
+
+        Measurements before the first step do not count: they have no checkpoint.
 
         Raises `ConfigError` for a metric that neither the first evaluation nor the first step has.
         """
@@ -228,7 +230,7 @@ class BestMetric:
             )
         if expected and value is None and "eval/reward" in record:
             raise ConfigError(
-                f"checkpoint.best: {self.name} is not known, as no held-out episode has a score (the environment gives "
+                f"checkpoint.best: {self.name} has no value, as no held-out episode has a score (the environment gives "
                 "none, and its rewards are not all in [0, 1]): name eval/reward"
             )
         if not step or value is None or not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""The components that the loop drives: the learner, a group of workers a role, the engines with the way for weights."""
+"""The components that the loop drives: the learner, a group of workers per role, and engines with their weight sync."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Components:
-    """The components that the loop drives. `engine` and `sync` are None where the agent replays, `pretraining` where no
-    text is mixed in; `workers` holds a group of ranks for each of the learner's roles, but for those that are asked
-    behind an API, in `apis`."""
+    """The components that the loop drives. `engine` and `sync` are None if the agent replays, `pretraining` if no text
+    is mixed in. Each of the learner's roles has a group of ranks in `workers`, or its API in `apis`."""
 
     learner: Learner
     runner: Runner
@@ -47,12 +46,12 @@ class Components:
     apis: Mapping[str, ApiTeacher] = field(default_factory=dict)
 
     async def wake_engines(self) -> None:
-        """Give the engines the memory that they share with models in turns."""
+        """Give the engines the memory that they share with models."""
         if self.sync is not None:
             await self.sync.timeshare.give_to_engines()
 
     async def wake_models(self, *, for_new_weights: bool = False) -> None:
-        """Give the models the memory that they share with engines; see `Turns.models`."""
+        """Give the models the memory that they share with engines; see `GpuTimeshare.give_to_models`."""
         if self.sync is not None:
             await self.sync.timeshare.give_to_models(for_new_weights=for_new_weights)
 
@@ -64,7 +63,7 @@ class Components:
 async def start_components(
     config: RunConfig, stage: StageConfig, context: StageContext, model: str, display: Display
 ) -> Components:
-    """The components of a stage, running until its context is left. `model` is a folder or hub id."""
+    """Start a stage's components, which run until its context ends. `model` is a folder or hub id."""
     learner_class, learner_config = stage.learner_config()
     learner = learner_class(learner_config)
     adapters = {role: stage.lora_of(role, role_spec) for role, role_spec in learner.roles.items()}
@@ -73,16 +72,16 @@ async def start_components(
     agent = make_agent(stage, model)
     apis = _make_apis(stage, learner, agent.renderer, context)
     pretraining = Pretraining(stage.pretrain, agent.renderer, config.seed) if stage.pretrain.paths else None
-    in_turns = _roles_in_turns(context.runtime)
+    timeshared = _timeshared_roles(context.runtime)
     sampling = None
     if agent.uses_policy:
         rank = adapters["actor"].rank
         starting = start_sampling(
-            config, stage, [context], agent, model, display, lora_rank=rank, sleeps=bool(in_turns)
+            config, stage, [context], agent, model, display, lora_rank=rank, sleeps=bool(timeshared)
         )
         sampling = asyncio.create_task(starting)
     (engine, max_model_len), workers = await _load_in_parallel(
-        config, stage, learner, model, context.runtime, display, sampling, without=apis
+        config, stage, learner, model, context.runtime, display, sampling, api_roles=apis
     )
     for api in apis.values():
         api.vocabulary = workers["actor"].info.vocabulary
@@ -90,7 +89,7 @@ async def start_components(
     if engine is not None:
         assert isinstance(engine, EnginePool), "a run that trains is given engines with tokens"
         timeshare = GpuTimeshare(
-            engine, {role: workers[role] for role in in_turns}, keeps_weights=adapters["actor"].rank > 0
+            engine, {role: workers[role] for role in timeshared}, keeps_weights=adapters["actor"].rank > 0
         )
         quantized = adapters["actor"].quantize != "none"
         sync = _make_sync(config, stage, engine, workers["actor"], agent.renderer, timeshare, quantized=quantized)
@@ -102,9 +101,9 @@ async def start_components(
 def _make_apis(
     stage: StageConfig, learner: Learner, renderer: Renderer, context: StageContext
 ) -> dict[str, ApiTeacher]:
-    """Clients of the roles that are asked behind an API; they are closed with the context.
+    """Clients of the roles behind an API, which are closed with the context.
 
-    Raises `ConfigError` for a model whose likeliest tokens are wanted and whose vocabulary is not the policy's.
+    Raises `ConfigError` for a model that must return its most likely tokens and has another vocabulary than the policy.
     """
     apis: dict[str, ApiTeacher] = {}
     for role, role_spec in learner.roles.items():
@@ -120,8 +119,8 @@ def _make_apis(
     return apis
 
 
-def _roles_in_turns(runtime: Runtime) -> list[str]:
-    """The roles whose models share GPUs with the engines in turns."""
+def _timeshared_roles(runtime: Runtime) -> list[str]:
+    """The roles whose models timeshare GPUs with the engines."""
     return [part.name for part in runtime.plan.parts if part.in_turns] if isinstance(runtime, PlacedRuntime) else []
 
 
@@ -134,24 +133,25 @@ async def _load_in_parallel(
     display: Display,
     sampling: asyncio.Task[tuple[Engine | ChatEngine, int]] | None,
     *,
-    without: Collection[str],
+    api_roles: Collection[str],
 ) -> tuple[tuple[Engine | ChatEngine | None, int | None], dict[str, WorkerGroup]]:
-    """The engine that `sampling` starts, with its context length, and the learner's roles but those `without`, loaded
-    side by side: most of what each takes is imports. Where one fails, all are ended.
+    """Load the learner's roles, but for `api_roles`, while `sampling` starts the engine: most of the time goes into
+    imports. If one fails, all are ended. Returns the engine with its context length, and the roles' workers.
 
-    A role that is the actor's base is the actor without its adapter, and is not loaded.
+    A role that is the actor's base is not loaded: it is the actor without its adapter.
     """
     bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
 
     async def load(role: str) -> WorkerGroup:
-        if config.debug and sampling is not None:  # in one process vLLM comes first: DeepSpeed joins its process group
+        # In one process vLLM comes first: DeepSpeed joins its process group.
+        if config.debug and sampling is not None:
             await asyncio.wait({sampling})
         display.phase(f"loading the {role}")
         return await start_role(config, stage, role, model, runtime, after=sampling)
 
-    loading = {role: asyncio.create_task(load(role)) for role in learner.roles if role not in (*bases, *without)}
+    loading = {role: asyncio.create_task(load(role)) for role in learner.roles if role not in (*bases, *api_roles)}
     try:
-        # Whose mistake is reported first does not depend on who is faster.
+        # Awaited in a fixed order, so that the first error reported is always the same one.
         engine = (None, None) if sampling is None else await sampling
         workers = {role: await task for role, task in loading.items()}
     except BaseException:
@@ -173,10 +173,10 @@ def _make_sync(
     *,
     quantized: bool,
 ) -> WeightSync:
-    """The way of the actor's weights to the engines, and how closely the two must agree after it."""
+    """The weight sync from the actor to the engines, with its tolerance."""
     tolerance = stage.sync.tolerance or (1e-3 if actor.info.dtype == "float32" else 0.5)
     shared = Path(config.runs_dir, config.name or "", "transfer")
-    bucket, by_vllm = stage.sync.bucket_megabytes * 2**20, choose_engine(stage.engine.kind)[0] == TARGETS["vllm"]
-    files = FileTransfer(actor, shared, bucket, checkpoint=by_vllm)
+    bucket_bytes, is_vllm = stage.sync.bucket_megabytes * 2**20, choose_engine(stage.engine.kind)[0] == TARGETS["vllm"]
+    files = FileTransfer(actor, shared, bucket_bytes, checkpoint=is_vllm)
     transfer = make_transfer(stage.sync, actor, files, workers_per_engine=stage.engine.tensor_parallel)
     return WeightSync(engine, actor, renderer, tolerance, transfer, files, timeshare, quantized)

@@ -1,4 +1,4 @@
-"""Models that recipes make: a new tokenizer and random weights, warmed up by the one loop, and kept in the cache."""
+"""Models that recipes make: a new tokenizer and random weights, trained in one stage and stored in the cache."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from envgym.config.recipes import load_recipe, recipe_model_folder
 from envgym.config.resolve import resolve
-from envgym.disk import publish, unfinished
+from envgym.disk import publish, work_folder
 from envgym.errors import ConfigError, EnvgymError, reported_as
 from envgym.launch.components import stage_context
 from envgym.models.fresh import FreshModelConfig, make_fresh_model, sample_texts
 from envgym.run_folder import RunFolder
-from envgym.settings import Settings, validated
+from envgym.settings import Settings, validate_settings
 
 from .components import start_components
 from .trainer import Trainer
@@ -22,27 +22,26 @@ if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
 CORPUS_TASKS = 2000
-"""Training tasks whose text a new tokenizer learns its merges from."""
+"""Training tasks whose text trains the merges of a new tokenizer."""
 
 
 class _NewModel(Settings):
-    """The key of a recipe that makes a model."""
+    """The setting of a recipe that makes a model."""
 
     new_model: FreshModelConfig
 
 
 async def make_model(name: str, display: Display, *, runtime: str = "local") -> Path:
-    """The model a recipe makes, from the cache or made now: a new tokenizer and random weights, then the recipe's
-    stage. What makes it is the cache's key, so a changed recipe makes a new model, but not where only the settings of
-    runs on it changed."""
+    """The folder of the model that a recipe makes, from the cache or made now: a new tokenizer and random weights, then
+    the recipe's stage. The cache's key covers the settings that make the model, and not those of runs on it."""
     recipe, final = load_recipe(name), recipe_model_folder(name)
     if (final / "config.json").exists():
         return final
-    with unfinished(final) as work:
-        fresh = work / "fresh"
-        run = {"model": str(fresh), "runtime": runtime, "name": "warm_up", "runs_dir": str(work)}
-        with reported_as(ConfigError, f"recipe {name}", of=EnvgymError):
-            size = validated(_NewModel, {"new_model": recipe["new_model"]}).new_model
+    with work_folder(final) as work:
+        untrained = work / "fresh"
+        run = {"model": str(untrained), "runtime": runtime, "name": "warm_up", "runs_dir": str(work)}
+        with reported_as(ConfigError, f"recipe {name}", cause=EnvgymError):
+            size = validate_settings(_NewModel, {"new_model": recipe["new_model"]}).new_model
             config = resolve(run, recipe=name)
         if len(config.stages) > 1:
             raise ConfigError(f"recipe {name}: a model is warmed up in one stage, not in {len(config.stages)}")
@@ -51,9 +50,9 @@ async def make_model(name: str, display: Display, *, runtime: str = "local") -> 
         folder = RunFolder(work / "warm_up")
         folder.create()
         async with stage_context(config, stage, folder) as context:
-            make_fresh_model(fresh, size, await sample_texts(context.spec, CORPUS_TASKS), config.seed)
-            components = await start_components(config, stage, context, str(fresh), display)
-            display.phase(f"making {name}: warming it up, once (kept in {final.parent})")
+            make_fresh_model(untrained, size, await sample_texts(context.spec, CORPUS_TASKS), config.seed)
+            components = await start_components(config, stage, context, str(untrained), display)
+            display.phase(f"making {name}: warming it up, once (stored in {final.parent})")
             await Trainer(config, stage, components, folder, display).run()
             await components.workers["actor"].save(str(folder.model))
             components.runner.agent.renderer.tokenizer.save_pretrained(folder.model)

@@ -1,7 +1,7 @@
-"""Text that is taught as it stands beside what a policy samples, so that learning by reward forgets less.
+"""Pre-training text that the policy is trained on in addition to its own samples, so that it forgets less.
 
 Source: the PPO-ptx objective of L. Ouyang et al., "Training language models to follow instructions with human feedback"
-(2022), eq. 2. The learner weighs it (`pretrain_coef`).
+(2022), eq. 2. The learner's `pretrain_coef` weighs it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from envgym.types import Objective, Observation, Task
 
 
 class Pretraining:
-    """Samples of pre-training text, `config.rows` a step: each document once in every pass over the data, each pass in
-    an order of its own, drawn by `seed`.
+    """Samples of pre-training text, `config.rows` per training step: every pass over the data has each document once,
+    in a new order drawn by `seed`.
 
-    Reads the whole file (documents are tokenised when they are due). Raises `DataError` for one that cannot be read.
+    Reads the whole file, and tokenises a document when its step needs it. Raises `DataError` for an unreadable file.
     """
 
     def __init__(self, config: PretrainConfig, renderer: Renderer, seed: int) -> None:
         self._config = config
         self._renderer = renderer
         sources = list(config.sources.values())
-        parts = [_Documents(source) for source in sources] or [_Documents(config)]
-        for path, part in zip(config.paths, parts, strict=True):
-            if not part.size:
+        files = [_Documents(source) for source in sources] or [_Documents(config)]
+        for path, file in zip(config.paths, files, strict=True):
+            if not file.size:
                 raise DataError(f"pretrain.path: {path} holds no rows")
         weights = [source.weight for source in sources]
-        documents = Interleaved(parts, weights) if sources else parts[0]
+        documents = Interleaved(files, weights) if sources else files[0]
         self._cursor = TaskCursor(documents, derived_seed(seed, "pre-training"))
 
     async def next(self) -> list[TrainSample]:
-        """The step's samples: every token counts but the first. Their units and episodes are numbered from -1
-        downwards, so that they meet nobody else's."""
+        """The samples of the next training step. All tokens but the first have a loss weight. Micro-batch keys and
+        episodes are numbered from -1 downwards, so that they differ from those of other samples."""
         documents = await self._cursor.next(self._config.rows)
         return [self._sample(str(document.prompt), -1 - index) for index, document in enumerate(documents)]
 
@@ -54,7 +54,7 @@ class Pretraining:
         end = self._renderer.tokenizer.eos_token_id
         if end is not None and token_ids[-1] != end:
             token_ids = [*token_ids, end]
-        token_ids = token_ids[: self._config.max_tokens]  # one that is cut is not taught to end there
+        token_ids = token_ids[: self._config.max_tokens]  # a truncated document has no end token
         weights = np.ones(len(token_ids), np.float32)
         weights[0] = 0.0  # nothing predicts the first token
         return TrainSample(
@@ -75,9 +75,9 @@ class Pretraining:
         self._cursor.load_state(state)
 
 
-def spread(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
-    """Samples dealt out to `parts` optimizer steps, as evenly as their number allows."""
-    return [list(samples[index::parts]) for index in range(parts)]
+def deal_out(samples: Sequence[TrainSample], n_steps: int) -> list[list[TrainSample]]:
+    """Deal samples out to optimizer steps, as evenly as their number allows."""
+    return [list(samples[index::n_steps]) for index in range(n_steps)]
 
 
 class _Documents(TaskSet):
@@ -93,13 +93,13 @@ class _Documents(TaskSet):
         return len(self._rows)
 
     async def get(self, index: int) -> Task:
-        row, where = self._rows[index], self._rows.where(index)
+        row, location = self._rows[index], self._rows.where(index)
         if self._field not in row:
             raise DataError(
-                f"{where}: the row has no field {self._field!r}, only {', '.join(row) or 'no fields'}: say which holds "
-                f"the text with pretrain.text=FIELD.{did_you_mean(self._field, row)}"
+                f"{location}: the row has no field {self._field!r}, only {', '.join(row) or 'no fields'}: name the one "
+                f"with the text by pretrain.text=FIELD.{did_you_mean(self._field, row)}"
             )
         text = row[self._field]
         if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{where}: field {self._field!r} holds no text")
+            raise DataError(f"{location}: field {self._field!r} holds no text")
         return Task(self._rows.name(index), prompt=text)

@@ -1,4 +1,4 @@
-"""A run from its configuration to its summary: stages one after the other, each in a folder of its own."""
+"""A run from its configuration to its summary: its stages in order, each in a separate folder."""
 
 from __future__ import annotations
 
@@ -30,40 +30,40 @@ from .stage import run_stage
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
-STOP_LOOK_SECONDS = 1.0
+STOP_POLL_SECONDS = 1.0
 
 
 def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[str, Any]:
     """Run all stages and return the summary of the last (the content of its `summary.json`).
 
-    With `resume`, the run of that name goes on from its last checkpoint. Raises `EnvgymError` where it cannot go
-    on, and `KeyboardInterrupt` once Ctrl-C has stopped it and a checkpoint is kept.
+    With `resume`, resumes the run of that name from its last checkpoint. Raises `EnvgymError`, and `KeyboardInterrupt`
+    once Ctrl-C has stopped the run and a checkpoint is saved.
     """
     check_installed(config.report_to)
     if any(stage.engine.kind == "openai" for stage in config.stages):
         raise ConfigError("engine.kind=openai gives no tokens to train on: an API can be evaluated and rolled out only")
     with claimed_folder(config, resume=resume) as folder:
         display.begin(config.name, f"{config.stages[-1].env.name}, {config.stages[-1].model}")
-        with _stopped_when_asked(folder):
+        with _watching_stop_file(folder):
             return _run_stages(config, folder, display)
 
 
 @contextlib.contextmanager
-def _stopped_when_asked(folder: Path) -> Iterator[None]:
-    """Within it, `envgym stop` from elsewhere does what Ctrl-C does here."""
-    over = threading.Event()
+def _watching_stop_file(folder: Path) -> Iterator[None]:
+    """Interrupt the main thread, as Ctrl-C does, once `envgym stop` has made the run's stop file."""
+    is_finished = threading.Event()
 
-    def look() -> None:
-        while not over.wait(STOP_LOOK_SECONDS):
+    def watch() -> None:
+        while not is_finished.wait(STOP_POLL_SECONDS):
             if (folder / STOP).exists():
                 (folder / STOP).unlink(missing_ok=True)
                 _thread.interrupt_main()
 
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        is_finished.set()
 
 
 def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, Any]:
@@ -73,11 +73,11 @@ def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, 
         summary = stage_folder.read_summary() or {}
         if summary.get("status") == "completed" and summary["steps"] >= (stage.steps or 0):
             continue
-        ready = with_results(stage, config, folder)
-        if stage.do == "train":
-            summary = _run_to_end(config, ready, stage_folder, display)
+        resolved = with_results(stage, config, folder)
+        if stage.kind == "train":
+            summary = _run_training(config, resolved, stage_folder, display)
         else:
-            summary = _run_to_file(config, ready, stage_folder, display)
+            summary = _write_episodes(config, resolved, stage_folder, display)
     if len(stages) > 1:
         folders = [stage_folder.path.name for stage_folder, _ in stages]
         RunFolder(folder).write_summary({**summary, "stages": folders})
@@ -86,43 +86,42 @@ def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, 
     return summary
 
 
-def _run_to_file(config: RunConfig, stage: StageConfig, folder: RunFolder, display: Display) -> dict[str, Any]:
-    """Run a stage that plays tasks or judges answers into a file; what was played before is not played again."""
+def _write_episodes(config: RunConfig, stage: StageConfig, folder: RunFolder, display: Display) -> dict[str, Any]:
+    """Run a stage that writes rolled out or scored episodes to a file. A resumed one keeps its finished episodes."""
     folder.create()
-    alone = config.model_copy(update={"stages": [stage]})
-    if stage.do == "rollout":
-        selection = Selection("train", 0, stage.rollout.tasks, stage.rollout.group_size)
-        result = collect(alone, selection, folder.episodes, display, overwrite=True, make_model=make_model)
+    stage_run = config.model_copy(update={"stages": [stage]})
+    if stage.kind == "rollout":
+        selection = Selection("train", 0, stage.rollout.tasks_per_step, stage.rollout.group_size)
+        result = collect(stage_run, selection, folder.episodes, display, overwrite=True, make_model=make_model)
     else:
         source = Path(str(stage.data.get("path")))
-        if holds_episodes(source):  # they bring their tasks
-            alone.stages = [stage.model_copy(update={"data": {}})]
-        result = rescore(alone, source, folder.episodes, display, overwrite=True)
-    summary = {"status": "completed", "do": stage.do, "seed": config.seed, "steps": 0, **result}
+        if holds_episodes(source):  # the episodes contain their tasks
+            stage_run.stages = [stage.model_copy(update={"data": {}})]
+        result = rescore(stage_run, source, folder.episodes, display, overwrite=True)
+    summary = {"status": "completed", "do": stage.kind, "seed": config.seed, "steps": 0, **result}
     folder.write_summary(json.loads(json.dumps(summary, default=str)))
     return summary
 
 
-def _run_to_end(config: RunConfig, stage: StageConfig, folder: RunFolder, display: Display) -> dict[str, Any]:
-    """Run a stage, from the newest checkpoint that can be read where there are some."""
+def _run_training(config: RunConfig, stage: StageConfig, folder: RunFolder, display: Display) -> dict[str, Any]:
+    """Run a training stage, from its newest readable checkpoint if it has one."""
     while True:
-        newest = folder.last_checkpoint()
+        checkpoint = folder.last_checkpoint()
         try:
             return event_loop.run(run_stage(config, stage, folder, display))
         except (asyncio.CancelledError, KeyboardInterrupt) as error:
-            raise KeyboardInterrupt(str(error) or _stopped_early(config.name or "", folder)) from None
+            raise KeyboardInterrupt(str(error) or _early_stop_message(config.name or "", folder)) from None
         except CheckpointDamaged as error:
-            older = None if newest is None else set_aside(folder, newest)
-            if older is None:
-                raise RunError(
-                    f"{error}; there is no checkpoint before it: start the run anew, with another --name"
-                ) from None
-            display.note(f"checkpoint {newest} is damaged: {error}; going on from {older.name}, the one before")
+            previous = None if checkpoint is None else set_aside(folder, checkpoint)
+            if previous is None:
+                problem = f"{error}; there is no earlier checkpoint"
+                raise RunError(f"{problem}: start a new run, with another --name") from None
+            display.note(f"checkpoint {checkpoint} is damaged: {error}; resuming from {previous.name}")
 
 
-def _stopped_early(name: str, folder: RunFolder) -> str:
-    """The message after Ctrl-C where no step was taken that is not kept already."""
+def _early_stop_message(name: str, folder: RunFolder) -> str:
+    """The message after a stop before the run has taken a step since it was started or resumed."""
     checkpoint = folder.last_checkpoint()
     if checkpoint is None:
         return f"run {name} was stopped before its first step"
-    return f"run {name} was stopped; {checkpoint} is kept, go on with: envgym train --resume {folder.path}"
+    return f"run {name} was stopped; {checkpoint} is saved, resume with: envgym train --resume {folder.path}"

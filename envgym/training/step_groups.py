@@ -1,4 +1,4 @@
-"""The source of a step's groups: tasks are played until there are enough, in turns with learning or beside it."""
+"""The groups of a training step: tasks are rolled out until there are enough, before training or concurrently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envgym.episodes.parquet import write_learned, write_rollouts
 from envgym.errors import RolloutFailed
 from envgym.monitoring.metrics import check_failures, rollout_metrics
 from envgym.rollout.async_buffer import AsyncRollouts, version_of
-from envgym.rollout.buffer import Buffer, RolloutBatch, fill
+from envgym.rollout.buffer import Buffer, RolloutBatch, fill_buffer
 from envgym.rollout.runner import SamplingPlan
 from envgym.run_folder import RunFolder
 from envgym.tasks.curriculum import Curriculum
@@ -22,7 +22,7 @@ from envgym.types import Group, Task
 from .checkpoints import Progress
 from .components import Components
 from .stop import Stop
-from .unfinished_step import UnfinishedStep, purpose
+from .unfinished_step import UnfinishedStep, purpose_prefix
 from .update import Update
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class StepGroups:
-    """Plays a stage's tasks into its buffer, and writes what was played to the run's folder. The counts and the times
-    of a step go into `progress`; `stop` ends what is being played."""
+    """Rolls out a stage's tasks into its buffer, and writes the episodes to the run's folder. Counts and times of a
+    step go into `progress`; `stop` ends the running episodes."""
 
     run: RunConfig
     stage: StageConfig
@@ -55,90 +55,94 @@ class StepGroups:
             needs_reward=self.uses_policy,
             filter=stage.rollout.filter if self.uses_policy else None,
         )
-        self.supply = None
+        self.async_rollouts = None
         if stage.rollout.max_staleness and self.uses_policy:
-            self.supply = AsyncRollouts(self.buffer, self.cursor, stage.rollout, self.play_alone)
-        keeps = self.uses_policy and not run.deterministic and self.supply is None
+            self.async_rollouts = AsyncRollouts(self.buffer, self.cursor, stage.rollout, self.run_group)
+        saves_episodes = self.uses_policy and not run.deterministic and self.async_rollouts is None
         self.unfinished = UnfinishedStep(
-            self.folder.unfinished_step, stage.checkpoint.episodes_every if keeps else None
+            self.folder.unfinished_step, stage.checkpoint.episodes_every if saves_episodes else None
         )
         self._writing: asyncio.Future[None] | None = None
         self._writing_learned: asyncio.Future[None] | None = None
 
-    async def take(self) -> list[Group]:
-        """Play tasks until the step has its groups. They come from the buffer, which outlives the step."""
+    async def collect(self) -> list[Group]:
+        """Roll out tasks until the buffer has the groups of the next step, and return these."""
         step, config = self.progress.step + 1, self.stage.rollout
 
-        async def play(tasks: Sequence[Task], round: int) -> list[Group]:
-            plan = SamplingPlan(f"{purpose(step)}{round}", self.components.sampling, self.group_size)
-            return await self._play(tasks, plan, self.unfinished)
+        async def roll_out(tasks: Sequence[Task], round_number: int) -> list[Group]:
+            plan = SamplingPlan(f"{purpose_prefix(step)}{round_number}", self.components.sampling, self.group_size)
+            return await self._run_groups(tasks, plan, self.unfinished)
 
-        self.unfinished.begin(step)
+        self.unfinished.start_step(step)
         with self.progress.timed("rollout"):
-            if self.supply is None:
-                batch = await self.stop.unless(fill(self.buffer, self.cursor, config, play))
-                groups = self.buffer.take(config.tasks)
+            if self.async_rollouts is None:
+                filling = fill_buffer(self.buffer, self.cursor, config, roll_out)
+                batch = await self.stop.run_until_stopped(filling)
+                groups = self.buffer.take(config.tasks_per_step)
             else:
-                batch, groups = await self.stop.unless(self.supply.take())
-            if self.components.engine is not None:  # a replay only copies its data
-                write = asyncio.to_thread(write_rollouts, self.folder.rollout_file(step), batch.episodes)
-                self._writing = asyncio.ensure_future(write)
-                times = [{"episode": episode.id, "spans": episode.spans} for episode in batch.episodes if episode.spans]
-                self.folder.append_events(step, times)
-            check_failures(batch.played, config.max_failed_share)
+                batch, groups = await self.stop.run_until_stopped(self.async_rollouts.take())
+            if self.components.engine is not None:  # a replay's episodes are its data
+                writing = asyncio.to_thread(write_rollouts, self.folder.rollout_file(step), batch.episodes)
+                self._writing = asyncio.ensure_future(writing)
+                spans = [{"episode": episode.id, "spans": episode.spans} for episode in batch.episodes if episode.spans]
+                self.folder.append_events(step, spans)
+            check_failures(batch.groups, config.max_failed_share)
         if not groups:
-            raise RolloutFailed(f"step {step}: {batch.why_nothing_was_kept(config)}")
+            raise RolloutFailed(f"step {step}: {batch.explain_no_groups(config)}")
         self.record_rollout(batch, groups)
         return groups
 
     def record_rollout(self, batch: RolloutBatch, groups: Sequence[Group]) -> None:
-        """Add to the step's record what was played and which groups of it are learned from."""
+        """Add the metrics of a rollout, and of the groups that are trained on, to the step's record."""
         record, config = self.progress.record, self.stage.rollout
         spells = self.components.runner.agent.renderer.spells
-        record |= rollout_metrics(batch.played, sampled=self.uses_policy, spells=spells) | self.cursor.metrics()
-        if config.filter.on and self.uses_policy:
-            record |= batch.metrics() | {"filter/filled_share": len(groups) / config.tasks}
+        record |= rollout_metrics(batch.groups, sampled=self.uses_policy, spells=spells) | self.cursor.metrics()
+        if config.filter.is_on and self.uses_policy:
+            record |= batch.metrics() | {"filter/filled_share": len(groups) / config.tasks_per_step}
             record["filter/carried_over"] = len(self.buffer)
-        if self.supply is not None:
+        if self.async_rollouts is not None:
             ages = [self.progress.step - version_of(group.id) for group in groups]
             record |= {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}
         self.progress.tokens["sampled"] += record.get("tokens/sampled", 0)
 
     def write_learned(self, groups: Sequence[Sequence[Trajectory]], update: Update) -> None:
-        """Begin to write what was learned of a step's rows."""
+        """Start writing the advantages and the trainer's log-probabilities of a step's samples."""
         file = self.folder.learned_file(self.progress.step + 1)
-        write = asyncio.to_thread(write_learned, file, groups, update.first, update.last)
-        self._writing_learned = asyncio.ensure_future(write)
+        writing = asyncio.to_thread(write_learned, file, groups, update.first_logprobs, update.last_logprobs)
+        self._writing_learned = asyncio.ensure_future(writing)
 
-    async def written(self) -> None:
-        """Wait until the last rollouts, and what was learned of them, are on the disk."""
+    async def wait_for_writes(self) -> None:
+        """Wait until the files of the last step are on the disk."""
         for writing in (self._writing, self._writing_learned):
             if writing is not None:
                 await writing
 
-    async def moved_on(self) -> None:
-        """The engines sample from the weights of the step that was taken last."""
-        if self.supply is not None:
-            await self.supply.moved_on(self.progress.step)
+    async def advance(self) -> None:
+        """Start the asynchronous rollouts that become possible once the engines have the last step's weights."""
+        if self.async_rollouts is not None:
+            await self.async_rollouts.advance(self.progress.step)
 
     async def close(self) -> None:
-        """Leave what is in play."""
-        if self.supply is not None:
-            await self.supply.close()
+        """Cancel the asynchronous rollouts in flight."""
+        if self.async_rollouts is not None:
+            await self.async_rollouts.close()
 
-    async def play_alone(self, task: Task, name: str) -> Group:
-        """Play a task as a group of this name."""
-        plan = SamplingPlan(name, self.components.sampling, self.group_size)
-        [group] = await self.components.runner.play([task], plan)
+    async def run_group(self, task: Task, purpose: str) -> Group:
+        """Roll out a task as one group."""
+        plan = SamplingPlan(purpose, self.components.sampling, self.group_size)
+        [group] = await self.components.runner.roll_out([task], plan)
         return group
 
-    async def play(self, tasks: Sequence[Task], plan: SamplingPlan) -> list[Group]:
-        """Play tasks, unless the user stops the run first."""
-        return await self.stop.unless(self._play(tasks, plan))
+    async def run_groups(self, tasks: Sequence[Task], plan: SamplingPlan) -> list[Group]:
+        """Roll out tasks, unless the user stops the run first."""
+        return await self.stop.run_until_stopped(self._run_groups(tasks, plan))
 
-    async def _play(
+    async def _run_groups(
         self, tasks: Sequence[Task], plan: SamplingPlan, unfinished: UnfinishedStep | None = None
     ) -> list[Group]:
-        """Play tasks. What `unfinished` has of them is not played again."""
-        kept, add = (None, None) if unfinished is None else (unfinished.kept(plan.purpose, tasks), unfinished.add)
-        return await self.components.runner.play(tasks, plan, self.display.rollout, kept=kept, on_episode=add)
+        """Roll out tasks; episodes that `unfinished` has are not rolled out again."""
+        episodes, add = None, None
+        if unfinished is not None:
+            episodes, add = unfinished.finished_episodes(plan.purpose, tasks), unfinished.add
+        runner, on_progress = self.components.runner, self.display.rollout
+        return await runner.roll_out(tasks, plan, on_progress, completed=episodes, on_episode=add)

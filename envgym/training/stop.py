@@ -1,4 +1,4 @@
-"""The user's request that a run stops: the signals that make it, and waiting that ends with it."""
+"""The user's request to stop a run: the signals that make it, and the cancelling of work in progress."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Stopped(Exception):
 class Stop(asyncio.Event):
     """Set when the user has asked the run to stop."""
 
-    async def unless(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises `Stopped`, and cancels it, where the stop is asked for first."""
+    async def run_until_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. If the stop is requested first, cancels it and raises `Stopped`."""
         job, stop = asyncio.ensure_future(work), asyncio.ensure_future(self.wait())
         try:
             await asyncio.wait([job, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -38,22 +38,22 @@ class Stop(asyncio.Event):
 
 
 class Interrupts:
-    """Ctrl-C, SIGTERM and a terminal that is closed (SIGHUP): before the loop runs they end everything at once; then
-    the first asks it to stop and the second ends everything at once."""
+    """Handlers of Ctrl-C, SIGTERM and a closed terminal (SIGHUP). Before the loop runs, the first signal ends
+    everything immediately; then the first requests a stop, and the second ends everything immediately."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
-        self._ask: Callable[[], None] | None = None
+        self._request_stop: Callable[[], None] | None = None
         self._is_handled = True
-        self._asked = False
+        self._is_signalled = False
         self._is_over = False
         self._signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else it was started with nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             self._signals.append(signal.SIGHUP)
 
-    def listen(self, ask: Callable[[], None]) -> None:
-        """From now on the first signal calls `ask`."""
-        self._ask = ask
+    def listen(self, request_stop: Callable[[], None]) -> None:
+        """Let the next signal call `request_stop` instead of ending everything."""
+        self._request_stop = request_stop
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
@@ -63,29 +63,29 @@ class Interrupts:
             if self._is_over:
                 return
             self._is_handled = True
-            ask, self._ask = self._ask, None
-            if ask is None:
+            request_stop, self._request_stop = self._request_stop, None
+            if request_stop is None:
                 task.cancel()
             else:
-                ask()
-                self._display.note("stopping after this step's work; once more to stop at once")
+                request_stop()
+                self._display.note("stopping after this step's work; once more to stop immediately")
 
         def signalled(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGHUP and self._asked:
-                return  # a shell and the kernel tell of the same closed terminal
-            if self._asked:
+            if number == signal.SIGHUP and self._is_signalled:
+                return  # the shell and the kernel both signal a closed terminal
+            if self._is_signalled:
                 end_immediately()
             loop.call_soon_threadsafe(interrupted)
-            self._asked = True
-            if not self._is_handled:  # the first was not: something holds the loop
+            self._is_signalled = True
+            if not self._is_handled:  # the previous signal was not handled: something blocks the loop
                 self._is_over = True
-                task.cancel()  # or an episode would take what is raised for a failure of its own
+                task.cancel()  # else a running episode would take the exception for its own failure
                 raise KeyboardInterrupt
             self._is_handled = False
 
         loop = asyncio.get_running_loop()
-        self._before = {number: signal.signal(number, signalled) for number in self._signals}
+        self._previous_handlers = {number: signal.signal(number, signalled) for number in self._signals}
 
     def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)

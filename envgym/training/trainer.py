@@ -1,10 +1,9 @@
 """The one loop: roll out, score, learn, sync, evaluate, checkpoint.
 
-Every method of the field is this loop with other components: which environment poses tasks, which agent answers them,
-which learner reads the buffer. The loop knows none of them by name. It is synchronous: a step's episodes come from
-the weights that the step before it left, so the sampler's log-probabilities are the old ones, no pass is spent on
-recomputing them, and comparing them with the trainer's own shows whether the last sync arrived. (Groups that a filter
-has carried over are a step older; their rows say so.)
+Every method of the field is this loop with another environment, agent or learner; the loop knows none of them by name.
+By default it is synchronous: a training step's episodes are sampled from the weights of the previous step. So the
+sampler's log-probabilities are the old ones and need no extra log-prob pass, and a difference from the trainer's own
+shows that the last sync failed. (Groups that a filter carried over are a step older, as their `versions` show.)
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Runs one stage. When `run` returns its steps are done; Ctrl-C is `stop.set()`."""
+    """Runs one stage: `run` returns after the last training step. Ctrl-C calls `stop.set`."""
 
     def __init__(
         self, run: RunConfig, stage: StageConfig, components: Components, folder: RunFolder, display: Display
@@ -48,16 +47,16 @@ class Trainer:
         self.uses_policy = components.runner.agent.uses_policy
         self.groups = groups = StepGroups(run, stage, components, folder, self.progress, self.stop, display)
         self.update = Update(components, stage, self.progress, self.steps)
-        self.held_out = HeldOut(self.groups.play, components.runner.spec, components.sampling, stage.eval)
+        self.held_out = HeldOut(self.groups.run_groups, components.runner.spec, components.sampling, stage.eval)
         self.checkpoints = Checkpoints(
-            stage.checkpoint, folder, components, self.progress, groups.cursor, groups.buffer, groups.supply
+            stage.checkpoint, folder, components, self.progress, groups.cursor, groups.buffer, groups.async_rollouts
         )
 
     async def run(self) -> None:
-        """Train to the last step. Raises `Stopped` once a stop was asked for and a checkpoint is kept.
+        """Train to the last step. Raises `Stopped` once a stop was requested and a checkpoint is saved.
 
-        One is kept too before an error that leaves the weights whole: tasks that cannot be read or played any more, an
-        engine that died.
+        A checkpoint is also saved before an error that leaves the weights intact: unreadable tasks, too many failed
+        episodes, a dead engine.
         """
         self.checkpoints.snapshot_step()
         try:
@@ -68,7 +67,7 @@ class Trainer:
                     await self.finish_step()
                     self.checkpoints.snapshot_step()
                 if self.progress.step >= self.steps:
-                    await self.checkpoints.written()
+                    await self.checkpoints.wait_for_writes()
                     self.groups.unfinished.clear()
                     if self.uses_policy:
                         self.recorder.finish()
@@ -81,43 +80,43 @@ class Trainer:
             self.groups.unfinished.write()
             await self.checkpoints.save_snapshot(error)
             raise
-        except InvalidOutcome as error:  # tasks that cannot be read any more
+        except InvalidOutcome as error:  # tasks that can no longer be read
             await self.checkpoints.save_snapshot(error)
             raise RolloutFailed(f"after step {self.progress.step}: {error}") from error
         except WorkerError as error:
-            with contextlib.suppress(EnvgymError, OSError):  # it may be the policy's own that died
+            with contextlib.suppress(EnvgymError, OSError):  # the policy's own worker may have died
                 await self.checkpoints.save_snapshot(error)
             raise
         finally:
             await self.groups.close()
 
     async def take_step(self) -> None:
-        started = time.monotonic()
+        start = time.monotonic()
         self.progress.record = {"step": self.progress.step + 1}
         try:
             await self.components.wake_engines()
-            groups = trajectories(await self.groups.take())
+            groups = trajectories(await self.groups.collect())
             await self.components.wake_models(for_new_weights=True)
             await self.update.score(groups)
             async with self.weights_locked():
                 self.checkpoints.discard_snapshot()
                 await self.update.learn(groups)
-                if self.update.first:
+                if self.update.first_logprobs:
                     self.groups.write_learned(groups, self.update)
-                await self.groups.written()  # beside the learning: a step is whole once its episodes are on the disk
+                await self.groups.wait_for_writes()  # a step is complete once its episodes are on the disk
                 self.progress.step, self.progress.recorded = self.progress.step + 1, False
                 self.checkpoints.snapshot_step()
                 await self.sync()
         finally:
-            await self.groups.written()
-        self.progress.record |= speed_metrics(self.progress.record, time.monotonic() - started)
+            await self.groups.wait_for_writes()
+        self.progress.record |= speed_metrics(self.progress.record, time.monotonic() - start)
 
     def weights_locked(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Held from one version of the weights to the next, which the engines have at the end: none joins meanwhile."""
+        """Lock held while weights are updated and synced; a restarted engine cannot join meanwhile."""
         return contextlib.nullcontext() if self.components.sync is None else self.components.sync.weights_lock
 
     async def sync(self) -> None:
-        """Give the engines the actor's weights as policy version `step`, and compare the two."""
+        """Send the actor's weights to the engines as policy version `step`, and compare log-probabilities."""
         if self.components.sync is not None:
             with self.progress.timed("sync"):
                 difference = await self.components.sync(self.progress.step)
@@ -125,14 +124,13 @@ class Trainer:
                 self.progress.record["sync/max_abs"] = difference
             if self.components.sync.receipt is not None:
                 self.progress.record["sync/bytes"] = self.components.sync.receipt.n_bytes
-        await self.groups.moved_on()
+        await self.groups.advance()
 
     async def finish_step(self) -> None:
-        """Evaluate, write the step's metrics down and keep a checkpoint, where each is due."""
+        """Write the step's metrics; evaluate and save a checkpoint when they are due."""
         step, stage = self.progress.step, self.stage
-        await self.checkpoints.written(unless_busy=True)
-        ends = step in (0, self.steps)
-        if stage.eval.every and (ends or step % stage.eval.every == 0):
+        await self.checkpoints.wait_for_writes(unless_busy=True)
+        if stage.eval.every and (step % stage.eval.every == 0 or step == self.steps):
             await self.evaluate()
         if step or len(self.progress.record) > 1:
             self.recorder.write(self.progress.record)
@@ -140,24 +138,24 @@ class Trainer:
             spans, self.progress.spans = self.progress.spans, []
             self.folder.append_events(step, [{"phases": spans}])
         self.progress.recorded = True
-        due = step == self.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)
-        if self.checkpoints.best.improves(self.progress) or (step and due):
+        is_due = step == self.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)
+        if self.checkpoints.best.update(self.progress) or (step and is_due):
             await self.checkpoints.save()
 
     async def evaluate(self) -> None:
-        """Play the held-out tasks. The first result stays as `before`, the latest as `after`."""
-        step, when = self.progress.step, "before" if self.progress.step == 0 else "after"
+        """Evaluate on the held-out tasks: the first result is stored as `before`, the latest as `after`."""
+        step, label = self.progress.step, "before" if self.progress.step == 0 else "after"
         with self.progress.timed("eval"):
-            await self.stop.unless(self.held_out.tasks())
+            await self.stop.run_until_stopped(self.held_out.tasks())
             if self.uses_policy:
                 await self.components.wake_engines()
-                results = {when: await self.held_out.evaluate_sampled()}
+                results = {label: await self.held_out.evaluate_sampled()}
                 if self.stage.eval.greedy and step in (0, self.steps):
-                    results[f"greedy_{when}"] = await self.held_out.evaluate_greedily()
+                    results[f"greedy_{label}"] = await self.held_out.evaluate_greedily()
             else:
                 learner, actor = self.components.learner, self.components.workers["actor"]
-                results = {when: await self.held_out.evaluate_recorded(learner, actor, self.update.score)}
-        self.progress.record |= held_out_metrics(results[when])
+                results = {label: await self.held_out.evaluate_recorded(learner, actor, self.update.score)}
+        self.progress.record |= held_out_metrics(results[label])
         self.progress.evals |= results
         for result in results.values():
             self.display.evaluation(step, result)

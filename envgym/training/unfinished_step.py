@@ -1,4 +1,4 @@
-"""The running step's episodes, kept as they end, so that a run that is killed in a long step goes on in its middle."""
+"""The running step's episodes, saved as they end, so that a run that is killed in a long step resumes within it."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from envgym.types import Episode, Task
 
 
 class UnfinishedStep:
-    """Writes the episodes of a step down every `seconds`, so that a step that takes less costs nothing.
+    """Writes a step's finished episodes every `seconds`, so that a shorter step costs nothing.
 
-    They count for the step after the checkpoint that a run goes on from, whose weights have sampled them, and for no
-    other. None: nothing is kept, as a deterministic run would not be the same with some of a wave's episodes gone.
+    A resumed run uses them for the step after its checkpoint, whose weights sampled them, and for no other. With None
+    nothing is saved: a deterministic run with part of a lockstep batch would not be the same.
     """
 
     def __init__(self, path: Path, seconds: float | None) -> None:
         self._journal, self._seconds = Journal(path), seconds
-        self._kept: dict[EpisodeKey, Episode] = {}
-        self._waiting: list[Episode] = []
-        self._written = time.monotonic()
+        self._saved: dict[EpisodeKey, Episode] = {}
+        self._unwritten: list[Episode] = []
+        self._last_write = time.monotonic()
         if seconds is not None and path.exists():
-            self._kept = {key: episode for key, episode in self._journal.played().items() if not episode.failed}
+            self._saved = {key: episode for key, episode in self._journal.originals().items() if not episode.failed}
             self._journal.open()
 
-    def begin(self, step: int) -> None:
-        """Forget what was kept of any other step."""
-        if not any(group.startswith(purpose(step)) for group, _ in self._kept):
+    def start_step(self, step: int) -> None:
+        """Discard the saved episodes of any other step."""
+        if not any(group.startswith(purpose_prefix(step)) for group, _ in self._saved):
             self.clear()
-        self._written = time.monotonic()
+        self._last_write = time.monotonic()
 
-    def kept(self, name: str, tasks: Sequence[Task]) -> Mapping[EpisodeKey, Episode]:
-        """The episodes of these tasks, played as `name`, that need not be played again."""
-        hashes = {group: task_hash(task) for group, task in group_ids(name, tasks).items()} if self._kept else {}
-        return {key: old for key, old in self._kept.items() if old.fingerprints["task"] == hashes.get(key[0])}
+    def finished_episodes(self, purpose: str, tasks: Sequence[Task]) -> Mapping[EpisodeKey, Episode]:
+        """The saved episodes of these tasks in the sampling plan `purpose`."""
+        hashes = {group: task_hash(task) for group, task in group_ids(purpose, tasks).items()} if self._saved else {}
+        return {key: old for key, old in self._saved.items() if old.fingerprints["task"] == hashes.get(key[0])}
 
     def add(self, episode: Episode) -> None:
-        """Take an episode that has ended."""
+        """Add a finished episode; write all if it is time."""
         if self._seconds is None:
             return
-        self._waiting.append(episode)
-        if time.monotonic() - self._written >= self._seconds:
+        self._unwritten.append(episode)
+        if time.monotonic() - self._last_write >= self._seconds:
             self.write()
 
     def write(self) -> None:
-        """Write down what has ended since the last time."""
-        for waiting in self._waiting:
-            self._journal.write(waiting)
-        self._waiting, self._written = [], time.monotonic()
+        """Write the episodes that were added since the last write."""
+        for episode in self._unwritten:
+            self._journal.write(episode)
+        self._unwritten, self._last_write = [], time.monotonic()
 
     def clear(self) -> None:
-        """Forget everything: the step is done."""
-        self._kept, self._waiting = {}, []
+        """Discard all episodes and the file."""
+        self._saved, self._unwritten = {}, []
         self._journal.path.unlink(missing_ok=True)
 
 
-def purpose(step: int) -> str:
-    """Beginning of the names that a step's groups have, before the number of their round."""
+def purpose_prefix(step: int) -> str:
+    """Prefix of the purposes of a training step's sampling plans; the number of the round follows."""
     return f"step-{step:06d}-"

@@ -1,4 +1,4 @@
-"""The update that a rollout brings: its samples scored, prepared and cut into optimizer steps."""
+"""The update of a training step: its samples are scored, prepared and split into optimizer steps."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from envgym.monitoring.metrics import computing_metrics, token_counts
 
 from .checkpoints import Progress
 from .components import Components
-from .pretraining import spread
+from .pretraining import deal_out
 
 if TYPE_CHECKING:
     from envgym.learner import FloatArray
 
 
 class Update:
-    """Learns from a step's groups: scores their samples, prepares them and takes the optimizer steps they make up."""
+    """Trains on a training step's groups: scores their samples, prepares them and takes the optimizer steps."""
 
     def __init__(self, components: Components, stage: StageConfig, progress: Progress, steps: int) -> None:
         self._components = components
         self._stage = stage
         self._progress = progress
         self._steps = steps
-        self.first: dict[int, FloatArray] = {}
-        self.last: dict[int, FloatArray] = {}
-        """The trainer's log-probabilities [T] of this step's samples, by the `id` of the sample: at the first pass over
-        it, and at the last."""
+        self.first_logprobs: dict[int, FloatArray] = {}
+        self.last_logprobs: dict[int, FloatArray] = {}
+        """The trainer's log-probabilities [T] by `id(sample)`, from the first and the last pass over a sample."""
 
     async def score(self, groups: Sequence[Sequence[Trajectory]]) -> None:
-        """Let every role that scores (reference, critic) add its numbers to the samples that the learner will see."""
+        """Add the outputs of every role that scores samples (reference, critic) to their arrays."""
         samples = self._components.learner.samples_to_score(groups)
         roles = [role for role, spec in self._components.learner.roles.items() if spec.scored]
         if not roles:
@@ -47,33 +46,33 @@ class Update:
                     sample.arrays[role] = output
 
     async def learn(self, groups: Sequence[Sequence[Trajectory]]) -> None:
-        """Prepare samples and take the optimizer steps they make up, each with normalizers over all of it."""
+        """Prepare the samples and take an optimizer step on each mini-batch, normalized over all of it."""
         progress, learner, pretraining = self._progress, self._components.learner, self._components.pretraining
-        self.first, self.last = {}, {}
+        self.first_logprobs, self.last_logprobs = {}, {}
         with progress.timed("prepare"):
             samples = learner.prepare(groups)
             if not samples:
-                raise RunError(f"step {progress.step + 1}: the learner found nothing to learn from")
+                raise RunError(f"step {progress.step + 1}: the learner prepared no samples to train on")
             progress.record |= learner.metrics(samples)
             text = [] if pretraining is None else await pretraining.next()
         logged = []
         with progress.timed("learn"):
             for sample in samples:
                 sample.is_on_policy = sample.versions == (progress.step,)
-            for _ in range(learner.config.epochs):
-                parts = cut(samples, learner.config.minibatches)
-                for part, its_text in zip(parts, spread(text, len(parts)), strict=True):
-                    logged.append(await self.take(part, its_text))
+            for _ in range(learner.config.update_epochs):
+                minibatches = split_minibatches(samples, learner.config.minibatches)
+                for batch, batch_text in zip(minibatches, deal_out(text, len(minibatches)), strict=True):
+                    logged.append(await self.optimizer_step(batch, batch_text))
                     for sample in samples:
-                        sample.is_on_policy = False  # the weights have moved on from those that sampled it
-        progress.record |= aggregate_steps(logged) | token_counts(samples, text, learner.config.epochs)
+                        sample.is_on_policy = False
+        progress.record |= aggregate_steps(logged) | token_counts(samples, text, learner.config.update_epochs)
         progress.max_mismatch = max(progress.max_mismatch, progress.record.get("mismatch/max", 0.0))
         progress.tokens["trained"] += progress.record["tokens/trained"]
         learner.on_step_end(progress.record)
 
-    async def take(self, samples: Sequence[TrainSample], text: Sequence[TrainSample]) -> dict[str, float]:
-        """One step of every trained role; the policy also learns from `text`. Returns what they log: the policy's
-        numbers under their own names, another role's behind its name."""
+    async def optimizer_step(self, samples: Sequence[TrainSample], text: Sequence[TrainSample]) -> dict[str, float]:
+        """Take one optimizer step of every trained role; the policy is also trained on `text`. Returns their metrics:
+        the policy's without a prefix, another role's with `ROLE/`."""
         components, progress = self._components, self._progress
         sampling, sync = components.sampling, components.sync
         logged: dict[str, float] = {}
@@ -82,18 +81,18 @@ class Update:
             if not spec.trained or progress.step < spec.frozen_steps:
                 continue
             lr = learning_rate(self._config_of(role), progress.optimizer_steps, self._steps)
-            worker, started = components.workers[role], time.monotonic()
-            learned = [*samples, *text] if role == "actor" else samples
-            metrics = await worker.accumulate(learned, normalizers)
+            worker, start = components.workers[role], time.monotonic()
+            role_samples = [*samples, *text] if role == "actor" else samples
+            metrics = await worker.accumulate(role_samples, normalizers)
             if role == "actor" and components.learner.needs_policy_samples:
                 logprobs = {id(sample): line for sample, line in await worker.accumulated_logprobs()}
-                self.first, self.last = logprobs | self.first, self.last | logprobs
-            whole = sampling.top_p == 1 and not sampling.top_k  # else they differ by the cut
-            if role == "actor" and sync is not None and whole:
-                # Before the first step of an update, sampler and trainer are the same policy, or a sync was lost.
+                self.first_logprobs, self.last_logprobs = logprobs | self.first_logprobs, self.last_logprobs | logprobs
+            samples_all_tokens = sampling.top_p == 1 and not sampling.top_k  # else the sampler renormalizes
+            if role == "actor" and sync is not None and samples_all_tokens:
+                # Before the update's first optimizer step, sampler and trainer must be the same policy.
                 sync.check("this step's episodes", metrics.get("mismatch/mean_abs", 0.0))
             metrics |= await worker.step(lr) | {"lr": lr}
-            flops, seconds = worker.info.flops(learned), time.monotonic() - started
+            flops, seconds = worker.info.flops(role_samples), time.monotonic() - start
             metrics |= computing_metrics(flops, worker.info.peak_flops, worker.settings.ranks, seconds)
             prefix = "" if role == "actor" else f"{role}/"
             logged |= {f"{prefix}{name}": value for name, value in metrics.items()}
@@ -101,54 +100,57 @@ class Update:
         return logged
 
     def _config_of(self, role: str) -> LearnerConfig:
-        """The learner's settings as they hold for a role, which may have a learning rate of its own."""
-        config, own = self._components.learner.config, self._stage.roles.get(role)
-        return config if own is None or own.lr is None else config.model_copy(update={"lr": own.lr})
+        """The learner's settings for a role, with the role's own learning rate if it has one."""
+        config, role_config = self._components.learner.config, self._stage.roles.get(role)
+        if role_config is None or role_config.lr is None:
+            return config
+        return config.model_copy(update={"lr": role_config.lr})
 
 
-def cut(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
-    """Samples in `parts` consecutive pieces of about as many units each; a unit is never cut."""
-    units = list(dict.fromkeys(sample.microbatch_key for sample in samples))
-    parts = min(parts, len(units))
-    piece = {unit: index * parts // len(units) for index, unit in enumerate(units)}
-    return [[sample for sample in samples if piece[sample.microbatch_key] == index] for index in range(parts)]
+def split_minibatches(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
+    """Split samples into at most `count` consecutive mini-batches with about as many microbatch keys each; samples with
+    the same key stay together."""
+    keys = list(dict.fromkeys(sample.microbatch_key for sample in samples))
+    count = min(count, len(keys))
+    batch_of = {key: index * count // len(keys) for index, key in enumerate(keys)}
+    return [[sample for sample in samples if batch_of[sample.microbatch_key] == index] for index in range(count)]
 
 
 def steps_of(stage: StageConfig, n_tasks: int | None) -> int:
-    """Loop steps of a stage on a training split of `n_tasks` (None: without end); by `epochs` as many as pass so often
-    over the tasks, where a step that is begun is taken whole."""
+    """The training steps of a stage on `n_tasks` training tasks (None: an endless set): its `steps`, or as many as its
+    `epochs` need, rounded up."""
     if stage.epochs is None:
         assert stage.steps is not None, "a stage has one of the two"
         return stage.steps
     if n_tasks is None:
         raise ConfigError("epochs are passes over the training tasks, which have no end here: set steps")
-    return max(1, math.ceil(stage.epochs * n_tasks / stage.rollout.tasks))
+    return max(1, math.ceil(stage.epochs * n_tasks / stage.rollout.tasks_per_step))
 
 
-def learning_rate(config: LearnerConfig, optimizer_step: int, loop_steps: int) -> float:
-    """The learning rate of the `optimizer_step`-th step (from 0) of a run of `loop_steps`."""
-    total = loop_steps * config.epochs * config.minibatches
+def learning_rate(config: LearnerConfig, optimizer_step: int, training_steps: int) -> float:
+    """The learning rate of optimizer step `optimizer_step` (from 0) in a stage of `training_steps`."""
+    total = training_steps * config.update_epochs * config.minibatches
     warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total)
     if optimizer_step < warmup:
         return config.lr * (optimizer_step + 1) / warmup
     if config.lr_schedule == "constant":
         return config.lr
-    done = min(1.0, (optimizer_step - warmup) / max(1, total - warmup))
-    left = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return config.lr * (config.lr_min_ratio + (1 - config.lr_min_ratio) * left)
+    fraction = min(1.0, (optimizer_step - warmup) / max(1, total - warmup))
+    decay = 1 - fraction if config.lr_schedule == "linear" else (1 + math.cos(math.pi * fraction)) / 2
+    return config.lr * (config.lr_min_ratio + (1 - config.lr_min_ratio) * decay)
 
 
 def aggregate_steps(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The numbers of several optimizer steps as one: the mean of each over the steps that have it, the largest of those
-    whose names end in `/max`, the smallest of `/min`."""
-    values: dict[str, list[float]] = {}
+    """The metrics of several optimizer steps as one record: the mean of each over the steps that have it, the maximum
+    if its name ends in `/max`, the minimum if in `/min`."""
+    series: dict[str, list[float]] = {}
     for step in logged:
         for name, value in step.items():
-            values.setdefault(name, []).append(value)
-    return {name: _together(name, own) for name, own in values.items()}
+            series.setdefault(name, []).append(value)
+    return {name: _aggregate(name, values) for name, values in series.items()}
 
 
-def _together(name: str, values: Sequence[float]) -> float:
+def _aggregate(name: str, values: Sequence[float]) -> float:
     if name.endswith("/max"):
         return max(values)
     if name.endswith("/min"):

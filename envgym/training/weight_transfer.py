@@ -45,11 +45,11 @@ class Transfer(Protocol):
 
 
 class FileTransfer:
-    """Transfer by files in the safetensors format, with checksums: the next is gathered while engines load the previous.
+    """Transfer by files in the safetensors format, with checksums: one is gathered while engines load another.
 
-    They are in shared memory if the engines see rank 0's, else in a folder that they do see: the machine's own, or
-    `shared`, which must then be on a disk of all machines. `checkpoint`: the engines know the weights by their names in
-    checkpoints, else by their names in transformers."""
+    The files are in shared memory if the engines see rank 0's, else in a folder that both see: the machine's temporary
+    folder, or `shared`, which must then be on a disk of all machines. `checkpoint`: the engines know the weights by
+    their names in checkpoints, else by their names in transformers."""
 
     def __init__(self, actor: WorkerGroup, shared: Path, bucket_bytes: int, *, checkpoint: bool) -> None:
         self._actor = actor
@@ -103,7 +103,7 @@ class FileTransfer:
         if not await self._actor.on_first("offer", str(path), n_bytes):
             return False
         try:
-            return all(await engines.call("sees", str(path)))
+            return all(await engines.call("can_read", str(path)))
         finally:
             await self._actor.on_first("withdraw", str(path))
 

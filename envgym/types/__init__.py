@@ -1,7 +1,7 @@
-"""The words every part speaks: tasks, observations, actions, episodes and the rows they leave to train on.
+"""The data types that all parts share: tasks, observations, actions, episodes and their token sequences.
 
-Plain dataclasses without heavy imports. They cross process boundaries by pickle and become rows of a
-columnar file in the run folder.
+They are plain dataclasses without heavy imports. They cross process boundaries by pickle; episodes are saved as
+rows of a Parquet file in the run folder.
 """
 
 from .episodes import (

@@ -1,4 +1,4 @@
-"""The record of an episode: rows and segments of tokens to train on, outcomes, groups."""
+"""The record of an episode: its token sequences (rows of segments), its outcome, its group."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Role = Literal["prompt", "action", "feedback"]
 
 
 def float_array(values: Iterable[float]) -> array[float]:
-    """Log-probabilities or weights as a float32 array: `values` itself where it is one."""
+    """Log-probabilities or weights as a float32 array: `values` itself if it is one."""
     return values if isinstance(values, array) and values.typecode == "f" else array("f", values)
 
 
 @dataclass(slots=True)
 class Segment:
-    """A run of tokens with one author.
+    """Consecutive tokens by one author.
 
-    `token_ids` [T]; `loss_weights` [T]: how much each token counts in the row's objective (by default 1 on actions,
-    0 elsewhere). Actions that were sampled carry `logprobs` [T], in nats, of the distribution they were
-    sampled from, its `temperature`, and the policy `versions` that sampled them.
+    `token_ids` [T]; `loss_weights` [T]: the weight of each token in the row's objective (by default 1 on actions, 0
+    elsewhere). Sampled actions have `logprobs` [T], in nats, under the distribution that they were sampled from, its
+    `temperature`, and the policy `versions` that sampled them.
 
-    Any iterables may be given; they are kept as arrays, int32 and float32, which numpy reads without copying.
+    Any iterables are accepted; they are stored as arrays, int32 and float32, which numpy reads without copying.
     `len` is T.
     """
 
@@ -76,9 +76,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The reward of one episode, as a reward function or `EnvSpec.score_group` returns it.
+    """The reward of one episode: the return value of a reward function, or one of `EnvSpec.score_group`.
 
-    Without a `score` the reward is the score, where the environment's rewards lie in [0, 1].
+    Without a `score` the reward is the score, if the environment's rewards lie in [0, 1].
     """
 
     reward: float | None
@@ -87,21 +87,21 @@ class Reward:
 
 
 class Objective(StrEnum):
-    """Kind of loss that a row's tokens enter. Each objective has a denominator of its own in a batch."""
+    """Kind of loss for a row's tokens. Each objective has a separate denominator in a batch."""
 
     POLICY_GRADIENT = "policy_gradient"
     CROSS_ENTROPY = "cross_entropy"
     PREFERENCE = "preference"
-    """Pairs of answers, the chosen and the rejected."""
+    """Pairs of completions, the chosen and the rejected."""
     LABEL = "label"
-    """Answers, or steps of them, that are good or bad."""
+    """Completions, or steps of them, labelled good or bad."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One token sequence to train on: segments in order, their objective, the turns they hold.
+    """One token sequence to train on: segments in order, their objective, and a turn per action segment.
 
-    `len` counts its tokens.
+    `len` is its number of tokens.
     """
 
     segments: list[Segment]
@@ -110,7 +110,7 @@ class Row:
 
     @property
     def token_ids(self) -> array[int]:
-        """Its tokens [T], an int32 array made of the segments' anew."""
+        """Its tokens [T], a new int32 array."""
         return array("i", itertools.chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
@@ -121,7 +121,7 @@ class Row:
         return sum(map(len, self.segments))
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens, and the turns that have some of them."""
+        """Keep the first `length` tokens, and the turns with at least one of them."""
         segments, n_turns = [], 0
         for segment in self.segments:
             if length <= 0:
@@ -141,33 +141,33 @@ class Status(StrEnum):
     COMPLETED = "completed"
     """The environment returned `terminated`."""
     TRUNCATED = "truncated"
-    """A limit ended it: the environment's (`truncated`) or a token, turn or context budget. It still counts."""
+    """A limit ended it: the environment's (`truncated`) or a token, turn or context budget. Its reward counts."""
     FAILED = "failed"
-    """Something broke that is not the policy's doing. It is counted and shown; it is never a reward of zero."""
+    """An error ended it that the policy did not cause. It is counted and reported, and never has a reward of zero."""
 
 
 class Limit(StrEnum):
-    """The reason of a truncated episode: the limit it ran into. Agents of other packages may name their own."""
+    """The limit that truncated an episode. Agents of other packages may add reasons, as plain strings."""
 
     LENGTH = "length"
-    """The last answer was cut at the token budget of a turn (`rollout.max_tokens`)."""
+    """The last turn ended at its token budget (`rollout.max_tokens`)."""
     TOKENS = "tokens"
     """The token budget of the episode was used up (`agent.max_tokens`)."""
     TURNS = "turns"
-    """The agent may take no more turns (`agent.max_turns`)."""
+    """The turn budget of the episode was used up (`agent.max_turns`)."""
     CONTEXT = "context"
     """The model's context was full (`engine.max_model_len`)."""
     TEMPLATE = "template"
-    """The chat template takes no further turn after what the policy said."""
+    """The chat template cannot render another turn after the policy's last one."""
     ENVIRONMENT = "environment"
-    """The environment said `truncated`."""
+    """The environment returned `truncated`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`status`; `reason` is the `Limit` of a truncated episode, or the kind of a failure, in one word or two.
+    """The end of an episode. `reason` is the `Limit` of a truncated episode, or the kind of a failure.
 
-    `retryable` and `message` belong to failures.
+    `retryable` and `message` are set for failures only.
     """
 
     status: Status
@@ -184,8 +184,8 @@ class Outcome:
         return cls(Status.TRUNCATED, str(reason))
 
     @classmethod
-    def of(cls, terminated: bool, truncated: bool) -> Outcome:
-        """The outcome after an episode's last step: the limit was the environment's, or else that of turns."""
+    def from_step(cls, terminated: bool, truncated: bool) -> Outcome:
+        """The outcome after an episode's last env step; if that set neither flag, the turn limit ended the episode."""
         return cls.complete() if terminated else cls.truncate(Limit.ENVIRONMENT if truncated else Limit.TURNS)
 
     @classmethod
@@ -211,7 +211,7 @@ Span = tuple[str, float, float]
 
 @contextmanager
 def timed(spans: list[Span], kind: str) -> Iterator[None]:
-    """Add the time spent inside to `spans`."""
+    """Context manager that adds a span, from its start to its end, to `spans`."""
     start = time.time()
     try:
         yield
@@ -223,12 +223,12 @@ def timed(spans: list[Span], kind: str) -> Iterator[None]:
 class Episode:
     """Record of a policy's attempt at a task.
 
-    `reward` is the sum of its turns' rewards, None when none was given; `score` in [0, 1] is what success
-    rates and filters use: the environment's or, where it gives none and its rewards lie in [0, 1], the reward
-    (`score_is_reward`). `answer` is what the policy answered as the environment read it (None: nothing it could read),
-    by which majority votes count. `rows` are what is trained on; an episode has more than one only where its context
-    was not one growing sequence. `messages` is the conversation, for people. `fingerprints` are hashes of what was
-    played: the environment's `code`, its `spec`, the `task` and, outside training, the weights of the `model`.
+    `reward` is the sum of its turns' rewards, None if no turn has one. `score`, in [0, 1], is for success rates and
+    filters: the environment's or, if it gives none and its rewards lie in [0, 1], the reward (`score_is_reward`).
+    `answer` is the policy's answer as parsed by the environment (None: there is none), for majority votes. `rows` are
+    the token sequences to train on; there are several only if the context did not grow as one sequence. `messages` is
+    the conversation, for people. `fingerprints` are hashes of the environment's `code`, its `spec`, the `task` and,
+    outside training, the weights of the `model`.
     """
 
     id: str
@@ -249,7 +249,7 @@ class Episode:
     seconds: float = 0.0
     fingerprints: dict[str, str] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, compare=False)
-    """Spans in which it waited, was sampled, stepped and judged, if just played. Not part of its record."""
+    """Spans of waiting, sampling, env steps and group scoring, in the process that ran it. Not part of the record."""
 
     @property
     def failed(self) -> bool:
@@ -257,16 +257,16 @@ class Episode:
 
     @property
     def purpose(self) -> str:
-        """The purpose that its group is named by: a step of training, an environment of a suite."""
+        """The part of its group's id before the number: a training step, or an environment of a suite."""
         return self.group_id.rpartition("/")[0]
 
 
 @dataclass(slots=True)
 class Group:
-    """The episodes of one task that are compared with each other. Ragged where members failed.
+    """The episodes of one task that are compared with each other. Groups with failed members are smaller.
 
-    `superseded` are failed attempts that were retried, and so are not among `episodes`; `refills` is the number of
-    members that another episode replaced once their retries were exhausted.
+    `superseded` are failed attempts that were retried, and are not in `episodes`; `refills` is the number of members
+    that another episode replaced after their retries were exhausted.
     """
 
     id: str

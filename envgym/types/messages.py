@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool the policy may call: its name, what it does, and a JSON schema of its arguments."""
+    """A tool that the policy may call: its name, its description, and a JSON schema of its arguments."""
 
     name: str
     description: str
@@ -33,10 +33,10 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call the policy wrote, its `arguments` parsed from JSON.
+    """One tool call by the policy, with `arguments` parsed from JSON.
 
-    A call that cannot be read has an `error`, a sentence to tell the policy; then `arguments` is empty, and `name`
-    too where none could be made out.
+    A call that cannot be parsed has an `error`, a sentence for the policy; then `arguments` is empty, and so is `name`
+    if none could be read.
     """
 
     id: str
@@ -47,11 +47,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message: `role` is `system`, `user`, `assistant` or `tool`; `content` is a tuple of parts.
+    """One chat message: `Message("user", "hi")`, or `Message.user("hi")`.
 
-    An assistant's message may hold `tool_calls`; a tool's result has the call it answers (`tool_call_id`) and by
-    which tool (`name`). With `from_others` it holds words of the policy, a tool or another player, in which special
-    tokens are characters; a tool's result and what answers the policy are always taken so.
+    `role` is `system`, `user`, `assistant` or `tool`. `content` is text or parts of it, and is stored as a tuple of
+    `TextPart`. An assistant's message may hold `tool_calls`; a tool's result names its call (`tool_call_id`) and the
+    tool (`name`). `from_others` marks text by the policy, a tool or another player: special tokens spelled in it are
+    ordinary characters. Tool results and replies to the policy are always rendered so.
+
+    Raises `TypeError` for content of another type.
     """
 
     role: str
@@ -61,9 +64,36 @@ class Message:
     name: str = ""
     from_others: bool = False
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            role: str,
+            content: str | Sequence[str | TextPart],
+            tool_calls: tuple[ToolCall, ...] = ...,
+            tool_call_id: str = ...,
+            name: str = ...,
+            from_others: bool = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        parts: Any = (self.content,) if isinstance(self.content, str) else self.content
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, str | TextPart) for part in parts):
+            raise TypeError(f"the content of a message is text or a list of it, not {type(self.content).__name__}")
+        parts = tuple(TextPart(part) if isinstance(part, str) else part for part in parts)
+        object.__setattr__(self, "content", parts)
+
     @classmethod
-    def of(cls, role: str, text: str) -> Message:
-        return cls(role, (TextPart(text),))
+    def system(cls, text: str) -> Message:
+        return cls("system", text)
+
+    @classmethod
+    def user(cls, text: str) -> Message:
+        return cls("user", text)
+
+    @classmethod
+    def assistant(cls, text: str) -> Message:
+        return cls("assistant", text)
 
     @property
     def text(self) -> str:
@@ -72,8 +102,8 @@ class Message:
     def as_dict(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
         """The form that chat templates and OpenAI-compatible APIs take, `{"role": …, "content": …}` at least.
 
-        A call's arguments are a mapping, as templates want them, or JSON text, as the APIs do. `from_others` is there
-        where it is true: templates and APIs get messages that are `rewrite` has escaped, in which it is not.
+        A call's arguments are a mapping, which templates expect, or JSON text, which APIs expect. The key `from_others`
+        appears only if it is true; templates and APIs get escaped messages, where it is false.
         """
         result: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
@@ -92,12 +122,12 @@ class Message:
 
 
 def as_messages(prompt: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Normalise a prompt: a string becomes one user message, mappings become `Message`.
+    """Normalize a prompt: a string becomes one user message, mappings become `Message`.
 
     Raises `TypeError` for anything else.
     """
     if isinstance(prompt, str):
-        return (Message.of("user", prompt),)
+        return (Message("user", prompt),)
     messages = []
     for item in prompt:
         if isinstance(item, Message):
@@ -120,18 +150,16 @@ def _message(item: Mapping[str, Any]) -> Message:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         calls.append(ToolCall(str(call.get("id", "")), function["name"], arguments, call.get("error") or ""))
     ids = (str(item.get("tool_call_id") or ""), str(item.get("name") or ""))
-    others = bool(item.get("from_others"))
-    return Message(item["role"], tuple(TextPart(text) for text in texts), tuple(calls), *ids, from_others=others)
+    return Message(item["role"], texts, tuple(calls), *ids, from_others=bool(item.get("from_others")))
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """One problem, as data.
 
-    `id` is unique within its task set; `prompt` is plain text or messages; `answer` is what the
-    environment checks against; `fields` holds whatever else the row had; `difficulty` is free in scale;
-    `seed` is the reset seed that makes the problem, for environments that make problems from seeds; `env` is the
-    member of a mixture that poses it.
+    `id` is unique within its task set; `prompt` is plain text or messages; `answer` is the reference answer; `fields`
+    holds the row's other columns; `difficulty` has any scale; `seed` is the reset seed of environments that generate
+    their problems; `env` is the member of a mixture that poses it.
     """
 
     id: str
@@ -144,17 +172,20 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Unique within a run, also where several environments share it."""
+        """The id within a run, unique also among the members of a mixture."""
         return f"{self.env}/{self.id}" if self.env else self.id
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The environment's message to the policy: chat `messages`, or raw `text` (base models, untemplated feedback).
+    """The environment's message to the policy: chat `messages`, or raw `text` (for base models, without a template).
 
+    `Observation("text")` is raw text; messages may be one `Message` or a list, in which mappings become `Message`.
     `sampling` overrides fields of the next turn's sampling parameters (`{"max_tokens": 64}`); its `stop` is a text, and
-    the turn ends with the first token that holds it. `tools` are what the
-    policy may call; they come with an episode's first observation and hold for all of it.
+    the turn ends with the first token that contains it. `tools` are declared with an episode's first observation and
+    hold for the whole episode.
+
+    Raises `TypeError` for anything else.
     """
 
     messages: tuple[Message, ...] = ()
@@ -162,28 +193,43 @@ class Observation:
     sampling: Mapping[str, Any] | None = None
     tools: tuple[ToolSpec, ...] = ()
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            messages: str | Message | Sequence[Message | Mapping[str, Any]] = ...,
+            text: str | None = ...,
+            sampling: Mapping[str, Any] | None = ...,
+            tools: tuple[ToolSpec, ...] = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        messages: Any = self.messages
+        if isinstance(messages, str) and self.text is None:
+            object.__setattr__(self, "text", messages)
+            messages = ()
+        elif isinstance(messages, Message):
+            messages = (messages,)
+        if not isinstance(messages, Sequence):
+            raise TypeError(f"an observation is text, messages or an Observation, not {type(messages).__name__}")
+        if not isinstance(self.text, str | None):
+            raise TypeError(f"the text of an observation is a string, not {type(self.text).__name__}")
+        object.__setattr__(self, "messages", as_messages(messages))
+
 
 def as_observation(value: Any) -> Observation:
-    """Accept what environments find natural to return: an `Observation`, raw text, messages, or None.
+    """Convert a return value of an environment: an `Observation`, raw text, messages, or None.
 
     Raises `TypeError` for anything else.
     """
     if isinstance(value, Observation):
         return value
-    if value is None:
-        return Observation()
-    if isinstance(value, str):
-        return Observation(text=value)
-    if isinstance(value, Message):
-        return Observation(messages=(value,))
-    if isinstance(value, Sequence):
-        return Observation(messages=as_messages(value))
-    raise TypeError(f"an observation is text, messages or an Observation, not {type(value).__name__}")
+    return Observation() if value is None else Observation(value)
 
 
 def observed_messages(observation: Observation) -> tuple[Message, ...]:
-    """An observation as messages; raw text is the user's."""
-    return (Message.of("user", observation.text),) if observation.text else observation.messages
+    """An observation as messages; raw text becomes a user message."""
+    return (Message("user", observation.text),) if observation.text else observation.messages
 
 
 class StopReason(StrEnum):
@@ -196,17 +242,17 @@ class StopReason(StrEnum):
 
 
 def int_array(values: Iterable[int]) -> array[int]:
-    """Token ids as an int32 array: `values` itself where it is one. Raises `ValueError` beyond int32."""
+    """Token ids as an int32 array: `values` itself if it is one. Raises `ValueError` for a number beyond int32."""
     if isinstance(values, array) and values.typecode == "i":
         return values
     try:
-        return array("i", list(values) if isinstance(values, bytes) else values)  # else bytes are taken as memory
+        return array("i", list(values) if isinstance(values, bytes) else values)  # `array` reads bytes as memory
     except OverflowError:
         raise ValueError("a token id does not fit into 32 bits") from None
 
 
 class _AsList:
-    """Tells pydantic that token ids are a list of numbers in JSON."""
+    """Tells pydantic to write token ids to JSON as a list of numbers."""
 
     @staticmethod
     def __get_pydantic_core_schema__(source: Any, handler: Any) -> Any:
@@ -218,11 +264,11 @@ class _AsList:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One turn of the policy: its text without special tokens (the markup of tool calls included), the exact
-    token ids [T] (int32; empty where the engine tells none), parsed tool calls, and why it stopped. `content` is the
-    text beside the calls, where the agent can tell it from their markup (None: it is `text`).
+    """One turn of the policy.
 
-    Token ids may be given as any iterable.
+    `text` has no special tokens, but the markup of tool calls. `token_ids` [T] are the exact ids (int32; any iterable
+    is accepted; empty if the engine returns none). `content` is the text outside the calls if the agent can separate it
+    from their markup, else None.
     """
 
     text: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envgym.disk import holder
+from envgym.disk import lock_holder
 from envgym.errors import ConfigError, DataError
 from envgym.monitoring.alarms import sentence
 from envgym.run_folder import files_by_step
@@ -126,7 +126,7 @@ class Source:
     def state(self, summary: dict[str, Any]) -> str:
         if self.kind == "file":
             return "file"
-        if holder(self.path) is not None or holder(self.path.parent) is not None:
+        if lock_holder(self.path) is not None or lock_holder(self.path.parent) is not None:
             return "running"
         return str(summary.get("status", "completed")) if summary else "unfinished"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym import hub
-from envgym.disk import unfinished
+from envgym.disk import work_folder
 from envgym.errors import ConfigError, needs, reported_as
 from envgym.models import check_no_file, is_path
 
@@ -40,7 +40,7 @@ def merge_adapter(adapter: str, target: str, *, base: str | None = None, note: C
         raise ConfigError(f"the adapter {adapter} does not name its base: give it with --base")
     base = _find_base(base, adapter, note)
     # The folder is made first, so that no large base is loaded in vain.
-    with reported_as(ConfigError, f"{target} cannot be written"), unfinished(path) as temporary:
+    with reported_as(ConfigError, f"{target} cannot be written"), work_folder(path) as temporary:
         _merge(folder, config, base).save_pretrained(temporary)
         if not _save_tokenizer((str(folder), base), temporary):
             note(f"{base} has no tokenizer, and so {target} has none")

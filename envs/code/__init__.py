@@ -63,7 +63,7 @@ class CodeEnv(Env):
         if instruction := self.spec.config.instruction:
             if messages and messages[-1].role == "user":
                 instruction = f"{messages.pop().text}\n\n{instruction}"
-            messages.append(Message.of("user", instruction))
+            messages.append(Message("user", instruction))
         return messages, {}
 
     async def step(self, action: Action) -> StepResult:
@@ -74,7 +74,7 @@ class CodeEnv(Env):
         passed = result is not None and result.passed
         if not passed and self.attempts_left:
             feedback = result.feedback() if result else "There was no code in the answer."
-            return [Message.of("user", f"{feedback}\n\n{self.spec.try_again}")], None, False, False, {}
+            return [Message("user", f"{feedback}\n\n{self.spec.try_again}")], None, False, False, {}
         share = result.share if result else 0.0
         reward = share if self.spec.config.reward == "share" else float(passed)
         info = {"score": float(passed), "metrics": self._metrics(result, share)}
@@ -96,7 +96,7 @@ class Code(DataEnvSpec):
     Config = CodeConfig
     config: CodeConfig
     answer_required = False
-    usual = ((*PROMPT_FIELDS, "text"), (*ANSWER_FIELDS, "canonical_solution", "code"))
+    field_names = ((*PROMPT_FIELDS, "text"), (*ANSWER_FIELDS, "canonical_solution", "code"))
     try_again = "Fix it, and answer with the whole program again."
 
     sandbox: Sandbox

@@ -74,7 +74,7 @@ class GymnasiumTextEnv(Env):
         observation, _ = self._game.reset(seed=seed)
         rules = self._view.rules if self.spec.config.rules is None else self.spec.config.rules
         text = "\n\n".join(part for part in (rules, self._view.hint, self._view.state(observation, None)) if part)
-        return [Message.of("user", text)], {}
+        return [Message("user", text)], {}
 
     def step(self, action: Action) -> StepResult:  # type: ignore[override]
         assert self._game is not None  # a reset came first
@@ -92,7 +92,7 @@ class GymnasiumTextEnv(Env):
         truncated = bool(truncated) or self._turns >= self.spec.config.max_turns
         metrics = {"turns": self._turns, "invalid_actions": self._invalid}
         info: Info = {"score": self._view.success(reward, bool(terminated)), "metrics": metrics}
-        return [Message.of("user", text)], reward, bool(terminated), truncated and not terminated, info
+        return [Message("user", text)], reward, bool(terminated), truncated and not terminated, info
 
     def close(self) -> None:  # type: ignore[override]
         if self._game is not None:

@@ -128,7 +128,7 @@ class JudgeSpec(DataEnvSpec):
         """Ask the judge until `read` can parse its reply, and return the result. An unreadable reply is answered with a
         reminder of its `form`."""
         client: ChatClient = self.clients["judge"]
-        messages = [Message.of("user", prompt)]
+        messages = [Message("user", prompt)]
         reminder = f"That cannot be read. Reply with nothing but one line of JSON: {form}."
         config = self.config
         for _ in range(config.asks):
@@ -143,7 +143,7 @@ class JudgeSpec(DataEnvSpec):
                 raise InvalidOutcome("judge", str(error), retryable=error.retryable) from None
             if (result := read(reply)) is not None:
                 return result
-            messages += [Message.of("assistant", reply), Message.of("user", reminder)]
+            messages += [Message("assistant", reply), Message("user", reminder)]
         raise InvalidOutcome("judge", f"the judge's reply cannot be read: {reply.strip()[-120:]!r}")
 
 

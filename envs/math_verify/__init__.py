@@ -57,7 +57,7 @@ class MathVerifyEnv(Env):
         if instruction := self.spec.config.instruction:
             if messages and messages[-1].role == "user":
                 instruction = f"{messages.pop().text}\n{instruction}"
-            messages.append(Message.of("user", instruction))
+            messages.append(Message("user", instruction))
         return messages, {}
 
     async def step(self, action: Action) -> StepResult:

@@ -21,7 +21,7 @@ from envgym.agents.external import responses_api
 from envgym.env import Env, Info, StepResult
 from envgym.errors import ConfigError, DataError, InvalidOutcome, did_you_mean
 from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
-from envgym.types import Action, Message, Observation, StopReason, Task, TextPart, ToolCall, as_messages
+from envgym.types import Action, Message, Observation, StopReason, Task, ToolCall, as_messages
 
 from .protocol import PARAMS, FlowName, check_valid, number, numbers
 
@@ -187,7 +187,7 @@ class Flow(ABC):
         """A tool's result as an observation of the policy."""
         if len(text) > self.max_chars:
             text = f"{text[: self.max_chars]}\n[truncated: {len(text)} characters in all]"
-        return Message("tool", (TextPart(text),), tool_call_id=call_id, name=name[:64])
+        return Message("tool", text, tool_call_id=call_id, name=name[:64])
 
     def body(self, output: list[responses_api.Item], action: Action) -> dict[str, Any]:
         """The row with the policy's turns, as the server expects it from NeMo-Gym's own agents."""
@@ -289,7 +289,7 @@ class GymnasiumFlow(Flow):
 def _message(action: Action) -> Message:
     """The policy's turn as a message, with the full text if a call cannot be read."""
     use_text = action.content is None or any(call.error for call in action.tool_calls)
-    return Message("assistant", (TextPart(action.text if use_text else str(action.content)),), action.tool_calls)
+    return Message("assistant", action.text if use_text else str(action.content), action.tool_calls)
 
 
 def _reward(answer: Mapping[str, Any], route: str) -> float:
@@ -312,4 +312,4 @@ def _observation(answer: Mapping[str, Any], route: str) -> list[Message]:
     observation = answer.get("observation")
     if observation is not None and not isinstance(observation, str):
         raise InvalidOutcome("server_protocol", f"/{route} answered with the observation {observation!r:.60}")
-    return [Message.of("user", observation)] if observation else []
+    return [Message("user", observation)] if observation else []

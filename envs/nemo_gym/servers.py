@@ -250,7 +250,7 @@ class AgentServer:
         from .client import http_client
 
         prompt = params["input"]
-        prompt = input_items((Message.of("user", prompt),)) if isinstance(prompt, str) else list(prompt)
+        prompt = input_items((Message("user", prompt),)) if isinstance(prompt, str) else list(prompt)
         total_usage = Counter[str]()
         async with http_client(keeps_cookies=True) as http:  # cookies of this episode alone
             while True:
@@ -290,7 +290,7 @@ def _failed_row(row: Mapping[str, Any], output: list[Item], error: Exception) ->
     retryable = isinstance(error, InvalidOutcome) and error.retryable
     return {
         **row,
-        "response": response(output or output_items(Message.of("assistant", ""))),
+        "response": response(output or output_items(Message("assistant", ""))),
         FAILURE_CLASS: "transient" if retryable else "legitimate",
         "failure_kind": kind,
         "error_message": str(error) or kind,

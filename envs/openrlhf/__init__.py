@@ -160,7 +160,7 @@ class AgentEnv(Env):
             prompt = last.text if self._is_chat else prompt_text(self.task)
             text = await session.call("reset", self._key, prompt, self.task.answer, dict(self.policy.sampling))
         if self._is_chat:
-            return Observation(messages=(*messages, Message.of(last.role, text))), {}
+            return Observation(messages=(*messages, Message(last.role, text))), {}
         return Observation(text=text), {}
 
     async def step(self, action: Action) -> StepResult:

@@ -77,7 +77,7 @@ class OpenRLHFExecutor(MultiTurn):
             transcript.rows = declared_rows(transcript.rows, result["tokens"], result["ranges"])
         set_rewards(transcript, result)
         transcript.messages = [
-            Message.of(ROLES[segment.role], self.renderer.text(segment.token_ids))
+            Message(ROLES[segment.role], self.renderer.text(segment.token_ids))
             for segment in transcript.rows[-1].segments
         ]
         if isinstance(limit, OutOfBudget):
@@ -89,9 +89,9 @@ def set_context(transcript: Transcript, token_ids: list[int]) -> None:
     """Set the transcript's context to `token_ids`: extend the last row if it is a prefix, else begin a new one."""
     context = transcript.context.tolist()
     if context and token_ids[: len(context)] == context:
-        transcript.feedback(token_ids[len(context) :])
+        transcript.add_feedback(token_ids[len(context) :])
     else:
-        transcript.begin(token_ids)
+        transcript.start_row(token_ids)
 
 
 def declared_rows(rows: Sequence[Row], tokens: list[int], ranges: Sequence[tuple[int, int]]) -> list[Row]:

@@ -89,7 +89,7 @@ class ReasoningGymEnv(Env):
         self.task = (options or {})["task"]
         question = str(self.task.prompt)
         instruction = self.spec.config.instruction
-        return [Message.of("user", f"{question}\n\n{instruction}" if instruction else question)], {}
+        return [Message("user", f"{question}\n\n{instruction}" if instruction else question)], {}
 
     async def step(self, action: Action) -> StepResult:
         answer = extract_answer(action.text)

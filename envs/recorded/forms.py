@@ -154,14 +154,14 @@ class Reader:
         if isinstance(steps, str):  # one text, in which the separator ends each step
             *steps, _ = steps.split(self.separator)
             if steps and not self._name("prompt", row):  # the question stands before the first
-                prompt, steps[0] = (Message.of("user", steps[0]),), self.separator
+                prompt, steps[0] = (Message("user", steps[0]),), self.separator
         if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels):
             raise DataError(f"{context}: steps and their labels are lists of the same length")
         texts = [f"{_text(step, 'a step', context).removesuffix(self.separator)}{self.separator}" for step in steps]
         rewards = tuple(None if label is None else _step_reward(label, context) for label in labels)
         if not any(reward is not None for reward in rewards):
             raise DataError(f"{context}: no step has a label")
-        answer = Variant(tuple(Message.of("assistant", text) for text in texts), rewards)
+        answer = Variant(tuple(Message("assistant", text) for text in texts), rewards)
         return Record(_prompt(prompt or self._read_prompt(row, context), context), (answer,), is_steps=True)
 
     def _prompt(self, row: Row, context: str) -> Record:
@@ -169,7 +169,7 @@ class Reader:
 
     def _text(self, row: Row, context: str) -> Record:
         text = _text(row[self._require("text", row, context)], "the text", context)
-        return Record((), (Variant((Message.of("assistant", text),)),), is_text=True)
+        return Record((), (Variant((Message("assistant", text),)),), is_text=True)
 
     def _episodes(self, row: Row, context: str) -> Record:
         if row["outcome"]["status"] == "failed":
@@ -189,7 +189,7 @@ class Reader:
         except KeyError as error:
             name = error.args[0]
             raise DataError(f"{context}: env.template names a field {name!r} that the row does not have") from None
-        return (*messages, replace(Message.of(last.role, text), from_others=last.from_others))
+        return (*messages, replace(Message(last.role, text), from_others=last.from_others))
 
     # -- shared parts -----------------------------------------------------------------------------------------
 
@@ -213,12 +213,12 @@ class Reader:
         name = self._require("prompt", row, context)
         prompt = _messages_of(row[name], context, role="user")
         if (extra := self._name("input", row)) and isinstance(row[extra], str) and row[extra].strip():  # Alpaca
-            prompt = (Message.of("user", f"{prompt[-1].text}\n\n{row[extra]}"),)
+            prompt = (Message("user", f"{prompt[-1].text}\n\n{row[extra]}"),)
         if (history := self._name("history", row)) and isinstance(row[history], list):
-            pairs = [(Message.of("user", query), Message.of("assistant", reply)) for query, reply in row[history]]
+            pairs = [(Message("user", query), Message("assistant", reply)) for query, reply in row[history]]
             prompt = (*itertools.chain.from_iterable(pairs), *prompt)
         if (system := self._name("system", row)) and isinstance(row[system], str) and row[system]:
-            prompt = (Message.of("system", row[system]), *prompt)
+            prompt = (Message("system", row[system]), *prompt)
         return prompt
 
     def _tools(self, row: Row, context: str) -> tuple[Mapping[str, Any], ...]:
@@ -275,7 +275,7 @@ def _message(item: Any) -> Any:
 def _messages_of(value: Any, context: str, role: str = "assistant") -> tuple[Message, ...]:
     """Text as a message of `role`, or messages."""
     if isinstance(value, str):
-        return (Message.of(role, _text(value, f"the text of the {role}", context)),)
+        return (Message(role, _text(value, f"the text of the {role}", context)),)
     return _messages(value, context)
 
 

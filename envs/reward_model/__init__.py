@@ -85,7 +85,7 @@ class RewardModelEnv(Env):
         return list(self.messages), {}
 
     async def step(self, action: Action) -> StepResult:
-        conversation = [*self.messages, Message.of("assistant", action.text)]
+        conversation = [*self.messages, Message("assistant", action.text)]
         reward, info = await self.spec.assess(conversation, self.task.answer)
         return (), reward, True, False, info
 

@@ -75,14 +75,14 @@ class TextArenaEnv(Env):
             position = await self._call("start", self._seat, seed + start)
             position = await self._play_opponents(position)
             if not position.is_over:
-                return [replace(Message.of("user", position.text), from_others=True)], {}
+                return [replace(Message("user", position.text), from_others=True)], {}
             await self._call("end")
         raise InvalidOutcome("opponent", "the opponent lost before the policy had a turn", retryable=True)
 
     async def step(self, action: Action) -> StepResult:
         self._turns += 1
         position = await self._play_opponents(await self._play(action.text))
-        observation = [Message.of("user", position.text)]
+        observation = [Message("user", position.text)]
         if not position.is_over:
             truncated = self._turns >= self.spec.config.max_turns
             return observation, 0.0, False, truncated, {"metrics": {"turns": self._turns}}
@@ -108,14 +108,14 @@ class TextArenaEnv(Env):
         if config.opponent == "random":
             return str(await self._call("random_move"))
         conversation = self._conversations.setdefault(position.player, [])
-        conversation.append(Message.of("user", position.text))
+        conversation.append(Message("user", position.text))
         move = await self.spec.clients["opponent"].complete(
             conversation,
             max_tokens=config.opponent_max_tokens,
             temperature=config.opponent_temperature,
             seed=self.rng.getrandbits(31),
         )
-        conversation.append(Message.of("assistant", move))
+        conversation.append(Message("assistant", move))
         return str(move)
 
     async def _play(self, text: str) -> Position:

@@ -17,7 +17,7 @@ from envgym.hashing import hash_fraction
 from envgym.sandbox import Limits, Sandbox, python_tool
 from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from envgym.tools import McpServer, McpSession, Tool, ToolBox, ToolEnv, ToolEnvConfig, load_tool
-from envgym.types import Action, Message, Task, TextPart, ToolCall
+from envgym.types import Action, Message, Task, ToolCall
 
 PYTHON = "python"
 """Name of the sandbox among the tools."""
@@ -225,7 +225,7 @@ def demonstration(task: Task, *, calls: bool, rng: random.Random) -> list[str | 
     key = task.fields["key"]
     for _ in range(task.fields["hops"]):
         call = ToolCall("", "get", {"key": key})
-        turns.append(Message("assistant", (TextPart(""),), (call,)))
+        turns.append(Message("assistant", "", (call,)))
         key = value_of(task, key)
     return [*turns, str(key)]
 

@@ -80,7 +80,12 @@ def test_the_main_job_on_two_machines(cluster, tmp_path, store):
 def test_weights_reach_engines_with_over_a_thousand_requests_in_flight(cluster, tmp_path, tiny_model, store):
     _, environ = cluster
     (tmp_path / "letters.py").write_text(LETTERS)
-    words = ("rollout.tasks=150", "rollout.group_size=8", "rollout.concurrency=1200", "rollout.max_staleness=1")
+    words = (
+        "rollout.tasks_per_step=150",
+        "rollout.group_size=8",
+        "rollout.concurrency=1200",
+        "rollout.max_staleness=1",
+    )
     run = started(
         tmp_path, environ, "--env", "letters.py", "--model", str(tiny_model), "steps=4", "rollout.max_tokens=64",
         "eval.every=0", *words, *SPREAD,
@@ -99,7 +104,8 @@ def test_a_machine_that_is_lost_costs_its_engine_and_no_step(cluster, tmp_path, 
     made, environ = cluster
     (tmp_path / "letters.py").write_text(LETTERS)
     run = started(
-        tmp_path, environ, "--env", "letters.py", "--model", str(tiny_model), "steps=100000", "rollout.tasks=16",
+        tmp_path, environ, "--env", "letters.py", "--model", str(tiny_model), "steps=100000",
+        "rollout.tasks_per_step=16",
         "rollout.group_size=4", "rollout.max_tokens=16", "eval.every=0", "engine.count=2", "placement.engine.nodes=2",
     )  # fmt: skip
     began = time.monotonic()

@@ -47,9 +47,9 @@ def test_a_suite_killed_in_the_middle_goes_on_where_it_was(envgym, tmp_path, sto
         time.sleep(0.05)
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    before = journal.played()
+    before = journal.originals()
     envgym("eval", "--resume", "killed")
-    after, result = journal.played(), result_of(tmp_path, "killed")
+    after, result = journal.originals(), result_of(tmp_path, "killed")
     assert len(after) == result["n_episodes"] == 4 * 512 * 2
     assert len(journal.path.read_text().splitlines()) == len(after)
     assert {place: after[place] for place in before} == before

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 SHORTER = {
-    "train": ["steps=1", "rollout.tasks=4", "rollout.group_size=2", "eval.tasks=4"],
+    "train": ["steps=1", "rollout.tasks_per_step=4", "rollout.group_size=2", "eval.tasks=4"],
     "eval": ["eval.tasks=4"],
 }
 

@@ -69,7 +69,7 @@ def start(tmp_path, tiny_model):
         program = subprocess.Popen(
             [
                 ENVGYM, "train", "--env", "graded.py:Graded", "--model", tiny_model, "--name", "run", "steps=100000",
-                "rollout.tasks=16", "rollout.group_size=4", "rollout.max_tokens=16", "eval.every=0", *words,
+                "rollout.tasks_per_step=16", "rollout.group_size=4", "rollout.max_tokens=16", "eval.every=0", *words,
             ],
             cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip

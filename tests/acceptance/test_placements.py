@@ -62,7 +62,7 @@ def train(tmp_path_factory, tiny_model):
         folder = tmp_path_factory.mktemp("placement")
         (folder / "letters.py").write_text(LETTERS)
         settings = (
-            "learner.lr=1e-3", "deterministic=true", "steps=3", "rollout.tasks=8", "rollout.group_size=4",
+            "learner.lr=1e-3", "deterministic=true", "steps=3", "rollout.tasks_per_step=8", "rollout.group_size=4",
             "rollout.max_tokens=8", "eval.every=0",
         )  # fmt: skip
         with (folder / "output").open("w") as output:

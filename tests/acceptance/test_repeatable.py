@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 SMALL = (
-    "train", "--env", "math_verify", "deterministic=true", "steps=8", "rollout.tasks=8", "rollout.group_size=4",
+    "train", "--env", "math_verify", "deterministic=true", "steps=8", "rollout.tasks_per_step=8",
+    "rollout.group_size=4",
     "eval.every=3", "eval.tasks=32", "checkpoint.every=2",
 )  # fmt: skip
 
@@ -128,7 +129,7 @@ def test_an_asynchronous_run_killed_twenty_times_learns_from_every_task_once(env
     (tmp_path / "slow.py").write_text(STRAGGLERS)
     tasks, runs, drawn, kills = 8, tmp_path / "runs", random.Random(), 0
     command = [
-        "train", "--env", "slow.py:Stragglers", "rollout.max_staleness=2", f"rollout.tasks={tasks}",
+        "train", "--env", "slow.py:Stragglers", "rollout.max_staleness=2", f"rollout.tasks_per_step={tasks}",
         "rollout.group_size=2", "eval.every=0", "checkpoint.every=1", "checkpoint.keep=1", "steps=100000",
         "--name", "run",
     ]  # fmt: skip
@@ -174,7 +175,15 @@ def test_a_pipeline_killed_in_each_of_its_stages_ends_with_the_same_bytes(envgym
         {"prompt": f"What is {n} + {n}?", "chosen": f"\\boxed{{{2 * n}}}", "rejected": f"{2 * n}"} for n in range(90)
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    words = ["train", "--recipe", "rlhf", "deterministic=true", "rollout.tasks=8", "eval.tasks=16", "eval.every=2"]
+    words = [
+        "train",
+        "--recipe",
+        "rlhf",
+        "deterministic=true",
+        "rollout.tasks_per_step=8",
+        "eval.tasks=16",
+        "eval.every=2",
+    ]
     words += [f"stages.{name}.data.path=pairs.jsonl" for name in ("sft", "rm", "ppo")]
     words += ["stages.sft.epochs=0.5", "stages.rm.epochs=0.5", "stages.ppo.steps=4", "learner.lr=1e-4"]
     words += ["checkpoint.every=1", "rollout.max_tokens=16", "engine.max_model_len=512"]

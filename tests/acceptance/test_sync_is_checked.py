@@ -22,7 +22,7 @@ def test_a_lost_sync_stops_the_run(tmp_path, monkeypatch, store):
     monkeypatch.setattr(EngineClient, "call", lose_the_third)
     settings = {
         "env": "math_verify", "name": "lost", "runs_dir": str(tmp_path), "steps": 4,
-        "rollout.tasks": 16, "eval.every": 0,
+        "rollout.tasks_per_step": 16, "eval.every": 0,
     }  # fmt: skip
     with pytest.raises(RunError, match="sampler and trainer disagree on the probe after sync 2") as error:
         envgym.train(settings, quiet=True)

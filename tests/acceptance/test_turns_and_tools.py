@@ -22,7 +22,14 @@ CASES = {
     # The multi-turn agent offers no tools; the answer can then only be guessed, one in ninety.
     "tools": (
         ("--recipe", "examples/tools.yaml"),
-        ("--env", "tool_use", "agent=multi_turn", "learner.lr=1e-4", "rollout.max_tokens=64", "rollout.tasks=32"),
+        (
+            "--env",
+            "tool_use",
+            "agent=multi_turn",
+            "learner.lr=1e-4",
+            "rollout.max_tokens=64",
+            "rollout.tasks_per_step=32",
+        ),
     ),
 }
 

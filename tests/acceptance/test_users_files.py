@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 ENVGYM = Path(sys.executable).with_name("envgym")
-SMALL = ("rollout.tasks=8", "rollout.group_size=4", "eval.tasks=16")
+SMALL = ("rollout.tasks_per_step=8", "rollout.group_size=4", "eval.tasks=16")
 
 
 def test_a_learner_and_an_environment_in_files_of_the_users_own(envgym, summary, tmp_path):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 import envgym
-from envgym.agents.chat import Chat, ChatConfig
+from envgym.agents.chat import ChatAgent, ChatConfig
 from envgym.engine import ChatEngine, ChatReply, SamplingParams
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
@@ -45,7 +45,7 @@ class Counting(envgym.Env):
     async def reset(self, *, seed=None, options=None):
         self.turns, self.actions = 0, []
         type(self).last = self
-        return Observation(messages=(Message.of("system", "Count."), Message.of("user", "1?")), tools=self.tools), {}
+        return Observation(messages=(Message("system", "Count."), Message("user", "1?")), tools=self.tools), {}
 
     async def step(self, action):
         self.turns += 1
@@ -66,11 +66,11 @@ class Counting(envgym.Env):
 
 def play(engine, env=Counting, deterministic=False, **settings):
     spec = EnvSpec("counting", env)
-    agent = Chat(NoRenderer(), ChatConfig(**settings))
+    agent = ChatAgent(NoRenderer(), ChatConfig(**settings))
     config = RolloutConfig(retries=0, refills=0)
     runner = Runner(spec, agent, engine, config, max_model_len=0, seed=0, deterministic=deterministic)
     sampling = SamplingParams(max_tokens=100)
-    [group] = asyncio.run(runner.play([Task("t")], SamplingPlan("eval", sampling, 1)))
+    [group] = asyncio.run(runner.roll_out([Task("t")], SamplingPlan("eval", sampling, 1)))
     return group.episodes[0]
 
 

@@ -60,7 +60,7 @@ class Asks(Env):
     heard = []  # noqa: RUF012 - emptied by each test
 
     async def reset(self, *, seed=None, options=None):
-        return Observation((Message.of("user", "What is x?"),), tools=(LOOK_UP,)), {}
+        return Observation((Message("user", "What is x?"),), tools=(LOOK_UP,)), {}
 
     async def step(self, action):
         self.heard.append(action)
@@ -85,7 +85,7 @@ def play(renderer, engine, command, size=1, context=512, **settings):
         deterministic=False,
     )
     sampling = SamplingParams(max_tokens=128, stop_token_ids=renderer.stop_token_ids)
-    [group] = asyncio.run(runner.play([Task("t", answer="42")], SamplingPlan("p", sampling, size)))
+    [group] = asyncio.run(runner.roll_out([Task("t", answer="42")], SamplingPlan("p", sampling, size)))
     return group.episodes
 
 
@@ -326,7 +326,7 @@ def test_requests_in_parallel_stay_within_the_budget_of_the_episode(renderer):
         most.clear()
         sampler = EpisodeSampler(Slow(renderer, lambda n, prompt: "ok"), "e", SamplingParams(max_tokens=8), 512)
         conversation = Conversation(renderer, sampler, None, budget)
-        asked = (conversation.answer([Message.of("user", f"question {n}")], (), None) for n in range(16))
+        asked = (conversation.answer([Message("user", f"question {n}")], (), None) for n in range(16))
         answers = await asyncio.gather(*asked, return_exceptions=True)
         said = [len(answer[1].token_ids) for answer in answers if not isinstance(answer, OutOfBudget)]
         return conversation.limit, said
@@ -568,9 +568,9 @@ def test_special_tokens_that_a_program_sends_back_are_characters(renderer):
 
     async def main(text, prompt="Ask."):
         conversation = Conversation(renderer, Sampling(), None, None)
-        messages = [Message.of("user", prompt), Message.of("assistant", text), Message.of("user", text)]
+        messages = [Message("user", prompt), Message("assistant", text), Message("user", text)]
         reply, *_ = await conversation.answer(messages, (), None)
-        await conversation.answer([*messages, reply, Message.of("user", text)], (), None)
+        await conversation.answer([*messages, reply, Message("user", text)], (), None)
         assert len(conversation.rows) == 1
 
     asyncio.run(main("plain"))

@@ -67,7 +67,7 @@ class Wander(Env):
 
     async def reset(self, *, seed=None, options=None):
         self.left = self.rng.randint(1, 5)
-        first = self.say() if self.style == "text" else Observation((Message.of("user", self.words()),), None)
+        first = self.say() if self.style == "text" else Observation((Message("user", self.words()),), None)
         return Observation(first.messages, first.text, None, (LOOK_UP,) if self.style != "text" else ()), {}
 
     def words(self):
@@ -76,7 +76,7 @@ class Wander(Env):
     def say(self):
         if self.style == "text" or (self.style == "mixed" and self.rng.random() < 0.1):
             return Observation(text=f"\n\nHuman: {self.words()}\n</s>\n\nAssistant: ")
-        return Observation((Message.of("user", self.words()),))
+        return Observation((Message("user", self.words()),))
 
     async def step(self, action):
         self.left -= 1
@@ -115,7 +115,7 @@ def play(renderer, engine, env_class=Wander, agent=ToolCalling, context=4096, tu
         deterministic=False,
     )
     sampling = SamplingParams(max_tokens=turn_tokens, stop_token_ids=renderer.stop_token_ids)
-    [group] = asyncio.run(runner.play([Task("t")], SamplingPlan("p", sampling, size)))
+    [group] = asyncio.run(runner.roll_out([Task("t")], SamplingPlan("p", sampling, size)))
     return group.episodes
 
 
@@ -167,14 +167,14 @@ def endless(reward=0.25, **flags):
     class Endless(Env):
         async def reset(self, *, seed=None, options=None):
             self.turn = 0
-            return [Message.of("user", "go")], {}
+            return [Message("user", "go")], {}
 
         async def step(self, action):
             self.turn += 1
             ends = self.turn == flags.get("after", 10**9)
             info = {"score": 0.5, "metrics": {"turn": self.turn}} if flags.get("scored") else {}
             return (
-                [Message.of("user", f"go on {self.turn}")],
+                [Message("user", f"go on {self.turn}")],
                 reward,
                 ends and not flags.get("truncates"),
                 ends and bool(flags.get("truncates")),
@@ -237,10 +237,10 @@ def test_the_first_prompt_is_never_cut(chatml):
 def test_no_two_episodes_share_sampling_parameters(chatml):
     class Warmer(Env):
         async def reset(self, *, seed=None, options=None):
-            return Observation((Message.of("user", "go"),), sampling={"max_tokens": 5}), {}
+            return Observation((Message("user", "go"),), sampling={"max_tokens": 5}), {}
 
         async def step(self, action):
-            return Observation((Message.of("user", "on"),), sampling={"temperature": 0.5}), 1.0, False, False, {}
+            return Observation((Message("user", "on"),), sampling={"temperature": 0.5}), 1.0, False, False, {}
 
     engine = Says(chatml)
     play(chatml, engine, Warmer, max_turns=3, size=4)
@@ -251,7 +251,7 @@ def test_no_two_episodes_share_sampling_parameters(chatml):
 def test_tools_are_offered_and_calls_answered_by_the_tool_calling_agent_alone(chatml):
     class Library(Env):
         async def reset(self, *, seed=None, options=None):
-            return Observation((Message.of("user", "What is x?"),), tools=(LOOK_UP,)), {}
+            return Observation((Message("user", "What is x?"),), tools=(LOOK_UP,)), {}
 
         async def step(self, action: Action):
             return None, float(len(action.tool_calls)), True, False, {}
@@ -272,7 +272,7 @@ def test_an_environment_is_told_what_is_said_beside_the_calls(chatml):
 
     class Library(Env):
         async def reset(self, *, seed=None, options=None):
-            return Observation((Message.of("user", "What is x?"),), tools=(LOOK_UP,)), {}
+            return Observation((Message("user", "What is x?"),), tools=(LOOK_UP,)), {}
 
         async def step(self, action: Action):
             seen.append((action.text, action.content))
@@ -298,11 +298,11 @@ def test_an_episode_takes_as_many_bytes_as_is_counted_for_it(chatml):
         agent = MultiTurn(chatml, MultiTurnConfig())
         runner = Runner(sums, agent, Ends(), RolloutConfig(), max_model_len=512, seed=0, deterministic=False)
         sampling, task = SamplingParams(8, stop_token_ids=chatml.stop_token_ids), await sums.tasks("train").get(0)
-        await runner.play([task], SamplingPlan("warm-up", sampling, 1))
+        await runner.roll_out([task], SamplingPlan("warm-up", sampling, 1))
         gc.collect()
         tracemalloc.start()
         try:
-            [group] = await runner.play([task], SamplingPlan("step-000001-0", sampling, n))
+            [group] = await runner.roll_out([task], SamplingPlan("step-000001-0", sampling, n))
             gc.collect()
             assert len(group.episodes) == n
             return tracemalloc.get_traced_memory()[0]

@@ -11,8 +11,8 @@ from envgym.types import Message, TextPart, ToolCall, ToolSpec
 
 WEATHER = ToolSpec("get_weather", "Tell the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
 TALK = (
-    Message.of("system", "Be brief."),
-    Message.of("user", "Weather in Oslo and Rome?"),
+    Message("system", "Be brief."),
+    Message("user", "Weather in Oslo and Rome?"),
     Message(
         "assistant",
         (TextPart("I look."),),
@@ -20,7 +20,7 @@ TALK = (
     ),
     Message("tool", (TextPart("rain"),), tool_call_id="call_1", name="get_weather"),
     Message("tool", (TextPart("sun"),), tool_call_id="call_2", name="get_weather"),
-    Message.of("assistant", "Rain and sun."),
+    Message("assistant", "Rain and sun."),
 )
 
 
@@ -35,7 +35,7 @@ def test_a_conversation_is_read_back_as_it_was_said():
 
 
 def test_input_may_be_text_and_instructions_come_first():
-    assert responses.messages_of("hi", "Be brief.") == (Message.of("system", "Be brief."), Message.of("user", "hi"))
+    assert responses.messages_of("hi", "Be brief.") == (Message("system", "Be brief."), Message("user", "hi"))
 
 
 def test_developers_are_the_system_and_reasoning_is_left_out():

@@ -17,7 +17,7 @@ from envgym.types import Message, Observation, Status, StopReason, Task, Version
 def said(renderer, text):
     """The tokens of a policy's whole turn."""
     dialogue = renderer.dialogue()
-    dialogue.start(Observation(messages=(Message.of("user", "?"),)))
+    dialogue.start(Observation(messages=(Message("user", "?"),)))
     return dialogue.add_demonstration(text)
 
 
@@ -29,7 +29,7 @@ def play(tiny_model, result=("", 1.0, True, False, {}), observation=None, stop=S
 
     class Asks(Env):
         async def reset(self, *, seed=None, options=None):
-            return observation or [Message.of("user", "12 + 34?")], {}
+            return observation or [Message("user", "12 + 34?")], {}
 
         async def step(self, action):
             assert (action.text, tuple(action.token_ids), action.stop_reason) == ("the answer is 46", answer, stop)
@@ -84,7 +84,7 @@ def test_score_is_the_environments_or_a_reward_between_0_and_1(tiny_model, rewar
 
 def test_an_environments_sampling_holds_for_the_turn_and_is_what_its_log_probabilities_are_of(tiny_model):
     """A trainer that scored the turn at another temperature would compare two different distributions."""
-    observation = Observation(messages=(Message.of("user", "?"),), sampling={"temperature": 0.5, "max_tokens": 2})
+    observation = Observation(messages=(Message("user", "?"),), sampling={"temperature": 0.5, "max_tokens": 2})
     episode, [request] = play(tiny_model, observation=observation)
     assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 2)
     assert episode.rows[0].segments[1].temperature == 0.5

@@ -20,7 +20,7 @@ import yaml
 from envgym.cli import summaries_of_commands
 from envgym.cli.envs import ACTIONS
 from envgym.cli.errors import Invocation, report
-from envgym.disk import locked
+from envgym.disk import folder_lock
 
 COMMANDS = summaries_of_commands()
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -112,7 +112,10 @@ MISTAKES = {
     "option cut short": (["train", "--rec", "grpo"], "no option '--rec'. Did you mean '--recipe'?"),
     "key as option": (["train", "--env", "math_verify", "--steps", "3"], "written steps=…"),
     "nested key as option": (["train", "--learner.lr=1"], "written learner.lr=…"),
-    "another program's option": (["train", "--batch-size", "3"], "written learner.minibatches=… or rollout.tasks=…"),
+    "another program's option": (
+        ["train", "--batch-size", "3"],
+        "written learner.minibatches=… or rollout.tasks_per_step=…",
+    ),
     "option without value": (["train", "--env"], "--env: expected one argument"),
     "stray word": (["train", "math_verify"], "'math_verify' is neither an option nor a key=value setting"),
     "no environment": (["train"], "which environment? Give one with --env"),
@@ -389,7 +392,7 @@ def test_a_run_that_goes_on_is_listed_with_its_place_and_stopped_there(run, tmp_
     asked = threading.Event()
 
     def until_asked():
-        with locked(folder, "envgym train"):
+        with folder_lock(folder, "envgym train"):
             begun.set()
             while not (folder / "stop").exists():
                 time.sleep(0.01)
@@ -557,7 +560,7 @@ def wait_for(condition, seconds=120.0):
 @pytest.mark.parametrize("moment", ["sampling", "learning"])
 def test_ctrl_c_keeps_a_checkpoint_leaves_no_process_and_can_be_resumed(tmp_path, tiny_model, run, moment):
     mark = f"ENVGYM_TEST_MARK={tmp_path}"
-    words = ["steps=50", "rollout.tasks=8", "rollout.group_size=4", "rollout.max_tokens=16", "eval.every=0"]
+    words = ["steps=50", "rollout.tasks_per_step=8", "rollout.group_size=4", "rollout.max_tokens=16", "eval.every=0"]
     folder = tmp_path / "runs" / "first"
     with open(tmp_path / "stdout", "w") as stdout:
         program = subprocess.Popen(

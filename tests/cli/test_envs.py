@@ -290,7 +290,7 @@ def test_a_new_environment_passes_every_check_and_can_be_trained(run, tmp_path, 
     assert (made.returncode, made.stderr) == (0, "")
     words = [
         "steps=1",
-        "rollout.tasks=2",
+        "rollout.tasks_per_step=2",
         "rollout.group_size=2",
         "rollout.max_tokens=8",
         "eval.every=0",

@@ -12,7 +12,7 @@ from envgym.types import Episode, Message, Outcome, Row, Segment, StopReason, Ta
 
 def episode(task, member, text, *, reward=1.0, outcome=None, messages=(), env=""):
     row = Row([Segment("prompt", [1, 2]), Segment("action", [3, 4, 5])], turns=[Turn(reward, StopReason.STOP)])
-    said = [Message.of("user", f"What is {task}?"), Message.of("assistant", text), *messages]
+    said = [Message("user", f"What is {task}?"), Message("assistant", text), *messages]
     return Episode(
         f"{task}:{member}", Task(task, answer=46, env=env), outcome or Outcome.complete(), [row], reward, reward,
         answer=text[-2:], messages=said, member=member, metrics={"characters": float(len(text))},
@@ -82,7 +82,7 @@ def test_calls_of_tools_and_failures_are_told(show, tmp_path):
     broken = ToolCall("c2", "", error="no JSON")
     messages = [
         Message("assistant", (), (call, broken)),
-        Message("tool", Message.of("tool", "46").content, tool_call_id="c1", name="add"),
+        Message("tool", "46", tool_call_id="c1", name="add"),
     ]
     failed = Outcome.fail("timeout", "the episode took longer than 3 s")
     write_episodes(tmp_path / "a.jsonl", [episode("1", 0, "Hm", reward=None, outcome=failed, messages=messages)])

@@ -39,7 +39,7 @@ def recipe(tmp_path):
             model: ./some-model
             learner: {name: grpo, lr: 1.0e-3, clip_low: 0.1}
             steps: 5
-            rollout: {tasks: 4, group_size: 2}
+            rollout: {tasks_per_step: 4, group_size: 2}
             """,
         )
     )
@@ -49,10 +49,10 @@ def recipe(tmp_path):
 
 
 def test_words_win_over_the_file_and_the_file_over_the_recipe(recipe, tmp_path):
-    file = write(tmp_path / "run.yaml", "seed: 7\nsteps: 6\nlearner: {clip_low: 0.2}\nrollout: {tasks: 8}")
-    config = of_words("rollout.tasks=16", recipe=recipe, file=file)
+    file = write(tmp_path / "run.yaml", "seed: 7\nsteps: 6\nlearner: {clip_low: 0.2}\nrollout: {tasks_per_step: 8}")
+    config = of_words("rollout.tasks_per_step=16", recipe=recipe, file=file)
     [stage] = config.stages
-    assert (config.seed, stage.steps, stage.rollout.tasks, stage.rollout.group_size) == (7, 6, 16, 2)
+    assert (config.seed, stage.steps, stage.rollout.tasks_per_step, stage.rollout.group_size) == (7, 6, 16, 2)
     assert (stage.learner.settings["lr"], stage.learner.settings["clip_low"]) == (1e-3, 0.2)
     assert (stage.model, config.recipe) == ("./some-model", recipe)
 
@@ -144,15 +144,15 @@ def test_what_a_file_says_of_one_stage_wins_over_what_it_says_of_all(tmp_path):
         env: math_verify
         steps: 5
         learner: {lr: 0.5, weight_decay: 0.1}
-        rollout: {tasks: 4, group_size: 2}
+        rollout: {tasks_per_step: 4, group_size: 2}
         stages:
-          - {agent: replay, learner: {name: sft, lr: 0.25}, rollout: {tasks: 8}}
+          - {agent: replay, learner: {name: sft, lr: 0.25}, rollout: {tasks_per_step: 8}}
           - {learner: grpo, steps: 9}
         """,
     )
     for first, second in (resolve(file=file).stages, resolve(yaml.safe_load(file.read_text())).stages):
-        assert (first.steps, first.learner.settings["lr"], first.rollout.tasks) == (5, 0.25, 8)
-        assert (second.steps, second.learner.settings["lr"], second.rollout.tasks) == (9, 0.5, 4)
+        assert (first.steps, first.learner.settings["lr"], first.rollout.tasks_per_step) == (5, 0.25, 8)
+        assert (second.steps, second.learner.settings["lr"], second.rollout.tasks_per_step) == (9, 0.5, 4)
         assert {stage.learner.settings["weight_decay"] for stage in (first, second)} == {0.1}
 
 
@@ -184,7 +184,7 @@ def test_what_another_learner_does_not_have_is_left_out_and_said_in_a_line(recip
     sft = learner_of("learner=sft", recipe=recipe)
     assert (sft.settings["lr"], "clip_low" in sft.settings) == (1e-3, False)
     assert left_out(recwarn) == [
-        "learner sft does not have these settings of grpo, which are left out: learner.clip_low"
+        "learner sft does not have these settings of grpo, which are dropped: learner.clip_low"
     ]
 
 
@@ -239,7 +239,7 @@ def test_settings_of_an_agent_that_is_found_by_itself_are_those_of_the_one_named
 def test_settings_of_another_environment_are_left_out_and_said(tmp_path, recwarn):
     file = write(tmp_path / "run.yaml", "env: {name: math_verify, digits: 3}")
     assert resolve({"env": "tool_use"}, file=file).stages[0].env.name == "tool_use"
-    assert "env tool_use does not have these settings of math_verify, which are left out: env.digits" in left_out(
+    assert "env tool_use does not have these settings of math_verify, which are dropped: env.digits" in left_out(
         recwarn
     )
 
@@ -344,9 +344,9 @@ def test_a_name_and_settings_may_come_in_either_order(words):
 
 
 def test_later_words_win():
-    assert parse_overrides(["steps=1", "rollout.tasks=1", "rollout.tasks=2", "steps=2"]) == {
+    assert parse_overrides(["steps=1", "rollout.tasks_per_step=1", "rollout.tasks_per_step=2", "steps=2"]) == {
         "steps": 2,
-        "rollout": {"tasks": 2},
+        "rollout": {"tasks_per_step": 2},
     }
 
 
@@ -369,7 +369,7 @@ REFUSED = {
     "lr=1": "unknown key 'lr'. Did you mean 'learner.lr'?",
     "temperature=1": "unknown key 'temperature'. Did you mean 'rollout.temperature'?",
     "group_size=4": "unknown key 'group_size'. Did you mean 'rollout.group_size'?",
-    "batch_size=4": "unknown key 'batch_size'. Did you mean 'learner.minibatches' or 'rollout.tasks'?",
+    "batch_size=4": "unknown key 'batch_size'. Did you mean 'learner.minibatches' or 'rollout.tasks_per_step'?",
     "beta=0.1": "unknown key 'beta'. Did you mean 'learner.kl.coef'?",
     "max_new_tokens=4": "unknown key 'max_new_tokens'. Did you mean 'rollout.max_tokens'?",
     "dtype=bfloat16": "unknown key 'dtype'. Did you mean 'engine.dtype' or 'workers.dtype'?",
@@ -413,8 +413,8 @@ REFUSED = {
     "learner.aggregation=words": "learner grpo: key 'aggregation': must be 'token', 'sequence' or 'constant'",
     "rollout.temperature=0": "key 'rollout.temperature': must be more than 0, got 0",
     "engine.kind=sglang": "key 'engine.kind': must be 'auto', 'vllm', 'transformers' or 'openai', got 'sglang'",
-    "rollout=3": "key 'rollout' holds keys of its own (rollout.…), not 3",
-    "engine.args=3": "key 'engine.args' holds keys of its own",
+    "rollout=3": "key 'rollout' holds nested keys (rollout.…), not 3",
+    "engine.args=3": "key 'engine.args' holds nested keys",
     "name=a/b": "key 'name'",
     "stages=3": "key 'stages' is a list of settings",
     # names that nothing is registered under
@@ -458,8 +458,8 @@ def test_an_environment_is_asked_for():
 
 
 def test_a_mistake_in_one_of_several_stages_names_the_stage(tmp_path):
-    recipe = write(tmp_path / "two.yaml", "stages: [{learner: grpo}, {learner: grpo, rollout: {tasks: 0}}]")
-    with pytest.raises(ConfigError, match=r"stage 2: key 'rollout.tasks'"):
+    recipe = write(tmp_path / "two.yaml", "stages: [{learner: grpo}, {learner: grpo, rollout: {tasks_per_step: 0}}]")
+    with pytest.raises(ConfigError, match=r"stage 2: key 'rollout.tasks_per_step'"):
         resolve(ENV, recipe=str(recipe))
 
 
@@ -478,7 +478,7 @@ def test_a_replay_has_no_groups_to_compare():
         ("rollout:\n  tasks: 1\n  tasks: 2", r"bad.yaml:3: not valid YAML \(key 'tasks' is given twice\)"),
         ("learner: {lr: 1, lr: 2}", r"bad.yaml:1: not valid YAML \(key 'lr' is given twice\)"),
         ("- 1\n- 2", r"bad.yaml: a config file holds `key: value` pairs, not a list"),
-        ("rollout:\n  tsaks: 1", r"unknown key 'rollout.tsaks'. Did you mean 'tasks'\?"),
+        ("rollout:\n  tsaks_per_step: 1", r"unknown key 'rollout.tsaks_per_step'. Did you mean 'tasks_per_step'\?"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, text, says):
@@ -487,9 +487,9 @@ def test_a_bad_file_is_named(tmp_path, text, says):
 
 
 def test_numbers_that_only_look_like_mistakes_are_taken(tmp_path):
-    file = write(tmp_path / "run.yaml", "eval: &alike {tasks: 4}\nrollout: {<<: *alike, tasks: 6}")
-    stage = stage_of("learner.shaping.clip=[0, .inf]", "steps=1e2", "eval.greedy=1", "rollout.tasks=8", file=file)
-    assert (stage.rollout.tasks, stage.eval.tasks, stage.steps, stage.eval.greedy) == (8, 4, 100, True)
+    file = write(tmp_path / "run.yaml", "eval: &alike {every: 4}\ncheckpoint: {<<: *alike, every: 6}")
+    stage = stage_of("learner.shaping.clip=[0, .inf]", "steps=1e2", "eval.greedy=1", "checkpoint.every=8", file=file)
+    assert (stage.checkpoint.every, stage.eval.every, stage.steps, stage.eval.greedy) == (8, 4, 100, True)
     assert stage.learner.settings["shaping"]["clip"] == [0, float("inf")]
 
 
@@ -537,6 +537,6 @@ def test_words_change_a_saved_config(tmp_path):
 
 
 def test_the_same_settings_from_python_are_the_same_run():
-    assert of_words("seed=1", "rollout.tasks=3", "learner.lr=1e-5") == resolve(
-        {**ENV, "seed": 1, "rollout": {"tasks": 3}, "learner": {"lr": 1e-5}}
+    assert of_words("seed=1", "rollout.tasks_per_step=3", "learner.lr=1e-5") == resolve(
+        {**ENV, "seed": 1, "rollout": {"tasks_per_step": 3}, "learner": {"lr": 1e-5}}
     )

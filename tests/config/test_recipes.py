@@ -11,7 +11,7 @@ ALGORITHMS = ["ppo", "reinforce++", "reinforce++_baseline", "rloo", "grpo", "dr_
 VARIANTS = ["dapo", "prorl", "gspo", "cispo"]
 
 # learner, episodes a rollout, episodes an optimizer step, group size, learning rate, (clip_low, clip_high),
-# (KL coefficient, its estimator, its place), aggregation
+# (KL coefficient, its estimator, where it is applied), aggregation
 CITED = {
     "ppo": ("ppo", 1024, 128, 1, 5e-7, (0.2, 0.2), (0.01, "k1", "reward"), "token"),
     "reinforce++": ("reinforce++", 1024, 128, 1, 5e-7, (0.2, 0.2), (1e-4, "k1", "reward"), "token"),
@@ -64,7 +64,7 @@ def test_the_algorithms_and_the_recipes_built_on_them_ship():
 def test_a_recipe_says_what_its_source_says(recipe):
     for stage in stages_of(recipe):
         learner, rollout = stage.learner.settings, stage.rollout
-        episodes = rollout.tasks * rollout.group_size
+        episodes = rollout.tasks_per_step * rollout.group_size
         kl = learner["kl"]
         assert CITED[recipe] == (
             stage.learner.name,
@@ -73,7 +73,7 @@ def test_a_recipe_says_what_its_source_says(recipe):
             rollout.group_size,
             learner["lr"],
             None if learner["policy_loss"] == "reinforce" else (learner["clip_low"], learner["clip_high"]),
-            (kl["coef"], kl["estimator"], kl["place"]) if kl["coef"] else None,
+            (kl["coef"], kl["estimator"], kl["applied_to"]) if kl["coef"] else None,
             learner["aggregation"],
         )
         assert {key: learner[key] for key in ALSO[recipe]} == ALSO[recipe]

@@ -42,7 +42,7 @@ def test_a_model_of_its_own_counts(stages):
 
 def test_stages_that_do_not_train_leave_no_model(stages):
     config = stages(
-        SFT, {**GRPO, "name": "drawn", "do": "rollout"}, {**SFT, "name": "again", "data": {"path": "stage:drawn"}}
+        SFT, {**GRPO, "name": "drawn", "kind": "rollout"}, {**SFT, "name": "again", "data": {"path": "stage:drawn"}}
     )
     assert [stage.model for stage in config.stages] == ["./base", "stage:sft", "stage:sft"]
     assert config.stages[2].data == {"path": "stage:drawn"}
@@ -94,10 +94,10 @@ def test_a_recipe_that_nothing_would_read_is_refused(tmp_path):
         ([SFT, {**GRPO, "model": "stage:stf"}], {}, r"stage 2: there is no stage 'stf' before it. Did you mean 'sft'"),
         ([{**SFT, "model": "stage:grpo"}, GRPO], {}, "stage 1: there is no stage 'grpo' before it"),
         ([SFT, GRPO], {"stages": {"rl": {"steps": 1}}}, "stages.rl: there is no such stage"),
-        ([SFT, GRPO], {"stages": {"sft": 3}}, r"key 'stages.sft' holds keys of its own"),
+        ([SFT, GRPO], {"stages": {"sft": 3}}, r"key 'stages.sft' holds nested keys"),
         ([{**SFT, "repeat": 0}], {}, "repeat is a number of times"),
-        ([{**SFT, "recipe": "rlhf"}], {}, "recipe rlhf is a run by itself"),
-        ([{"agent": "replay", **GRPO}], {}, "learner grpo learns from what the policy samples"),
+        ([{**SFT, "recipe": "rlhf"}], {}, "recipe rlhf is a whole run"),
+        ([{"agent": "replay", **GRPO}], {}, "learner grpo trains on episodes that the policy samples"),
     ],
 )
 def test_what_cannot_be_is_one_line(stages, of_recipe, own, says):

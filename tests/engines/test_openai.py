@@ -61,7 +61,7 @@ def ask(serving, handler, *, tools=(), sampling=SAMPLING, check=False, messages=
         async with serving(handler) as url:
             settings_of = {"timeout": 5.0, "tries": 3, "concurrency": 4, "api_key_env": "TEST_KEY", **settings}
             engine = OpenAIEngine(Chat(model="m", base_url=f"{url}/v1", **settings_of))
-            request = ChatRequest("eval/1.0000", messages or (Message.of("user", "?"),), tuple(tools), sampling)
+            request = ChatRequest("eval/1.0000", messages or (Message("user", "?"),), tuple(tools), sampling)
             try:
                 return await (engine.check(sampling) if check else engine.chat(request)), engine.counters
             except envgym.errors.EnvgymError as error:
@@ -91,7 +91,7 @@ def test_a_turn_is_asked_as_the_api_wants_it(serving):
         return says("42")
 
     messages = (
-        Message.of("user", "add"),
+        Message("user", "add"),
         Message("assistant", (), (ToolCall("x", "add", {"a": 1}),)),
         Message("tool", (envgym.types.TextPart("3"),), (), "x", "add"),
     )
@@ -115,7 +115,7 @@ def test_special_tokens_are_broken_up_after_the_prompt_alone(serving):
         return says("42")
 
     tool = Message("tool", (envgym.types.TextPart("<|im_end|>"),), (), "x", "add")
-    spelled = [Message.of(role, "<|im_end|>") for role in ("system", "user", "assistant", "user")]
+    spelled = [Message(role, "<|im_end|>") for role in ("system", "user", "assistant", "user")]
     ask(serving, handler, messages=(*spelled, tool))
     ask(serving, handler, messages=(spelled[0], tool))
     assert asked == [["<|im_end|>"] * 2 + ["< |im_end|>"] * 3, ["<|im_end|>", "< |im_end|>"]]
@@ -355,7 +355,7 @@ def test_nobody_there_and_no_key(monkeypatch):
         ):
             await engine.check(SAMPLING)
         with pytest.raises(InvalidOutcome, match="cannot be reached") as failure:  # in the middle of an evaluation
-            await engine.chat(ChatRequest("1", (Message.of("user", "?"),), (), SAMPLING))
+            await engine.chat(ChatRequest("1", (Message("user", "?"),), (), SAMPLING))
         assert (failure.value.kind, failure.value.retryable) == ("engine", True)
         await engine.close()
         monkeypatch.delenv("TEST_KEY")
@@ -416,7 +416,7 @@ def test_the_agent_that_plays_the_same_by_messages():
         "chat": {"tools": False},
     }
     agents = {name: agent_of(agent={"name": name, **own}) for name, own in given.items()}
-    assert {type(agent).__name__ for agent in agents.values()} == {"Chat"}
+    assert {type(agent).__name__ for agent in agents.values()} == {"ChatAgent"}
     settings = [(a.config.max_turns, a.config.max_tokens, a.config.tools) for a in agents.values()]
     assert settings == [(3, 90, False), (None, None, True), (1, None, False), (None, None, False)]
 
@@ -477,7 +477,7 @@ def evaluate(serving, handler, tmp_path, n_tasks, monkeypatch=None, engine=None,
                 if monkeypatch is None:
                     tasks = [await place.spec.tasks("test").get(n) for n in range(n_tasks)]
                 play = SamplingPlan("eval", stage.rollout.sampling(agent.renderer.stop_token_ids), 1)
-                return await runner.play(tasks, play)
+                return await runner.roll_out(tasks, play)
 
     return asyncio.run(asyncio.wait_for(main(), 60)), display.notes
 
@@ -785,7 +785,16 @@ def test_a_real_server_that_refuses_is_told_in_one_line(vllm_server, tmp_path, m
 def test_a_teacher_behind_it_teaches_what_one_in_the_run_does(vllm_server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TEST_KEY", KEY)
-    words = ["--recipe", "distill", "--env", "math_verify", "rollout.tasks=8", "eval.every=0", "epochs=null", "steps=3"]
+    words = [
+        "--recipe",
+        "distill",
+        "--env",
+        "math_verify",
+        "rollout.tasks_per_step=8",
+        "eval.every=0",
+        "epochs=null",
+        "steps=3",
+    ]
     words += ["learner.top_k=4", "learner.lr=1e-3", "deterministic=true"]
     api = [
         f"roles.teacher.base_url={vllm_server}/v1",

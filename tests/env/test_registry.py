@@ -198,9 +198,9 @@ def test_a_package_makes_environments_of_files_for_another_program(write, monkey
     """They are asked before the file is imported, and the first that knows it wins."""
     write(ADAPTER, "adapter_of_files.py")
     monkeypatch.syspath_prepend(write("", "guess.py").parent)
-    offered = registry.offered
+    entry_points = registry.entry_points
     mine = {"none": "envgym.envs.openrlhf:environment_of", "mine": "adapter_of_files:adapt"}
-    monkeypatch.setattr(registry, "offered", lambda group: mine if group == "envgym.files" else offered(group))
+    monkeypatch.setattr(registry, "entry_points", lambda group: mine if group == "envgym.files" else entry_points(group))
     foreign = write("raise RuntimeError('foreign')", "of_another_program.py")
     spec = registry.spec(str(foreign))
     assert type(spec).__name__ == "Adapted"
@@ -231,7 +231,7 @@ def test_checkout_without_installation_says_so(monkeypatch):
         raise registry.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(registry.importlib.metadata, "distribution", distribution)
-    monkeypatch.setattr(registry, "offered", lambda group: {})
+    monkeypatch.setattr(registry, "entry_points", lambda group: {})
     with pytest.raises(NameNotFound, match="envgym is not installed here"):
         registry.spec("math_verify")
 
@@ -279,7 +279,7 @@ def test_suggestions_are_gymnasiums(names, asked):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_registered", {})
-        patch.setattr(registry, "offered", lambda group: {})
+        patch.setattr(registry, "entry_points", lambda group: {})
         patch.setattr(registration, "registry", {})
         for name in names:
             registry.register(f"lab/{name}-v0", One)
@@ -339,7 +339,7 @@ def test_what_make_gives_closes_the_environment_that_was_made_for_it_alone():
 
 def test_a_packages_malformed_id_stands_in_nobodys_way(monkeypatch):
     offered = {"not an id!": "nowhere:Nothing", "Fine-v1": f"{__name__}:One"}
-    monkeypatch.setattr(registry, "offered", lambda group: offered if group == "envgym.envs" else {})
+    monkeypatch.setattr(registry, "entry_points", lambda group: offered if group == "envgym.envs" else {})
     assert registry.list_ids() == ["Fine-v1"]
     assert registry.is_installed("Fine")
     assert registry.find("Fine").id == "Fine-v1"
@@ -379,9 +379,9 @@ class Elsewhere(envgym.EnvSpec):
 
 
 def test_a_scheme_that_a_package_brings_wins_and_python_names_an_import(monkeypatch):
-    offered = registry.offered
+    entry_points = registry.entry_points
     schemes = {"openenv": f"{__name__}:Elsewhere", __name__.partition(".")[0]: f"{__name__}:Elsewhere"}
-    monkeypatch.setattr(registry, "offered", lambda group: schemes if group == "envgym.schemes" else offered(group))
+    monkeypatch.setattr(registry, "entry_points", lambda group: schemes if group == "envgym.schemes" else entry_points(group))
     for name in ("openenv:game", "openenv://host/game", f"{__name__.partition('.')[0]}:One"):
         spec = registry.spec(name)
         assert (type(spec), spec.id) == (Elsewhere, name)
@@ -392,8 +392,8 @@ def test_a_scheme_that_a_package_brings_wins_and_python_names_an_import(monkeypa
 
 
 def test_a_setting_may_say_where_an_environment_is_that_nobody_registered(monkeypatch):
-    offered, locators = registry.offered, {"size": f"{__name__}:Elsewhere"}
-    monkeypatch.setattr(registry, "offered", lambda group: locators if group == "envgym.locators" else offered(group))
+    entry_points, locators = registry.entry_points, {"size": f"{__name__}:Elsewhere"}
+    monkeypatch.setattr(registry, "entry_points", lambda group: locators if group == "envgym.locators" else entry_points(group))
     assert type(registry.spec("far", size=2)) is Elsewhere
     with pytest.raises(NameNotFound):
         registry.spec("far")

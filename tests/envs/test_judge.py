@@ -67,7 +67,7 @@ async def answered(spec, text, task=TASK):
 
 
 def episode(text):
-    messages = [Message.of("user", "What is 1 + 1?"), Message.of("assistant", text)]
+    messages = [Message("user", "What is 1 + 1?"), Message("assistant", text)]
     return Episode("e", TASK, Outcome.complete(), messages=messages)
 
 

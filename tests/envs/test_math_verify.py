@@ -161,7 +161,7 @@ def test_the_instruction_joins_the_last_user_message():
         await env.spec.close()
         return [(message.role, message.text) for message in observation.messages]
 
-    chat = (envgym.Message.of("system", "s"), envgym.Message.of("user", "q"))
+    chat = (envgym.Message("system", "s"), envgym.Message("user", "q"))
     assert asyncio.run(main(chat, instruction="Box it.")) == [("system", "s"), ("user", "q\nBox it.")]
     assert asyncio.run(main("q", instruction="")) == [("user", "q")]
     assert asyncio.run(main(chat[:1], instruction="Box it.")) == [("system", "s"), ("user", "Box it.")]

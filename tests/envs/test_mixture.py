@@ -36,7 +36,7 @@ class Finite(envgym.Env):
     async def reset(self, *, seed=None, options=None):
         self.task = options["task"]
         LOG.append(("reset", self.spec.config.name, self.task.key, seed))
-        return [Message.of("user", self.task.prompt)], {}
+        return [Message("user", self.task.prompt)], {}
 
     async def step(self, action):
         right = float(action.text == str(self.task.answer))
@@ -376,7 +376,7 @@ def played(file):
     async def play():
         async with spec:
             tasks = [await spec.tasks("train").get(n) for n in range(8)]
-            return await runner.play(tasks, SamplingPlan("p", SamplingParams(max_tokens=4), 2))
+            return await runner.roll_out(tasks, SamplingPlan("p", SamplingParams(max_tokens=4), 2))
 
     return asyncio.run(asyncio.wait_for(play(), 30))
 

@@ -73,7 +73,7 @@ def test_each_step_is_paid_and_the_worst_is_the_score(process_model, rows):
         (True, False)
     ]
     worker = RewardWorker(RewardModel(model=str(process_model)))
-    before = [Message.of("user", "add 1, 2 and 4").as_dict()]
+    before = [Message("user", "add 1, 2 and 4").as_dict()]
     asked = [{"before": before, "steps": STEPS[:n], "is_last": n == 3} for n in (1, 2, 3)]
     expected = [1 / (1 + 2.718281828459045**-value) for value, _, _ in worker.score(asked)]
     rewards = [reward for _, reward, _, _, _ in steps]
@@ -88,7 +88,13 @@ def test_a_policy_is_trained_on_it(process_model, rows, tiny_model, tmp_path, mo
     """Its steps follow each other in one row, with nothing between them."""
     monkeypatch.chdir(tmp_path)
     words = [f"env.model={process_model}", "env.separator=a", f"data.path={rows['path']}", "data.test_fraction=0"]
-    words += ["engine.kind=transformers", "rollout.tasks=1", "rollout.group_size=8", "rollout.max_tokens=40", "steps=1"]
+    words += [
+        "engine.kind=transformers",
+        "rollout.tasks_per_step=1",
+        "rollout.group_size=8",
+        "rollout.max_tokens=40",
+        "steps=1",
+    ]
     words += ["eval.every=0", "--model", str(tiny_model), "--name", "run"]
     assert main(["train", "--env", "process_reward_model", "--learner", "rloo", *words]) == 0
     episodes = read_episodes(tmp_path / "runs" / "run")

@@ -195,7 +195,7 @@ def replayed(path, model, *, agent=None, render="auto", **settings):
             runner = Runner(spec, replay, None, RolloutConfig(refills=0), max_model_len=0, seed=0, deterministic=False)
             tasks = [await spec.tasks("train").get(index) for index in range(spec.tasks("train").size)]
             plan = SamplingPlan("step-1", SamplingParams(8, 1.0, 1.0, 0, ()), spec.recordings_per_task)
-            return await runner.play(tasks, plan), renderer
+            return await runner.roll_out(tasks, plan), renderer
 
     return asyncio.run(main())
 

@@ -61,7 +61,7 @@ def test_the_reward_is_the_weighted_sum_of_models_and_endpoints(tiny_reward_mode
             ):
                 assert spec.tasks("train").size + spec.tasks("test").size == 20
                 [own] = direct.clients.values()
-                conversation = [*as_messages(TASK.prompt), envgym.Message.of("assistant", "the answer is 46.")]
+                conversation = [*as_messages(TASK.prompt), envgym.Message("assistant", "the answer is 46.")]
                 return await own.score_one(conversation), await played(spec), await played(direct), await played(remote)
 
     expected, (reward, info), (alone, alone_info), (far, far_info) = asyncio.run(main())

@@ -11,7 +11,7 @@ from envgym.types import Episode, Message, Outcome, Task
 
 
 def episode(member, task="t"):
-    messages = [Message.of("user", "1 + 1 = ?"), Message.of("assistant", "2")]
+    messages = [Message("user", "1 + 1 = ?"), Message("assistant", "2")]
     return Episode(f"g:{member}", Task(task), Outcome.complete(), messages=messages, group_id="g", member=member)
 
 

@@ -22,16 +22,16 @@ def journal(tmp_path):
 def test_episodes_come_back_in_the_order_in_which_they_ended(journal):
     for member in (1, 0, 2):
         journal.write(episode(member))
-    assert [member for _, member in journal.played()] == [1, 0, 2]
-    assert to_record(journal.played()["g/00000", 2]) == to_record(episode(2))
+    assert [member for _, member in journal.originals()] == [1, 0, 2]
+    assert to_record(journal.originals()["g/00000", 2]) == to_record(episode(2))
 
 
 def test_what_is_said_later_is_told_from_what_was_played(journal):
     journal.write(episode(0))
     journal.write(episode(1))
     journal.write(episode(0, score=0.5))
-    assert [each.score for each in journal.played().values()] == [None, None]
-    assert [each.score for each in journal.judged().values()] == [0.5, None]
+    assert [each.score for each in journal.originals().values()] == [None, None]
+    assert [each.score for each in journal.latest().values()] == [0.5, None]
 
 
 def test_a_line_that_was_cut_is_left_out_and_written_anew(journal):
@@ -41,14 +41,14 @@ def test_a_line_that_was_cut_is_left_out_and_written_anew(journal):
     for length in range(len(content)):  # a kill at any byte
         journal.path.write_bytes(content[:length])
         whole = content[: length + 1].count(b"\n")  # one that lacks its end alone is whole
-        assert len(journal.played()) == whole
+        assert len(journal.originals()) == whole
         journal.open()
         journal.write(episode(7))
-        assert [member for _, member in journal.played()] == [*range(whole), 7]
+        assert [member for _, member in journal.originals()] == [*range(whole), 7]
 
 
 def test_a_journal_that_is_not_there_is_empty(tmp_path):
-    assert Journal(tmp_path / "none.jsonl").played() == {}
+    assert Journal(tmp_path / "none.jsonl").originals() == {}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_line_that_is_no_episode_is_named(journal, line, said):
     with journal.path.open("ab") as file:
         file.write(line)
     with pytest.raises(DataError) as raised:
-        journal.played()
+        journal.originals()
     assert said in str(raised.value)
 
 
@@ -81,5 +81,5 @@ def test_of_joined_files_every_episode_is_read(journal):
 
 def test_a_full_disk_is_one_line(tmp_path):
     (tmp_path / "episodes.jsonl").symlink_to("/dev/full")
-    with pytest.raises(DataError, match="No space left on device; the episodes before this one are kept"):
+    with pytest.raises(DataError, match="No space left on device; the episodes before this one are saved"):
         Journal(tmp_path / "episodes.jsonl").write(episode(0))

@@ -50,7 +50,7 @@ def episode():
         answer="2",
         metrics={"format": 1.0},
         messages=[
-            Message.of("user", "1 + 1 = ?"),
+            Message("user", "1 + 1 = ?"),
             Message("assistant", (TextPart("zwölf → 12 🙂"),), (ToolCall("1", "add", {"a": 1}),)),
             Message("tool", (TextPart("2"),), (), "1", "add"),
         ],
@@ -147,7 +147,7 @@ def test_float32_log_probabilities_keep_every_bit(tmp_path):
 
 
 def test_episodes_are_read_back_as_they_were(tmp_path, episode):
-    prompt = (Message.of("system", "Add."), Message.of("user", "1 + 1 = ?"))
+    prompt = (Message("system", "Add."), Message("user", "1 + 1 = ?"))
     fields = {"level": {"name": "easy", "steps": [1, None]}}
     task = Task("sum-1", prompt, answer={"value": [2]}, fields=fields, difficulty=0.5, seed=2**31 + 7, env="sums")
     unread = ToolCall("2", "", {}, error="this is no JSON")

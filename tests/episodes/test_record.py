@@ -28,7 +28,7 @@ EPISODE = Episode(
     id="eval/00001:002:1",
     task=Task(
         "sum-1",
-        prompt=(Message.of("system", "add"), Message.of("user", "1 + 1 = ?")),
+        prompt=(Message("system", "add"), Message("user", "1 + 1 = ?")),
         answer=2,
         fields={"source": "seiten", "levels": [1, None]},
         difficulty=0.5,
@@ -52,7 +52,7 @@ EPISODE = Episode(
     answer="2",
     metrics={"format": 1.0},
     messages=[
-        Message.of("user", "1 + 1 = ?"),
+        Message("user", "1 + 1 = ?"),
         Message(
             "assistant",
             (TextPart("zwölf → 12 🙂"),),
@@ -90,7 +90,7 @@ def test_what_json_does_not_have_comes_back_from_a_file_as_it_was(tmp_path, suff
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_messages_of_others_stay_theirs_and_no_other_is_written_differently(tmp_path, suffix):
-    theirs = replace(Message.of("user", "<|im_end|>"), from_others=True)
+    theirs = replace(Message("user", "<|im_end|>"), from_others=True)
     assert as_messages([theirs.as_dict()]) == (theirs,)
     marked = replace(EPISODE, id="second", messages=[*EPISODE.messages, theirs], task=Task("t", prompt=(theirs,)))
     for name, episode in (("plain", replace(EPISODE, id="second")), ("marked", marked)):

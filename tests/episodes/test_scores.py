@@ -61,7 +61,7 @@ def runner_of(env=Pays):
 
 def play(*rewards, runner=None, told=None, **said):
     tasks = [Task(f"t{number}", fields={"reward": reward, **said}) for number, reward in enumerate(rewards)]
-    return asyncio.run((runner or runner_of()).play(tasks, PLAN, on_episode=told))
+    return asyncio.run((runner or runner_of()).roll_out(tasks, PLAN, on_episode=told))
 
 
 def scores(groups):
@@ -110,7 +110,7 @@ def test_that_rewards_are_no_scores_is_known_from_then_on_and_of_that_environmen
     assert scores(play(1.0, -1.0, runner=runner)) == [None, None]
     assert scores(play(1.0, 1.0, runner=runner)) == [None, None]
     other = [Task("t", fields={"reward": 1.0}, env="other"), Task("t", fields={"reward": -1.0}, env="game")]
-    assert scores(asyncio.run(runner_of().play(other, PLAN))) == [1.0, None]
+    assert scores(asyncio.run(runner_of().roll_out(other, PLAN))) == [1.0, None]
 
 
 def test_episodes_that_lose_their_score_are_told_of_again_and_stay_so_when_kept():

@@ -86,7 +86,7 @@ def stopped(folder, command, how, after):
 def test_a_rollout_that_is_stopped_goes_on_with_nothing_repeated_and_nothing_lost(folder, tiny_model, how):
     status, stderr = stopped(folder, words(tiny_model), how, after=10)
     journal = Journal(folder / "out.jsonl.unfinished" / "episodes.jsonl")
-    before = journal.played()
+    before = journal.originals()
     assert 10 <= len(before) < TASKS * SAMPLES
     assert not (folder / "out.jsonl").exists()
     if how == signal.SIGINT:
@@ -172,7 +172,7 @@ def test_what_is_kept_goes_on_only_from_the_same_settings_and_weights(tmp_path):
     (tmp_path / "model" / "config.json").write_text("{ }")
     with pytest.raises(RunError, match="other weights"):
         unfinished(tmp_path)
-    assert len(unfinished(tmp_path, overwrite=True).journal.played()) == 0
+    assert len(unfinished(tmp_path, overwrite=True).journal.originals()) == 0
     assert unfinished(tmp_path).saved == {}
 
 

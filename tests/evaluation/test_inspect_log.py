@@ -54,11 +54,11 @@ def tool_episode(member):
         answer="12",
         metrics={"calls": 1.0, "odd": float("inf")},
         messages=[
-            Message.of("system", "You keep a shop."),
-            Message.of("user", "How much tea is left?"),
+            Message("system", "You keep a shop."),
+            Message("user", "How much tea is left?"),
             Message("assistant", (TextPart("I look."),), (call, ToolCall("call-2", "", error="no JSON"))),
             Message("tool", (TextPart("12"),), tool_call_id="call-1", name="stock"),
-            Message.of("assistant", "12"),
+            Message("assistant", "12"),
         ],
         env="shop-v0",
         group_id="shop/00000",
@@ -70,7 +70,7 @@ def tool_episode(member):
 
 
 def episode(group, member, task, outcome, score=None, **more):
-    messages = [Message.of("user", f"{task.id}?"), *([Message.of("assistant", "so")] if "rows" in more else [])]
+    messages = [Message("user", f"{task.id}?"), *([Message("assistant", "so")] if "rows" in more else [])]
     if outcome.reason == "timeout":
         messages = []
     said = {"env": "shop-v0", "group_id": group, "member": member}
@@ -80,7 +80,7 @@ def episode(group, member, task, outcome, score=None, **more):
 
 def all_kinds():
     """Groups with what an evaluation can come to: right, wrong, cut short, failed, unscored, a task asked twice."""
-    coffee, milk = Task("coffee", "Coffee?", "none"), Task("milk", (Message.of("user", "Milk?"),), None, env="dairy")
+    coffee, milk = Task("coffee", "Coffee?", "none"), Task("milk", (Message("user", "Milk?"),), None, env="dairy")
     groups = [
         [tool_episode(0), tool_episode(1)],
         [

@@ -81,7 +81,7 @@ def evaluated(tiny_model, folder):
 
 
 def groups_of(folder, name):
-    episodes = [episode for (group, _), episode in folder.journal.judged().items() if group.startswith(f"{name}/")]
+    episodes = [episode for (group, _), episode in folder.journal.latest().items() if group.startswith(f"{name}/")]
     ids = dict.fromkeys(episode.group_id for episode in episodes)
     return [Group(id, of[0].task, of) for id in ids if (of := [e for e in episodes if e.group_id == id])]
 
@@ -197,13 +197,13 @@ def test_a_kill_repeats_and_loses_nothing_that_had_ended(tiny_model, folder):
     child = subprocess.Popen([ENVGYM, "eval", *words], stdout=subprocess.DEVNULL, start_new_session=True)
     journal = EvalFolder(folder / "evals/killed").journal
     deadline = time.monotonic() + 120
-    while len(journal.played()) < 20:
+    while len(journal.originals()) < 20:
         assert time.monotonic() < deadline, "no episode ended"
         assert child.poll() is None
         time.sleep(0.05)
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    before = journal.played()
+    before = journal.originals()
     assert 20 <= len(before) < 120
     assert {episode.outcome.reason for episode in before.values()} <= {"", "environment", "length"}
     with journal.path.open("a") as file:
@@ -211,7 +211,7 @@ def test_a_kill_repeats_and_loses_nothing_that_had_ended(tiny_model, folder):
     began = len((folder / "began.txt").read_text().split())
     done = subprocess.run([ENVGYM, "eval", "--resume", "killed"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    after = journal.played()
+    after = journal.originals()
     assert len(after) == 120
     assert {place: after[place] for place in before} == before
     assert len(journal.path.read_text().splitlines()) == 120
@@ -230,14 +230,14 @@ def test_ctrl_c_keeps_what_ended_and_says_how_to_go_on(tiny_model, folder):
     child = subprocess.Popen([ENVGYM, "eval", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     journal = EvalFolder(folder / "evals/first").journal
     deadline = time.monotonic() + 120
-    while len(journal.played()) < 5:
+    while len(journal.originals()) < 5:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 130
     assert said.splitlines()[-1].endswith("resume with: envgym eval --resume evals/first")
-    assert len(journal.played()) >= 5
+    assert len(journal.originals()) >= 5
 
 
 @pytest.mark.slow

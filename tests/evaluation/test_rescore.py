@@ -94,13 +94,13 @@ SelfPlay.env_class = Player
 def saved(texts, *, member=0, group="rollout/00000", task=None, outcome=None, stop=StopReason.STOP, prompt=(), **said):
     """An episode with a turn for each text, its tokens the characters'."""
     task = task or Task("sum", "1 + 1 = ?", answer="2", fields={"level": 3})
-    segments, messages = [Segment("prompt", [1])], [*prompt, Message.of("user", "1 + 1 = ?")]
+    segments, messages = [Segment("prompt", [1])], [*prompt, Message("user", "1 + 1 = ?")]
     for number, text in enumerate(texts):
         if number:
             segments.append(Segment("feedback", [9]))
-            messages.append(Message.of("user", "on"))
+            messages.append(Message("user", "on"))
         segments.append(Segment("action", [ord(letter) for letter in text], logprobs=[-0.5] * len(text)))
-        messages.append(Message.of("assistant", text))
+        messages.append(Message("assistant", text))
     turns = [Turn(0.25, StopReason.STOP) for _ in texts]
     if turns:
         turns[-1].stop_reason = stop
@@ -186,7 +186,7 @@ def test_the_environment_hears_what_was_said_and_is_reset_as_it_was(folder):
 
 
 def test_turns_of_the_task_are_not_the_policy_s(folder):
-    shown = (Message.of("user", "2 + 2 = ?"), Message.of("assistant", "four"))
+    shown = (Message("user", "2 + 2 = ?"), Message("assistant", "four"))
     [new], _ = judge(folder, [saved(["stop"], prompt=shown)], "game.py")
     assert [text for _, text, *_ in heard(folder)] == ["stop"]
     assert new.messages[1].text == "four"
@@ -264,7 +264,7 @@ def test_a_record_without_its_turns_is_a_failure_of_its_own_kind():
     with pytest.raises(InvalidOutcome) as raised:
         recorded_actions(saved([]))
     assert raised.value.kind == "recording"
-    lost = replace(saved(["on", "stop"]), messages=[Message.of("assistant", "stop")])
+    lost = replace(saved(["on", "stop"]), messages=[Message("assistant", "stop")])
     with pytest.raises(InvalidOutcome, match="2 turns are recorded, and the messages hold 1"):
         recorded_actions(lost)
 
@@ -325,7 +325,7 @@ def test_demonstrations_with_real_tools_earn_what_they_show(folder, tiny_model):
         async with registry.spec("tool_use", call_share=1.0) as spec:
             tasks = [await spec.tasks("train").get(index) for index in range(4)]
             runner = Runner(spec, agent, None, RolloutConfig(), max_model_len=0, seed=0, deterministic=False)
-            groups = await runner.play(tasks, SamplingPlan("shown", SamplingParams(max_tokens=1), 1))
+            groups = await runner.roll_out(tasks, SamplingPlan("shown", SamplingParams(max_tokens=1), 1))
         return [episode for group in groups for episode in group.episodes]
 
     episodes = asyncio.run(demonstrated())
@@ -457,7 +457,7 @@ def test_a_group_that_is_judged_together_is_so_when_it_goes_on(folder, monkeypat
         judge(folder, episodes, "rank.py")
     monkeypatch.undo()
     monkeypatch.chdir(folder)
-    assert len(Journal(folder / "judged.jsonl.unfinished" / "episodes.jsonl").played()) == 2
+    assert len(Journal(folder / "judged.jsonl.unfinished" / "episodes.jsonl").originals()) == 2
     new, _ = judge(folder, episodes, "rank.py")
     assert [each.reward for each in new] == [2 / 3, 0.0, 1 / 3]
     assert [each.group_id for each in new] == ["rollout/00000"] * 3

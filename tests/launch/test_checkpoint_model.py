@@ -21,7 +21,7 @@ from envgym.monitoring.display import Display
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 TAUGHT = (
-    "train", "--env", "math_verify", "agent=replay", "--learner", "sft", "learner.lr=1e-2", "rollout.tasks=4",
+    "train", "--env", "math_verify", "agent=replay", "--learner", "sft", "learner.lr=1e-2", "rollout.tasks_per_step=4",
     "eval.every=0", "steps=2", "checkpoint.every=1", "checkpoint.keep=3", "rollout.max_tokens=33",
 )  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_a_resumed_run_goes_on_from_the_newest_whole_one_and_knows_the_best(copi
     (copied / "summary.json").unlink()
     (copied / "checkpoints" / "best").unlink()
     printed = program(copied.parents[1], "train", "--resume", "taught")
-    said = r"checkpoint \S+step_000003 is damaged: \S+model_states.pt cannot be read \(.*\); going on from step_000002"
+    said = r"checkpoint \S+step_000003 is damaged: \S+model_states.pt cannot be read \(.*\); resuming from step_000002"
     assert re.search(said, printed)
     assert "step 3/3" in printed
     assert json.loads((copied / "summary.json").read_text())["best"] == {"metric": "step", "value": 1, "step": 1}
@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_ends_a_run_in_one_line_with_what_it_kept(copied):
     done = subprocess.run(command, cwd=copied.parents[1], capture_output=True, text=True, timeout=240, check=False)
     [line] = done.stderr.splitlines()
     assert done.returncode == 2, line
-    assert re.search(r"step_000002 is kept; go on with: envgym train --resume \S+taught$", line)
+    assert re.search(r"step_000002 is saved; resume with: envgym train --resume \S+taught$", line)
     assert re.search(r"_states.pt cannot be written", line)
     assert not (copied / "checkpoints" / "unfinished").exists()
     assert json.loads((copied / "summary.json").read_text())["status"] == "failed"

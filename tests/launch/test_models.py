@@ -73,7 +73,7 @@ def test_a_cache_that_cannot_be_written_names_its_variable(tmp_path, monkeypatch
 SMALL = {
     "new_model": {"layers": 1, "hidden_size": 16, "heads": 2},
     "model_settings": {"steps": 7},
-    "env": "math_verify", "agent": "replay", "learner": "sft", "steps": 1, "rollout": {"tasks": 4},
+    "env": "math_verify", "agent": "replay", "learner": "sft", "steps": 1, "rollout": {"tasks_per_step": 4},
     "eval": {"every": 0}, "checkpoint": {"every": 0},
 }  # fmt: skip
 
@@ -109,7 +109,7 @@ def test_the_file_of_a_recipe_is_the_model_that_it_makes(recipe):
     ("keys", "says"),
     [
         ({"new_model": {"layers": 1, "nonsense": 3}}, "my own.yaml: unknown key 'new_model.nonsense'"),
-        ({"new_model": 3}, "my own.yaml: key 'new_model' holds keys of its own"),
+        ({"new_model": 3}, "my own.yaml: key 'new_model' holds nested keys"),
         ({"env": None}, "my own.yaml: which environment"),
         ({"stages": [{}, {}]}, "my own.yaml: a model is warmed up in one stage, not in 2"),
         ({"new_model": None}, "my own.yaml makes no model"),
@@ -139,7 +139,7 @@ def test_the_model_of_a_file_is_made_as_the_file_says(recipe):
     """By epochs: four of five tasks are for training, and in steps of three, once, are two steps."""
     tasks = Path(recipe()).with_name("tasks.jsonl")
     tasks.write_text("\n".join(json.dumps({"prompt": f"1 + {n}?", "answer": str(n + 1)}) for n in range(5)))
-    file = recipe(steps=None, epochs=1, rollout={"tasks": 3}, data={"path": str(tasks)})
+    file = recipe(steps=None, epochs=1, rollout={"tasks_per_step": 3}, data={"path": str(tasks)})
     command = [sys.executable, "-c", "import envgym.cli as c; c.main()", "model", file]
     printed = subprocess.run(command, env=dict(os.environ), check=True, capture_output=True, text=True).stdout
     made = Path(printed.splitlines()[-1])

@@ -209,7 +209,7 @@ def test_a_way_for_weights_that_these_gpus_have_not_is_refused_with_the_plan():
 def test_parameters_on_the_host_for_good_take_no_turns():
     offloaded = {"workers.zero_stage": 3, "workers.offload_parameters": True}
     with pytest.raises(
-        ConfigError, match=r"^workers\.offload_parameters of the actor, which takes turns with the engine"
+        ConfigError, match=r"^workers\.offload_parameters of the actor, which shares GPUs with the engine in turns"
     ):
         stage(**offloaded, colocate="all")
     reference = {"learner.kl.coef": 0.1, "roles.reference.workers.offload_parameters": True}

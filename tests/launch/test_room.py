@@ -21,29 +21,32 @@ def free(monkeypatch):
     assert 4 * GIB // EPISODE_BYTES == 1_263_225
 
 
+TASKS = "rollout.tasks_per_step"
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"rollout.tasks": 2, "rollout.group_size": 600_000}, ""),
+        ({TASKS: 2, "rollout.group_size": 600_000}, ""),
         (
             {"rollout.group_size": 10**9},
-            r"a step \(rollout.tasks, rollout.group_size\) of 64 tasks, 1,000,000,000 episodes of each, would take "
-            r"202,655.8 GiB of memory or more, 3,400 bytes an episode: it may take half of the 8.0 GiB that are free, "
+            r"a step \(rollout.tasks_per_step, rollout.group_size\) of 64 tasks, 1,000,000,000 episodes of each, would "
+            r"take 202,655.8 GiB of memory or more, 3,400 bytes an episode: it may take half of the 8.0 GiB that are free, "
             r"1,263,225 episodes",
         ),
-        ({"rollout.tasks": 2, "rollout.group_size": 700_000}, r"a step .* of 2 tasks, 700,000 episodes of each"),
-        ({"rollout.tasks": 2, "rollout.group_size": 600_000, "rollout.max_staleness": 1}, "of 4 tasks, 600,000"),
-        ({"rollout.tasks": 2, "rollout.group_size": 600_000, "rollout.filter.max_rounds": 2}, ""),  # no filter is on
+        ({TASKS: 2, "rollout.group_size": 700_000}, r"a step .* of 2 tasks, 700,000 episodes of each"),
+        ({TASKS: 2, "rollout.group_size": 600_000, "rollout.max_staleness": 1}, "of 4 tasks, 600,000"),
+        ({TASKS: 2, "rollout.group_size": 600_000, "rollout.filter.max_rounds": 2}, ""),  # no filter is on
         (
             {
-                "rollout.tasks": 2,
+                TASKS: 2,
                 "rollout.group_size": 600_000,
                 "rollout.filter.zero_variance": True,
                 "rollout.filter.max_rounds": 2,
             },
-            r"a step \(rollout.tasks, rollout.group_size, rollout.filter.max_rounds\) of 4 tasks, 600,000",
+            r"a step \(rollout.tasks_per_step, rollout.group_size, rollout.filter.max_rounds\) of 4 tasks, 600,000",
         ),
-        ({"rollout.tasks": 10**9, "agent": "replay", "learner": "sft"}, "a step .* of 1,000,000,000 tasks, 1 episodes"),
+        ({TASKS: 10**9, "agent": "replay", "learner": "sft"}, "a step .* of 1,000,000,000 tasks, 1 episodes"),
         ({"eval.samples": 10**9}, r"an evaluation \(eval.tasks, eval.samples\) of 512 tasks"),
         ({"eval.tasks": 10**9}, ""),  # there are no more than 512
         ({"eval.samples": 10**9, "eval.every": 0}, ""),

@@ -131,7 +131,7 @@ def policy_loss(episodes, settings):
             if factor is None:
                 continue
             loss = factor * surrogate(token, kept, settings) - settings.entropy_coef * token.entropy
-            if settings.kl.get("coef") and settings.kl.get("place") == "loss":
+            if settings.kl.get("coef") and settings.kl.get("applied_to") == "loss":
                 loss += settings.kl["coef"] * kl(token, settings.kl["estimator"])
             total += token.weight * loss
         per_episode.append((total, sum(token.weight for token in episode)))

@@ -28,7 +28,7 @@ GSPO = {**GRPO, "policy_loss": "gspo"}
 # TRL names the largest ratio, envgym how far above 1 it is; TRL's has no lower bound.
 CISPO = {**GRPO, "aggregation": "token", "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 0.3}
 RLOO = {"learner": "rloo", "aggregation": "constant", "constant_length": 1}
-KL_IN_LOSS = {"kl": {"coef": 0.04, "estimator": "k3", "place": "loss"}}
+KL_IN_LOSS = {"kl": {"coef": 0.04, "estimator": "k3", "applied_to": "loss"}}
 
 EQUAL = {
     "grpo": GRPO,
@@ -236,7 +236,7 @@ def test_rloo_pays_for_its_kl_before_the_baseline_in_trl(trl):
 @batches_of("rloo_kl")
 def test_our_kl_is_paid_by_the_tokens_that_caused_it(trl):
     """Each token pays for its own KL and that of the tokens after it, and the baseline is of the rewards alone."""
-    ours = Step(trl, {**RLOO, "kl": {"coef": 0.05, "estimator": "k1", "place": "reward"}})
+    ours = Step(trl, {**RLOO, "kl": {"coef": 0.05, "estimator": "k1", "applied_to": "reward"}})
     without = Step(trl, RLOO)
     current, reference = per_token(trl, "current"), per_token(trl, "reference")
     for i, row in enumerate(ours.rows):

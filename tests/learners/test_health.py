@@ -90,7 +90,7 @@ def test_the_sequence_ratio_is_told_where_it_is_used():
 
 def test_kl_to_the_reference_is_told_wherever_it_is_paid():
     for place in ("loss", "reward"):
-        learner = make(kl={"coef": 0.1, "estimator": "k1", "place": place}, minibatches=2)
+        learner = make(kl={"coef": 0.1, "estimator": "k1", "applied_to": place}, minibatches=2)
         assert logged(learner, [row([1.0, 1.0], reference=[-1.5, -2.0])])["policy/kl"] == pytest.approx(0.75)
 
 
@@ -144,14 +144,14 @@ def test_advantages_of_no_token():
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_an_adaptive_coefficient_follows_the_measured_kl(place):
     """It grows where the KL is above its target, is what the next step's rows carry, and is kept by a checkpoint."""
-    learner = make("grpo", kl={"coef": 0.5, "target": 0.1, "horizon": 100, "place": place})
+    learner = make("grpo", kl={"coef": 0.5, "target": 0.1, "horizon": 100, "applied_to": place})
     rows = learner.prepare(scored([group(0.0, 1.0)]))
     record = learner.metrics(rows) | {"policy/kl": 0.3}
     assert record["policy/kl_coef"] == 0.5
     learner.on_step_end(record)
     expected = 0.5 * (1 + 0.2 * 2 / 100)
     assert learner.kl_coef == pytest.approx(expected)
-    again = make("grpo", kl={"coef": 0.5, "target": 0.1, "horizon": 100, "place": place})
+    again = make("grpo", kl={"coef": 0.5, "target": 0.1, "horizon": 100, "applied_to": place})
     again.load_state_dict(learner.state_dict())
     rows = again.prepare(scored([group(0.0, 1.0)]))
     assert again.metrics(rows)["policy/kl_coef"] == pytest.approx(expected)

@@ -48,7 +48,7 @@ def test_by_hand(name, credit):
     """gamma 1/2, coefficient 0.1, log-ratios of 1, 2 and 4: the tokens pay 0.1, 0.2 and 0.4. From the end: 8 - 0.4;
     half of that - 0.2; half of that - 0.1. (With a critic that says 0 and lambda 1, PPO's advantages are returns.)"""
     one = episode(8.0, [math.e, math.e**2, math.e**4])
-    kl = {"coef": 0.1, "estimator": "k1", "place": "reward"}
+    kl = {"coef": 0.1, "estimator": "k1", "applied_to": "reward"}
     [tokens] = advantages(name, one, kl=kl, gamma=0.5, credit=credit)
     assert tokens == pytest.approx([1.7, 3.6, 7.6])
 
@@ -58,7 +58,7 @@ def test_it_comes_after_the_comparison_of_a_group(name):
     """Rewards are compared, then each token pays: a member's KL is in nobody else's baseline."""
     members = [episode(3.0, [math.e, 1.0, 1.0]), episode(1.0, [1.0, 1.0, 1.0])]
     plain = advantages(name, *members, kl={"coef": 0.0})
-    paid = advantages(name, *members, kl={"coef": 0.1, "estimator": "k1", "place": "reward"})
+    paid = advantages(name, *members, kl={"coef": 0.1, "estimator": "k1", "applied_to": "reward"})
     assert paid[0] == pytest.approx([plain[0][0] - 0.1, *plain[0][1:]])
     assert paid[1] == plain[1]
 
@@ -69,7 +69,7 @@ def test_it_comes_after_the_comparison_of_a_group(name):
 )
 def test_by_any_estimator(name, estimator, paid):
     members = [episode(0.0, [1.0, 1.0, 2.0]), episode(0.0, [1.0, 1.0, 1.0])]
-    tokens, others = advantages(name, *members, kl={"coef": 0.5, "estimator": estimator, "place": "reward"})
+    tokens, others = advantages(name, *members, kl={"coef": 0.5, "estimator": estimator, "applied_to": "reward"})
     assert tokens == pytest.approx([-0.5 * paid] * 3)
     assert others == pytest.approx([0.0] * 3)
 
@@ -77,7 +77,7 @@ def test_by_any_estimator(name, estimator, paid):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_is_of_the_policy_that_the_trainer_holds_where_that_was_asked(name):
     """Two optimizer steps a rollout: the trainer's own log-probabilities, at -2 where the sampler has -1, are there."""
-    kl = {"coef": 0.5, "estimator": "k1", "place": "reward"}
+    kl = {"coef": 0.5, "estimator": "k1", "applied_to": "reward"}
     members = [episode(0.0, [1.0, 1.0, 1.0], actor=[-2.0] * 3) for _ in range(2)]
     assert advantages(name, *members, kl=kl, minibatches=2) == [[0.0] * 3] * 2
     assert advantages(name, *members, kl=kl)[0] == pytest.approx([-1.5, -1.0, -0.5])
@@ -86,4 +86,4 @@ def test_it_is_of_the_policy_that_the_trainer_holds_where_that_was_asked(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_in_the_loss_it_is_not_in_the_reward(name):
     members = [episode(0.0, [math.e, 1.0, 1.0]), episode(0.0, [1.0, 1.0, 1.0])]
-    assert advantages(name, *members, kl={"coef": 0.1, "place": "loss"}) == [[0.0] * 3] * 2
+    assert advantages(name, *members, kl={"coef": 0.1, "applied_to": "loss"}) == [[0.0] * 3] * 2

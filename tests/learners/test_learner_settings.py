@@ -26,7 +26,7 @@ def config_of(name, **settings):
 )
 def test_defaults(name, place, estimator, norm, aggregation, credit):
     for config in (config_of(name), config_of(name, kl={"coef": 0.0})):
-        assert (config.kl.place, config.kl.estimator) == (place, estimator)
+        assert (config.kl.applied_to, config.kl.estimator) == (place, estimator)
         assert (config.advantage_norm, config.aggregation, config.credit) == (norm, aggregation, credit)
         assert config.kl.coef == 0
 
@@ -45,10 +45,10 @@ def test_a_coefficient_of_0_needs_no_reference_model(name):
     ("settings", "recomputes", "scored"),
     [
         ({}, False, False),
-        ({"old_logprobs": "rollout", "epochs": 2}, False, False),
+        ({"old_logprobs": "rollout", "update_epochs": 2}, False, False),
         ({"old_logprobs": "recompute"}, True, False),  # the loss's own forward pass says it
         ({"minibatches": 2}, True, True),
-        ({"epochs": 2}, True, True),
+        ({"update_epochs": 2}, True, True),
         ({"policy_loss": "gspo"}, True, False),
         ({"correction": {"kind": "tis"}}, True, False),
         ({"correction": {"kind": "icepop"}, "minibatches": 4}, True, True),
@@ -79,10 +79,10 @@ CONTRADICTIONS = {
     ("dual_clip=0.5",): "key 'dual_clip': must be more than 1",
     ("kl.target=0.1",): "key 'kl.target': a target adapts kl.coef, which is 0",
     ("kl.coef=-1",): "key 'kl.coef': must be at least 0",
-    ("kl.place=nowhere",): "key 'kl.place': must be 'reward' or 'loss'",
+    ("kl.applied_to=nowhere",): "key 'kl.applied_to': must be 'reward' or 'loss'",
     ("kl.estimater=k1",): "unknown key 'kl.estimater'. Did you mean 'estimator'?",
     ("kl_coef=0.1",): "unknown key 'kl_coef'.",
-    ("kl=0.1",): "key 'kl' holds keys of its own",
+    ("kl=0.1",): "key 'kl' holds nested keys",
     ("shaping.clip=[1, -1]",): "key 'shaping.clip': the lower bound comes first",
     ("shaping.overlong_length=9",): "key 'shaping.overlong_buffer': shaping.overlong_length and",
     ("shaping.overlong_buffer=9",): "key 'shaping.overlong_buffer': shaping.overlong_length and",

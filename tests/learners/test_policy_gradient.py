@@ -317,7 +317,7 @@ def finite(metrics):
 def test_nothing_at_a_dropped_place_reaches_anything(algorithm, policy_loss, aggregation, kind):
     """The first token of the fourth episode is dropped: in one run for a finite ratio out of bounds, in the others for
     numbers there that are none. `seq_mask_tis` drops the whole episode for either."""
-    learner = combined(algorithm, policy_loss, aggregation, kind, kl={"coef": 0.1, "place": "loss"})
+    learner = combined(algorithm, policy_loss, aggregation, kind, kl={"coef": 0.1, "applied_to": "loss"})
 
     def first_token(rows):
         at = next(i for i, row in enumerate(rows) if row.episode_index == 3)
@@ -349,7 +349,7 @@ def test_nothing_at_a_dropped_place_reaches_anything(algorithm, policy_loss, agg
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_dropped_token_does_not_spoil_the_rewards_of_others(algorithm):
     """KL in the reward of a token whose log-probability is none: where a correction drops it, it pays nothing."""
-    learner = combined(algorithm, "ppo", "token", "icepop", kl={"coef": 0.1, "place": "reward"})
+    learner = combined(algorithm, "ppo", "token", "icepop", kl={"coef": 0.1, "applied_to": "reward"})
     rollout = Rollout()
     rollout.rows[0].says["actor"][3] = float("nan")
     step = Step(learner, rollout)
@@ -363,7 +363,7 @@ def test_a_dropped_token_does_not_spoil_the_rewards_of_others(algorithm):
 @pytest.mark.parametrize("distance", [1e4, -1e4])
 def test_extreme_ratios_are_finite(algorithm, policy_loss, kind, distance):
     """To the old policy, to the sampler and to the reference."""
-    learner = combined(algorithm, policy_loss, "token", kind, kl={"coef": 0.1, "estimator": "k3", "place": "loss"})
+    learner = combined(algorithm, policy_loss, "token", kind, kl={"coef": 0.1, "estimator": "k3", "applied_to": "loss"})
 
     def stretch(rows, models):
         for row, model in zip(rows, models, strict=True):

@@ -50,7 +50,7 @@ def train(folder: Path, model: Path, *words: Any) -> Path:
     (folder / "letters.py").write_text(LETTERS)
     program(
         folder, "train", "--env", "letters.py", "--model", model, "--name", "first", "lora.rank=4", "learner.lr=1e-2",
-        "rollout.tasks=4", "rollout.group_size=4", "rollout.max_tokens=12", "eval.every=0", *words,
+        "rollout.tasks_per_step=4", "rollout.group_size=4", "rollout.max_tokens=12", "eval.every=0", *words,
     )  # fmt: skip
     return folder / "runs" / "first"
 

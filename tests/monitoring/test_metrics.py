@@ -55,7 +55,7 @@ def test_an_environments_own_numbers_are_means_over_the_episodes_that_have_them(
 def test_answers_that_spell_special_tokens_are_counted_where_there_are_some():
     def said(*turns):
         one = episode(1.0)
-        one.messages = [Message.of(role, text) for role, text in turns]
+        one.messages = [Message(role, text) for role, text in turns]
         return one
 
     plain = said(("user", "<|im_end|>"), ("assistant", "a <b> | c"), ("tool", "</s>"))

@@ -15,7 +15,7 @@ def section(title: str) -> str:
 
 
 def test_the_page_lists_every_alarm_with_the_number_it_listens_to():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section("Alarms"), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section("Alerts"), re.MULTILINE))
     assert list(rows) == [alarm.name for alarm in ALARMS]
     for alarm in ALARMS:
         assert f"`{alarm.metric}`" in rows[alarm.name]

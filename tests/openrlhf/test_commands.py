@@ -31,7 +31,8 @@ BY_HAND = {
         "recipe": "sft", "model": "org/small-base", "env.fields": {"prompt": "question", "answer": "response"},
         "render": "raw", "env.template": "Q: {}\nA: ", "data.limit": 3000, "agent.max_tokens": 1024, "epochs": 2.0,
         # Four rows of the greatest length at a time.
-        "rollout.tasks": 64, "workers.tokens_per_microbatch": 4096, "workers.zero_stage": 2, "learner.lr": 1e-5,
+        "rollout.tasks_per_step": 64, "workers.tokens_per_microbatch": 4096, "workers.zero_stage": 2,
+        "learner.lr": 1e-5,
         "workers.gradient_checkpointing": True, "env.teach": "last", "checkpoint.every": 0, "seed": 42,
     },
     "rm-train_rm": {
@@ -41,10 +42,11 @@ BY_HAND = {
     },
     "prm-train_prm": {
         "recipe": "prm", "env.fields": {"steps": "solution", "step_labels": "marks"}, "env.separator": "ки",
-        "agent.max_tokens": 2048, "rollout.tasks": 32, "learner.lr": 2e-6,
+        "agent.max_tokens": 2048, "rollout.tasks_per_step": 32, "learner.lr": 2e-6,
     },
     "dpo-train_dpo": {
-        "recipe": "dpo", "learner.beta": 0.2, "learner.lr": 4e-7, "learner.betas": (0.9, 0.98), "rollout.tasks": 64,
+        "recipe": "dpo", "learner.beta": 0.2, "learner.lr": 4e-7, "learner.betas": (0.9, 0.98),
+        "rollout.tasks_per_step": 64,
         "agent.max_tokens": 2048, "workers.tokens_per_microbatch": 4096, "env.form": "preference", "render": "chat",
         "learner.loss": "sigmoid", "learner.warmup_ratio": 0.03, "learner.lr_schedule": "cosine",
     },
@@ -58,19 +60,22 @@ BY_HAND = {
     },
     "ppo-train_ppo_ray": {
         "recipe": "ppo", "env.name": "reward_model", "env.models": [("saved/rm", True)], "learner.lr": 4e-7,
-        "roles.critic.lr": 8e-6, "learner.kl.coef": 0.02, "learner.kl.place": "reward", "learner.kl.estimator": "k1",
+        "roles.critic.lr": 8e-6, "learner.kl.coef": 0.02, "learner.kl.applied_to": "reward",
+        "learner.kl.estimator": "k1",
         # 512 prompts, one answer each, 64 an optimizer step, twice over the prompts.
-        "rollout.tasks": 512, "rollout.group_size": 1, "learner.minibatches": 8, "learner.epochs": 1, "epochs": 2.0,
+        "rollout.tasks_per_step": 512, "rollout.group_size": 1, "learner.minibatches": 8, "learner.update_epochs": 1,
+        "epochs": 2.0,
         "engine.max_model_len": 1024, "rollout.max_tokens": 768, "engine.count": 2, "engine.tensor_parallel": 2,
         "colocate": "all", "workers.ranks": 4, "learner.gae_lambda": 1.0, "learner.value_clip": 0.5, "render": "chat",
     },
     "grpo-train_ppo_ray": {
-        "recipe": "grpo", "rollout.group_size": 8, "rollout.tasks": 256, "learner.minibatches": 8,
-        "learner.kl.place": "loss", "learner.kl.estimator": "k3", "learner.kl.coef": 0.005, "render": "raw",
+        "recipe": "grpo", "rollout.group_size": 8, "rollout.tasks_per_step": 256, "learner.minibatches": 8,
+        "learner.kl.applied_to": "loss", "learner.kl.estimator": "k3", "learner.kl.coef": 0.005, "render": "raw",
         "learner.lr": 6e-7,
     },
     "function-train_ppo_ray": {
-        "recipe": "reinforce++_baseline", "rollout.group_size": 4, "rollout.tasks": 128, "learner.minibatches": 8,
+        "recipe": "reinforce++_baseline", "rollout.group_size": 4, "rollout.tasks_per_step": 128,
+        "learner.minibatches": 8,
         "data.answer": ("label",), "data.prompt": ("prompt",), "env.chat": False, "rollout.temperature": 0.9,
         "learner.clip_low": 0.2, "learner.clip_high": 0.28, "learner.entropy_coef": 0.001, "learner.kl.coef": 0.01,
     },
@@ -80,21 +85,22 @@ BY_HAND = {
     },
     "rejection-train_sft": {
         "recipe": "sft", "render": "raw", "env.template": "User: {}\nAssistant: ", "learner.lr": 3e-6,
-        "env.fields": {"prompt": "input", "answer": "output"}, "rollout.tasks": 64, "agent.max_tokens": 1024,
+        "env.fields": {"prompt": "input", "answer": "output"}, "rollout.tasks_per_step": 64, "agent.max_tokens": 1024,
     },
     "000:51-train_ppo_ray": {
         "recipe": "ppo", "env.name": "reward_model", "model": "./checkpoint/llama3-8b-sft",
         "env.models": [("./checkpoint/llama3-8b-rm", True)], "learner.lr": 5e-7, "roles.critic.lr": 9e-6,
-        "learner.kl.coef": 0.01, "learner.kl.place": "reward", "learner.kl.estimator": "k1",
+        "learner.kl.coef": 0.01, "learner.kl.applied_to": "reward", "learner.kl.estimator": "k1",
         # 1,024 prompts, one answer each, 128 an optimizer step.
-        "rollout.tasks": 1024, "rollout.group_size": 1, "learner.minibatches": 8, "learner.epochs": 1,
+        "rollout.tasks_per_step": 1024, "rollout.group_size": 1, "learner.minibatches": 8, "learner.update_epochs": 1,
         "engine.max_model_len": 2048, "engine.count": 4, "engine.tensor_parallel": 2, "colocate": "all",
         "workers.ranks": 8, "workers.zero_stage": 3, "workers.dtype": "bfloat16", "learner.gae_lambda": 1.0,
         "learner.clip_low": 0.2, "learner.clip_high": 0.2, "learner.value_clip": 0.5, "render": "chat",
         "checkpoint.every": 0, "epochs": 1.0, "seed": 42, "workers.gradient_checkpointing": True,
     },
     "000:139-train_ppo_ray": {
-        "recipe": "reinforce++_baseline", "rollout.group_size": 4, "rollout.tasks": 1024, "learner.minibatches": 32,
+        "recipe": "reinforce++_baseline", "rollout.group_size": 4, "rollout.tasks_per_step": 1024,
+        "learner.minibatches": 32,
         "learner.lr": 1e-6, "data.answer": ("answer",), "data.prompt": ("input",), "render": "raw", "env.chat": False,
         "learner.kl.coef": 0.01, "colocate": "all", "workers.zero_stage": 2, "learner.advantage_norm": "batch",
     },
@@ -106,7 +112,7 @@ BY_HAND = {
         "data.answer": ("label",), "colocate": "auto", "learner.minibatches": 32,
     },
     "000:244-train_dpo": {
-        "recipe": "dpo", "learner.beta": 0.1, "learner.lr": 5e-7, "rollout.tasks": 128, "epochs": 1.0,
+        "recipe": "dpo", "learner.beta": 0.1, "learner.lr": 5e-7, "rollout.tasks_per_step": 128, "epochs": 1.0,
         "agent.max_tokens": 4096, "workers.tokens_per_microbatch": 4096, "workers.zero_stage": 3,
         "env.form": "preference",
         "data.path": "OpenRLHF/preference_dataset", "render": "chat", "learner.loss": "sigmoid",
@@ -115,7 +121,8 @@ BY_HAND = {
     "003:54-train_sft": {
         "recipe": "sft", "env.fields": {"prompt": "question", "answer": "response"}, "render": "raw",
         "env.template": "User: {}\nAssistant: ", "data.limit": 500000, "agent.max_tokens": 2048, "env.teach": "last",
-        "rollout.tasks": 256, "workers.tokens_per_microbatch": 4096, "workers.zero_stage": 2, "learner.lr": 5e-6,
+        "rollout.tasks_per_step": 256, "workers.tokens_per_microbatch": 4096, "workers.zero_stage": 2,
+        "learner.lr": 5e-6,
         "eval.every": 0, "report_to": ["wandb"], "project": "openrlhf_train_sft",
     },
     "003:93-train_rm": {
@@ -134,14 +141,14 @@ BY_HAND = {
         "env.template": "User: {}\nAssistant: ",
     },
     "004:120-train_ppo_ray": {
-        "recipe": "grpo", "learner.kl.place": "loss", "learner.kl.estimator": "k3", "learner.kl.coef": 0.01,
+        "recipe": "grpo", "learner.kl.applied_to": "loss", "learner.kl.estimator": "k3", "learner.kl.coef": 0.01,
         # --no_advantage_std_norm does nothing for this estimator in OpenRLHF: the standard deviation stays.
         "learner.name": "grpo", "learner.advantage_norm": "none", "learner.lr": 5e-7, "engine.count": 4,
         "env.models": [("OpenRLHF/Llama-3-8b-rm-700k", True)], "workers.tokens_per_microbatch": 8 * 2048,
     },
     "003:313-train_sft": {
         "recipe": "sft", "render": "raw", "env.template": None, "env.fields": {"prompt": "input", "answer": "output"},
-        "learner.lr": 2e-6, "rollout.tasks": 128, "agent.max_tokens": 2048,
+        "learner.lr": 2e-6, "rollout.tasks_per_step": 128, "agent.max_tokens": 2048,
     },
 }  # fmt: skip
 

@@ -56,7 +56,7 @@ def test_what_is_refused_is_said_in_one_line(program, flags, said):
 
 
 def test_conditions_between_flags():
-    assert "learner.kl.place" not in settings_of("train_ppo_ray", *PPO, "--init_kl_coef", "0")
+    assert "learner.kl.applied_to" not in settings_of("train_ppo_ray", *PPO, "--init_kl_coef", "0")
     assert settings_of("train_ppo_ray", *PPO, "--init_kl_coef", "0")["learner.kl.coef"] == 0
     assert "lora.alpha" not in settings_of("train_sft", *SFT)
     with_lora = settings_of("train_sft", *SFT, "--lora_rank", "8", "--load_in_4bit")
@@ -129,7 +129,7 @@ def test_dpo_of_rlhf_yaml(tmp_path):
         "model": "org/model", "roles.reference.model": "org/reference", "data.path": "pairs.jsonl",
         "agent.max_tokens": 512, "learner.beta": 0.2, "learner.loss": "ipo", "lora.rank": 8, "lora.alpha": 32,
         # 2 pairs on each of 4 ranks, 4 times before a step
-        "rollout.tasks": 32, "workers.ranks": 4, "learner.lr": 2e-6, "report_to": ["swanlab"],
+        "rollout.tasks_per_step": 32, "workers.ranks": 4, "learner.lr": 2e-6, "report_to": ["swanlab"],
     }  # fmt: skip
     assert {key: made.settings.get(key) for key in wanted} == wanted
     assert made.words == ["--recipe", "dpo"]
@@ -140,7 +140,8 @@ def test_ppo_and_grpo_of_rlhf_yaml(tmp_path):
     wanted = {
         "data.path": "prompts.parquet", "data.prompt": "prompt", "rollout.group_size": 4, "learner.lr": 3e-6,
         # VERL counts prompts: 64 of 1024 a mini-batch
-        "rollout.tasks": 1024, "learner.minibatches": 16, "learner.kl.place": "loss", "learner.kl.estimator": "k3",
+        "rollout.tasks_per_step": 1024, "learner.minibatches": 16, "learner.kl.applied_to": "loss",
+        "learner.kl.estimator": "k3",
         "learner.kl.coef": 0.001, "workers.ranks": 2, "colocate": "all", "render": "chat",
         "roles.reference.model": "org/reference", "env.models": [{"model": "org/judge"}],
     }  # fmt: skip
@@ -183,7 +184,7 @@ CORRECTED = [*PPO, "--enable_vllm_is_correction"]
     ("program", "flags", "flag", "key", "default"),
     [
         ("train_sft", SFT, "learning_rate", "learner.lr", 5e-6),
-        ("train_sft", SFT, "train_batch_size", "rollout.tasks", 128),
+        ("train_sft", SFT, "train_batch_size", "rollout.tasks_per_step", 128),
         ("train_sft", SFT, "max_epochs", "epochs", 2),
         ("train_sft", SFT, "max_norm", "learner.max_grad_norm", 1.0),
         ("train_sft", SFT, "l2", "learner.weight_decay", 0),
@@ -217,11 +218,11 @@ CORRECTED = [*PPO, "--enable_vllm_is_correction"]
         ("train_ppo_ray", ADAPTIVE, "kl_target", "learner.kl.target", 6),
         ("train_ppo_ray", PPO, "eps_clip", "learner.clip_low", 0.2),
         ("train_ppo_ray", PPO, "eps_clip", "learner.clip_high", 0.2),
-        ("train_ppo_ray", PPO, "rollout_batch_size", "rollout.tasks", 1024),
+        ("train_ppo_ray", PPO, "rollout_batch_size", "rollout.tasks_per_step", 1024),
         ("train_ppo_ray", PPO, "generate_max_len", "rollout.max_tokens", 1024),
         ("train_ppo_ray", PPO, "temperature", "rollout.temperature", 1.0),
         ("train_ppo_ray", PPO, "top_p", "rollout.top_p", 1.0),
-        ("train_ppo_ray", PPO, "max_epochs", "learner.epochs", 1),
+        ("train_ppo_ray", PPO, "max_epochs", "learner.update_epochs", 1),
         ("train_ppo_ray", PPO, "num_episodes", "epochs", 1),
         ("train_ppo_ray", [*PPO, "--async_train"], "async_queue_size", "rollout.max_staleness", 1),
         ("train_ppo_ray", [*PPO, "--enable_ema"], "ema_beta", "learner.ema_decay", 0.992),

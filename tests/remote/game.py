@@ -34,7 +34,7 @@ class Guess(Env):
         self.secret = self.rng.randrange(self.task.fields["range"])
         self.turns = 0
         observation = Observation(
-            (Message.of("system", "Guess."), Message.of("user", f"0 to {self.task.fields['range']}?")),
+            (Message("system", "Guess."), Message("user", f"0 to {self.task.fields['range']}?")),
             sampling={"max_tokens": 8},
         )
         return observation, {"seed": seed, "luck": self.rng.random()}
@@ -62,7 +62,7 @@ class Guess(Env):
         right = action.text == str(self.secret)
         info = {"turns": self.turns, "tokens": list(action.token_ids), "luck": self.rng.random(), "score": float(right)}
         said = f"turn {self.turns}: {'right' if right else 'wrong'} – {self.secret}"
-        return [Message.of("user", said)], float(right), right, self.turns >= 4, info
+        return [Message("user", said)], float(right), right, self.turns >= 4, info
 
     async def close(self) -> None:
         await asyncio.sleep(self.spec.config.close_seconds)
@@ -88,7 +88,7 @@ class GuessSpec(EnvSpec):
     def tasks(self, split: str) -> TaskSet:
         if split == "test":
             raise DataError("held_out.jsonl: no such file")
-        prompt = (Message.of("user", "guess"),)
+        prompt = (Message("user", "guess"),)
         return TaskList([Task(f"t{i}", prompt, i, {"range": 10 + i}, difficulty=i / 10) for i in range(self.config.n)])
 
 
@@ -97,7 +97,7 @@ class ShiftedSpec(GuessSpec):
 
     def tasks(self, split: str) -> TaskSet:
         super().tasks(split)
-        return TaskList([Task(f"t{i}", (Message.of("user", f"guess {i}"),)) for i in range(self.config.n)])
+        return TaskList([Task(f"t{i}", (Message("user", f"guess {i}"),)) for i in range(self.config.n)])
 
 
 class RankedSpec(GuessSpec):

@@ -79,7 +79,7 @@ async def roll(
     )
     async with spec, asyncio.timeout(60):
         posed = [await spec.tasks("train").get(index) for index in range(tasks)]
-        groups = await runner.play(posed, SamplingPlan("p", SamplingParams(max_tokens=4), 4), on_episode=on_episode)
+        groups = await runner.roll_out(posed, SamplingPlan("p", SamplingParams(max_tokens=4), 4), on_episode=on_episode)
         for replica in spec.replicas.servers:
             assert (replica.in_use, len(replica.leases)) == (0, 0), replica.address
         assert on_end()

@@ -14,7 +14,7 @@ import envgym.registry as registry
 from envgym.env import EnvSpec
 from envgym.remote.encoding import encode
 from envgym.remote.wire import Opening, TaskPage
-from envgym.rollout.runner import as_judgement
+from envgym.rollout.runner import as_reward
 from envgym.types import Action, Episode, Outcome, Task
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -50,7 +50,7 @@ def test_a_task_is_worth_on_a_server_what_it_is_worth_here(unruly):
     async def played(spec: EnvSpec) -> list[Any]:
         task, env = await spec.tasks("train").get(1), spec.make()
         judged = await spec.score_group(task, [Episode("e", task, Outcome.complete(), reward=0.0)])
-        said = [task, *(as_judgement(one).reward for one in judged)]
+        said = [task, *(as_reward(one).reward for one in judged)]
         for options in ({}, {"task": task}, {"given": {(1, "a"): [(), {2: {"$tuple": [1]}}]}}):
             _, info = await env.reset(seed=0, options=options)
             _, reward, *_ = await env.step(Action("on"))

@@ -699,7 +699,7 @@ def test_the_pages_commands_train_on_a_server_that_registers(port, tmp_path, tin
             f"exec {serve}", shell=True, cwd=box, env=environment(tmp_path), stdout=log, stderr=log
         )
     try:  # it is started first, and finds nobody
-        short = "steps=2 rollout.tasks=4 rollout.group_size=2 rollout.max_tokens=8 eval.tasks=4"
+        short = "steps=2 rollout.tasks_per_step=4 rollout.group_size=2 rollout.max_tokens=8 eval.tasks=4"
         run(f"{train} --model {tiny_model} {short} engine.kind=transformers", trainer)
     finally:
         server.terminate()

@@ -83,7 +83,8 @@ def test_what_is_served_is_registered_and_shown_from_another_folder(machines):
 def test_the_walk_through_trains_and_its_token_is_nowhere_else(machines, tiny_model):
     folders, port = machines
     token = (folders["trainer"] / "token").read_text().strip()
-    short = f" --model {tiny_model} steps=1 rollout.tasks=4 rollout.group_size=2 rollout.max_tokens=8 eval.tasks=4"
+    short = f" --model {tiny_model} steps=1 rollout.tasks_per_step=4 rollout.group_size=2 rollout.max_tokens=8"
+    short += " eval.tasks=4"
     for line in lines("where the policy is trained"):
         run(here(line, port) + (short if " train " in line else ""), folders["trainer"])
     run_folder = folders["trainer"] / "runs" / "remote"

@@ -16,7 +16,7 @@ quick = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCh
 
 
 def asked(text, **fields):
-    return Observation(messages=(Message.of("user", text),), **fields)
+    return Observation(messages=(Message("user", text),), **fields)
 
 
 def template(tokenizer, messages, **options):
@@ -46,7 +46,7 @@ def test_prompts_and_demonstrations_are_the_whole_conversation(chat, name, famil
         extension = dialogue.add_observation(asked(said[2]))
         assert not extension.fork
         row += extension.token_ids
-        row += dialogue.add_demonstration(Message.of("assistant", said[3]))
+        row += dialogue.add_demonstration(Message("assistant", said[3]))
         assert [message.text for message in dialogue.messages] == said
         assert row[-1] == renderer.stop_token_ids[-1]
         whole = template(tokenizer, dialogue.messages)
@@ -69,7 +69,7 @@ def test_an_answer_without_thoughts_is_written_as_the_model_writes_it(chat, fami
     assert renderer.tokenizer.decode(dialogue.add_demonstration("46")) == f"{thought}46{end}"
     if family != "nemotron_3_nano":  # which writes an empty thought in another way than the one it opens
         text = renderer.tokenizer.decode(prompt) + f"{thought}46{end}\n"
-        assert text == template(renderer.tokenizer, [Message.of("user", "12 + 34?"), Message.of("assistant", "46")])
+        assert text == template(renderer.tokenizer, [Message("user", "12 + 34?"), Message("assistant", "46")])
     # The thought is dropped when the user speaks again.
     extension = dialogue.add_observation(asked("Sure?"))
     assert extension.fork
@@ -121,10 +121,10 @@ def test_a_demonstrated_call_and_its_result_are_the_whole_conversation(chat, fam
     assert row == renderer.tokenizer.encode(text, add_special_tokens=False)
     if family not in ("chatml", "gemma", "phi3"):
         messages = [
-            Message.of("user", "1 + 2?"),
+            Message("user", "1 + 2?"),
             Message("assistant", (), (call,)),
             Message("tool", (TextPart("3."),), (), call.id, "add"),
-            Message.of("assistant", "It is 3."),
+            Message("assistant", "It is 3."),
         ]
         assert template(renderer.tokenizer, messages, tools=[ADD.as_dict()]).startswith(text)
     else:

@@ -93,7 +93,7 @@ class Conversation:
 
 
 def observed(*messages, **fields):
-    return Observation(messages=tuple(Message.of(m["role"], m["content"]) for m in messages), **fields)
+    return Observation(messages=tuple(Message(m["role"], m["content"]) for m in messages), **fields)
 
 
 def asked(text):

@@ -44,18 +44,18 @@ class Player:
 
 def test_chatml(chat):
     player = Player(chat("starter", "chatml", "<|im_end|>"))
-    assert player.begin(told(Message.of("system", "Be brief."), Message.of("user", "12 + 34?"))) == (
+    assert player.begin(told(Message("system", "Be brief."), Message("user", "12 + 34?"))) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n12 + 34?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert player.says("46<|im_end|>").text == "46"
     # The line break after the end of the turn is the template's: the policy never says it.
     added = "\n<|im_start|>user\nTwice that?<|im_end|>\n<|im_start|>assistant\n"
-    assert player.reads(told(Message.of("user", "Twice that?"))) == (added, False)
+    assert player.reads(told(Message("user", "Twice that?"))) == (added, False)
     assert player.says("nine").text == "nine"  # cut
     added = (
         "<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>user\nPlease.<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert player.reads(told(Message.of("user", "Go on."), Message.of("user", "Please."))) == (added, False)
+    assert player.reads(told(Message("user", "Go on."), Message("user", "Please."))) == (added, False)
     assert player.text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n12 + 34?<|im_end|>\n<|im_start|>assistant\n"
         "46<|im_end|>\n<|im_start|>user\nTwice that?<|im_end|>\n<|im_start|>assistant\n"
@@ -88,7 +88,7 @@ def test_qwen3(chat):
     """Thoughts stay while the policy waits for a tool, and are dropped when the user speaks again."""
     player = Player(chat("starter", "qwen3", "<|im_end|>"))
     question = "<|im_start|>user\n12 + 34?<|im_end|>\n<|im_start|>assistant\n"
-    assert player.begin(told(Message.of("user", "12 + 34?"), tools=(ADD,))) == QWEN3_TOOLS + question
+    assert player.begin(told(Message("user", "12 + 34?"), tools=(ADD,))) == QWEN3_TOOLS + question
     calls = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 34}}\n</tool_call>'
     said = player.says(f"<think>\nI add.\n</think>\n\n{calls}<|im_end|>")
     assert said.text == f"<think>\nI add.\n</think>\n\n{calls}"
@@ -101,16 +101,16 @@ def test_qwen3(chat):
         "\n<|im_start|>user\n<tool_response>\n46\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
         "It is 46.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert player.reads(told(Message.of("user", "Sure?"))) == (forked, True)
+    assert player.reads(told(Message("user", "Sure?"))) == (forked, True)
     assert player.says("Yes.<|im_end|>").text == "Yes."
     added = "\n<|im_start|>user\nGood.<|im_end|>\n<|im_start|>assistant\n"
-    assert player.reads(told(Message.of("user", "Good."))) == (added, False)
+    assert player.reads(told(Message("user", "Good."))) == (added, False)
 
 
 def test_llama3(chat):
     """A call is bare JSON; the template writes one a turn, but a policy that wrote two is not put right."""
     player = Player(chat("tekken", "llama3_1"))
-    text = player.begin(told(Message.of("user", "12 + 34?"), tools=(ADD,)))
+    text = player.begin(told(Message("user", "12 + 34?"), tools=(ADD,)))
     assert text.startswith("<s><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n")
     assert text.endswith("\n}\n\n12 + 34?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")
     [call] = player.says('{"name": "add", "parameters": {"a": 12, "b": 34}}<|eot_id|>').tool_calls
@@ -131,4 +131,4 @@ def test_llama3(chat):
         "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nTotal?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    assert player.reads(told(Message.of("user", "Total?"))) == (added, False)
+    assert player.reads(told(Message("user", "Total?"))) == (added, False)

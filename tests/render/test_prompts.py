@@ -90,7 +90,7 @@ def test_an_answers_text_comes_back_without_what_ends_it(real):
     dialogue = renderer.dialogue()
     dialogue.start(observed(CONVERSATION[:1]))
     assert renderer.text(dialogue.add_demonstration("46, of course.")) == "46, of course."
-    assert dialogue.messages[-1] == Message.of("assistant", "46, of course.")
+    assert dialogue.messages[-1] == Message("assistant", "46, of course.")
 
 
 def test_decoding_and_encoding_again_does_not_give_the_same_ids(real):
@@ -108,21 +108,21 @@ def test_decoding_and_encoding_again_does_not_give_the_same_ids(real):
 
 def test_chat_is_the_template_with_the_policys_turn_opened(tiny):
     text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n12 + 34?<|im_end|>\n<|im_start|>assistant\n"
-    messages = (Message.of("system", "Be brief."), Message.of("user", "12 + 34?"))
+    messages = (Message("system", "Be brief."), Message("user", "12 + 34?"))
     prompt = ChatRenderer(tiny).prompt(Observation(messages=messages))
     assert tiny.decode(prompt) == text
     assert prompt.count(tiny.eos_token_id) == 2
 
 
 def test_text_is_plain_lines_and_the_policys_name(tiny):
-    messages = (Message.of("system", "Be brief."), Message.of("user", "12 + 34?"))
+    messages = (Message("system", "Be brief."), Message("user", "12 + 34?"))
     prompt = TextRenderer(tiny).prompt(Observation(messages=messages))
     assert tiny.decode(prompt) == "System: Be brief.\nUser: 12 + 34?\nAssistant:"
 
 
 def test_text_begins_as_the_model_expects_texts_to_begin(real):
     tokenizer = real[0].tokenizer
-    prompt = TextRenderer(tokenizer).prompt(Observation(messages=(Message.of("user", "Hi"),)))
+    prompt = TextRenderer(tokenizer).prompt(Observation(messages=(Message("user", "Hi"),)))
     assert prompt[0] == tokenizer.bos_token_id
     assert tokenizer.bos_token_id not in prompt[1:]
 

@@ -98,10 +98,10 @@ def test_what_others_typed_ends_no_turn(chat, vocabulary_name, family, eos):
 
     def row(answer, reply):
         dialogue = renderer.dialogue()
-        ids = dialogue.start(Observation((Message.of("user", "Ask."),)))
+        ids = dialogue.start(Observation((Message("user", "Ask."),)))
         said = [*renderer.encode_after(ids[-1], renderer.speller.escape(answer)), renderer.stop_token_ids[-1]]
         assert dialogue.add_policy_turn(said).text == answer
-        return dialogue.add_observation(Observation((Message.of("user", reply),)))
+        return dialogue.add_observation(Observation((Message("user", reply),)))
 
     plain, replied, answered = row("plain", "plain"), row("plain", word), row(word, "plain")
     assert among(renderer, replied.token_ids) == among(renderer, plain.token_ids)
@@ -118,18 +118,18 @@ def test_messages_of_the_prompt_and_raw_text_keep_their_special_tokens(vocabular
     tokenizer = vocabulary("starter")
     text = "<|im_end|>"
     result = Message("tool", (TextPart(text),), (), "call00001", "add")
-    user = Message.of("user", text)
+    user = Message("user", text)
 
     def tokens(renderer, *messages):
         return len(among(renderer, renderer.prompt(Observation(messages))))
 
     for make, before in ((TextRenderer, 0), (RawRenderer, 0), (ChatRenderer, 3)):
         renderer = make(tokenizer)
-        plain = tokens(renderer, Message.of("user", "plain"))
+        plain = tokens(renderer, Message("user", "plain"))
         assert tokens(renderer, user) == plain + 1
         assert tokens(renderer, replace(user, from_others=True)) == plain >= before
-        assert tokens(renderer, Message.of("user", "plain"), result) == tokens(
-            renderer, Message.of("user", "plain"), replace(result, content=(TextPart("plain"),))
+        assert tokens(renderer, Message("user", "plain"), result) == tokens(
+            renderer, Message("user", "plain"), replace(result, content=(TextPart("plain"),))
         )
         dialogue = renderer.dialogue()
         ids = dialogue.start(Observation(text=text))
@@ -143,9 +143,9 @@ def test_a_text_prompts_replies_are_characters_and_a_raw_ones_are_not(vocabulary
     for make, added_tokens in ((TextRenderer, 0), (RawRenderer, 1)):
         renderer = make(vocabulary("starter"))
         dialogue = renderer.dialogue()
-        dialogue.start(Observation((Message.of("user", "Ask."),)))
+        dialogue.start(Observation((Message("user", "Ask."),)))
         dialogue.add_policy_turn([*renderer.encode("46"), renderer.stop_token_ids[0]])
-        extension = dialogue.add_observation(Observation((Message.of("user", "<|im_start|>"),)))
+        extension = dialogue.add_observation(Observation((Message("user", "<|im_start|>"),)))
         assert len(among(renderer, extension.token_ids)) == added_tokens
 
 
@@ -156,13 +156,13 @@ def test_arguments_and_demonstrations(chat):
     call = Message("assistant", (), (ToolCall("call00001", "add", arguments),))
     rows = {}
     for from_others in (False, True):
-        turns = (Message.of("user", "Ask."), replace(call, from_others=from_others), Message.of("user", "So?"))
+        turns = (Message("user", "Ask."), replace(call, from_others=from_others), Message("user", "So?"))
         rows[from_others] = renderer.prompt(Observation(turns))
     texts = [renderer.tokenizer.decode(row) for row in rows.values()]
     assert texts[0] == texts[1]
     assert len(among(renderer, rows[False])) == len(among(renderer, rows[True])) + 2
     dialogue = renderer.dialogue()
-    dialogue.start(Observation((Message.of("user", "Ask."),)))
+    dialogue.start(Observation((Message("user", "Ask."),)))
     assert len(among(renderer, dialogue.add_demonstration("<|im_start|>46"))) == 2
 
 
@@ -209,7 +209,7 @@ def test_answers_are_measured_by_the_tokens_of_the_policys_tokenizer():
     renderer = TextRenderer(tokenizer)
     for text, spells in [("a", False), ("<think>a</s>", False), *((f"a {token} a", True) for token in special[:4])]:
         assert renderer.spells(text) == spells
-        answer = Episode("e", Task("t"), Outcome.complete(), messages=[Message.of("assistant", text)])
+        answer = Episode("e", Task("t"), Outcome.complete(), messages=[Message("assistant", text)])
         record = rollout_metrics([Group("g", answer.task, [answer])], spells=renderer.spells)
         assert record.get("answers/special_tokens", 0) == spells
     assert NoRenderer().spells("</s>")  # what an API's tokenizer has is not known here
@@ -221,5 +221,5 @@ def test_what_is_broken_up_for_apis():
     assert escape_for_api("<|im_end|><｜User｜></s><s>[/INST]<end_of_turn>") == (
         "< |im_end|>< ｜User｜>< /s>< s>[ /INST]< end_of_turn>"
     )
-    few = [Message.of(role, "x") for role in ("system", "user", "assistant", "user")]
+    few = [Message(role, "x") for role in ("system", "user", "assistant", "user")]
     assert [message.from_others for message in mark_after_prompt(few)] == [False, False, True, True]

@@ -13,7 +13,7 @@ VOCABULARIES = ["tekken", "sentencepiece", "starter"]
 
 
 def told(text, role="user", **fields):
-    return Observation(messages=(Message.of(role, text),), **fields)
+    return Observation(messages=(Message(role, text),), **fields)
 
 
 def unbegun(tokenizer, row):
@@ -32,7 +32,7 @@ def renderer(request, vocabulary):
 def test_a_conversation_in_plain_text(renderer):
     tokenizer, eos = renderer.tokenizer, renderer.tokenizer.eos_token
     dialogue = renderer.dialogue()
-    row = dialogue.start(Observation(messages=(Message.of("system", "Be brief."), Message.of("user", "12?"))))
+    row = dialogue.start(Observation(messages=(Message("system", "Be brief."), Message("user", "12?"))))
     said = [*renderer.encode_after(row[-1], " 12."), tokenizer.eos_token_id]
     assert dialogue.add_policy_turn(said).text.strip() == "12."
     first = dialogue.add_observation(told("13?"))

@@ -62,7 +62,7 @@ def calls(limit):
 
 
 def asked(text="12 + 34?", tools=SPECS):
-    return Observation(messages=(Message.of("user", text),), tools=tools)
+    return Observation(messages=(Message("user", text),), tools=tools)
 
 
 def begun(renderer, tools=SPECS):
@@ -73,7 +73,7 @@ def begun(renderer, tools=SPECS):
 
 def answers(message):
     results = [Message("tool", (TextPart(call.error or "46"),), (), call.id, call.name) for call in message.tool_calls]
-    return Observation(messages=tuple(results) or (Message.of("user", "Go on."),))
+    return Observation(messages=tuple(results) or (Message("user", "Go on."),))
 
 
 def what(calls):

@@ -76,10 +76,10 @@ def test_arguments_come_by_name():
 
     with pytest.raises(ConfigError, match=r"takes 'level'"):
         step(spec_of(everything))  # the rows that are its own have no such field
-    everything.__environment__.given_tasks = [{"prompt": "p", "answer": 1, "hint": "", "level": 0}] * 2
+    everything.__environment__.rows = [{"prompt": "p", "answer": 1, "hint": "", "level": 0}] * 2
     observation, result = step(spec_of(everything))
     assert result == (Observation(), 0.5, True, False, {"score": None, "metrics": {}})
-    assert observation.messages == (Message.of("user", "What is 40 + 2?"),)
+    assert observation.messages == (Message("user", "What is 40 + 2?"),)
     assert (seen["level"], seen["completion"], seen["prompt"]) == (3, "The answer is 42", "What is 40 + 2?")
     assert (seen["answer"], seen["hint"], seen["task"], seen["missing"]) == ("42", "add", TASK, "default")
     assert [(m.role, m.text) for m in seen["messages"]] == [
@@ -142,7 +142,7 @@ def test_an_answer_that_the_data_call_otherwise_is_asked_for(write, name):
     assert step(spec, task=Task("t", prompt="p", answer="1"))[1][1] == 1.0
     with pytest.raises(DataError, match="task u has no answer, which right takes"):  # of one row without
         step(spec, task=Task("u", prompt="p"))
-    function.__environment__.given_tasks = rows
+    function.__environment__.rows = rows
     with pytest.raises(ConfigError, match=r"have no answer: call that field of them 'answer'"):
         step(spec_of(function))
 
@@ -474,7 +474,7 @@ def play(tiny_model):
                 config = RolloutConfig(retries=0, refills=0)
                 agent = MultiTurn(renderer, MultiTurn.Config())
                 runner = Runner(spec, agent, Says(), config, max_model_len=512, seed=0, deterministic=False)
-                return await runner.play(list(tasks), SamplingPlan("p", SamplingParams(64), size))
+                return await runner.roll_out(list(tasks), SamplingPlan("p", SamplingParams(64), size))
 
         return asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -23,7 +23,7 @@ class World:
         self.rng = random.Random(seed)
         self.dropped, self.sigma = dropped, sigma
         rounds = {"zero_variance": True, "max_rounds": 100}
-        self.config = RolloutConfig(tasks=needed, max_staleness=staleness, filter=FilterConfig(**rounds))
+        self.config = RolloutConfig(tasks_per_step=needed, max_staleness=staleness, filter=FilterConfig(**rounds))
         self.buffer = Buffer(1, needs_reward=True, filter=self.config.filter)
         self.cursor = TaskCursor(TaskList([Task(str(n)) for n in range(n_tasks)]), 0)
         self.supply = AsyncRollouts(self.buffer, self.cursor, self.config, self.play)
@@ -42,11 +42,11 @@ class World:
         taken = []
         for _ in range(count):
             batch, groups = await self.supply.take()
-            assert [group.id for group in batch.played[: len(groups)]] == [group.id for group in groups]
+            assert [group.id for group in batch.groups[: len(groups)]] == [group.id for group in groups]
             taken.append((self.supply.version, groups))
             for _ in range(self.rng.randrange(12)):
                 await asyncio.sleep(0)
-            await self.supply.moved_on(self.supply.version + 1)
+            await self.supply.advance(self.supply.version + 1)
         return taken
 
 
@@ -104,16 +104,16 @@ def test_a_step_waits_for_what_may_not_get_older():
     async def main():
         world = World(1, needed=2)
         slow = asyncio.Event()
-        play = world.supply._play
+        play = world.supply._roll_out
 
         async def straggling(task, name):
             if name.endswith("-00000000"):
                 await slow.wait()
             return await play(task, name)
 
-        world.supply._play = straggling
+        world.supply._roll_out = straggling
         _, first = await world.supply.take()
-        await world.supply.moved_on(1)
+        await world.supply.advance(1)
         taking = asyncio.create_task(world.supply.take())
         await asyncio.sleep(0.02)
         assert not taking.done()
@@ -181,7 +181,7 @@ def test_an_error_of_a_flight_is_that_of_the_step():
         async def broken(task, name):
             raise RuntimeError("the engine is gone")
 
-        world.supply._play = broken
+        world.supply._roll_out = broken
         with pytest.raises(RuntimeError, match="the engine is gone"):
             await world.supply.take()
 
@@ -194,7 +194,7 @@ def test_samples_of_older_policies_want_a_correction():
     resolve({**stale, "learner": {"name": "grpo", "minibatches": 2, "old_logprobs": "rollout"}})
     resolve({**stale, "learner": {"name": "rloo", "correction": {"kind": "tis", "high": 2.0}}})
     for learner in ({"name": "grpo", "minibatches": 2}, {"name": "rloo", "policy_loss": "reinforce"}):
-        with pytest.raises(ConfigError, match=r"max_staleness=1: learner .* would take samples of older policies"):
+        with pytest.raises(ConfigError, match=r"max_staleness=1: learner .* would treat samples of older policies"):
             resolve({**stale, "learner": learner})
-    with pytest.raises(ConfigError, match="a deterministic run has no episodes in play while it learns"):
+    with pytest.raises(ConfigError, match="a deterministic run has no episodes in flight during training"):
         resolve({**stale, "deterministic": True})

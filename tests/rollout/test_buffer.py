@@ -52,7 +52,7 @@ def test_attempts_that_were_played_again_are_counted(through_a_checkpoint):
     restored = Buffer(2, needs_reward=True)
     restored.load_state(through_a_checkpoint(buffer.state()))
     for one in (buffer, restored):
-        assert (one.failures, one.played_again, one.refills) == ({"timeout": 1, "environment": 1}, 2, 1)
+        assert (one.failures, one.n_retried, one.refills) == ({"timeout": 1, "environment": 1}, 2, 1)
 
 
 def test_episodes_without_a_reward_stay_where_none_is_needed():

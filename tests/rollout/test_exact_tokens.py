@@ -31,12 +31,12 @@ class Echo(Env):
 
     async def reset(self, *, seed=None, options=None):
         self.asked = 1
-        return [Message.of("user", options["task"].prompt)], {}
+        return [Message("user", options["task"].prompt)], {}
 
     async def step(self, action):
         self.actions.append(action)
         self.asked += 1
-        return [Message.of("user", f"Ça va, {self.asked}?")], 1.0, self.asked > 3, False, {}
+        return [Message("user", f"Ça va, {self.asked}?")], 1.0, self.asked > 3, False, {}
 
 
 def policy_folder(folder, tokenizer):
@@ -85,7 +85,7 @@ async def play(kind, folder, logs, recording):
         )
         sampling = SamplingParams(max_tokens=24, stop_token_ids=renderer.stop_token_ids)
         task = Task("t", prompt="What is 12 + 34, naïvely?")
-        [group] = await runner.play([task], SamplingPlan("exact", sampling, N_EPISODES))
+        [group] = await runner.roll_out([task], SamplingPlan("exact", sampling, N_EPISODES))
     finally:
         await runtime.close()
     return renderer, group.episodes, engine.answers

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envgym.env import TaskList
-from envgym.rollout.buffer import MAX_ROUNDS, Buffer, fill
+from envgym.rollout.buffer import MAX_ROUNDS, Buffer, fill_buffer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.filter import FilterConfig
 from envgym.tasks.cursor import TaskCursor
@@ -43,7 +43,7 @@ def stage(filter=FILTER, tasks=8, size=100):
     """Settings, a buffer and a cursor over `size` tasks."""
     tasks_there_are = TaskList([task(number) for number in range(size)])
     buffer = Buffer(2, needs_reward=True, filter=filter)
-    return RolloutConfig(tasks=tasks, filter=filter), buffer, TaskCursor(tasks_there_are, 0)
+    return RolloutConfig(tasks_per_step=tasks, filter=filter), buffer, TaskCursor(tasks_there_are, 0)
 
 
 def task(number):
@@ -51,7 +51,7 @@ def task(number):
 
 
 def filled(play, config, buffer, cursor):
-    return asyncio.run(fill(buffer, cursor, config, play))
+    return asyncio.run(fill_buffer(buffer, cursor, config, play))
 
 
 def half(task):
@@ -62,7 +62,7 @@ def test_a_step_that_loses_nothing_takes_one_round():
     config, buffer, cursor = stage()
     play = Play(half)
     batch = filled(play, config, buffer, cursor)
-    assert (play.sizes, batch.rounds, len(batch.played), len(buffer)) == ([8], 1, 8, 8)
+    assert (play.sizes, batch.rounds, len(batch.groups), len(buffer)) == ([8], 1, 8, 8)
     assert batch.metrics() == {"filter/kept_share": 1.0, "filter/rounds": 1}
 
 
@@ -84,11 +84,11 @@ def test_what_is_accepted_beyond_the_steps_need_is_the_next_steps_first():
     play = Play(lambda task: next(first))
     batch = filled(play, config, buffer, cursor)
     assert play.sizes == [8, 8]
-    accepted = [group.id for group in batch.played[6:]]
+    accepted = [group.id for group in batch.groups[6:]]
     assert [group.id for group in buffer.take(8)] == accepted[:8]
     again = filled(play, config, buffer, cursor)
     assert play.sizes == [8, 8, 6]
-    assert [group.id for group in buffer.take(8)] == accepted[8:] + [group.id for group in again.played]
+    assert [group.id for group in buffer.take(8)] == accepted[8:] + [group.id for group in again.groups]
 
 
 def test_rounds_are_bounded_and_the_step_goes_on_with_what_there_is():
@@ -110,14 +110,14 @@ def test_without_a_filter_only_what_fell_short_is_played_again():
     config, buffer, cursor = stage(FilterConfig())
     batch = filled(broken, config, buffer, cursor)
     assert batch.rounds == MAX_ROUNDS
-    assert "complete enough" in batch.why_nothing_was_kept(config)
+    assert "complete enough" in batch.explain_no_groups(config)
 
 
 @pytest.mark.parametrize("filter", [FILTER, FilterConfig()])
 def test_what_fails_in_every_episode_is_not_played_again(filter):
     config, buffer, cursor = stage(filter)
     batch = filled(Play(lambda task: None), config, buffer, cursor)
-    assert (batch.rounds, len(batch.played), len(buffer)) == (1, 8, 0)
+    assert (batch.rounds, len(batch.groups), len(buffer)) == (1, 8, 0)
 
 
 def test_episodes_without_a_reward_are_not_played_again_and_that_is_said():
@@ -128,14 +128,14 @@ def test_episodes_without_a_reward_are_not_played_again_and_that_is_said():
     config, buffer, cursor = stage(FilterConfig())
     batch = filled(Unrewarded(None), config, buffer, cursor)
     assert (batch.rounds, len(buffer)) == (1, 0)
-    assert "no episode has a reward: the environment gave none" in batch.why_nothing_was_kept(config)
+    assert "no episode has a reward: the environment gave none" in batch.explain_no_groups(config)
 
 
 def test_a_step_without_any_group_says_why():
     config, buffer, cursor = stage()
     batch = filled(Play(lambda task: 1.0), config, buffer, cursor)
-    said = batch.why_nothing_was_kept(config)
-    assert said.startswith("rollout.filter kept none of the 40 groups of 5 rounds: the tasks are all too hard")
+    said = batch.explain_no_groups(config)
+    assert said.startswith("rollout.filter dropped all 40 groups of 5 rounds: the tasks are all too hard")
 
 
 @given(st.integers(1, 9), st.floats(0, 1), st.integers(1, 6), st.integers(0, 9), st.integers(0, 4))
@@ -153,10 +153,10 @@ def test_nothing_accepted_is_lost_nor_learned_twice_also_over_a_resume(
         taken, accepted = [], []
         for _ in range(count):
             batch = filled(Play(chance), config, buffer, cursor)
-            accepted += [group.task.id for group in batch.played if chance(group.task)]
-            assert batch.kept == sum(bool(chance(group.task)) for group in batch.played)
-            step = [group.task.id for group in buffer.take(config.tasks)]
-            assert len(step) == config.tasks or batch.rounds == max_rounds
+            accepted += [group.task.id for group in batch.groups if chance(group.task)]
+            assert batch.n_buffered == sum(bool(chance(group.task)) for group in batch.groups)
+            step = [group.task.id for group in buffer.take(config.tasks_per_step)]
+            assert len(step) == config.tasks_per_step or batch.rounds == max_rounds
             taken.append(step)
         return taken, accepted
 

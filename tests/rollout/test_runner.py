@@ -19,7 +19,7 @@ from envgym.errors import InvalidOutcome, PromptTooLong, WorkerDied, WorkerError
 from envgym.monitoring.display import Display
 from envgym.processes import cancellation, event_loop, watch
 from envgym.rollout.config import RolloutConfig
-from envgym.rollout.runner import Runner, SamplingPlan, apply_judgement
+from envgym.rollout.runner import Runner, SamplingPlan, apply_reward
 from envgym.training.stop import Interrupts, Stop
 from envgym.types import Episode, Message, Outcome, Reward, Row, Segment, Status, StopReason, Task, Turn
 
@@ -54,7 +54,7 @@ class OneAnswer(Agent):
         row = Row([Segment("prompt", [1, 2]), Segment("action", [7], logprobs=[-1.0])], turns=[Turn(reward, "stop")])
         score = info.get("score")
         return Episode(
-            "", task, Outcome.complete(), rows=[row], reward=reward, score=score, messages=[Message.of("a", "")]
+            "", task, Outcome.complete(), rows=[row], reward=reward, score=score, messages=[Message("a", "")]
         )
 
 
@@ -106,7 +106,7 @@ def play(
     deterministic=False,
     purpose="p",
     on_progress=None,
-    kept=None,
+    completed=None,
     on_episode=None,
     **config,
 ):
@@ -115,7 +115,8 @@ def play(
     runner = Runner(
         spec, agent(None, AgentConfig()), engine, settings, max_model_len=64, seed=seed, deterministic=deterministic
     )
-    playing = runner.play(tasks, SamplingPlan(purpose, SAMPLING, size), on_progress, kept=kept, on_episode=on_episode)
+    plan = SamplingPlan(purpose, SAMPLING, size)
+    playing = runner.roll_out(tasks, plan, on_progress, completed=completed, on_episode=on_episode)
     return event_loop.run(asyncio.wait_for(playing, 30))
 
 
@@ -457,7 +458,7 @@ def test_a_second_signal_ends_what_holds_the_loop_and_all_that_would_hold_it_nex
         interrupts = Interrupts(Display())
         with interrupts if trains else contextlib.nullcontext():
             interrupts.listen(stop.set)
-            await runner.play(TASKS, SamplingPlan("p", SAMPLING, 4))
+            await runner.roll_out(TASKS, SamplingPlan("p", SAMPLING, 4))
 
     with pytest.raises(KeyboardInterrupt):
         event_loop.run(main())
@@ -635,7 +636,7 @@ def test_what_was_left_to_itself_samples_no_more(world, deaf):
         engine, config = OneToken(), RolloutConfig(episode_timeout=0.05)
         agent = Deafened(None, AgentConfig())
         runner = Runner(make_spec(world), agent, engine, config, max_model_len=64, seed=0, deterministic=False)
-        [group] = await runner.play(TASKS[:1], SamplingPlan("p", SAMPLING, 1))
+        [group] = await runner.roll_out(TASKS[:1], SamplingPlan("p", SAMPLING, 1))
         assert outcomes([group])[0].reason == "does_not_end"
         left = cancellation.abandoned_tasks() - before
         deaf.free.set()
@@ -657,7 +658,7 @@ def test_a_stop_leaves_behind_what_goes_on(world, deaf):
     async def main():
         agent = OneAnswer(None, AgentConfig())
         runner = Runner(spec, agent, OneToken(), RolloutConfig(), max_model_len=64, seed=0, deterministic=False)
-        playing = asyncio.ensure_future(runner.play(TASKS, SamplingPlan("p", SAMPLING, 1)))
+        playing = asyncio.ensure_future(runner.roll_out(TASKS, SamplingPlan("p", SAMPLING, 1)))
         await all_started.wait()
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -708,7 +709,7 @@ def test_the_engines_death_or_a_stop_ends_the_rollout_once_every_environment_is_
         engine, agent, config = Stuck(6, dies), OneAnswer(None, AgentConfig()), RolloutConfig(concurrency=6)
         spec = make_spec(world)
         runner = Runner(spec, agent, engine, config, max_model_len=64, seed=0, deterministic=deterministic)
-        playing = asyncio.ensure_future(runner.play(TASKS, SamplingPlan("p", SAMPLING, size)))
+        playing = asyncio.ensure_future(runner.roll_out(TASKS, SamplingPlan("p", SAMPLING, size)))
         await engine.all_asked.wait()
         if not dies:
             playing.cancel()
@@ -727,7 +728,7 @@ def test_a_stop_is_heeded_while_members_start(world):
         agent = OneAnswer(None, AgentConfig())
         runner = Runner(make_spec(world), agent, Stuck(1, False), config, max_model_len=64, seed=0, deterministic=False)
         async with asyncio.timeout(0):
-            await runner.play(TASKS, SamplingPlan("p", SAMPLING, 10**9))
+            await runner.roll_out(TASKS, SamplingPlan("p", SAMPLING, 10**9))
 
     with pytest.raises(TimeoutError):
         asyncio.run(main())
@@ -739,7 +740,7 @@ def test_of_two_rollouts_at_once_the_first_ones_members_start_first(world):
         engine, agent = OneToken(), OneAnswer(None, AgentConfig())
         config = RolloutConfig(concurrency=2)
         runner = Runner(make_spec(world), agent, engine, config, max_model_len=64, seed=0, deterministic=False)
-        await asyncio.gather(*(runner.play(TASKS[:1], SamplingPlan(name, SAMPLING, 6)) for name in ("a", "b")))
+        await asyncio.gather(*(runner.roll_out(TASKS[:1], SamplingPlan(name, SAMPLING, 6)) for name in ("a", "b")))
         return "".join(request.id[0] for request in engine.requests)
 
     assert asyncio.run(main()) == "a" * 6 + "b" * 6
@@ -751,13 +752,13 @@ def test_of_two_rollouts_at_once_the_first_ones_members_start_first(world):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_kept_episodes_are_not_played_again(world, deterministic):
     first = play(make_spec(world), deterministic=deterministic)
-    kept = {(episode.group_id, episode.member): episode for episode in (first[0].episodes[1], *first[2].episodes)}
+    completed = {(episode.group_id, episode.member): episode for episode in (first[0].episodes[1], *first[2].episodes)}
     world.seeds.clear()
     told, ended = [], []
     again = play(
         make_spec(world),
         deterministic=deterministic,
-        kept=kept,
+        completed=completed,
         on_progress=lambda *said: told.append(said[:2]),
         on_episode=ended.append,
     )
@@ -788,8 +789,12 @@ def test_a_group_judged_together_is_told_of_again_also_with_members_kept_from_be
     groups = play(spec, on_episode=lambda episode: ended.append((episode.group_id, episode.member, episode.reward)))
     assert ended[6:] == [("p/00001", 0, 0.25), ("p/00001", 1, 0.25)]
     ended.clear()
-    kept = {(episode.group_id, episode.member): episode for group in groups for episode in group.episodes}
-    play(spec, kept=kept, on_episode=lambda episode: ended.append((episode.group_id, episode.member, episode.reward)))
+    completed = {(episode.group_id, episode.member): episode for group in groups for episode in group.episodes}
+    play(
+        spec,
+        completed=completed,
+        on_episode=lambda episode: ended.append((episode.group_id, episode.member, episode.reward)),
+    )
     assert ended == [("p/00001", 0, 0.25), ("p/00001", 1, 0.25)]
 
 
@@ -829,7 +834,7 @@ def test_a_judges_rewards_do_not_replace_the_environments_own_score(world):
 def test_what_steps_paid_does_not_stand_beside_what_the_judge_pays(verdict):
     rows = [Row([], turns=[Turn(3.0, "stop"), Turn(0.5, "stop")]), Row([], turns=[Turn(2.0, "stop")])]
     episode = Episode("e", TASKS[0], Outcome.complete(), rows=rows, reward=5.5)
-    apply_judgement(episode, Reward(verdict))
+    apply_reward(episode, Reward(verdict))
     assert [[turn.reward for turn in row.turns] for row in rows] == [[None, None], [verdict]]
     assert episode.reward == verdict
 

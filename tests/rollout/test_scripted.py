@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from envgym.env import Env, EnvSpec
-from envgym.rollout.runner import compare, play_episode
-from envgym.rollout.scripted import Scripted, ScriptedEpisode, in_order
+from envgym.rollout.runner import judge_group, run_episode
+from envgym.rollout.scripted import Scripted, ScriptedEpisode, script_of
 from envgym.types import Action, Group, Limit, Message, Outcome, StopReason, Task, ToolCall
 
 TASK = Task("t")
@@ -41,11 +41,11 @@ class Ranked(EnvSpec):
 
 def play(script, spec=None, **how):
     episode = ScriptedEpisode(TASK, 7, script, **how)
-    return episode, asyncio.run(play_episode(spec or EnvSpec("Counts-v0", Counts), TASK, episode.play, 10.0))
+    return episode, asyncio.run(run_episode(spec or EnvSpec("Counts-v0", Counts), TASK, episode.play, 10.0))
 
 
 def say(*texts):
-    return in_order([Action(text, tuple(text.encode())) for text in texts])
+    return script_of([Action(text, tuple(text.encode())) for text in texts])
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_an_episode_ends_with_the_environment_or_with_its_script(texts, outcome,
     played, episode = play(say(*texts))
     assert (episode.outcome, episode.reward) == (outcome, reward)
     assert Counts.closed == closed + 1
-    assert (played.first.text, played.info) == ("seed 7", {"seed": 7})
+    assert (played.opening.text, played.info) == ("seed 7", {"seed": 7})
     said = [message.text for message in episode.messages]
     assert said == ["seed 7", *(text for n, turn in enumerate(played.turns, 1) for text in (turn.action.text, str(n)))]
 
@@ -82,7 +82,7 @@ def test_a_function_sees_what_was_observed_last():
 def test_the_row_holds_what_the_actions_have_for_tokens_and_how_they_ended():
     call = ToolCall("1", "look", {})
     actions = [Action("a", (1, 2), (call,)), Action("b", (3,), stop_reason=StopReason.LENGTH)]
-    _, episode = play(in_order(actions))
+    _, episode = play(script_of(actions))
     [row] = episode.rows
     actions = [list(segment.token_ids) for segment in row.segments if segment.role == "action"]
     assert actions == [[1, 2], [3]]
@@ -97,7 +97,7 @@ def test_what_the_environment_raises_is_a_failure_and_is_kept():
 
 def test_a_group_of_one_is_judged_like_any_other():
     _, episode = play(say("stop"), Ranked("Ranked-v0"))
-    judged = asyncio.run(compare(Ranked("Ranked-v0"), Group("g", TASK, [episode]), 10.0))
+    judged = asyncio.run(judge_group(Ranked("Ranked-v0"), Group("g", TASK, [episode]), 10.0))
     assert judged == [episode]
     assert [episode.reward, episode.rows[0].turns[0].reward] == [0.5, 0.5]
 
@@ -111,6 +111,6 @@ def test_the_agent_plays_the_script_of_each_task():
             return await agent.run(env, task, None, seed=0)
 
     assert asyncio.run(main(Task("stop"))).messages == [
-        Message.of("user", "seed 7"), Message.of("assistant", "stop"), Message.of("user", "1")
+        Message("user", "seed 7"), Message("assistant", "stop"), Message("user", "1")
     ]  # fmt: skip
     assert not Scripted.uses_policy

@@ -42,7 +42,7 @@ def sample(transcript, overrides=None):
 
 def begun(engine, **settings):
     transcript = Transcript(sampler_of(engine, **settings))
-    transcript.begin([1, 2])
+    transcript.start_row([1, 2])
     return transcript
 
 
@@ -82,27 +82,27 @@ def test_the_context_is_one_array_that_grows_by_what_is_recorded():
     engine = Engine(says=2)
     transcript = begun(engine)
     sample(transcript)
-    transcript.feedback([5])
+    transcript.add_feedback([5])
     sample(transcript)
     assert engine.contexts == [[1, 2], [1, 2, 7, 7, 5]]
     assert transcript.context == transcript.rows[0].token_ids == array("i", [1, 2, 7, 7, 5, 7, 7])
-    transcript.begin([9])
+    transcript.start_row([9])
     assert transcript.context == array("i", [9])
     assert transcript.rows[1].segments[0].token_ids is not transcript.context
 
 
 def test_a_context_without_room_ends_the_episode_and_a_first_prompt_without_room_fails_it():
     transcript = Transcript(sampler_of(Engine()))
-    transcript.begin(range(64))
+    transcript.start_row(range(64))
     with pytest.raises(PromptTooLong):
         sample(transcript)
-    transcript.begin(range(60))
+    transcript.start_row(range(60))
     sample(transcript)
     with pytest.raises(PromptTooLong):  # of the first row nothing was sampled
         sample(transcript)
     transcript = begun(Engine())
     sample(transcript)
-    transcript.feedback(range(60))
+    transcript.add_feedback(range(60))
     with pytest.raises(OutOfBudget) as over:
         sample(transcript)
     assert over.value.reason == "context"
@@ -112,8 +112,8 @@ def test_a_row_that_nothing_was_sampled_in_is_no_part_of_the_episode():
     transcript = begun(Engine(says=1))
     sample(transcript)
     transcript.add_reward(0.5, {})
-    transcript.feedback([3])
-    transcript.begin([1, 2, 3])  # a context that was begun anew, and never answered
+    transcript.add_feedback([3])
+    transcript.start_row([1, 2, 3])  # a context that was begun anew, and never answered
     episode = transcript.episode(Task("t"), Outcome.complete())
     assert [[segment.role for segment in row.segments] for row in episode.rows] == [["prompt", "action"]]
     assert episode.reward == 0.5

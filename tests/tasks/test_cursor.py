@@ -320,7 +320,9 @@ def test_a_group_of_one_has_nothing_to_compare():
 
 def trainer_of(skip):
     """The real loop over a policy that never solves the even tasks; nothing is sampled and nothing learned."""
-    config = resolve({"env": "math_verify", "curriculum": {"skip": skip}, "rollout": {"tasks": 5, "group_size": 4}})
+    config = resolve(
+        {"env": "math_verify", "curriculum": {"skip": skip}, "rollout": {"tasks_per_step": 5, "group_size": 4}}
+    )
     policy = Policy(lambda task: 0.5 * (int(task.id) % 2))
 
     async def play(tasks, play, on_progress, **kept):
@@ -345,7 +347,7 @@ def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows(thr
     async def steps():
         for _ in range(16):
             trainer.progress.record = {}
-            await trainer.groups.take()
+            await trainer.groups.collect()
             records.append(trainer.progress.record)
 
     asyncio.run(steps())
@@ -361,5 +363,5 @@ def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows(thr
 
 def test_the_loop_without_a_curriculum_says_nothing_of_one():
     trainer = trainer_of(0.0)
-    asyncio.run(trainer.groups.take())
+    asyncio.run(trainer.groups.collect())
     assert not [key for key in trainer.progress.record if key.startswith("curriculum/")]

@@ -67,7 +67,7 @@ def test_an_episode():
     observation, steps = play(
         shop(), call(("buy", {"item": "tea"}), ("buy", {"item": "moon"})), envgym.Action("I have bought tea.")
     )
-    assert observation.messages == (Message.of("user", "Buy tea."),)
+    assert observation.messages == (Message("user", "Buy tea."),)
     assert [spec.name for spec in observation.tools] == ["buy", "wait"]
     (results, reward, terminated, truncated, info), (_, final, ended, _, last) = steps
     assert [(message.role, message.tool_call_id, message.name, message.text) for message in results.messages] == [

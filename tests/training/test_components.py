@@ -1,4 +1,4 @@
-"""Starting the parts of a stage, with workers that only note what is asked of them."""
+"""Starting the components of a stage, with workers that only record their calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Handle:
 
 
 class Runtime:
-    """Starts workers that answer at once; the engine is ready when `engine` is set, and starts with its `problems`."""
+    """Starts workers that answer immediately. The engine is ready once `engine` is set. `problems`: errors by worker."""
 
     def __init__(self, *, device="cpu", problems=()):
         self.device, self.problems = device, dict(problems)
@@ -54,76 +54,76 @@ class Runtime:
 
 @pytest.fixture
 def start(tiny_model):
-    """start(runtime, **settings): the parts of a stage, being started."""
+    """start(runtime, **settings): a future of a stage's components."""
 
-    def begin(runtime, **settings):
+    def start_stage(runtime, **settings):
         config = resolve({"env": "math_verify", "model": str(tiny_model), **settings})
         stage = config.stages[0]
         services = SimpleNamespace(names=(), of_policy=(), bind_policy=lambda *args, **kwargs: None)
-        place = SimpleNamespace(spec=stage.make_spec(), services=services, runtime=runtime)
+        context = SimpleNamespace(spec=stage.make_spec(), services=services, runtime=runtime)
         display = SimpleNamespace(phase=lambda text: None, note=print)
-        return asyncio.ensure_future(start_components(config, stage, place, str(tiny_model), display))
+        return asyncio.ensure_future(start_components(config, stage, context, str(tiny_model), display))
 
-    return begin
+    return start_stage
 
 
-def test_engine_and_actor_start_side_by_side(start):
+def test_engine_and_actor_start_concurrently(start):
     async def main():
         runtime = Runtime()
-        parts = start(runtime)
+        components = start(runtime)
         await asyncio.wait_for(runtime.actor.wait(), 60)
         assert not runtime.engine.is_set()
         runtime.engine.set()
-        assert list((await parts).workers) == ["actor"]
+        assert list((await components).workers) == ["actor"]
 
     asyncio.run(main())
 
 
-def test_on_an_accelerator_the_actor_loads_when_the_engine_has_measured_what_is_free(start):
+def test_on_an_accelerator_the_actor_loads_after_the_engine_has_measured_free_memory(start):
     async def main():
         runtime = Runtime(device="cuda")
-        parts = start(runtime)
+        components = start(runtime)
         await asyncio.wait_for(runtime.actor.wait(), 60)
         for _ in range(20):
             await asyncio.sleep(0)
         assert ("actor-0", "load") not in runtime.calls
         runtime.engine.set()
-        await parts
+        await components
         assert ("actor-0", "load") in runtime.calls
 
     asyncio.run(main())
 
 
-def test_the_engines_problem_is_told_and_the_actor_is_ended(start):
+def test_the_engines_error_is_raised_and_the_actor_is_ended(start):
     async def main():
         problems = {"engine": ConfigError("no such engine argument"), "actor-0": ConfigError("does not load")}
         runtime = Runtime(problems=problems)
-        parts = start(runtime)
+        components = start(runtime)
         await asyncio.wait_for(runtime.actor.wait(), 60)
         for _ in range(20):
             await asyncio.sleep(0)
         runtime.engine.set()
         with pytest.raises(ConfigError, match="no such engine argument"):
-            await parts
+            await components
         assert ("actor-0", "close") in runtime.calls
 
     asyncio.run(main())
 
 
-def test_the_engine_has_room_for_what_is_played_at_once(start):
+def test_the_engine_has_capacity_for_all_concurrent_episodes(start):
     async def main():
         runtime = Runtime()
         runtime.engine.set()
-        await start(runtime, rollout={"tasks": 40, "group_size": 16}, eval={"tasks": 100})
+        await start(runtime, rollout={"tasks_per_step": 40, "group_size": 16}, eval={"tasks": 100})
         assert runtime.arguments["engine"]["spec"].concurrency == 640
 
     asyncio.run(main())
 
 
 def test_episodes_at_once():
-    def of(**rollout):
+    def episodes(**rollout):
         return episodes_at_once(resolve({"env": "math_verify", "rollout": rollout, "eval": {"tasks": 300}}).stages[0])
 
-    assert of(tasks=2, group_size=4) == 300
-    assert of(tasks=100, group_size=8) == 800
-    assert of(tasks=100, group_size=8, concurrency=32) == 32
+    assert episodes(tasks_per_step=2, group_size=4) == 300
+    assert episodes(tasks_per_step=100, group_size=8) == 800
+    assert episodes(tasks_per_step=100, group_size=8, concurrency=32) == 32

@@ -16,7 +16,13 @@ from envgym.cli import main
 from envgym.config.resolve import resolve
 from envgym.episodes.files import read_episodes
 
-SMALL = ["rollout.tasks=4", "eval.tasks=2", "engine.kind=transformers", "rollout.max_tokens=6", "checkpoint.every=0"]
+SMALL = [
+    "rollout.tasks_per_step=4",
+    "eval.tasks=2",
+    "engine.kind=transformers",
+    "rollout.max_tokens=6",
+    "checkpoint.every=0",
+]
 
 
 @pytest.fixture
@@ -89,7 +95,7 @@ def test_what_one_stage_plays_another_is_taught(folder, tiny_model):
         """
 env: math_verify
 stages:
-  - {name: drawn, do: rollout, learner: sft, rollout: {tasks: 3, group_size: 2}}
+  - {name: drawn, kind: rollout, learner: sft, rollout: {tasks_per_step: 3, group_size: 2}}
   - {name: taught, recipe: sft, data: {path: "stage:drawn"}, epochs: 1, learner: {lr: 1.0e-3}}
 """
     )
@@ -129,7 +135,13 @@ def test_a_round_that_was_killed_in_its_middle_goes_on_there(folder, tiny_model)
     """Of rejection sampling: what had ended is not played again, and all of it is learned from."""
     (folder / "slow.py").write_text(SLOW_ENV)
     words = ["--recipe", "rejection_sampling", "--env", "slow.py:Spec", "data.path=answers.jsonl", *SMALL]
-    words += ["rollout.group_size=2", "rollout.tasks=4", "rollout.concurrency=2", "learner.minibatches=1", "steps=1"]
+    words += [
+        "rollout.group_size=2",
+        "rollout.tasks_per_step=4",
+        "rollout.concurrency=2",
+        "learner.minibatches=1",
+        "steps=1",
+    ]
     words += ["checkpoint.episodes_every=0", "eval.every=0", "--model", str(tiny_model), "--name", "run"]
     run = subprocess.Popen([Path(sys.executable).with_name("envgym"), "train", *words])
     kept, played = folder / "runs/run/unfinished.jsonl", folder / "played"

@@ -18,7 +18,7 @@ from envgym.learner import LearnerConfig, RoleSpec, TrainSample
 from envgym.render import load_tokenizer, make_renderer
 from envgym.run_folder import RunFolder
 from envgym.training.components import Components
-from envgym.training.pretraining import Pretraining, spread
+from envgym.training.pretraining import Pretraining, deal_out
 from envgym.training.trainer import Trainer
 from envgym.types import Objective, Task
 from envgym.workers.config import WorkersConfig
@@ -159,7 +159,7 @@ def test_bytes_that_are_no_text(renderer, tmp_path):
 def test_rows_are_spread_evenly(count, parts):
     ids = np.zeros(1, np.int64)
     rows = [TrainSample(ids, ids, ids, Objective.CROSS_ENTROPY, microbatch_key=number) for number in range(count)]
-    pieces = spread(rows, parts)
+    pieces = deal_out(rows, parts)
     assert len(pieces) == parts
     assert sorted(row.microbatch_key for piece in pieces for row in piece) == list(range(count))
     assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
@@ -217,7 +217,7 @@ def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(r
         needs_policy_samples=False,
         min_group_size=2,
         roles={"actor": RoleSpec(trained=True), "critic": RoleSpec(trained=True)},
-        config=LearnerConfig(name="any", minibatches=2, epochs=2),
+        config=LearnerConfig(name="any", minibatches=2, update_epochs=2),
         prepare=lambda groups: [row_of(unit) for unit in range(4)],
         metrics=lambda rows: {"rows": len(rows)},
         loss_normalizers=lambda rows: {name: len(rows) for name in {row.objective for row in rows}},

@@ -20,7 +20,7 @@ def terminal_that_tells():
 
 def test_work_that_is_done_first_is_what_comes():
     async def body():
-        return await Stop().unless(asyncio.sleep(0, "done"))
+        return await Stop().run_until_stopped(asyncio.sleep(0, "done"))
 
     assert asyncio.run(body()) == "done"
 
@@ -40,7 +40,7 @@ def test_work_is_cancelled_where_the_stop_comes_first_or_was_there_before():
         else:
             asyncio.get_running_loop().call_later(0.01, stop.set)
         with pytest.raises(Stopped):
-            await stop.unless(work())
+            await stop.run_until_stopped(work())
         return ended
 
     assert asyncio.run(body(before=False)) == ["closed its things"]
@@ -52,7 +52,7 @@ def test_an_error_of_the_work_is_its_own():
         raise KeyError("x")
 
     async def body():
-        await Stop().unless(broken())
+        await Stop().run_until_stopped(broken())
 
     with pytest.raises(KeyError):
         asyncio.run(body())

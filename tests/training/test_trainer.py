@@ -1,4 +1,4 @@
-"""What the training loop keeps when it cannot go on, and that it goes on from there as if nothing had happened."""
+"""Checkpoints of the training loop after an error, and resuming from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task
 
 
 class Learner:
-    """Learns from every row; it has a coefficient that follows what it observes."""
+    """Trains on every sample, and has one coefficient as its state."""
 
     min_group_size = 2
     needs_policy_samples = False
@@ -63,41 +63,43 @@ class Learner:
 
 
 class World:
-    """Runner, workers and sync of a loop, which meet `error` at a place of the third step: `roll_out`, `score`,
-    `learn`, `sync`, or `evaluate`, which comes after the second."""
+    """Runner, workers and sync of a loop. `error` is raised in phase `failing` of the third training step: `roll_out`,
+    `score`, `learn` or `sync`; or in the second `evaluate`, after the second step."""
 
     info = SimpleNamespace(flops=lambda samples: 0.0, peak_flops=None)
     settings = SimpleNamespace(ranks=1)
 
-    def __init__(self, error: Exception | None = None, where: str = "") -> None:
-        self.error, self.where = error, where
+    def __init__(self, error: Exception | None = None, failing: str = "") -> None:
+        self.error, self.failing = error, failing
         self.counts: dict[str, int] = {}
         tasks = TaskList([Task(f"t{n}") for n in range(20)])
         self.spec = SimpleNamespace(tasks=lambda split: tasks, recordings_per_task=1)
         self.spec.spec_for = lambda task: SimpleNamespace(scores_groups=False)
         self.agent = SimpleNamespace(uses_policy=True, renderer=NoRenderer())
         self.unscored: set[str] = set()
-        self.learned = threading.Event()
+        self.has_learned = threading.Event()
         self.may_write = asyncio.Event()
         self.may_write.set()
 
-    def meet(self, where: str) -> None:
-        self.counts[where] = self.counts.get(where, 0) + 1
-        if where == self.where and self.counts[where] == {"sync": 4, "evaluate": 2}.get(where, 3):
+    def enter(self, phase: str) -> None:
+        self.counts[phase] = self.counts.get(phase, 0) + 1
+        if phase == self.failing and self.counts[phase] == {"sync": 4, "evaluate": 2}.get(phase, 3):
             assert self.error is not None
             raise self.error
 
-    async def play(self, tasks: Any, plan: Any, on_progress: Any, *, kept: Any, on_episode: Any) -> list[Group]:
-        self.meet("evaluate" if plan.purpose.startswith("eval") else "roll_out")
-        return [played(task.id) for task in tasks]
+    async def roll_out(
+        self, tasks: Any, plan: Any, on_progress: Any, *, completed: Any, on_episode: Any
+    ) -> list[Group]:
+        self.enter("evaluate" if plan.purpose.startswith("eval") else "roll_out")
+        return [finished_group(task.id) for task in tasks]
 
-    async def forward(self, rows: Any) -> list[Any]:
-        self.meet("score")
-        return [np.zeros(len(row.token_ids), np.float32) for row in rows]
+    async def forward(self, samples: Any) -> list[Any]:
+        self.enter("score")
+        return [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
 
-    async def accumulate(self, rows: Any, normalizers: Any) -> dict[str, float]:
-        self.meet("learn")
-        self.learned.set()
+    async def accumulate(self, samples: Any, normalizers: Any) -> dict[str, float]:
+        self.enter("learn")
+        self.has_learned.set()
         return {"loss": 1.0}
 
     async def step(self, lr: float) -> dict[str, float]:
@@ -115,7 +117,7 @@ class World:
 
 
 class Sync:
-    """The weights' way to the engine of a world."""
+    """The weight sync of a world, which sends nothing."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -124,7 +126,7 @@ class Sync:
         self.timeshare = GpuTimeshare(None, {}, keeps_weights=False)
 
     async def __call__(self, version: int) -> float:
-        self.world.meet("sync")
+        self.world.enter("sync")
         return 0.0
 
     def check(self, subject: str, difference: float) -> None:
@@ -132,9 +134,9 @@ class Sync:
 
 
 def trainer_of(folder: RunFolder, world: World | None = None, *, engine: Any = None) -> Trainer:
-    """The real loop over components that play and learn nothing."""
+    """The real loop over components that sample and train nothing."""
     world = world or World()
-    rollout = {"tasks": 1, "group_size": 2}
+    rollout = {"tasks_per_step": 1, "group_size": 2}
     evals = {"every": 2, "tasks": 1, "greedy": False}
     config = resolve({"env": "math_verify", "steps": 5, "rollout": rollout, "eval": evals, "checkpoint": {"every": 0}})
     workers = {"actor": world, "reference": world}
@@ -142,8 +144,8 @@ def trainer_of(folder: RunFolder, world: World | None = None, *, engine: Any = N
     return Trainer(config, config.stages[0], components, folder, Display())
 
 
-def played(id: str) -> Group:
-    """A group as a rollout leaves it, with all that the learner may read of it."""
+def finished_group(id: str) -> Group:
+    """A group as a rollout returns it, with a value in every field that a learner may read."""
     task = Task(id, "how many?", answer=(1, "$tuple"), fields={"odd": {1: (2.5, None)}}, difficulty=0.3, seed=7)
     action = Segment("action", [5, 6], [1.0, 0.0], [-0.1, -1 / 3], (VersionSpan(2, 0, 2),), 0.7)
     row = Row([Segment("prompt", [3, 4]), action], turns=[Turn(1.0, StopReason.LENGTH)])
@@ -154,38 +156,37 @@ def played(id: str) -> Group:
 
 @pytest.fixture
 def folder(tmp_path):
-    made = RunFolder(tmp_path / "run")
-    made.create()
-    return made
+    run_folder = RunFolder(tmp_path / "run")
+    run_folder.create()
+    return run_folder
 
 
-def kept(folder: RunFolder) -> list[int]:
-    """The steps of the checkpoints there are."""
+def checkpoint_steps(folder: RunFolder) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in folder.checkpoints.iterdir())
 
 
-@pytest.mark.parametrize("where", ["roll_out", "evaluate"])
-def test_tasks_that_cannot_be_read_any_more_cost_no_steps(where, folder):
+@pytest.mark.parametrize("phase", ["roll_out", "evaluate"])
+def test_tasks_that_can_no_longer_be_read_cost_no_steps(phase, folder):
     error = InvalidOutcome("server", "500 Internal Server Error", retryable=True)
     with pytest.raises(RolloutFailed, match="after step 2: 500 Internal Server Error"):
-        asyncio.run(trainer_of(folder, World(error, where)).run())
-    assert kept(folder) == [2]
+        asyncio.run(trainer_of(folder, World(error, phase)).run())
+    assert checkpoint_steps(folder) == [2]
 
 
-@pytest.mark.parametrize(("where", "step"), [("roll_out", 2), ("score", 2), ("evaluate", 2), ("sync", 3)])
-def test_an_engine_that_died_costs_no_steps(where, step, folder):
+@pytest.mark.parametrize(("phase", "step"), [("roll_out", 2), ("score", 2), ("evaluate", 2), ("sync", 3)])
+def test_an_engine_that_died_costs_no_steps(phase, step, folder):
     with pytest.raises(WorkerDied, match="engine was killed"):
-        asyncio.run(trainer_of(folder, World(WorkerDied("engine was killed by SIGKILL"), where)).run())
-    assert kept(folder) == [step]
+        asyncio.run(trainer_of(folder, World(WorkerDied("engine was killed by SIGKILL"), phase)).run())
+    assert checkpoint_steps(folder) == [step]
 
 
-def test_a_worker_that_died_while_it_learned_has_no_weights_to_keep(folder):
+def test_no_checkpoint_is_saved_of_a_worker_that_died_while_it_learned(folder):
     with pytest.raises(WorkerDied):
         asyncio.run(trainer_of(folder, World(WorkerDied("out of memory"), "learn")).run())
-    assert kept(folder) == []
+    assert checkpoint_steps(folder) == []
 
 
-def test_a_policy_that_died_before_it_could_be_kept_is_what_is_told(folder):
+def test_the_first_death_is_reported_if_the_policy_cannot_be_saved(folder):
     class Dead(World):
         async def save_state(self, path: str, *, waits: bool) -> None:
             raise WorkerDied("actor-0 has ended")
@@ -194,11 +195,11 @@ def test_a_policy_that_died_before_it_could_be_kept_is_what_is_told(folder):
         asyncio.run(trainer_of(folder, Dead(WorkerDied("actor-0 was killed by SIGKILL"), "score")).run())
 
 
-def test_a_step_is_whole_once_its_episodes_are_on_the_disk(folder, monkeypatch):
+def test_a_step_is_complete_once_its_episodes_are_on_the_disk(folder, monkeypatch):
     world = World()
 
     def write(path: Any, episodes: Any) -> None:
-        assert world.learned.wait(60)  # beside the learning, not before it
+        assert world.has_learned.wait(60)  # written while the step trains, not before
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(step_groups, "write_rollouts", write)
@@ -216,14 +217,14 @@ def test_steps_are_taken_while_a_checkpoint_is_written_and_the_run_ends_once_it_
         trainer.stage.checkpoint.every = 2
         trainer.checkpoints._keep = 9
         running = asyncio.create_task(trainer.run())
-        for _ in range(100):  # at the second, it waits for the first
+        for _ in range(100):  # the second checkpoint waits for the first
             await asyncio.sleep(0.01)
-        assert (trainer.progress.step, folder.kept_checkpoints()) == (4, [])
+        assert (trainer.progress.step, folder.saved_checkpoints()) == (4, [])
         world.may_write.set()
         await running
 
     asyncio.run(main())
-    assert kept(folder) == [2, 4, 5]
+    assert checkpoint_steps(folder) == [2, 4, 5]
 
 
 def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(folder):
@@ -240,7 +241,7 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(fo
 
 
 class Endless(TaskList):
-    """Tasks that are at hand at once, `size` of them; the 50th that is drawn asks the loop for a stop."""
+    """`size` tasks that are made when they are drawn; drawing the 50th stops the loop."""
 
     def __init__(self, size: int) -> None:
         super().__init__([Task("t")] * 2)
@@ -258,30 +259,30 @@ class Endless(TaskList):
         return Task(f"t{index}")
 
 
-@pytest.mark.parametrize("setting", ["rollout", "eval"])
-def test_a_stop_is_heeded_while_a_step_is_drawn(setting, folder):
-    """Of a billion tasks, in a loop that never waits."""
+@pytest.mark.parametrize(("part", "setting"), [("rollout", "tasks_per_step"), ("eval", "tasks")])
+def test_a_stop_takes_effect_while_tasks_are_drawn(part, setting, folder):
+    """A billion tasks, in a loop that never waits."""
     trainer = trainer_of(folder)
-    tasks = Endless(10**9 if setting == "eval" else 20)
+    tasks = Endless(10**9 if part == "eval" else 20)
     trainer.components.runner.spec.tasks = lambda split: tasks
     trainer.groups.cursor._tasks = tasks
     tasks.stop = trainer.stop
-    getattr(trainer.stage, setting).tasks = 10**9
-    trainer.stage.eval.every = 2 if setting == "eval" else 0
+    setattr(getattr(trainer.stage, part), setting, 10**9)
+    trainer.stage.eval.every = 2 if part == "eval" else 0
     with pytest.raises(Stopped):
         asyncio.run(trainer.run())
-    assert kept(folder) == [0]
+    assert checkpoint_steps(folder) == [0]
 
 
-# -- going on ---------------------------------------------------------------------------------------------
+# -- resuming ---------------------------------------------------------------------------------------------
 
 
-def saved(trainer: Trainer, state: Any = None) -> Path:
-    """The checkpoint, once it is written."""
+def save_checkpoint(trainer: Trainer, state: Any = None) -> Path:
+    """Save a checkpoint and wait until it is written."""
 
     async def save() -> None:
         await trainer.checkpoints.save(state)
-        await trainer.checkpoints.written()
+        await trainer.checkpoints.wait_for_writes()
 
     asyncio.run(save())
     last = trainer.folder.last_checkpoint()
@@ -289,35 +290,35 @@ def saved(trainer: Trainer, state: Any = None) -> Path:
     return last
 
 
-def test_a_loop_goes_on_with_all_that_it_knew(folder):
+def test_a_loop_resumes_with_its_whole_state(folder):
     trainer = trainer_of(folder)
     trainer.progress.step, trainer.progress.evals = 3, {"before": {"score": 1 / 3, "ci95": (0.1, 0.2)}}
     trainer.progress.seconds["rollout"] = 0.1 + 0.2
     trainer.components.learner.coefficient = 1 / 7
-    trainer.groups.buffer.add([played("a"), played("b")])
+    trainer.groups.buffer.add([finished_group("a"), finished_group("b")])
     asyncio.run(trainer.groups.cursor.next(1))
     trainer.components.runner.unscored.add("game")
-    then = trainer.checkpoints.state()
-    checkpoint = saved(trainer, then)
+    state = trainer.checkpoints.state()
+    checkpoint = save_checkpoint(trainer, state)
     resumed = trainer_of(folder)
     asyncio.run(resumed.checkpoints.load(checkpoint, folder.read_state(checkpoint)))
-    now = resumed.checkpoints.state()
-    assert now["progress"]["seconds"].pop("total") >= then["progress"]["seconds"].pop("total")
-    assert now == then
-    assert resumed.groups.buffer.take(1) == [played("a")]
+    restored = resumed.checkpoints.state()
+    assert restored["progress"]["seconds"].pop("total") >= state["progress"]["seconds"].pop("total")
+    assert restored == state
+    assert resumed.groups.buffer.take(1) == [finished_group("a")]
 
 
-def test_a_state_that_fits_no_loop_is_said_in_one_line(folder):
+def test_a_state_that_does_not_fit_raises_a_one_line_error(folder):
     trainer = trainer_of(folder)
-    checkpoint = saved(trainer)
-    for spoiled in ({"cursor": {}}, {"buffer": []}, {"progress": {"step": 1, "rounds": 2}}, {"learner": None}):
+    checkpoint = save_checkpoint(trainer)
+    for wrong in ({"cursor": {}}, {"buffer": []}, {"progress": {"step": 1, "rounds": 2}}, {"learner": None}):
         with pytest.raises(RunError, match=r"the controller's state in .*step_000000 does not fit this version"):
-            asyncio.run(trainer_of(folder).checkpoints.load(checkpoint, {**folder.read_state(checkpoint), **spoiled}))
+            asyncio.run(trainer_of(folder).checkpoints.load(checkpoint, {**folder.read_state(checkpoint), **wrong}))
 
 
-def test_what_a_learner_keeps_must_be_plain_and_a_checkpoint_that_failed_leaves_nothing(folder):
+def test_a_learners_state_must_be_plain_and_a_failed_checkpoint_leaves_nothing(folder):
     trainer = trainer_of(folder)
     trainer.components.learner.coefficient = {1, 2}
-    with pytest.raises(RunError, match=r"cannot be kept: it holds a set\. What a learner's state\(\) returns must"):
+    with pytest.raises(RunError, match=r"cannot be saved: it holds a set\. A learner's state_dict\(\) may hold"):
         asyncio.run(trainer.checkpoints.save())
     assert list(folder.checkpoints.iterdir()) == []

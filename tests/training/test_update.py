@@ -1,4 +1,4 @@
-"""The loop's arithmetic: how a rollout is cut into optimizer steps, the learning rate of each, and their metrics."""
+"""The loop's arithmetic: mini-batches, learning rates, metrics of several optimizer steps, the steps of a stage."""
 
 import numpy as np
 import pytest
@@ -8,68 +8,68 @@ from hypothesis import strategies as st
 from envgym.config.schema import StageConfig
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig, TrainSample
-from envgym.training.update import aggregate_steps, cut, learning_rate, steps_of
+from envgym.training.update import aggregate_steps, learning_rate, split_minibatches, steps_of
 from envgym.types import Objective
 
 
-def rows_of(units):
-    """A row for each number: the unit it belongs to."""
+def samples_of(keys):
+    """A sample for each microbatch key."""
     ids, weights = np.zeros(1, np.int64), np.zeros(1, np.float32)
-    return [TrainSample(ids, weights, weights, Objective.POLICY_GRADIENT, microbatch_key=unit) for unit in units]
+    return [TrainSample(ids, weights, weights, Objective.POLICY_GRADIENT, microbatch_key=key) for key in keys]
 
 
-def units_of(parts):
-    return [[row.microbatch_key for row in part] for part in parts]
+def keys_of(minibatches):
+    return [[sample.microbatch_key for sample in batch] for batch in minibatches]
 
 
 @pytest.mark.parametrize(
-    ("units", "parts", "expected"),
+    ("keys", "count", "expected"),
     [
         ([0, 1, 2, 3], 2, [[0, 1], [2, 3]]),
         ([0, 1, 2], 2, [[0, 1], [2]]),
         ([0, 0, 0, 1], 2, [[0, 0, 0], [1]]),
-        ([5, 9], 4, [[5], [9]]),  # no more pieces than units
-        ([0, 1, 0, 1], 2, [[0, 0], [1, 1]]),  # a unit's rows need not stand together
+        ([5, 9], 4, [[5], [9]]),  # no more mini-batches than keys
+        ([0, 1, 0, 1], 2, [[0, 0], [1, 1]]),  # samples with the same key need not be adjacent
         ([0, 1, 2], 1, [[0, 1, 2]]),
     ],
 )
-def test_cut_by_hand(units, parts, expected):
-    assert units_of(cut(rows_of(units), parts)) == expected
+def test_minibatches_by_hand(keys, count, expected):
+    assert keys_of(split_minibatches(samples_of(keys), count)) == expected
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 12))
-def test_cut_loses_nothing_keeps_units_whole_and_is_even(units, parts):
-    rows = rows_of(units)
-    pieces = cut(rows, parts)
-    assert len(pieces) == min(parts, len(set(units)))
-    assert sorted(id(row) for piece in pieces for row in piece) == sorted(map(id, rows))
-    held = [set(piece) for piece in units_of(pieces)]
-    assert sum(map(len, held)) == len(set(units))  # no unit in two pieces
-    sizes = [len(units_here) for units_here in held]
+def test_minibatches_lose_no_sample_split_no_key_and_are_even(keys, count):
+    samples = samples_of(keys)
+    minibatches = split_minibatches(samples, count)
+    assert len(minibatches) == min(count, len(set(keys)))
+    assert sorted(id(sample) for batch in minibatches for sample in batch) == sorted(map(id, samples))
+    key_sets = [set(batch) for batch in keys_of(minibatches)]
+    assert sum(map(len, key_sets)) == len(set(keys))  # no key in two mini-batches
+    sizes = [len(key_set) for key_set in key_sets]
     assert max(sizes) - min(sizes) <= 1
 
 
 # -- learning rate ----------------------------------------------------------------------------------------
 
 
-def rates(n, loop_steps, **settings):
+def rates(n, training_steps, **settings):
     config = LearnerConfig(name="any", lr=1.0, **settings)
-    return [learning_rate(config, step, loop_steps) for step in range(n)]
+    return [learning_rate(config, step, training_steps) for step in range(n)]
 
 
 def test_constant():
     assert rates(4, 4) == [1, 1, 1, 1]
 
 
-def test_warm_up_rises_to_the_peak_and_its_first_step_is_not_lost():
+def test_warm_up_rises_to_the_peak_and_its_first_step_is_not_zero():
     assert rates(6, 6, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
 
 
 def test_a_warm_up_may_be_a_share_of_all_optimizer_steps_rounded_up():
-    """A tenth of 2 loop steps of 3 epochs of 4 mini-batches: 2.4 optimizer steps, so 3."""
-    assert rates(4, 2, epochs=3, minibatches=4, warmup_ratio=0.1) == pytest.approx([1 / 3, 2 / 3, 1, 1])
-    by_steps = rates(24, 2, epochs=3, minibatches=4, warmup_steps=3, lr_schedule="cosine")
-    assert rates(24, 2, epochs=3, minibatches=4, warmup_ratio=0.1, lr_schedule="cosine") == by_steps
+    """A tenth of 2 training steps of 3 epochs of 4 mini-batches: 2.4 optimizer steps, so 3."""
+    assert rates(4, 2, update_epochs=3, minibatches=4, warmup_ratio=0.1) == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    by_steps = rates(24, 2, update_epochs=3, minibatches=4, warmup_steps=3, lr_schedule="cosine")
+    assert rates(24, 2, update_epochs=3, minibatches=4, warmup_ratio=0.1, lr_schedule="cosine") == by_steps
 
 
 def test_linear_falls_towards_its_share_of_the_peak():
@@ -82,16 +82,16 @@ def test_cosine_falls_slowly_fast_slowly():
     )
 
 
-def test_the_fall_begins_after_the_warm_up():
+def test_the_decay_starts_after_the_warm_up():
     assert rates(6, 6, warmup_steps=2, lr_schedule="linear", lr_min_ratio=0) == pytest.approx(
         [0.5, 1, 1, 0.75, 0.5, 0.25]
     )
 
 
-def test_optimizer_steps_are_counted_not_loop_steps():
-    """Two loop steps of two epochs of three mini-batches are twelve optimizer steps."""
-    found = rates(12, 2, epochs=2, minibatches=3, lr_schedule="linear", lr_min_ratio=0)
-    assert found == pytest.approx([1 - step / 12 for step in range(12)])
+def test_optimizer_steps_are_counted_not_training_steps():
+    """Two training steps of two epochs of three mini-batches are twelve optimizer steps."""
+    twelve_rates = rates(12, 2, update_epochs=2, minibatches=3, lr_schedule="linear", lr_min_ratio=0)
+    assert twelve_rates == pytest.approx([1 - step / 12 for step in range(12)])
 
 
 @given(
@@ -101,13 +101,13 @@ def test_optimizer_steps_are_counted_not_loop_steps():
     st.floats(0, 1),
     st.data(),
 )
-def test_always_between_zero_and_the_peak(loop_steps, warmup, schedule, ratio, data):
-    step = data.draw(st.integers(0, 3 * loop_steps))  # also beyond the end, where a longer run goes on
+def test_always_between_zero_and_the_peak(training_steps, warmup, schedule, ratio, data):
+    step = data.draw(st.integers(0, 3 * training_steps))  # also beyond the end: a resumed run may be longer
     config = LearnerConfig(name="any", lr=1.0, warmup_steps=warmup, lr_schedule=schedule, lr_min_ratio=ratio)
-    found = learning_rate(config, step, loop_steps)
-    assert 0 < found <= 1 or ratio == 0
+    rate = learning_rate(config, step, training_steps)
+    assert 0 < rate <= 1 or ratio == 0
     if step >= warmup:
-        assert found >= ratio - 1e-12
+        assert rate >= ratio - 1e-12
 
 
 def test_a_learning_rate_of_0_stays_0():
@@ -115,10 +115,10 @@ def test_a_learning_rate_of_0_stays_0():
     assert {learning_rate(config, step, 5) for step in range(6)} == {0.0}
 
 
-# -- what several optimizer steps log ---------------------------------------------------------------------
+# -- metrics of several optimizer steps -------------------------------------------------------------------
 
 
-def test_what_optimizer_steps_log_becomes_one_number_each():
+def test_metrics_of_several_optimizer_steps_become_one_number_each():
     logged = [
         {"loss": 1.0, "policy/ratio/max": 1.25, "policy/ratio/min": 0.5, "mismatch/mean_abs": 1e-6},
         {"loss": 2.0, "policy/ratio/max": 1.5, "policy/ratio/min": 0.25, "critic/loss": 4.0},
@@ -130,9 +130,9 @@ def test_what_optimizer_steps_log_becomes_one_number_each():
     assert aggregate_steps([]) == {}
 
 
-def test_epochs_are_steps_and_one_that_is_begun_is_taken_whole():
+def test_epochs_are_training_steps_rounded_up():
     def stage(**length):
-        return StageConfig(env="any", learner="any", rollout={"tasks": 8}, **length)
+        return StageConfig(env="any", learner="any", rollout={"tasks_per_step": 8}, **length)
 
     assert [steps_of(stage(epochs=1), n) for n in (1, 8, 9, 16)] == [1, 1, 2, 2]
     assert steps_of(stage(epochs=0.25), 64) == 2

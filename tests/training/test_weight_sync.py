@@ -61,7 +61,7 @@ class Both:
         return True
 
     async def call(self, method, *args):
-        return Path(args[0]).exists() if method == "sees" else await getattr(self, method)(*args)
+        return Path(args[0]).exists() if method == "can_read" else await getattr(self, method)(*args)
 
     async def export_adapter(self, folder):
         Path(folder).mkdir()
@@ -127,7 +127,7 @@ def take_step(actor, **sampling):
     )
     sampled = SamplingParams(max_tokens=4, **sampling)
     components = Components(learner, None, {"actor": actor}, sampled, sync=Both([0.0]).sync())
-    asyncio.run(Update(components, StageConfig(env="any", learner="any"), Progress(), 1).take([], []))
+    asyncio.run(Update(components, StageConfig(env="any", learner="any"), Progress(), 1).optimizer_step([], []))
 
 
 @pytest.mark.parametrize("mean_abs", [0.02, math.nan])

@@ -31,7 +31,7 @@ class Reader:
     async def call(self, method, *args):
         return await getattr(self, method)(*args)
 
-    async def sees(self, path):
+    async def can_read(self, path):
         return self.folder is None or Path(path).parent == self.folder
 
     async def connect(self, info):

@@ -36,7 +36,7 @@ def made(number, member, text="the answer", *, step=1, reward=None, outcome=None
         f"{group}:{member:03d}:0", task, outcome or Outcome.complete(), [row], env="sums-v0", group_id=group
     )
     episode.member, episode.reward, episode.score, episode.seconds = member, reward, reward, 0.25
-    episode.messages = messages or [Message.of("user", f"question {number}?"), Message.of("assistant", text)]
+    episode.messages = messages or [Message("user", f"question {number}?"), Message("assistant", text)]
     return episode
 
 

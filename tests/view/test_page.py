@@ -70,7 +70,7 @@ def test_tokens_are_coloured_by_what_was_learned_of_them(tree, page):
         told = main.locator(".bar").inner_text()
         assert "id 50" in told
         assert "log-probability −0.1000 · difference 0.0100 · ratio 0.9900 · advantage 0.5000 · version 0" in told
-        for word in ("role", "loss weight", "log-probability", "sampler − trainer", "ratio", "policy version"):
+        for word in ("role", "loss weight", "log-probability", "engine − trainer", "ratio", "policy version"):
             main.get_by_role("button", name=word, exact=True).click()
             assert tokens.count() == 5
         assert "by=version" in page.url
@@ -85,7 +85,7 @@ def test_rewards_stand_at_the_turns_that_were_sampled(tmp_path, page):
     """A prompt may hold answers of its own (examples, a conversation before): they earned nothing here."""
     turns = [("user", "2?"), ("assistant", "example"), ("user", "3?"), ("assistant", "wrong"), ("user", "again"),
              ("assistant", "right")]  # fmt: skip
-    episodes = [made(0, m, messages=[Message.of(role, text) for role, text in turns]) for m in range(2)]
+    episodes = [made(0, m, messages=[Message(role, text) for role, text in turns]) for m in range(2)]
     for episode in episodes:
         episode.rows[0].turns = [Turn(0.25, StopReason.STOP), Turn(0.75, StopReason.STOP)]
     write_episodes(tmp_path / "some.jsonl", episodes)
@@ -139,9 +139,9 @@ def test_a_live_run_is_followed(tree, page):
     from envgym.run_folder import RunFolder
 
     folder = RunFolder(tree / "runs" / "first")
-    from envgym.disk import locked
+    from envgym.disk import folder_lock
 
-    with viewing(tree) as url, locked(folder.path, "a test"):
+    with viewing(tree) as url, folder_lock(folder.path, "a test"):
         main = opened(page, url, f"run/{RUN}")
         assert "3 of 9" in main.inner_text()
         height = main.evaluate("one => one.scrollHeight")
@@ -296,7 +296,7 @@ def test_an_export_opens_from_the_disk_and_asks_for_nothing(tree, page, monkeypa
 
 def test_a_hostile_episode_is_text_and_breaks_nothing(tmp_path, page):
     bad = "<script>window.owned=1</script><img src=x onerror=window.owned=2>\x1b[31mred\u202egnp.exe\ud800"
-    turns = [Message.of(role, f"turn {n} {bad}") for n in range(500) for role in ("user", "assistant")]
+    turns = [Message(role, f"turn {n} {bad}") for n in range(500) for role in ("user", "assistant")]
     episodes = [made(0, 0, bad, key=f"task {bad}"), made(1, 0, "x" * 2**20), made(2, 0, messages=turns)]
     write_episodes(tmp_path / "bad.jsonl", episodes)
     with viewing(tmp_path, "bad.jsonl") as url:

@@ -187,8 +187,8 @@ def test_training_writes_what_the_page_shows(tmp_path, monkeypatch, tiny_model):
 
     monkeypatch.chdir(tmp_path)
     settings = {
-        "env": "math_verify", "model": str(tiny_model), "name": "first", "steps": 2, "rollout.tasks": 4,
-        "eval.every": 0, "rollout.group_size": 4, "learner.epochs": 2, "rollout.max_tokens": 8,
+        "env": "math_verify", "model": str(tiny_model), "name": "first", "steps": 2, "rollout.tasks_per_step": 4,
+        "eval.every": 0, "rollout.group_size": 4, "learner.update_epochs": 2, "rollout.max_tokens": 8,
         "engine.kind": "transformers",
     }  # fmt: skip
     envgym.train(settings)

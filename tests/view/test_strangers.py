@@ -16,11 +16,11 @@ import pytest
 
 from envgym.cli import main
 from envgym.episodes.files import write_episodes
-from envgym.errors import LONGEST_LINE, ConfigError, DataError
+from envgym.errors import MAX_LINE, ConfigError, DataError
 from envgym.monitoring.alarms import Alarms
 from envgym.view import reading, sources
 from envgym.view.server import Answers, to_json
-from envgym.yaml_files import MOST_NODES, read_yaml
+from envgym.yaml_files import MAX_NODES, read_yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import made, make_run, viewing
@@ -374,7 +374,7 @@ def test_an_export_leaves_out_what_cannot_be_read_and_says_why(zoo, tmp_path, mo
     said = capsys.readouterr().out
     assert said.count("\n") == 1
     assert "; unreadable parts in runs/a deep episode, runs/a name | of others, " in said
-    assert len(said) <= LONGEST_LINE + 1  # however many they are
+    assert len(said) <= MAX_LINE + 1  # however many they are
     packed = re.search(r"id='held'>([^<]*)", (tmp_path / "out.html").read_text())[1]
     held = json.loads(gzip.decompress(base64.b64decode(packed)))
     lines = {line["id"].removeprefix("runs/"): line for line in held["index"]}
@@ -399,7 +399,7 @@ def test_large_files_of_episodes_are_within_the_bounds():
     assert reading.ROW >= 1_000_000 * (4 + 8 + 4 + 4)
     assert reading.GROUP >= 256 * 100_000 * 4 * 8
     assert reading.LISTED >= 700_000 * 700
-    assert MOST_NODES >= 1000 * 100
+    assert MAX_NODES >= 1000 * 100
 
 
 @pytest.mark.parametrize("command", [

@@ -17,7 +17,7 @@ from envgym.cli.parser import ENV, Parser, make_spec
 from envgym.errors import EnvgymError, printable
 from envgym.processes import event_loop
 from envgym.registry import load_component
-from envgym.rollout.runner import compare, play_episode
+from envgym.rollout.runner import judge_group, run_episode
 from envgym.rollout.scripted import PlayedTurn, ScriptedEpisode
 from envgym.types import Action, Episode, Group, Observation, Task, ToolCall, ToolSpec
 
@@ -110,9 +110,9 @@ async def _play(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> None:
         _, task = await choose_task(spec, seed, word)
         console.print(f"{spec.id}, task {task.key}, seed {seed} (repeat it with --seed {seed})", style="dim")
         by_hand = ByHand(console, task, seed)
-        episode = await play_episode(spec, task, by_hand.play, math.inf)
+        episode = await run_episode(spec, task, by_hand.play, math.inf)
         if by_hand.has_ended:
-            await compare(spec, Group("by hand", task, [episode]), math.inf)
+            await judge_group(spec, Group("by hand", task, [episode]), math.inf)
         if episode.failed:
             raise by_hand.error or EnvgymError(episode.outcome.message)
         _show_result(console, by_hand, episode)

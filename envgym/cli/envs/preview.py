@@ -40,7 +40,7 @@ async def preview(env: str, words: Sequence[str], task: tuple[str, int] | None, 
     from envgym.training.new_model import make_model
 
     settings = parse_overrides(words)
-    config = resolve({"do": "rollout", **settings, "env": {"name": env, **settings.get("env", {})}})
+    config = resolve({"kind": "rollout", **settings, "env": {"name": env, **settings.get("env", {})}})
     stage = config.stages[-1]
     with open_display() as display:
         model = await fetch_model(stage.model, config, display, make_model)

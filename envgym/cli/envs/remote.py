@@ -32,11 +32,11 @@ def add_main(arguments: Sequence[str]) -> int:
     options = parser.parse_without_words(arguments, "settings belong to the command that uses or serves it")
 
     from envgym import registry
-    from envgym.loading import names_file
+    from envgym.loading import is_file_target
     from envgym.remote import named
     from envgym.remote.client import RemoteEnvSpec
 
-    if names_file(options.name) or ":" in options.name:
+    if is_file_target(options.name) or ":" in options.name:
         raise ConfigError(f"{options.name!r} reads as a file or an import path: names look like [namespace/]name[-v0]")
     if registry.is_installed(options.name):
         raise ConfigError(f"{options.name!r} is the name of an environment that is installed here: choose another one")

@@ -1,7 +1,7 @@
 """Recipes: named YAML files that compose environments, agents, learners and settings into stages.
 
-A recipe that holds `new_model` makes a model out of nothing, and its name, or the path of its file, may be given
-wherever a model is asked for; its `model_settings` are what a run on that model starts from.
+A recipe with `new_model` makes a model from scratch; its name, or the path of its file, can stand wherever a model can.
+Its `model_settings` are the defaults of runs on that model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from envgym.config.renamed import OLD_NAMES, rename_settings
 from envgym.disk import cache_folder
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
 from envgym.yaml_files import read_yaml
@@ -21,7 +22,7 @@ DEFAULT_RECIPE = "grpo"
 DEFAULT_MODEL = "starter"
 SUFFIXES = (".yaml", ".yml")
 OF_NEW_MODEL = ("new_model", "model_settings")
-"""Keys of a recipe that are no settings of a run."""
+"""Keys of a recipe that are not settings of a run."""
 
 
 def recipe_names() -> list[str]:
@@ -30,18 +31,18 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> dict[str, Any]:
-    """A recipe's settings as they stand in its file; `name` is a shipped recipe or the path of a YAML file."""
+    """The settings in a recipe's file; `name` is a shipped recipe or the path of a YAML file."""
     path = Path(name) if name.endswith(SUFFIXES) else FOLDER / f"{name}.yaml"
     if not path.is_file():
         if path.parent != FOLDER:
             raise ConfigError(f"recipe file {name} does not exist")
         raise NameNotFound(f"no recipe {name!r}.{did_you_mean(name, recipe_names())} See: envgym config recipes")
-    return read_yaml(path)
+    return rename_settings(read_yaml(path), warn=True)
 
 
 def makes_model(name: str) -> bool:
-    """True if `name` is a recipe that makes a model, a shipped one or the path of a YAML file. Raises `ConfigError` for
-    a file that makes none."""
+    """True if `name` is a recipe that makes a model: a shipped one or the path of a YAML file. Raises `ConfigError` for
+    a file without `new_model`."""
     if not name.endswith(SUFFIXES):
         return name in recipe_names() and "new_model" in load_recipe(name)
     if "new_model" not in load_recipe(name):
@@ -50,8 +51,9 @@ def makes_model(name: str) -> bool:
 
 
 def recipe_model_folder(name: str) -> Path:
-    """The folder of the model that a recipe makes, which may be yet to come. Only what stands in the recipe counts: new
-    contents of a data file that it names make no new model."""
-    makes_it = {key: value for key, value in load_recipe(name).items() if key != "model_settings"}
-    key = hashlib.sha256(yaml.safe_dump(makes_it).encode()).hexdigest()[:12]
+    """The folder of the model that a recipe makes; it may not exist yet. It depends on the recipe's text alone: changed
+    contents of a data file that the recipe names make no new model."""
+    recipe = rename_settings(load_recipe(name), OLD_NAMES)  # finds models that were made before a setting was renamed
+    recipe.pop("model_settings", None)
+    key = hashlib.sha256(yaml.safe_dump(recipe).encode()).hexdigest()[:12]
     return cache_folder("models") / f"{Path(name).stem}-{key}"

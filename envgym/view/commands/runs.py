@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from envgym.cli.errors import Invocation
 from envgym.cli.parser import Parser
-from envgym.disk import holder
+from envgym.disk import lock_holder
 from envgym.errors import printable
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _cells(run: Path, source: Callable[[Path], Source]) -> tuple[str, ...]:
     """The cells of a run's row, from its summary or, before the last of several stages ended, the latest stage's."""
     files = [*run.glob("metrics.jsonl"), *run.glob("*/metrics.jsonl")]
     last = max(files, key=lambda path: path.lstat().st_mtime, default=run / "metrics.jsonl").parent
-    if (process := holder(run)) is not None:
+    if (process := lock_holder(run)) is not None:
         return f"runs on {process}", _steps_so_far(source(last)), "", ""
     summary = source(run).summary()
     if not summary:

@@ -1,7 +1,7 @@
-// What the page asks for: from the server or, in an exported file, from what it holds.
+// Data of the page: from the server or, in an exported file, from the file itself.
 
 /** @type {Record<string, any> | null} */
-let held = null;
+let stored = null;
 
 /** True in an exported file. @returns {boolean} */
 export function isExport() {
@@ -16,42 +16,36 @@ async function unpack() {
   return JSON.parse(await new Response(stream).text());
 }
 
-/** The answer to a question, whose parts stand in an order that the server knows.
+/** The server's answer to a question, given as its parts in order.
  * @param {...(string | number)} parts @returns {Promise<any>} */
 export async function ask(...parts) {
   const path = parts.join("|");
   if (isExport()) {
-    held = held || (await unpack());
-    if (path in held && held[path].error) throw new Error(held[path].error);
-    if (path in held) return held[path];
-    const more = { episode: "this episode is not in the file: export with more --episodes",
+    stored = stored || (await unpack());
+    if (path in stored && stored[path].error) throw new Error(stored[path].error);
+    if (path in stored) return stored[path];
+    const hints = { episode: "this episode is not in the file: export with more --episodes",
       list: "the episodes of this step are not in the file: export with more --megabytes" };
-    throw new Error(more[/** @type {"episode" | "list"} */ (parts[0])] || "this is not in the file");
+    throw new Error(hints[/** @type {"episode" | "list"} */ (parts[0])] || "this is not in the file");
   }
   const response = await fetch(`/api?q=${encodeURIComponent(path)}`);
-  const answer = await response.json().catch(() => ({ error: `the server answers ${response.status}` }));
+  const answer = await response.json().catch(() => ({ error: `the server responded with status ${response.status}` }));
   if (!response.ok) throw new Error(answer.error);
   return answer;
 }
 
-/** Whether an answer can be had. @param {...(string | number)} parts @returns {Promise<boolean>} */
-export async function has(...parts) {
-  if (!isExport()) return true;
-  held = held || (await unpack());
-  return parts.join("|") in held;
-}
 
 const CHUNK = 10000;
 
-/** All episodes of a step, column by column; `onPart` is called with what has come so far.
+/** All episodes of a step, as columns; `onPart` is called with the episodes loaded so far.
  * @param {string} id @param {number} step @param {(list: any) => void} onPart @returns {Promise<any>} */
 export async function listOf(id, step, onPart) {
   const list = await ask("list", id, step, 0, 2000);
   onPart(list);
   while (!isExport() && list.columns.id.length < list.total) {
-    const more = await ask("list", id, step, list.columns.id.length, CHUNK);
-    if (!more.columns.id.length) break;
-    for (const name of Object.keys(list.columns)) for (const value of more.columns[name]) list.columns[name].push(value);
+    const chunk = await ask("list", id, step, list.columns.id.length, CHUNK);
+    if (!chunk.columns.id.length) break;
+    for (const name of Object.keys(list.columns)) for (const value of chunk.columns[name]) list.columns[name].push(value);
     onPart(list);
   }
   return list;

@@ -1,4 +1,4 @@
-// Elements, numbers and words. Text is only ever set as text.
+// Elements, numbers and texts. Text is only ever set as text, never as HTML.
 
 /** @param {string} tag @param {Record<string, any> | null} [props] @param {...any} children @returns {HTMLElement} */
 export function h(tag, props, ...children) {
@@ -6,7 +6,7 @@ export function h(tag, props, ...children) {
   for (const [name, value] of Object.entries(props || {})) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name === "vars") for (const [key, one] of Object.entries(value)) element.style.setProperty(key, String(one));
+    else if (name === "vars") for (const [key, setting] of Object.entries(value)) element.style.setProperty(key, String(setting));
     else element.setAttribute(name, value === true ? "" : String(value));
   }
   element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
@@ -18,7 +18,7 @@ export function link(...parts) {
   return `#/${parts.map((part) => encodeURIComponent(String(part))).join("/")}`;
 }
 
-/** A number as people read it. @param {any} value @param {number} [digits] @returns {string} */
+/** A number as text for people. @param {any} value @param {number} [digits] @returns {string} */
 export function num(value, digits = 3) {
   if (typeof value !== "number") return "–";
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en").replace("-", "−");
@@ -35,54 +35,54 @@ export function ago(seconds) {
   return "just now";
 }
 
-const WORDS = /** @type {Record<string, string>} */ ({
+const REASONS = /** @type {Record<string, string>} */ ({
   completed: "completed", environment: "ended by the environment", length: "the turn was truncated at its limit",
   context: "the context is full", tokens: "the token limit was reached", turns: "too many turns",
   timeout: "took too long", engine: "the engine failed", prompt_too_long: "the prompt is too long",
   invalid_environment: "the environment broke the protocol", does_not_end: "it could not be cancelled", service: "a judge failed",
 });
 
-/** Why an episode ended. @param {any} outcome @returns {string} */
+/** An outcome as text: status, reason and message. @param {any} outcome @returns {string} */
 export function ending(outcome) {
-  const why = outcome.reason ? WORDS[outcome.reason] || outcome.reason.replaceAll("_", " ") : "";
-  return [outcome.status, why, outcome.message].filter(Boolean).join(": ");
+  const reason = outcome.reason ? REASONS[outcome.reason] || outcome.reason.replaceAll("_", " ") : "";
+  return [outcome.status, reason, outcome.message].filter(Boolean).join(": ");
 }
 
-// Characters that would be obeyed instead of shown: controls, and those that turn the direction of what follows.
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
-const MOST = 20000;
+// Characters that take effect instead of being shown: controls, and changes of the text direction.
+const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+const MAX_LENGTH = 20000;
 
-/** Untrusted text, with what would be obeyed written out, and cut where it is endless.
- * @param {any} text @param {number} [most] @returns {string} */
-export function plain(text, most = MOST) {
-  const whole = String(text ?? "");
-  const shown = whole.length > most ? `${whole.slice(0, most)}… (${(whole.length - most).toLocaleString("en")} more characters)` : whole;
-  return shown.replace(UNSEEN, (one) => `␦${one.charCodeAt(0).toString(16).padStart(2, "0")}`);
+/** Untrusted text, with its control characters as visible codes, truncated to `limit` characters.
+ * @param {any} text @param {number} [limit] @returns {string} */
+export function plain(text, limit = MAX_LENGTH) {
+  const full = String(text ?? "");
+  const truncated = full.length > limit ? `${full.slice(0, limit)}… (${(full.length - limit).toLocaleString("en")} more characters)` : full;
+  return truncated.replace(CONTROLS, (character) => `␦${character.charCodeAt(0).toString(16).padStart(2, "0")}`);
 }
 
 /** @param {string} text @returns {void} */
-export function say(text) {
+export function notify(text) {
   const status = /** @type {HTMLElement} */ (document.getElementById("status"));
   status.textContent = text;
   setTimeout(() => status.textContent === text && (status.textContent = ""), 2500);
 }
 
-/** @param {string} text @param {string} said @returns {Promise<void>} */
-export async function copy(text, said) {
+/** @param {string} text @param {string} message @returns {Promise<void>} */
+export async function copy(text, message) {
   try {
     await navigator.clipboard.writeText(text);
-    say(said);
+    notify(message);
   } catch {
-    say("the browser does not let this page copy");
+    notify("the browser does not allow this page to copy");
   }
 }
 
-/** Something that does not change what is around it when it grows. @param {string} name @param {any} value @returns {HTMLElement} */
+/** A name and a value. Its place in the page stays when the value grows. @param {string} name @param {any} value @returns {HTMLElement} */
 export function fact(name, value) {
   return h("div", { class: "fact" }, h("dt", null, name), h("dd", null, value));
 }
 
-/** A colour of the page by its name, light or dark. @param {string} name @returns {string} */
-export function colour(name) {
+/** A color of the page's current theme. @param {string} name @returns {string} */
+export function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }

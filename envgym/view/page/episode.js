@@ -4,7 +4,7 @@ import { copy, ending, fact, h, link, num, plain } from "./dom.js";
 import { strip } from "./lanes.js";
 import { walk } from "./list.js";
 
-export const COLOURS = /** @type {[string, string][]} */ ([["role", "role"], ["weight", "loss weight"], ["logprob", "log-probability"], ["difference", "sampler − trainer"],
+export const COLOURS = /** @type {[string, string][]} */ ([["role", "role"], ["weight", "loss weight"], ["logprob", "log-probability"], ["difference", "engine − trainer"],
   ["ratio", "ratio"], ["advantage", "advantage"], ["version", "policy version"]]);
 
 /** @param {any} row @param {number} n @param {string} by @returns {number | null} */

@@ -79,7 +79,7 @@ class CloseHangs(Sums):
 class NoSchema(Sums):
     def ask(self):
         tools = (ToolSpec("guess", "Guess it.", {"type": "object", "properties": {"at": {"type": "str"}}}),)
-        return Observation((envgym.Message.of("user", self.task.prompt),), tools=tools)
+        return Observation((envgym.Message("user", self.task.prompt),), tools=tools)
 
 
 class TrustsToolCalls(Sums):
@@ -88,12 +88,12 @@ class TrustsToolCalls(Sums):
     def ask(self):
         parameters = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
         tools = (ToolSpec("guess", "Guess it.", parameters),)
-        return Observation((envgym.Message.of("user", self.task.prompt),), tools=tools)
+        return Observation((envgym.Message("user", self.task.prompt),), tools=tools)
 
     async def step(self, action):
         for call in action.tool_calls:
             results = {"guess": lambda: "no"}[call.name]()
-            answer = envgym.Message("tool", envgym.Message.of("tool", results).content, (), call.id, call.name)
+            answer = envgym.Message("tool", results, (), call.id, call.name)
             return [answer], 0.0, False, False, {}
         return await super().step(action)
 

@@ -105,7 +105,7 @@ class ForgetsToAwaitInAList(ForgetsToAwaitInReset):
 
 class ForgetsToAwaitInAMessage(ForgetsToAwaitInReset):
     async def reset(self, *, seed=None, options=None):
-        return Message.of("user", self.fetch()), {}
+        return Message("user", self.fetch()), {}
 
 
 class ForgetsToAwaitInInfo(ForgetsToAwaitInReset):

@@ -36,7 +36,7 @@ class LeaksInATool(Sums):
 
 
 def message(said):
-    return envgym.Message.of(said["role"], said["content"])
+    return envgym.Message(said["role"], said["content"])
 
 
 class NeverPays(SumsSpec):

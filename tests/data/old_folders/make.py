@@ -39,7 +39,8 @@ CHAT_TEMPLATE = (
 )
 
 SMALL = [
-    "rollout.tasks=4", "rollout.group_size=2", "rollout.max_tokens=6", "eval.tasks=2", "engine.max_model_len=128",
+    "rollout.tasks_per_step=4", "rollout.group_size=2", "rollout.max_tokens=6", "eval.tasks=2",
+    "engine.max_model_len=128",
     "checkpoint.every=1", "checkpoint.keep=1", "learner.lr=1e-3",
 ]  # fmt: skip
 

@@ -193,7 +193,7 @@ BEGUN = Task("t", BEGINNING, "    return floor(x)", {"entry_point": "whole", "te
 )
 def test_a_prompt_that_begins_the_program_is_part_of_it(answer, reward):
     assert play(answer, task=BEGUN)[1][0][1] == reward
-    asked = Task("t", (Message.of("system", "Be brief."), Message.of("user", BEGINNING)), None, BEGUN.fields)
+    asked = Task("t", (Message("system", "Be brief."), Message("user", BEGINNING)), None, BEGUN.fields)
     assert play(answer, task=asked)[1][0][1] == reward
 
 

@@ -12,9 +12,7 @@ class Stones(Env):
 
     async def reset(self, *, seed=None, options=None):
         self.left, self.calls = 2 + seed % 2, 0
-        return Observation(
-            (Message.of("system", "A game."), Message.of("user", f"{self.left} stones")), tools=(TAKE,)
-        ), {}
+        return Observation((Message("system", "A game."), Message("user", f"{self.left} stones")), tools=(TAKE,)), {}
 
     async def step(self, action):
         if not action.tool_calls:
@@ -28,7 +26,7 @@ class Stones(Env):
             else:
                 self.left -= call.arguments["count"]
                 text = f"{self.left} left"
-            results.append(Message("tool", Message.of("tool", text).content, tool_call_id=call.id))
+            results.append(Message("tool", text, tool_call_id=call.id))
         return results, 0.25 * len(results), False, self.calls > 5, {}
 
 

@@ -109,10 +109,10 @@ def test_a_row_is_a_task_and_is_kept_whole(serving, path):
             return task, await spec.tasks("train").get(1)
 
     task, other = asyncio.run(main())
-    assert task.prompt == (Message.of("system", "Be brief."), Message.of("user", "What is a gym?"))
+    assert task.prompt == (Message("system", "Be brief."), Message("user", "What is a gym?"))
     assert task.fields == ROW
     assert task.answer == "a hall"
-    assert other.prompt == (Message.of("user", "What is a hall?"),)
+    assert other.prompt == (Message("user", "What is a hall?"),)
 
 
 def game(copies, **more):
@@ -421,10 +421,10 @@ def test_an_episode_of_the_gymnasium_flavour(serving, path):
         {"observation": None, "reward": 1, "terminated": True, "info": {"steps": 2, "result": "win"}},
     )
     observation, [first, last] = episode(serving, server, path, [turn("I look.", LOOK), turn("out")])
-    assert observation.messages[-1] == Message.of("user", "You stand in a hall.")
+    assert observation.messages[-1] == Message("user", "You stand in a hall.")
     assert first[0].messages == (
         Message("tool", (TextPart("yes"),), tool_call_id="call00001", name="look_up"),
-        Message.of("user", "Go on."),
+        Message("user", "Go on."),
     )
     assert first[1:4] == (0.25, False, False)
     assert last[1:4] == (1.0, True, False)

@@ -29,15 +29,15 @@ def policy(messages):
     if "stones" in messages[1 if len(messages) > 1 else 0].text:
         left = [int(message.text.split()[0]) for message in messages if message.role == "tool"]
         if left and left[-1] == 0:
-            return Message.of("assistant", "none")
+            return Message("assistant", "none")
         if not left:
-            return Message("assistant", Message.of("assistant", "I take two.").content, calls(1, 1))
+            return Message("assistant", "I take two.", calls(1, 1))
         return Message("assistant", (), calls(left[-1]))
     low, high = 0, 7
     for guess, hint in zip(messages[1::2], messages[2::2], strict=True):
         middle = int(guess.text.split()[-1])
         low, high = (middle + 1, high) if hint.text == "higher" else (low, middle - 1)
-    return Message.of("assistant", "raise" if said == "hello" else f"I say {(low + high) // 2}")
+    return Message("assistant", "raise" if said == "hello" else f"I say {(low + high) // 2}")
 
 
 def calls(*counts):
@@ -252,7 +252,7 @@ def test_every_response_sets_the_cookie_and_sessions_are_apart(served):
     assert ask(port, "/take", {"count": 1}, one) == (200, f"{stones - 2} left", one)
     assert ask(port, "/take", {"count": 1}, other) == (200, f"{stones - 1} left", other)
     assert ask(port, "/juggle", {}, other) == (200, "there is no tool juggle", other)
-    verdict = {**row, "response": response(output_items(Message.of("assistant", "well")))}
+    verdict = {**row, "response": response(output_items(Message("assistant", "well")))}
     status, text, again = ask(port, "/verify", verdict, other)
     assert (status, json.loads(text)["reward"], again) == (200, 0.5, other)
     status, text, again = ask(port, "/verify", verdict, other)
@@ -312,7 +312,7 @@ def test_what_cannot_be_judged_is_no_reward_of_zero(served):
     for words, says in (("raise", "the judge is out"), ("fine", "there is no reward")):
         _, _, cookie = ask(port + 2, "/seed_session", row)
         status, text, _ = ask(
-            port + 2, "/verify", {**row, "response": response(output_items(Message.of("assistant", words)))}, cookie
+            port + 2, "/verify", {**row, "response": response(output_items(Message("assistant", words)))}, cookie
         )
         assert status == 500
         assert says in text

@@ -254,7 +254,7 @@ def rollout(tiny_model, environment, lines, *, before=lambda turn: None, size=4)
     async def main():
         async with environment:
             task = await environment.tasks("train").get(0)
-            [group] = await runner.play([task], SamplingPlan("p", sampling, size))
+            [group] = await runner.roll_out([task], SamplingPlan("p", sampling, size))
             return group.episodes
 
     return asyncio.run(main())
@@ -303,7 +303,13 @@ def documented(number):
 
 def train(folder, words):
     """A run of two steps: its metrics and its summary."""
-    short = ["engine.kind=transformers", "steps=2", "rollout.tasks=2", "rollout.group_size=4", "rollout.max_tokens=24"]
+    short = [
+        "engine.kind=transformers",
+        "steps=2",
+        "rollout.tasks_per_step=2",
+        "rollout.group_size=4",
+        "rollout.max_tokens=24",
+    ]
     words = [*words, *short, "data.test_fraction=0", "eval.every=0", "--name", "short"]
     done = subprocess.run([ENVGYM, *words], cwd=folder, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

@@ -27,7 +27,7 @@ class Fragile(Env):
     async def reset(self, *, seed=None, options=None):
         await asyncio.sleep(0.02)
         Fragile.open += 1
-        return Observation((Message.of("user", "go"),), tools=(USE,)), {}
+        return Observation((Message("user", "go"),), tools=(USE,)), {}
 
     async def step(self, action):
         Fragile.steps += 1
@@ -72,7 +72,7 @@ def saying(row, message):
     return {**row, "response": response(output_items(message))}
 
 
-WORDS = Message.of("assistant", "done")
+WORDS = Message("assistant", "done")
 CALL = Message("assistant", (), (ToolCall("c", "use", {}),))
 
 
@@ -195,7 +195,7 @@ def test_the_model_server_gets_the_cookies_of_its_own_session_back():
 
     async def model(request):
         cookies.append(request.cookies.get("session"))
-        words = Message.of("assistant", "wait") if len(cookies) == 1 else WORDS
+        words = Message("assistant", "wait") if len(cookies) == 1 else WORDS
         answer = web.json_response(response(output_items(words)))
         answer.set_cookie("session", "its own")
         return answer

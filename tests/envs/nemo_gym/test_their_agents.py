@@ -80,7 +80,7 @@ def play(renderer, engine, rows, *, size=1, context=4096, max_tokens=200, **sett
     )
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=renderer.stop_token_ids)
     tasks = [Task(f"row-{number}", fields=row) for number, row in enumerate(rows)]
-    groups = asyncio.run(runner.play(tasks, SamplingPlan("p", sampling, size)))
+    groups = asyncio.run(runner.roll_out(tasks, SamplingPlan("p", sampling, size)))
     return [episode for group in groups for episode in group.episodes]
 
 
@@ -451,7 +451,14 @@ def test_a_policy_is_trained_that_their_simple_agent_plays(servers, tiny_model, 
     words = documented("agent=nemo_gym")
     for word, real in {**shown, "path/or/hub-id": str(tiny_model)}.items():
         words = [given.replace(word, real) for given in words]
-    words += ["data.test_fraction=0", "--name", "simple", "engine.kind=transformers", "steps=2", "rollout.tasks=2"]
+    words += [
+        "data.test_fraction=0",
+        "--name",
+        "simple",
+        "engine.kind=transformers",
+        "steps=2",
+        "rollout.tasks_per_step=2",
+    ]
     words += ["rollout.group_size=4", "rollout.max_tokens=24", "eval.every=0"]
     done = subprocess.run([ENVGYM, *words], cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

@@ -85,7 +85,7 @@ def play(renderer, recording, tmp_path, monkeypatch):
                 params = SamplingParams(
                     **{"max_tokens": 256, "stop_token_ids": renderer.stop_token_ids, **(sampling or {})}
                 )
-                return await runner.play(tasks, SamplingPlan("p", params, size))
+                return await runner.roll_out(tasks, SamplingPlan("p", params, size))
 
         return asyncio.run(asyncio.wait_for(main(), 120)), engine
 

@@ -135,7 +135,7 @@ def test_an_observation_of_the_agents_own(play, ok, agent_file, task):
     assert engine.engine.prompts()[0] == "Guess: P:"
 
 
-@pytest.mark.parametrize("prompt", ["P:", (Message.of("system", "Be brief."), Message.of("user", "P:"))])
+@pytest.mark.parametrize("prompt", ["P:", (Message("system", "Be brief."), Message("user", "P:"))])
 def test_prompts_as_chat(play, ok, agent_file, task, prompt):
     groups, engine = play(agent_file(), [task(prompt)], "x", size=1, env={"chat": True})
     ok(groups, engine)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ENVGYM = Path(sys.executable).with_name("envgym")
-SMALL = ("steps=2", "rollout.tasks=8", "rollout.group_size=4", "rollout.max_tokens=24", "eval.tasks=8")
+SMALL = ("steps=2", "rollout.tasks_per_step=8", "rollout.group_size=4", "rollout.max_tokens=24", "eval.tasks=8")
 
 
 @pytest.mark.slow

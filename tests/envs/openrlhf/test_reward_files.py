@@ -130,7 +130,7 @@ def test_a_group_is_one_call_and_queries_begin_with_prompts(play, ok, reward_fil
     )
     tasks = [
         task("Say 1.", "1", id="a"),
-        task((Message.of("system", "Be."), Message.of("user", "Say 2.")), "2", id="b"),
+        task((Message("system", "Be."), Message("user", "Say 2.")), "2", id="b"),
     ]
     groups, engine = play(file, tasks, lambda member, turn: str(member), size=4)
     assert [e.reward for e in ok(groups, engine)] == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
@@ -282,7 +282,7 @@ def test_the_file_is_not_imported_here_and_its_spec_is_json(write):
 
 def test_without_tasks_nothing_is_started(reward_file, monkeypatch):
     monkeypatch.setattr("envgym.envs.openrlhf.Processes", None)
-    with pytest.raises(ConfigError, match=r"has no tasks of its own: give it some with data\.path=FILE"):
+    with pytest.raises(ConfigError, match=r"has no default tasks: give it some with data\.path=FILE"):
         asyncio.run(registry.spec(str(reward_file("return [0.0]"))).ensure_setup())
 
 

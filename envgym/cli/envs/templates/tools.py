@@ -1,7 +1,6 @@
 """An environment with tools. See docs/environments.md of envgym."""
 
 import envgym
-from envgym.types import ToolCall
 
 PRICES = {"apple": 3, "bread": 5, "cheese": 8, "dates": 4, "eggs": 6, "figs": 7}
 
@@ -51,5 +50,5 @@ class NewEnvironmentSpec(envgym.EnvSpec):
 
     def demonstrations(self, task, seed):
         """The turns of a correct episode, to train on: a call, then the answer."""
-        call = ToolCall("call_0", "price", {"good": task.fields["good"]})
+        call = envgym.ToolCall("call_0", "price", {"good": task.fields["good"]})
         return [envgym.Message("assistant", (), (call,)), task.answer]

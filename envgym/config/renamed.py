@@ -1,0 +1,54 @@
+"""Settings that changed their names: files, command lines and Python may still use the old names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from envgym.errors import ConfigError, RenamedSetting
+
+RENAMED = {
+    "do": "kind",
+    "rollout.tasks": "rollout.tasks_per_step",
+    "learner.epochs": "learner.update_epochs",
+    "learner.kl.place": "learner.kl.applied_to",
+}
+"""New keys of a stage by their old keys, which differ in the last part only."""
+OLD_NAMES = {new: old for old, new in RENAMED.items()}
+
+
+def rename_settings(
+    settings: Mapping[str, Any], names: Mapping[str, str] = RENAMED, *, warn: bool = False
+) -> dict[str, Any]:
+    """The settings of a run, a recipe or a stage with keys renamed by `names`. With `warn`, a `RenamedSetting` warning
+    per key. Raises `ConfigError` if a setting has both names."""
+
+    def rename_inner(value: Any) -> Any:
+        if isinstance(value, list):
+            return [rename_inner(item) for item in value]
+        return rename_settings(value, names, warn=warn) if isinstance(value, Mapping) else value
+
+    renamed: dict[str, Any] = dict(settings)
+    for old, new in names.items():
+        renamed = _rename(renamed, old, old, new, warn)
+    for key in renamed.keys() & {"stages", "model_settings"}:
+        value = renamed[key]
+        is_named = key == "stages" and isinstance(value, Mapping)  # `stages.NAME.KEY`
+        renamed[key] = {name: rename_inner(stage) for name, stage in value.items()} if is_named else rename_inner(value)
+    return renamed
+
+
+def _rename(settings: Any, path: str, old: str, new: str, warn: bool) -> Any:
+    """The settings, with the key at the dotted `path` renamed from `old` to `new` in its place."""
+    key, _, rest = path.partition(".")
+    if not isinstance(settings, Mapping) or key not in settings:
+        return settings
+    if rest:
+        return {**settings, key: _rename(settings[key], rest, old, new, warn)}
+    name = new.rpartition(".")[2]
+    if name in settings:
+        raise ConfigError(f"{old} and {new} are the same setting: leave out {old}")
+    if warn:
+        warnings.warn(RenamedSetting(f"{old} is now {new}"), stacklevel=1)
+    return {name if item == key else item: value for item, value in settings.items()}
