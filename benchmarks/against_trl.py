@@ -1,19 +1,19 @@
-"""Seconds per step of `envgym train` with GRPO, and their split, beside TRL's GRPOTrainer on the same jobs.
+"""Seconds per step of `envgym train` with GRPO, by phase, compared with TRL's GRPOTrainer on the same jobs.
 
     .venv/bin/python benchmarks/against_trl.py [--job starter|30m|both] [--repeats 3]
 
-Two jobs: `starter` is the main job (sums for `math_verify`, answers of a few tokens) with the starter policy; `30m` is
-a random policy of some 34 million parameters whose answers are as long as `lengths_env.py` says: log-normal, up to
+Two jobs: `starter` is the main job (sums for `math_verify`, completions of a few tokens) with the starter policy; `30m`
+is a random policy of some 34 million parameters with completions of the lengths in `lengths_env.py`: log-normal, up to
 256 tokens, the same on all sides. That policy never ends its turn by itself.
 
-Three sides do the same job, one after the other, and the whole turn is repeated: envgym, TRL with its own
-generation, TRL with vLLM inside it (`trl_grpo.py`, in the environment of `trl_requirements.txt`). All get the same
-policy, file of tasks, group size, token limits, threads and optimizer, and make one optimizer step a rollout.
+Three sides run the same job, one after the other, and the whole round is repeated: envgym, TRL with its own generation,
+TRL with vLLM inside it (`trl_grpo.py`, in the environment of `trl_requirements.txt`). All get the same policy, file of
+tasks, group size, token limits, threads and optimizer, and make one optimizer step per rollout.
 
-A run is summarised by the median of its steps after the first few; a ratio (TRL's seconds over envgym's) is taken
-between the runs of one turn, so that both met much the same machine. What is stored is the median of the turns with the
-least and the greatest; a row is `won` only if every turn is above 1, `lost` if every one is below, otherwise `even`.
-A job that is not run keeps what is stored of it.
+The result of a run is the median of its steps after the first few. A ratio (TRL's seconds over envgym's) compares runs
+of the same round, so that both had similar conditions. The median, minimum and maximum over the rounds are stored; a
+row is `won` if every round is above 1, `lost` if every one is below, otherwise `even`. The stored results of a job that
+is not run stay.
 """
 
 from __future__ import annotations
@@ -295,10 +295,10 @@ def job_markdown(result: dict[str, Any]) -> str:
     header = ["against, phase", "envgym, s", "TRL, s", "TRL / envgym (min to max)", "goal", "envgym"]
     return "\n\n".join(
         [
-            f"**{job['title']}** ({job['tasks_per_step']} tasks with {job['group_size']} completions a step):",
+            f"**{job['title']}** ({job['tasks_per_step']} tasks with {job['group_size']} completions per step):",
             table(header, rows),
             "What each side did in those steps (medians):",
-            table(["side", "tokens sampled a step", "mean length", "mean reward"], work),
+            table(["side", "tokens sampled per step", "mean length", "mean reward"], work),
             f"{job['repeats']} turns of {job['steps']} steps, the first {job['warmup']} dropped; commit "
             f"`{where['commit']}`, {where['date']}, {where['processor']}, {where['cores']} cores, "
             f"OMP_NUM_THREADS={job['threads']}, load {where['load_1min']} before the start; Python {where['python']}, "

@@ -1,10 +1,10 @@
-"""Seconds a step where the environment waits: sampling and learning in turns, and beside each other.
+"""Seconds per step with an environment that waits: synchronous compared with asynchronous sampling and training.
 
     .venv/bin/python benchmarks/asynchronous.py [--steps 12]
 
-The main job with an environment that takes a second or two, drawn log-normally, to judge an answer, as one would that
-asks another program. `rollout.max_staleness` is 0, 1 and 4. A run is summarised by the median of its steps after the
-first few. If sampling and learning did not hinder each other, a step would take as long as the longer of the two.
+The main job with an environment that takes one or two seconds, drawn log-normally, to score an answer, like one that
+calls another program. `rollout.max_staleness` is 0, 1 and 4. The result of a run is the median of its steps after the
+first few. If sampling and training did not slow each other down, a step would take as long as the longer of the two.
 """
 
 from __future__ import annotations

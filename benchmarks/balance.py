@@ -1,11 +1,11 @@
-"""How evenly rows are shared out: the fullest micro-batch beside the mean, for log-normal lengths.
+"""Load of the fullest micro-batch relative to the mean, for token sequences of log-normal lengths.
 
     .venv/bin/python benchmarks/balance.py
 
-Whole units (single rows, pairs, groups of eight) of a step are cut into micro-batches, padded or packed. The load of a
-micro-batch is what it costs: rows times the longest of them if padded, tokens if packed. No cut can do better than the
-larger of the mean load and the costliest unit, so that is what the fullest is compared with. Nothing is timed but the
-cutting itself.
+The units of a step (single sequences, pairs, groups of eight) are split into micro-batches, padded or packed. The load
+of a micro-batch is its cost: sequences times the longest of them if padded, tokens if packed. The lower bound of any
+split is the larger of the mean load and the most expensive unit, so the fullest is compared with that. Only the
+splitting itself is timed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     what = (
         f"{job['steps']} steps of {job['rows']} rows, log-normal with median {job['median_length']} and sigma "
-        f"{job['sigma']} tokens, {job['budget']} tokens a micro-batch. "
+        f"{job['sigma']} tokens, {job['budget']} tokens per micro-batch. "
     )
     header = [
         "layout, units",

@@ -1,8 +1,8 @@
-"""A policy that calls a tool in each turn and says nothing else, made without training.
+"""A policy that calls a tool in each turn and generates nothing else, made without training.
 
-What it says next depends on the last token alone: its blocks add nothing to the residual stream, so that the last
-hidden state is that token's embedding, and the head gives all weight to one follower of it. From the line break that
-ends the prompt it goes through the call, a few tokens long, to the end of the turn, and so in each turn again.
+Its next token depends on the last token alone: its blocks add nothing to the residual stream, so the last hidden state
+is that token's embedding, and the head gives all weight to one successor of it. From the line break that ends the
+prompt it generates the call, a few tokens long, and the end of the turn, in every turn.
 """
 
 from __future__ import annotations

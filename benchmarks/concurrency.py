@@ -1,10 +1,10 @@
-"""A thousand episodes at once beside one: wall time and memory, for asynchronous and for blocking environments.
+"""A thousand concurrent episodes compared with one: wall time and memory, for asynchronous and blocking environments.
 
     .venv/bin/python benchmarks/concurrency.py [--episodes 1000]
 
-Each episode takes ten steps of one second, in which the environment waits; the engine answers at once, so what is
-measured is the framework's own. Episodes do not get in each other's way if a thousand take as long as one. Each case
-runs in a process of its own, so that memory is its own.
+Each episode takes ten steps of one second, in which the environment waits; the engine answers immediately, so only the
+framework's own time is measured. Episodes do not delay each other if a thousand take as long as one. Each case runs in
+a separate process, which has only that case's memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def markdown(result: dict[str, Any]) -> str:
         for kind, case in result["cases"].items()
     ]
     many = f"{job['episodes']:,}"
-    header = ["environment", "one, s", f"{many}, s", f"{many} / one", "CPU a turn, ms", f"memory {FEW} to {many}, MB"]
+    header = ["environment", "one, s", f"{many}, s", f"{many} / one", "CPU per turn, ms", f"memory {FEW} to {many}, MB"]
     return "\n\n".join(
         [
             table(header, rows),

@@ -1,12 +1,12 @@
-"""How many trajectories and tokens a second the controller takes in, with an engine that answers at once.
+"""Trajectories and tokens per second that the controller handles, with an engine that answers immediately.
 
     .venv/bin/python benchmarks/controller.py [--repeats 3]
 
-The engine is a process of its own, as in a run, so that what travels is pickled, written and read; it does nothing
-else. One prompt and its answer make a trajectory of one turn, twenty exchanges one of twenty, of 200, 2,000 and 16,000
-tokens in all (those of the chat template included), half of them sampled. `playing` is `Runner.play`; `whole` adds what
-a step does with the groups before a model sees them: the Parquet file, the metrics, advantages and rows (GRPO). Each
-figure is the median of several rounds, after one that is not counted.
+The engine is a separate process, as in a run, so that its messages are pickled, written and read; it does nothing else.
+One prompt and its completion make a trajectory of one turn, twenty exchanges one of twenty, of 200, 2,000 and 16,000
+tokens in all (those of the chat template included), half of them sampled. `playing` is `Runner.roll_out`; `whole` adds
+the work of a step on the groups before a model gets them: the Parquet file, the metrics, advantages and token sequences
+(GRPO). Each figure is the median of several rounds, after a warm-up round.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def markdown(result: dict[str, Any]) -> str:
         for case in result["cases"]
     ]
     header = [
-        "trajectory", "in a round", "played a second", "whole, a second", "tokens a second, played", "whole",
-        "whole, µs a token",
+        "trajectory", "per round", "rollout, per second", "whole, per second", "tokens per second, rollout", "whole",
+        "whole, µs per token",
     ]  # fmt: skip
     return (
         f"{table(header, rows)}\n\nMedians of {result['repeats']} rounds. {conditions_in_words(result['conditions'])}"

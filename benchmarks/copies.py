@@ -1,7 +1,7 @@
-r"""Answers that must earn nothing: copies of what was to be worked out, and operations left undone.
+"""Answers that must get no reward: expressions copied from the problem, and operations that are not carried out.
 
-Each is (kind, problem, reference, answer); the answers are equal to their references, so a grader that sees only the
-mathematics rewards them all.
+Each is (kind, problem, reference, answer); the answers are equal to their references, so a grader that compares only
+the mathematics rewards them all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An environment that says what it is told, as fast as it can be said. This is envgym's side of `remote_steps.py`."""
+"""An environment that returns the policy's text immediately: envgym's side of `remote_steps.py`."""
 
 from __future__ import annotations
 

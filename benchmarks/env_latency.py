@@ -1,17 +1,17 @@
-"""What an environment's waiting adds to a step of `envgym train`, beside TRL's GRPOTrainer.
+"""Time that a waiting environment adds to a step of `envgym train`, compared with TRL's GRPOTrainer.
 
     .venv/bin/python benchmarks/env_latency.py [--steps 10] [--repeats 2]
 
-Eight rollouts a step make three tool calls each that take half a second, with the tool as an `async def` and as a plain
-`def`. The same is run with calls that take no time; the difference of the medians of both runs' steps is what the
-waiting adds. Rollouts that do not wait for each other's tools add 1.5 s, rollouts that do add up to eight times that.
+Eight rollouts per step make three tool calls each that take half a second, with the tool as an `async def` and as a
+plain `def`. The same is run with calls that take no time; the added time is the difference of the medians of both runs'
+steps. Rollouts that do not wait for each other's tools add 1.5 s, rollouts that do add up to eight times that.
 
-Both sides run whole steps, learner included, with vLLM as the sampler (TRL's in its process, mended as in
-`against_trl.py`), the same policy and TRL's own chat template of Qwen3, which TRL must know to read calls. TRL needs a
-policy that really calls tools, and the same calls every time make steps comparable: `calling_policy.py` makes one that
-calls the tool in each turn, without end. Both sides stop it by their own limit on calls, after the fourth turn, whose
-call is not run. TRL gets the environment as its `environment_factory`, with the tool as a method; its `rollout_func`
-would leave the rollouts to whoever writes it.
+Both sides run whole steps, learner included, with vLLM as the engine (TRL's in its process, fixed as in
+`against_trl.py`), the same policy and TRL's own chat template of Qwen3, which TRL needs to parse calls. TRL needs a
+policy that really calls tools, and steps are comparable only with the same calls every time: `calling_policy.py` makes
+one that calls the tool in each turn, without end. Both sides stop it by their own limit on calls, after the fourth
+turn, whose call is not run. TRL gets the environment as its `environment_factory`, with the tool as a method; with its
+`rollout_func`, the benchmark would have to write the rollouts itself.
 """
 
 from __future__ import annotations

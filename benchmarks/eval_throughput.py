@@ -1,12 +1,12 @@
-"""Sampled tokens per second of an evaluation beside bare vLLM on the same prompts, at the same concurrency.
+"""Sampled tokens per second of an evaluation, compared with bare vLLM on the same prompts at the same concurrency.
 
     .venv/bin/python benchmarks/eval_throughput.py [--repeats 3]
 
-The policy is a random model of some 34 million parameters that answers `math_verify`'s held-out tasks. Ours is a whole
-`envgym eval`: environment, grader, agent and journal included, from the first task posed to the last episode judged.
-Bare vLLM is `LLM.generate` of the prompts that ours was asked with, with vLLM's defaults but for precision, cache and
-eager execution, which are those of ours, and no log-probabilities. Starting up is not counted on either side. The sides
-take turns, each in a process of its own, with the same number of threads.
+The policy is a random model of some 34 million parameters that answers `math_verify`'s held-out tasks. envgym's side is
+a whole `envgym eval`: environment, grader, agent and journal included, from the first task to the last scored episode.
+The other side is vLLM's `LLM.generate` of the same prompts, with vLLM's defaults except for precision, cache and eager
+execution, which are set as in envgym, and without log-probabilities. Start-up is not counted on either side. The sides
+alternate, each in a separate process, with the same number of threads.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def markdown(result: dict[str, Any]) -> str:
         for side, name in SIDES.items()
     ]
     says = (
-        f"envgym samples {ratio['median']:.2f} of bare vLLM's tokens a second ({ratio['least']:.2f} to "
-        f"{ratio['greatest']:.2f} in {len(turns)} turns): {job['tasks']} tasks, {job['concurrency']} at once, up to "
-        f"{job['max_tokens']} tokens each; OMP_NUM_THREADS {result['threads']}. "
+        f"envgym samples {ratio['median']:.2f} of bare vLLM's tokens per second ({ratio['least']:.2f} to "
+        f"{ratio['greatest']:.2f} in {len(turns)} turns): {job['tasks']} tasks, {job['concurrency']} concurrently, "
+        f"up to {job['max_tokens']} tokens each; OMP_NUM_THREADS {result['threads']}. "
     )
     header = ["", "tokens/s", "tokens", "seconds"]
     return f"{table(header, rows)}\n\n{says}{conditions_in_words(result['conditions'])}"

@@ -1,12 +1,12 @@
-"""What each setting of the workers costs and gains on this machine's GPUs, and whether it learns the same.
+"""Cost and gain of each setting of the workers on this machine's GPUs, and a check that training stays the same.
 
-The same batches are learned from with each setting; the losses of every step are compared with those of the first case
-of the same optimizer and number format. A setting that this machine cannot run is listed with the reason.
+Each setting trains on the same batches; the losses of every step are compared with those of the first case of the same
+optimizer and number format. A setting that this machine cannot run is listed with the reason.
 
     python benchmarks/gpu_deepspeed.py --model path/or/hub-id --ranks 8
     python benchmarks/gpu_deepspeed.py --cases zero3,compile_zero3 --layers 12 --width 1024
 
-Without `--model` one with random weights is made. It runs on a CPU as well, where it measures little.
+Without `--model` the model has random weights. The script also runs on a CPU, where it measures little.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The main job on this machine's GPUs, placed and given its weights in every way: seconds by phase, and tokens.
+"""The main job on this machine's GPUs with every placement and weight transfer: seconds by phase, and tokens.
 
     python benchmarks/gpu_main_job.py [--parameters 0.5B] [--steps 12] [--ways files,nccl,cuda_ipc,turns]
 
-A model with random weights trains on `math_verify`; answers are as long as `--max-tokens`, for a random model never
-ends one. Beside each run stand the tokens a second of vLLM alone, with the same prompts, at the same length, in one
-batch. A way that this machine cannot go is listed with the reason.
+A model with random weights trains on `math_verify`; completions have `--max-tokens` tokens, because a random model
+never ends one. The tokens per second of vLLM alone are listed with each run, for the same prompts, at the same length,
+in one batch. A placement or transfer that this machine does not support is listed with the reason.
 """
 
 from __future__ import annotations

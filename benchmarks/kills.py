@@ -1,10 +1,10 @@
-"""Kills parents of child processes, 300 times: does anything that they started live on?
+"""Check, over 300 kills, that no process survives the death of the parent that started it.
 
     python benchmarks/kills.py [--kills 300]
 
-Parents of every kind take turns: of workers, vLLM engines, grading processes, sandboxes, tool servers, and a served
-environment. Each is killed in mid-work, by turns at once or after one of its children that has children of its own;
-then all that it had started must be gone within ten seconds.
+Parents of every kind alternate: of workers, vLLM engines, grading processes, sandboxes, tool servers, and a served
+environment. Each is killed while it works, either immediately or after one of its children that has children itself;
+all processes that it had started must be gone within ten seconds.
 """
 
 from __future__ import annotations

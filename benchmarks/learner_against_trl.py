@@ -1,13 +1,13 @@
-"""Seconds of one GRPO optimizer step on rows of log-normal lengths: a worker of ours beside TRL's GRPOTrainer.
+"""Seconds of one GRPO optimizer step on sequences of log-normal lengths: envgym's worker and TRL's GRPOTrainer.
 
     .venv/bin/python benchmarks/learner_against_trl.py [--repeats 2]
 
 Both sides get the same model of 35 million parameters, the same prompts, completions and rewards, float32, AdamW with
-the same settings and the same number of threads, and make optimizer steps over all rows; that the first gradients have
-the same norm shows that they do the same work. Only the learner is timed: not what makes the completions. TRL gets them
-by `rollout_func` and pads the step's completions to the longest of them, which is what it does by default; ours sorts
-rows by length and pads micro-batches. Ours is the time of cutting rows into micro-batches, `ModelWorker.accumulate` and
-`step`. Each side runs in a process of its own; the sides take turns, and a run's first step is not counted.
+the same settings and the same number of threads, and make optimizer steps over all sequences; their first gradients
+have the same norm, which shows that they do the same work. Only the learner is timed, not the generation. TRL gets the
+completions by `rollout_func` and pads those of a step to the longest, as it does by default; envgym sorts sequences by
+length and pads micro-batches. envgym's time is that of splitting into micro-batches, `ModelWorker.accumulate` and
+`step`. Each side runs in a separate process; the sides alternate, and a run's first step is not counted.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     what = (
         f"TRL takes {ratio['median']:.2f} times as long ({ratio['least']:.2f} to {ratio['greatest']:.2f} in "
-        f"{job['repeats']} turns, each with rows of its own): {job['rows']} rows a step with {job['tokens']:,.0f} "
+        f"{job['repeats']} turns, each with different sequences): {job['rows']} per step with {job['tokens']:,.0f} "
         f"tokens, completions log-normal with sigma {job['sigma']}; OMP_NUM_THREADS {result['threads']}. "
     )
     header = ["learner", "optimizer step, s", "tokens of rows / s", "tokens computed with", "first gradient's norm"]

@@ -1,12 +1,12 @@
-"""Peak memory of the loss at 8,192 tokens and a vocabulary of 152 thousand: ours beside all logits at once.
+"""Peak memory of the loss at 8,192 tokens and 152 thousand token types: envgym's loss, and one with all logits.
 
     .venv/bin/python benchmarks/learner_memory.py [--tokens 8192] [--vocabulary 151936] [--repeats 3]
 
-Log-probabilities of all tokens from their hidden states and the output layer, with the entropies that training logs,
-and the gradients of both. The plain way makes the logits of all tokens, as a model's own forward does, and takes
-`log_softmax` of them; ours is the output layer as workers use it. Each side runs in a process of its own, whose
-highest resident memory is read; what the process held before the loss (libraries, hidden states, weights) is taken
-off. Sides take turns.
+The loss computes the log-probabilities of all tokens from their hidden states and the output layer, with the entropies
+that training logs, and the gradients of both. The plain way makes the logits of all tokens, as a model's own forward
+does, and takes `log_softmax` of them; envgym's is the output layer of the workers. Each side runs in a separate
+process, whose peak resident memory is read; the memory of the process before the loss (libraries, hidden states,
+weights) is subtracted. The sides alternate.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def markdown(result: dict[str, Any]) -> str:
         [SIDES[name], f"{side['peak'] / 2**30:.2f}", f"{side['seconds']:.1f}"] for name, side in result["sides"].items()
     ]
     what = (
-        f"Ours needs {ratio['median']:.3f} of the memory ({ratio['least']:.3f} to {ratio['greatest']:.3f} in "
+        f"envgym needs {ratio['median']:.3f} of the memory ({ratio['least']:.3f} to {ratio['greatest']:.3f} in "
         f"{job['repeats']} turns): {job['tokens']:,} tokens, {job['vocabulary']:,} words, hidden size "
         f"{job['hidden_size']}, float32; the logits alone would be {result['logits_bytes'] / 2**30:.2f} GiB. "
     )

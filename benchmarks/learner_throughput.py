@@ -1,15 +1,15 @@
-"""Tokens per second that a worker learns from, beside bare torch on the same tokens with the same model.
+"""Tokens per second that a worker trains on, compared with bare torch on the same tokens with the same model.
 
     .venv/bin/python benchmarks/learner_throughput.py [--repeats 5]
 
-One optimizer step of supervised fine-tuning, in float32. Ours is `ModelWorker.accumulate` and `step`, through
-DeepSpeed on one rank, with the entropies and the gradient norm that a run logs. Bare torch is the model's
-own forward with all logits, `cross_entropy`, `backward` and `AdamW` on the same micro-batches, made beforehand.
-All rows are equally long and all their tokens count, so nothing is won by leaving padding or prompts out. The sides
-take turns, step by step, in one process; the first turn is not counted.
+One optimizer step of supervised fine-tuning, in float32. envgym's side is `ModelWorker.accumulate` and `step`, through
+DeepSpeed on one rank, with the entropies and the gradient norm that a run logs. Bare torch is the model's own forward
+with all logits, `cross_entropy`, `backward` and `AdamW` on the same micro-batches, made beforehand. All sequences are
+equally long and all their tokens are in the loss, so skipping padding or prompts gains nothing. The sides alternate,
+step by step, in one process; the first round is not counted.
 
-With the smaller vocabulary the logits of a micro-batch are few enough to be kept; with the larger one ours makes them
-in slices, and again for the backward pass.
+With the smaller vocabulary the logits of a micro-batch are small enough to stay in memory; with the larger one envgym
+makes them in slices, and again for the backward pass.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Learning curves of the recipes on `math_verify`: one figure and one table for `docs/recipes.md`.
 
     .venv/bin/python benchmarks/learning_curves.py [--algorithms NAME …] [--seeds 0 1 2] [--steps 60]
-                                                   [--variants NAME …] [--variant-steps 20] [--runs FOLDER]
+[--variants NAME …] [--variant-steps 20] [--runs FOLDER]
 
 The algorithms train the starter at every seed, the variants at the first one, one run after the other. Each recipe
-keeps its learner and its group size, and gets as many tasks as make 512 episodes a step, so that curves compare; what a
-policy of 0.4 M parameters that answers in a few tokens needs different from the recipe's own model is in `OWN`.
+keeps its learner and its group size, with as many tasks as make 512 episodes per step, so that curves are comparable.
+`OWN` has the settings that a policy of 0.4 M parameters with completions of a few tokens needs in place of the
+recipe's.
 
-The script can be stopped at any moment and started again: a run that is finished is not run again, one that was
-interrupted goes on from its last checkpoint. What came of a run is in `benchmarks/results/learning_curves.json` as soon
-as it is over, and figure and table are made of that file. A run is known by its name and the words it was started with;
-to have one again (its recipe or the code has changed), delete it there, and its folder.
+The script can be stopped at any moment and started again: a finished run is not run again, and an interrupted one
+resumes from its last checkpoint. The result of a run is in `benchmarks/results/learning_curves.json` as soon as it has
+ended, and figure and table are made of that file. A run is identified by its name and arguments; to run it again (its
+recipe or the code has changed), delete it there, and its folder.
 """
 
 from __future__ import annotations

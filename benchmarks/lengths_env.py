@@ -1,4 +1,4 @@
-"""An environment whose answers are as long as a file says: envgym's side of the second job of `against_trl.py`."""
+"""An environment with completions of the lengths in a file: envgym's side of the second job of `against_trl.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Lengths(Env):
     spec: LengthsSpec
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        messages = as_messages((options or {})["task"].prompt)
+        messages = as_messages(self.task.prompt)
         return Observation(messages, sampling={"max_tokens": next(self.spec.lengths)}), {}
 
     async def step(self, action: Action) -> StepResult:

@@ -1,10 +1,10 @@
-"""Memory that one long row costs a rank: alone, with ranks that share the row, with ranks that share the layers.
+"""Memory that one long token sequence needs on a rank: alone, with sequence parallelism, with tensor parallelism.
 
     .venv/bin/python benchmarks/long_rows.py [--length 4096]
 
-A rank learns from a short row first, which leaves it with weights, gradients, optimizer state and what libraries take;
-what its peak grows by when it then learns from the long row is the row's: activations, and what communication needs.
-On a CPU that is memory of the process, where nothing else on the machine disturbs it.
+A rank first trains on a short sequence, after which it holds weights, gradients, optimizer state and the memory of
+libraries. Then it trains on the long one; the growth of its peak memory is that of the long sequence: activations, and
+the buffers of communication. On a CPU this is the memory of the process, which nothing else on the machine changes.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def main() -> None:
         [name, f"{result['row']:.2f}", f"{result['row'] / alone:.2f}", f"{result['loss']:.5f}"]
         for name, result in results.items()
     ]
-    header = [f"a row of {options.length} tokens costs a rank", "GiB", "share", "loss"]
+    header = [f"memory per rank of a sequence of {options.length} tokens", "GiB", "share", "loss"]
     fill_docs("long_rows", table(header, rows), ROOT / "docs" / "long_context.md")
 
 

@@ -1,10 +1,10 @@
-r"""Share of MATH's references in other notations that `math_verify` rewards, and that the bare math-verify library does.
+"""Share of MATH's references in other notations that `math_verify` rewards, and that the bare math-verify library does.
 
     ENVGYM_BENCHMARK_DATA=DIR .venv/bin/python benchmarks/math_notations.py [--sample N] [--only WORDS]
 
-Every reference of `math_500.jsonl` is written in each notation of `notations.py` that applies to it, and what the
-environment and the library say of it is counted; beside it, copies of the problems (`copies.py`), which must earn
-nothing. Without `--sample` and `--only` the table goes to `docs/math_verify.md`.
+Every reference of `math_500.jsonl` is written in each notation of `notations.py` that applies to it, and the answers
+that the environment and the library accept are counted. So are copies of the problems (`copies.py`), which must get no
+reward. Without `--sample` and `--only` the table goes to `docs/math_verify.md`.
 """
 
 from __future__ import annotations

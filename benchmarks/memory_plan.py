@@ -1,10 +1,10 @@
-"""Memory that `envgym plan` says a rank needs, beside what a rank is measured to take.
+"""Memory that `envgym plan` estimates for a rank, compared with the memory measured.
 
     .venv/bin/python benchmarks/memory_plan.py [--tokens 2048] [--sizes 40M,61M,118M]
 
-Two ranks on a CPU in float32 learn three steps, for each size of model and ZeRO stage 0, 2 and 3, and the highest
-resident memory of rank 0 is read, above what it held once the libraries were imported. The sizes are none of those
-that the plan's buffers and activations were fitted to (4, 17, 29 and 98 million parameters).
+Two ranks on a CPU in float32 train for three steps, for each size of model and ZeRO stage 0, 2 and 3. The measured
+memory is the peak resident memory of rank 0, minus that after the import of the libraries. The plan's buffers and
+activations were fitted to other sizes (4, 17, 29 and 98 million parameters).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def plan(folder: Path, stage: int, tokens: int) -> float:
     from envgym.learner import LearnerConfig
     from envgym.workers.config import WorkersConfig
 
-    sizes = ModelSizes.of(folder)
+    sizes = ModelSizes.from_folder(folder)
     assert sizes is not None
     settings = WorkersConfig(ranks=2, zero_stage=stage, tokens_per_microbatch=tokens)
     return rank_memory(sizes, settings, LearnerConfig(name="sft"), on_gpu=False).total

@@ -1,13 +1,13 @@
-r"""Notations by a second author, who has not read the grader. `notations.py` says what the fields are.
+r"""Notations by a second author, who has not read the grader. `notations.py` describes the fields.
 
 `MORE_NOTATIONS` is a list of tuples:
 
-    (name, write)                 where the notation applies to thirty references of the data or more
-    (name, write, by_hand)        with references made by hand beside them
+    (name, write)                 for a notation that applies to at least thirty references of the data
+    (name, write, by_hand)        with additional references made by hand
 
-`name` is the row of the table in the docs. `write(reference)` gives the answer as a model would box it, or None where
-the notation changes nothing in this reference (the whole of the model's text where it holds a `\boxed` of its own).
-`by_hand` is a list of (problem, reference, written).
+`name` is the row of the table in the docs. `write(reference)` gives the answer as a model would box it, or None if the
+notation does not change this reference (or the whole of the model's text, with its own `\boxed`). `by_hand` is a list
+of (problem, reference, written).
 """
 
 from __future__ import annotations

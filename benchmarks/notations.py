@@ -1,11 +1,11 @@
-r"""The ways in which models write the answers of MATH: each turns a reference into the same answer, written otherwise.
+r"""Notations that models use for the answers of MATH: each rewrites a reference in another notation.
 
-`NOTATIONS` is a list of `Notation(name, write, by_hand)`. `write` takes a reference as the data set writes it and gives
-what a model puts in its box, or None where the notation changes nothing in it. What it gives is the whole of the
-model's text where that holds a `\boxed` of its own. `by_hand` is a list of (problem, reference, written), for notations
-that apply to fewer than thirty references of the data.
+`NOTATIONS` is a list of `Notation(name, write, by_hand)`. `write` takes a reference in the data set's notation and
+returns the content of a model's box, or None if the notation does not change this reference. It returns the whole of
+the model's text instead if that has its own `\boxed`. `by_hand` is a list of (problem, reference, written), for
+notations that apply to fewer than thirty references of the data.
 
-`more_notations.py` holds a second list of the same kind, by an author who has not read the grader.
+`more_notations.py` has a second list of the same kind, by an author who has not read the grader.
 """
 
 from __future__ import annotations

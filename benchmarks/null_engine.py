@@ -1,4 +1,4 @@
-"""An engine that answers at once, with as many tokens as it is asked for: what is left is the controller's own work."""
+"""An engine that immediately returns as many tokens as requested: only the controller's own work takes time."""
 
 from __future__ import annotations
 

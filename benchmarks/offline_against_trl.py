@@ -1,12 +1,13 @@
-"""Tokens a second of SFT and DPO on rows of log-normal lengths: workers of ours beside TRL's SFTTrainer and DPOTrainer.
+"""Tokens per second of SFT and DPO on sequences of log-normal lengths: envgym's workers and TRL's trainers.
 
     .venv/bin/python benchmarks/offline_against_trl.py [--repeats 2]
 
-Both sides get the same model of 35 million parameters, the same rows as token ids, float32, AdamW with the same
-settings and the same number of threads, and make optimizer steps over all rows; that the first gradients have the same
-norm shows that they do the same work. DPO's step has its reference model's pass in it, on both sides. TRL pads each
-batch to its longest row, as it does by default; ours sorts rows by length, or packs them. Each side runs in a process
-of its own; the sides take turns, and a run's first step is not counted. `memory` is the process's peak.
+TRL's side is its SFTTrainer and DPOTrainer. Both sides get the same model of 35 million parameters, the same sequences
+as token ids, float32, AdamW with the same settings and the same number of threads, and make optimizer steps over all
+sequences; their first gradients have the same norm, which shows that they do the same work. DPO's step includes its
+reference model's pass, on both sides. TRL pads each batch to its longest sequence, as it does by default; envgym sorts
+sequences by length, or packs them. Each side runs in a separate process; the sides alternate, and a run's first step is
+not counted. `memory` is the process's peak.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def markdown(result: dict[str, Any]) -> str:
         for method, found in result["methods"].items()
     )
     what = (
-        f"TRL takes, times as long: {ratios}; {result['repeats']} turns, each with rows of its own: {ROWS} a step, "
-        f"answers log-normal with sigma {SIGMA}; OMP_NUM_THREADS {result['threads']}. "
+        f"TRL takes, times as long: {ratios}; {result['repeats']} turns, each with different sequences: {ROWS} per "
+        f"step, answers log-normal with sigma {SIGMA}; OMP_NUM_THREADS {result['threads']}. "
     )
     return f"{table(header, lines)}\n\n{what}{conditions_in_words(result['conditions'])}"
 

@@ -1,13 +1,13 @@
-"""What the methods for recorded data do to small models: a table for `docs/recorded.md`.
+"""Effect of the methods of offline training on small models: a table for `docs/recorded.md`.
 
     .venv/bin/python benchmarks/offline_methods.py [--only NAME …] [--runs FOLDER]
 
-The tasks are `math_verify`'s sums. The data are made of its training tasks: an answer in a box is right and, for the
-pairs, one without a box or with a wrong sum is not. Each preference method has a control on the same data with labels
-shuffled, distillation one without the teacher, on the same demonstrations, half of which are wrong. `score` is what
-`envgym eval` measures on the 512 held-out tasks at temperature 1.
+The tasks are `math_verify`'s sums. The data are made of its training tasks: an answer in a box is right; in the pairs,
+the other answer has no box or a wrong sum. Each preference method has a control on the same data with shuffled labels,
+distillation one without the teacher, on the same demonstrations, half of which are wrong. `score` is the result of
+`envgym eval` on the 512 held-out tasks at temperature 1.
 
-It can be stopped and started again: a run that is finished is not run again.
+The script can be stopped and started again: a finished run is not run again.
 """
 
 from __future__ import annotations

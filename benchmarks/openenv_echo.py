@@ -1,13 +1,13 @@
-"""An environment of OpenEnv that says what it is told, its real server, and a client of the protocol of that server.
+"""An environment of OpenEnv that returns the client's text, its real server, and a client for that server's protocol.
 
     benchmarks/.venv-openenv/bin/python benchmarks/openenv_echo.py serve PORT
     benchmarks/.venv-openenv/bin/python benchmarks/openenv_echo.py messages PORT SESSIONS SECONDS TEXT
     benchmarks/.venv-openenv/bin/python benchmarks/openenv_echo.py client PORT SESSIONS SECONDS TEXT
 
-This is the peer's side of `remote_steps.py`. It runs in the peer's environment (`openenv_requirements.txt`) and knows
-nothing of envgym. `client` steps as OpenEnv's users do, by its own client; `messages` speaks the messages of OpenEnv's
-`/ws` over `websockets` and does nothing else, so that it measures the server. Both print one JSON line: the steps taken
-and the seconds they took.
+This is the peer's side of `remote_steps.py`. It runs in the peer's Python environment (`openenv_requirements.txt`) and
+imports nothing of envgym. `client` steps as OpenEnv's users do, with its own client; `messages` sends the messages of
+OpenEnv's `/ws` over `websockets` and does nothing else, so that it measures the server. Both print one JSON line: the
+number of steps and their seconds.
 """
 
 import asyncio

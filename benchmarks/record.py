@@ -1,7 +1,7 @@
-"""What every benchmark here does with its numbers: note the conditions, store them as JSON, and copy them to the docs.
+"""Shared steps of all benchmarks: record the conditions, store the numbers as JSON, and copy them to the docs.
 
-The pages under `docs/` hold no number typed by hand: a benchmark replaces the text between its two markers,
-`<!-- NAME -->` and `<!-- /NAME -->`, with a table made from the JSON it has just stored.
+The pages under `docs/` have no number typed by hand: a benchmark replaces the text between its two markers,
+`<!-- NAME -->` and `<!-- /NAME -->`, with a table made from the JSON that it has just stored.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What it costs to write down what `envgym view` shows beside the rollouts: what was learned of tokens, and times.
+"""Cost of recording data for `envgym view` in addition to the rollouts: per-token training data, and times.
 
     .venv/bin/python benchmarks/recording.py
 
-One run of the main job, of which every other block of five steps writes neither `learned/` nor `events/`. Each block's
-median step is compared with that of the block before it; the first step of a block, into which the writing of the one
-before may reach, is left out.
+In one run of the main job, every other block of five steps writes neither `learned/` nor `events/`. Each block's median
+step is compared with that of the block before it. The first step of a block is excluded, because the previous block may
+still be writing.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Steps a second of a served environment, beside a bare HTTP server and beside OpenEnv's server.
+"""Env steps per second of a served environment, compared with a bare HTTP server and with OpenEnv's server.
 
     .venv/bin/python benchmarks/remote_steps.py [--seconds 10] [--repeats 3]
 
-Every side plays 32 sessions at once of an environment that says what it is told, with a server in a process of its
-own and the client in another: a call at a time for each session, the next one when the answer is there.
+Every side runs 32 concurrent sessions of an environment that returns the client's text, with a server in one process
+and the client in another. Each session has one call in flight, and sends the next one after the response.
 
-- a bare server of aiohttp that sends back the body it gets, asked by aiohttp with the bodies that envgym sends;
-- envgym's server over HTTP, asked in the same way: a request for each step;
-- envgym as it is used: `env.step` of the remote environment;
-- OpenEnv as it is used: `env.step` of its own client (`openenv_echo.py`, in the environment of
-  `openenv_requirements.txt`), and its server alone, asked over its WebSocket by a client that does nothing else.
+- a bare server of aiohttp that sends back the request's body, called by aiohttp with the bodies that envgym sends;
+- envgym's server over HTTP, called in the same way: one request per step;
+- envgym as users run it: `env.step` of the remote environment;
+- OpenEnv as users run it: `env.step` of its own client (`openenv_echo.py`, in the environment of
+  `openenv_requirements.txt`), and its server alone, called over its WebSocket by a client that does nothing else.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def markdown(result: dict[str, Any]) -> str:
     peer = ", ".join(f"{name} {number}" for name, number in result["openenv_versions"].items())
     return "\n\n".join(
         [
-            table(["side", "steps a second"], rates),
+            table(["side", "steps per second"], rates),
             table(["ratio", "median", "min to max", "goal"], ratios),
             f"{job['repeats']} turns of {job['seconds']:g} s. "
             f"{conditions_in_words(result['conditions'])} OpenEnv's side: {peer}.",

@@ -1,14 +1,14 @@
-"""Sampled tokens per second of a rollout beside bare vLLM, given the same prompts with the same engine settings.
+"""Sampled tokens per second of a rollout, compared with bare vLLM on the same prompts with the same engine settings.
 
     .venv/bin/python benchmarks/rollout_throughput.py [--turns N]
 
-Ours is `Runner.play` of `math_verify`, as in a training step: environments, the agent, the engine in a process of its
-own, the grader. Bare vLLM is `LLM.generate` of the prompts that ours was asked with, in a process of its own, with the
-token limits that ours had. Both have the same engine settings and threads, ask for the sampled tokens'
-log-probabilities and keep them with the tokens; nothing is detokenized for bare vLLM, whose steps overlap, as they do
-unless told otherwise. Both sides stay up and take turns, rollout by rollout; start-up and each side's first rollout are
-not counted. The starter policy answers in a few tokens; the answers of a random policy of some 34 million parameters
-have log-normal lengths, the same ones on both sides, where nothing but the token limit ends an answer.
+envgym's side is `Runner.roll_out` of `math_verify`, as in a training step: environments, the agent, the engine in a
+separate process, the grader. Bare vLLM is `LLM.generate` of the same prompts, in a separate process, with the same
+token limits. Both have the same engine settings and threads, request the log-probabilities of the sampled tokens and
+keep them with the tokens; bare vLLM does not detokenize, and overlaps its steps, as it does by default. Both sides stay
+up and alternate, rollout by rollout; start-up and each side's first rollout are not counted. The starter policy answers
+in a few tokens; the completions of a random policy of some 34 million parameters have log-normal lengths, the same ones
+on both sides, and end only at the token limit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What older samples cost: the main job's held-out score over steps at three bounds on staleness, over seeds.
+"""Cost of older samples: the main job's held-out score over steps at three bounds on staleness, over seeds.
 
     .venv/bin/python benchmarks/staleness_curves.py [--steps 30] [--seeds 5]
 
 `rollout.max_staleness` is 0, 1 and 4, each with the same seeds. A point is the mean over seeds, with Student's 95%
-interval. Runs with staleness are corrected as the recipe has it: one optimizer step a rollout, whose ratio is to the
+interval. Runs with staleness are corrected as in the recipe: one optimizer step per rollout, whose ratio is to the
 policy that sampled.
 """
 

@@ -1,4 +1,4 @@
-"""Copy what `make test-slow` stored about the main job into `docs/starter.md`."""
+"""Copy the stored results of `make test-slow` for the main job into `docs/starter.md`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How long `import envgym` and `envgym --help` take, beside a Python that does nothing.
+"""Duration of `import envgym` and `envgym --help`, relative to a Python that does nothing.
 
     .venv/bin/python benchmarks/startup.py [--repeats 21]
 
-A start-up time depends on the machine, its ratio to `python -c pass` on the same machine much less: the ratio is
-what to compare. The three commands run in turn, so that a slow minute slows all three; after one unmeasured round,
-which leaves byte code and pages in the cache, each is summarised by its median.
+A start-up time depends on the machine, its ratio to `python -c pass` on the same machine much less: compare the ratios.
+The three commands alternate, so that a slow minute slows all three; the result of each is its median after one
+unmeasured round, which leaves byte code and pages in the cache.
 """
 
 from __future__ import annotations

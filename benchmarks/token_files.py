@@ -1,11 +1,11 @@
-"""The files that read, build or hand on an action's token ids, from the engine's answer to the loss.
+"""The files that read, build or pass on an action's token ids, from the engine's answer to the loss.
 
     .venv/bin/python benchmarks/token_files.py
 
-One training step of `math_verify` runs in this process (`debug`), with vLLM and DeepSpeed, and every line that runs is
-noted. A file counts where one of these lines names `token_ids`: a name, an attribute, an argument. Lines of types and
-imports do not count, for they run before the step; nor does the text that a weight sync scores on both sides, nor the
-record of the run (metrics, the files of episodes), which reads what has happened.
+One training step of `math_verify` runs in this process (`debug`), with vLLM and DeepSpeed, and every executed line is
+recorded. A file counts if one of these lines contains `token_ids`: a name, an attribute, an argument. Lines of types
+and imports do not count, because they run before the step. The text that a weight sync compares on both sides does not
+count either, nor does the record of the run (metrics, the files of episodes), which reads finished episodes.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def ran_lines() -> dict[str, set[int]]:
 
         return line
 
-    rolling_out = Runner.play
+    roll_out = Runner.roll_out
 
-    def play(*arguments: Any, **settings: Any) -> Any:
-        sys.settrace(note)  # loading the models would take minutes so
-        return rolling_out(*arguments, **settings)
+    def traced_roll_out(*arguments: Any, **settings: Any) -> Any:
+        sys.settrace(note)  # not earlier: loading the models would take minutes
+        return roll_out(*arguments, **settings)
 
-    Runner.play = play  # type: ignore[method-assign]
+    Runner.roll_out = traced_roll_out  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         words = ["train", "--env", "math_verify", "--name", "run", "debug=true", "steps=1", "eval.every=0"]

@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer with an environment that waits: writes one JSON line of phase times a step.
+"""TRL's GRPOTrainer with an environment that waits: writes one JSON line of phase times per step.
 
     benchmarks/.venv-trl/bin/python benchmarks/trl_env_latency.py --model FOLDER --out FILE --seconds 0.5 …
 
-This is the peer's side of `env_latency.py`, and like `trl_grpo.py` (whose clock and mend it takes) it knows nothing of
+This is the peer's side of `env_latency.py`. Like `trl_grpo.py`, whose clock and fix it uses, it imports nothing of
 envgym. The environment is given as TRL's `environment_factory`, the tool as one of its methods.
 """
 

@@ -1,23 +1,22 @@
-"""TRL's GRPOTrainer on the benchmark's job: writes one JSON line of phase times a step, as `metrics.jsonl` has them.
+"""TRL's GRPOTrainer on the benchmark's job: writes one JSON line of phase times per step, named as in `metrics.jsonl`.
 
     benchmarks/.venv-trl/bin/python benchmarks/trl_grpo.py --sampler own|vllm --model FOLDER --tasks FILE --out FILE …
 
-This is the peer's side of `against_trl.py`. It runs in the peer's environment (`trl_requirements.txt`) and knows
-nothing of envgym. Where TRL leaves a choice that does not change what is learned, it gets the faster one:
+This is the peer's side of `against_trl.py`. It runs in the peer's Python environment (`trl_requirements.txt`) and
+imports nothing of envgym. For each choice in TRL that does not change the training, it uses the faster option:
 
 - the reward is a comparison of strings, in this process, rather than TRL's `accuracy_reward`, which runs math-verify
   over the completions one after the other;
-- the correction of the gap between vLLM and trainer is off, which saves TRL a forward pass a step: in float32 there is
-  no gap to correct;
+- the correction of the mismatch between vLLM and trainer is off, which saves TRL a forward pass per step: in float32
+  there is no mismatch to correct;
 - vLLM computes in float32. TRL leaves the type to vLLM, which takes bfloat16: several times slower on a CPU.
 
-With `--lengths FILE` the answers are as long as that says, in the order in which they are asked for. vLLM is given each
-its limit. TRL's own generation computes with all rows until the last has ended, so it samples as much as the longest of
-the step may, and the others are cut.
+With `--lengths FILE` the completions have the lengths in that file, in the order of the requests. vLLM gets a limit for
+each. TRL's own generation computes all sequences of the step until the longest has ended, and truncates the others.
 
 `rollout` is TRL's `_generate_and_score_completions` (prompts, sampling, rewards, advantages) without the weight push,
 `sync` is the weight push, `learn` is the rest of the step. `step` runs from the trainer's `on_step_begin` to its
-`on_step_end`: like envgym's own, it leaves out writing the step's metrics down.
+`on_step_end`: as in envgym, it does not include writing the step's metrics.
 """
 
 from __future__ import annotations

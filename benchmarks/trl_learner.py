@@ -1,11 +1,11 @@
-"""The learner's part of TRL's GRPOTrainer, on rows that are given: prints one JSON object of seconds and norms.
+"""The learner's part of TRL's GRPOTrainer, on given token sequences: prints one JSON object of seconds and norms.
 
     benchmarks/.venv-trl/bin/python benchmarks/trl_learner.py --model FOLDER --rows FILE --steps 2 …
 
-This is the peer's side of `learner_against_trl.py`. It runs in the peer's environment and knows nothing of envgym. The
-rows come to TRL by its own way for completions made elsewhere (`rollout_func`), so what it does with them is what it
-does with its own: the completions of an optimizer step are padded to the longest of them. The seconds are the step's,
-from `on_step_begin` to `on_step_end`, without what makes the completions and pads them.
+This is the peer's side of `learner_against_trl.py`. It runs in the peer's Python environment and imports nothing of
+envgym. TRL gets the sequences by its interface for external completions (`rollout_func`), and handles them like its
+own: the completions of an optimizer step are padded to the longest of them. The seconds are the step's, from
+`on_step_begin` to `on_step_end`, without making and padding the completions.
 """
 
 from __future__ import annotations

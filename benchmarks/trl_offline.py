@@ -1,9 +1,9 @@
-"""Optimizer steps of TRL's SFTTrainer or DPOTrainer on rows that are given: prints their seconds and norms as JSON.
+"""Optimizer steps of TRL's SFTTrainer or DPOTrainer on given token sequences: prints their seconds and norms as JSON.
 
     benchmarks/.venv-trl/bin/python benchmarks/trl_offline.py --method sft --model FOLDER --rows FILE --steps 2 …
 
-This is the peer's side of `offline_against_trl.py`. It runs in the peer's environment and knows nothing of envgym. Rows
-are token ids already; batches are padded to their longest row, as the trainers do by default.
+This is the peer's side of `offline_against_trl.py`. It runs in the peer's Python environment and imports nothing of
+envgym. The input is token ids already; batches are padded to their longest sequence, as the trainers do by default.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The page on many episodes, and training beside it: what `envgym view` costs.
+"""Cost of `envgym view`: the page with many episodes, and a training run that is viewed.
 
     .venv/bin/python benchmarks/view.py
 
 100,000 episodes with log-normal lengths (median 500 tokens, 99th percentile 8 thousand) in one file; measured in a
 headless browser: the first rows of the list, an episode with its tokens, and the longest frame while the list is
 scrolled; 40 curves of 5,000 steps, drawn and drawn again with one more; the server's memory after a list and after 200
-episodes. And the main job with and without a client that
-follows it, in turns, five times each: seconds a step.
+episodes. Also the seconds per step of the main job with and without a client that follows it, alternating, five times
+each.
 """
 
 from __future__ import annotations

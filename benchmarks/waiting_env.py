@@ -1,4 +1,4 @@
-"""An environment that mostly waits: its one tool takes a set time. This is envgym's side of `env_latency.py`."""
+"""An environment that mostly waits: its one tool takes a set time. It is envgym's side of `env_latency.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Waiting(ToolEnv):
         return "Go."
 
     def tools(self) -> list[Any]:
-        seconds = self.spec.config.seconds
+        seconds = self.config.seconds
 
         def wait() -> str:
             """Wait for a while."""
@@ -43,7 +43,7 @@ class Waiting(ToolEnv):
             return "Done."
 
         wait_aside.__name__, wait_aside.__doc__ = wait.__name__, wait.__doc__
-        return [wait if self.spec.config.blocking else wait_aside]
+        return [wait if self.config.blocking else wait_aside]
 
     async def step(self, action: Action) -> StepResult:
         observation, _, terminated, truncated, info = await super().step(action)

@@ -1,10 +1,10 @@
-"""Seconds that new weights take to the engine, over copying as many bytes once in memory, at three sizes.
+"""Duration of a weight transfer to the engine, relative to one copy of as many bytes in memory, at three sizes.
 
     .venv/bin/python benchmarks/weight_transfer.py [--sizes 3M,30M,300M] [--repeats 5]
 
-A real trainer's rank and a real vLLM engine, in processes of their own, in float32; weights go through shared memory in
-buckets, each checked by its sum on both sides, and vLLM's CPU build packs its matrices anew. Rank 0's highest resident
-memory during a transfer, above what it held before, is read beside it: that is two buckets at most.
+A real trainer's rank and a real vLLM engine run in separate processes, in float32. Weights go through shared memory in
+buckets, each checked by its sum on both sides, and vLLM's CPU build packs its matrices again. Rank 0's peak resident
+memory during a transfer, minus its memory before, is measured too: at most two buckets.
 """
 
 from __future__ import annotations

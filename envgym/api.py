@@ -153,6 +153,8 @@ def _plain(value: Any, key: str) -> Any:
         return {name: _plain(item, str(name)) for name, item in value.items()}
     if isinstance(value, type) or inspect.isfunction(value):
         return target_of(value)
+    if isinstance(value, Path):
+        return str(value)
     is_rows = isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value)
     name = key.rpartition(".")[2]
     if name in ("data", "path", "test_path") and (is_rows or hasattr(value, "column_names")):

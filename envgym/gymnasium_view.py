@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from . import registry
 from .errors import needs
-from .types import Action, Message, Observation
+from .types import Action, Observation, observed_messages
 
 with needs("gymnasium", "gymnasium", "the Gymnasium view of an environment"):
     import gymnasium
@@ -34,11 +34,11 @@ class AnyText(spaces.Text):  # type: ignore[misc]
 
 
 class GymnasiumView(gymnasium.Env[str, str]):  # type: ignore[misc]
-    """Plays the environment `env` (an id, file, import path or URL; see `registry.spec`) with `settings`.
+    """The environment `env` (an id, file, import path or URL; see `registry.spec`) with `settings`, for Gymnasium.
 
-    An observation is what the environment said, the texts of its messages one below the other; an action is the
-    policy's text. A reward of None is 0. The environment is set up at the first reset and released by `close`.
-    It runs on an event loop in a thread of the view's own, so the view also works where a loop is running.
+    An observation is the texts of the environment's messages, joined by newlines; an action is the policy's text. A
+    reward of None is 0. The first reset sets the environment up, and `close` releases it. The environment runs on an
+    event loop in a separate thread, so the view also works inside a running loop.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}
@@ -58,7 +58,7 @@ class GymnasiumView(gymnasium.Env[str, str]):  # type: ignore[misc]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
-        # Gymnasium: what follows a seeded reset is determined too, so later seeds come from its generator.
+        # In Gymnasium a seeded reset determines later ones too, so their seeds are drawn from its generator.
         seed = int(self.np_random.integers(2**31)) if seed is None else seed
         observation, info = self._run(self._env.reset(seed=seed, options=options))
         self._conversation = [_render(observation)]
@@ -70,7 +70,7 @@ class GymnasiumView(gymnasium.Env[str, str]):  # type: ignore[misc]
         return _text(observation), reward or 0.0, terminated, truncated, info
 
     def render(self) -> Any:
-        """With `render_mode="ansi"` the conversation so far, else None."""
+        """The conversation so far with `render_mode="ansi"`, else None."""
         return "\n".join(line for line in self._conversation if line) if self.render_mode == "ansi" else None
 
     def close(self) -> None:
@@ -94,12 +94,8 @@ class GymnasiumView(gymnasium.Env[str, str]):  # type: ignore[misc]
 
 
 def _text(observation: Observation) -> str:
-    return "\n".join(message.text for message in _messages(observation))
+    return "\n".join(message.text for message in observed_messages(observation))
 
 
 def _render(observation: Observation) -> str:
-    return "\n".join(f"{message.role}: {message.text}" for message in _messages(observation))
-
-
-def _messages(observation: Observation) -> tuple[Message, ...]:
-    return observation.messages if observation.text is None else (Message("user", observation.text),)
+    return "\n".join(f"{message.role}: {message.text}" for message in observed_messages(observation))

@@ -48,10 +48,11 @@ def target_of(value: type | Callable[..., Any]) -> str:
     interactive session `__main__:Name`, which no other process can load.
 
     Raises `ConfigError` unless it is at the top level of its module."""
-    name, module = value.__qualname__, sys.modules.get(value.__module__)
-    if getattr(module, name, None) is not value:
+    variables = getattr(sys.modules.get(value.__module__), "__dict__", {})
+    name = next((name for name, item in variables.items() if item is value), "")
+    if not name:
+        name = value.__qualname__
         raise ConfigError(f"{name} is no top-level name of {value.__module__}: define it at the top level of a file")
-    variables = vars(module)
     if variables.get("__package__"):
         return f"{variables['__spec__'].name}:{name}"
     file = Path(variables.get("__file__") or "")
@@ -153,7 +154,8 @@ def _only_class(module: ModuleType, location: str, bases: tuple[type, ...], noun
         hint = ", no function decorated with @envgym.reward" if noun == "environment" else ""
         raise NameNotFound(f"{location} defines no {noun}: no subclass of {base_names} in it{hint}")
     if len(candidates) > 1:
-        names = " or ".join(f"{location}:{cls.__name__}" for cls in candidates)
+        variables = [(name, class_of(value)) for name, value in vars(module).items()]
+        names = " or ".join(f"{location}:{name}" for cls in candidates for name, item in variables if item is cls)
         raise NameNotFound(f"{location} defines more than one {noun}: choose {names}")
     return check_class(candidates[0], f"{location}:{candidates[0].__name__}", bases, noun)
 

@@ -9,7 +9,7 @@ class Game(envgym.Env):
     """Find a number from 1 to 30 in five guesses; the answer to each is `higher` or `lower`."""
 
     async def reset(self, *, seed=None, options=None):
-        self.number = number_of(options["task"])
+        self.number = number_of(self.task)
         self.guesses_left = 5
         return [{"role": "user", "content": "Guess 1-30"}], {}
 

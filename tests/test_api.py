@@ -1,28 +1,156 @@
-"""The names that `import envgym` offers."""
+"""The names that `import envgym` offers, and runs from Python."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 import envgym
+from envgym.api import _plain_settings
+from envgym.cli import main
+from envgym.errors import ConfigError, DataError
+from envgym.loading import load_class, target_of
 
 PROGRAM = """
 import envgym, importlib, pkgutil
 before = {name: getattr(envgym, name) for name in envgym.__all__}
 for module in pkgutil.iter_modules(envgym.__path__):
     importlib.import_module(f"envgym.{module.name}")
-changed = [name for name, value in before.items() if getattr(envgym, name) is not value]
+changed = [name for name, value in before.items() if getattr(envgym, name) != value]
 assert not changed, changed
+"""
+PARTS = """
+import json, sys
+import envgym
+from envgym.agents.single_turn import SingleTurn
+from envgym.learners.rloo import RLOO
+
+PROBLEMS = [{"prompt": f"Repeat {n}.", "answer": str(n)} for n in range(40)]
+SMALL = {
+    "model": sys.argv[1], "name": "first", "steps": 1, "rollout.tasks_per_step": 2, "rollout.group_size": 2, "seed": 3,
+    "rollout.max_tokens": 4, "eval.tasks": 4, "engine": {"kind": "transformers"},
+}
+
+@envgym.reward
+def exact(completion, answer):
+    return float(completion.strip() == answer)
+
+class Mine(SingleTurn):
+    pass
+
+class Own(RLOO):
+    pass
+"""
+TRAIN = """
+result = envgym.train(SMALL, env=exact, agent=Mine, learner=LEARNER, data=PROBLEMS, quiet=True)
+assert result.to_dict() == json.loads((result.folder / "summary.json").read_text())
+assert (result.steps, result.initial_score, len(result.interval)) == (1, 0.0, 2)
+scores = envgym.evaluate(SMALL, env=exact, data=PROBLEMS, model=result.model, quiet=True)
+assert scores.to_dict() == json.loads((scores.folder / "result.json").read_text())
+assert (scores.score, scores.failures, len(scores.interval)) == (0.0, {}, 2)
 """
 
 
-def test_names_stay_what_they_are_once_every_module_is_imported():
+def run(tmp_path, *words, **options):
+    return subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False, **options
+    )
+
+
+def test_names_stay_what_they_are_once_every_module_is_imported(tmp_path):
     """A sub-package of the same name would take a function's place when it is imported."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    done = run(tmp_path, "-c", PROGRAM)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = envgym.no_such_name
+
+
+def test_the_import_takes_nothing_with_it(tmp_path):
+    done = run(tmp_path, "-c", "import sys, envgym; print([n for n in sys.modules if n.startswith('envgym.')])")
+    assert done.stdout == "[]\n"
+
+
+def test_a_script_trains_with_its_own_parts_and_the_run_can_be_resumed(tmp_path, tiny_model, monkeypatch):
+    """Workers import the learner's file, and `--resume` the others', without starting the script's run again."""
+    train = TRAIN.replace("LEARNER", "Own").replace("\n", "\n    ")
+    (tmp_path / "script.py").write_text(f'{PARTS}\nif __name__ == "__main__":{train}')
+    done = run(tmp_path, "script.py", str(tiny_model))
+    assert done.returncode == 0, done.stderr
+    [stage] = yaml.safe_load((tmp_path / "runs" / "first" / "config.yaml").read_text())["stages"]
+    names = [stage[kind]["name"] for kind in ("env", "agent", "learner")]
+    assert names == [f"{tmp_path / 'script.py'}:{name}" for name in ("exact", "Mine", "Own")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["envgym", str(tiny_model)])
+    assert main(["config", "--config", "runs/first/config.yaml"]) == 0
+
+
+def test_what_is_defined_in_a_session_runs_there_and_nowhere_else(tmp_path, tiny_model, monkeypatch, capsys):
+    refused = "try: envgym.train(SMALL, env=exact, learner=Own)\nexcept envgym.EnvgymError as error: print(error)\n"
+    done = run(tmp_path, "-", str(tiny_model), input=PARTS + refused + TRAIN.replace("LEARNER", '"rloo"'))
+    assert done.returncode == 0, done.stderr
+    assert "learner Own is defined in a notebook or an interactive session" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume", "first"]) == 2
+    assert "exact was defined in a notebook or an interactive session and exists only there" in capsys.readouterr().err
+
+
+def test_a_file_that_starts_a_run_while_it_is_imported_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(f"import envgym\n{ENV}\nenvgym.train(env=Echo)\n")
+    assert main(["config", "--env", "script.py:Echo"]) == 2
+    assert 'script.py starts a run while it is imported: put the call below `if __name__ == "__main__":`' in (
+        capsys.readouterr().err
+    )
+
+
+ENV = """
+class Echo(envgym.Env):
+    async def reset(self, *, seed=None, options=None): return "Say something.", {}
+    async def step(self, action): return None, 1.0, True, False, {}
+"""
+
+
+class Echo(envgym.Env):
+    async def reset(self, *, seed=None, options=None):
+        return "Say something.", {}
+
+    async def step(self, action):
+        return None, 1.0, True, False, {}
+
+
+def test_classes_become_targets_that_load_the_same_class():
+    class Local(Echo):
+        pass
+
+    target = target_of(Echo)
+    assert target == "tests.test_api:Echo"
+    assert load_class(target, (envgym.Env,), "environment") is Echo
+    assert target_of(envgym.ToolEnv) == "envgym.tools.env:ToolEnv"
+    with pytest.raises(ConfigError, match=r"Local is no top-level name of .*: define it at the top level of a file"):
+        target_of(Local)
+
+
+def test_settings_may_hold_classes_and_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path))
+    datasets = pytest.importorskip("datasets")
+    rows = [{"question": "1 + 1?", "answer": 2}, {"question": "1 + 2?", "answer": 3}]
+    overrides = {"data": {"test_path": rows[:1]}, "model": Path("m")}
+    settings = _plain_settings({"env.name": Echo, "data.path": rows}, overrides)
+    assert settings == {
+        "env": {"name": target_of(Echo)},
+        "data": {name: settings["data"][name] for name in ("path", "test_path")},
+        "model": "m",
+    }
+    path = Path(settings["data"]["path"])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    dataset = datasets.Dataset.from_list(rows)
+    assert _plain_settings({"stages": [{"data": dataset}]}, {}) == {"stages": [{"data": {"path": str(path)}}]}
+    assert settings["data"]["test_path"] != str(path)
+    with pytest.raises(DataError, match="a row of `data` cannot be written as JSON: Object of type set"):
+        _plain_settings({"data": [{"prompt": {1}}]}, {})

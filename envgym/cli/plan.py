@@ -83,7 +83,7 @@ def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[
         slots = [plan.slots[worker] for worker in part.workers]
         names = ", ".join(dict.fromkeys(nodes[slot.node].name for slot in slots))
         gpus = " ".join(",".join(map(str, slot.gpus)) for slot in slots) if plan.uses_gpus else "-"
-        memory = needs.of(part.name)
+        memory = needs.part_memory(part.name)
         size, kinds = "?", "the model's sizes are unknown until it is downloaded"
         if memory is not None:
             size = f"{memory.total / GIB:.2f}"
@@ -92,5 +92,5 @@ def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[
     print(aligned(rows))
     print()
     totals = needs.totals()
-    print(aligned([(total.where, f"{total.needed / GIB:.2f} GiB", total.of_how_much()) for total in totals]))
+    print(aligned([(total.device, f"{total.required / GIB:.2f} GiB", total.format_available()) for total in totals]))
     return [total.problem() for total in totals if not total.fits]

@@ -41,11 +41,11 @@ def rename_settings(
 
 def _rename(settings: Any, path: str, old: str, new: str, warn: bool) -> Any:
     """The settings, with the key at the dotted `path` renamed from `old` to `new` in its place."""
-    key, _, rest = path.partition(".")
+    key, _, subpath = path.partition(".")
     if not isinstance(settings, Mapping) or key not in settings:
         return settings
-    if rest:
-        return {**settings, key: _rename(settings[key], rest, old, new, warn)}
+    if subpath:
+        return {**settings, key: _rename(settings[key], subpath, old, new, warn)}
     name = new.rpartition(".")[2]
     if name in settings:
         raise ConfigError(f"{old} and {new} are the same setting: leave out {old}")

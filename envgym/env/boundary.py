@@ -1,4 +1,4 @@
-"""The boundary to users' code: the one place that tells what it raised from what ends the code that runs here."""
+"""The boundary to users' code, which tells its errors from a cancellation of the code around it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from envgym.processes.cancellation import is_shutdown
 
 
 class UsersCode:
-    """`with UsersCode() as call:` around users' code, which may raise anything at all, also what ends a program.
+    """Context manager around users' code: `with UsersCode() as call:`.
 
-    What it raises is kept in `call.error`, and the code behind the block goes on. Raised on are the errors that are
-    `passing`, and what ends the code that runs here: its own cancellation, or Ctrl-C.
+    It catches every exception, `SystemExit` included, and stores it in `call.error`. Two kinds pass: errors of the
+    classes `passing`, and shutdown (a cancellation of the surrounding task, Ctrl-C).
     """
 
     error: BaseException
-    """The error that ended the block; not there where it ended by itself."""
+    """The error that ended the block; unset if there was none."""
 
     def __init__(self, *passing: type[BaseException]) -> None:
         self._passing = passing

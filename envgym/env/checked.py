@@ -1,15 +1,14 @@
-"""The checks that stand between every environment and whoever plays it."""
+"""The checks between every environment and its caller."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import inspect
 import math
-import numbers
 import random
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
 
 from envgym.errors import InvalidStep, ResetNeeded
@@ -22,30 +21,31 @@ from .protocol import Env, Info
 if TYPE_CHECKING:
     from .spec import EnvSpec
 
-MOST_CHARACTERS = 4_000_000
-"""Of an observation: no context holds as many, and making tokens of them would hold everything up."""
+MAX_CHARACTERS = 4_000_000
+"""Maximum characters of an observation. A longer one fits no context, and would stall the tokenizer."""
 
 
 class CheckedEnv(Env):
-    """An environment behind the checks everyone relies on.
+    """An environment with checks: the return value of `envgym.make` and `EnvSpec.make`.
 
-    Sets the spec up before the first reset, draws a task by the seed where none is given, gives the instance
-    a generator of its own, keeps to the environment's concurrency limit and to the deadline of each call, refuses a
-    step out of order, and refuses what is not a five-tuple with a finite number (or None) as reward and a score in
-    [0, 1]. Metrics that are not finite numbers are left out and counted (`invalid_metrics`).
-    `async with env:` closes it on every way out.
+    `reset` sets up the spec, draws a task by the seed unless `options["task"]` is one, and seeds the generators. Every
+    call has a deadline and respects the concurrency limit. `InvalidStep` is raised for a return value other than a
+    five-tuple with a finite reward (or None) and a score in [0, 1], and `ResetNeeded` for a step out of order. Metrics
+    that are not finite numbers are dropped and counted (`invalid_metrics`).
+
+    `unwrapped` is the author's instance; unknown public attributes are looked up there. `async with env:` closes it.
     """
 
     owns_spec = False
-    """True if nobody else uses the spec, which is then closed with the instance."""
+    """True if the spec belongs to this instance alone, and is closed with it."""
     odd_flag = ""
-    """A value of `terminated` or `truncated` that is no truth value, as part of a sentence."""
+    """A phrase about the last `terminated` or `truncated` that was not a bool."""
 
     def __init__(self, env: Env, spec: EnvSpec) -> None:
         self.env = env
         self.spec = spec
         self.rng = env.rng
-        self.task: Task | None = None
+        self.task: Task | None = None  # type: ignore[assignment]  # before the first reset
         self.spans: list[Span] = []
         """The times of its resets and steps."""
         self._playing = False
@@ -55,6 +55,16 @@ class CheckedEnv(Env):
             method.__name__ for method in methods if env.blocking or not asyncio.iscoroutinefunction(method)
         }
         self._thread = DedicatedThread(spec.id) if self._blocking else None
+
+    @property
+    def unwrapped(self) -> Env:
+        return self.env
+
+    def __getattr__(self, name: str) -> Any:
+        env = self.__dict__.get("env", self)
+        if name.startswith("_") or env is self:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(env, name)
 
     async def __aenter__(self) -> Self:
         await self.acquire()
@@ -68,14 +78,13 @@ class CheckedEnv(Env):
     ) -> tuple[Observation, Info]:
         await self.spec.ensure_setup()
         await self.acquire()
-        if seed is not None or self.task is None:
-            self.env.rng.seed(seed)
-        self.task = task = posed_task(options) or await self._draw_task(seed)
+        Env.reset(self.env, seed=seed)
+        self.task = self.env.task = task = posed_task(options) or await self._draw_task(seed)
         options, seed = {**(options or {}), "task": task}, seed if task.seed is None else task.seed
         with timed(self.spans, "environment"):
             result = await self._call(self.env.reset, seed=seed, options=options)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-            raise InvalidStep(f"{self.spec.id}: reset must return (observation, info), not {shown(result)}")
+            raise InvalidStep(f"{self.spec.id}: reset must return (observation, info), not {describe(result)}")
         self._playing = True
         return self._observation(result[0]), result[1]
 
@@ -87,11 +96,11 @@ class CheckedEnv(Env):
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
             raise InvalidStep(
                 f"{self.spec.id}: step must return (observation, reward, terminated, truncated, info), "
-                f"not {shown(result)}"
+                f"not {describe(result)}"
             )
         observation, reward, terminated, truncated, info = result
         try:
-            reward = checked_numbers(reward, info)
+            reward = check_numbers(reward, info)
         except ValueError as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
         if type(terminated) is not bool or type(truncated) is not bool:
@@ -100,12 +109,12 @@ class CheckedEnv(Env):
         return self._observation(observation), reward, bool(terminated), bool(truncated), info
 
     def _note_flags(self, flags: Mapping[str, Any]) -> None:
-        if any(inspect.iscoroutine(flag) for flag in flags.values()):  # each is true
-            wrong = shown(tuple(flags.values()))
-            raise InvalidStep(f"{self.spec.id}: terminated and truncated are true or false, not {wrong}")
+        if any(inspect.iscoroutine(flag) for flag in flags.values()):  # a coroutine is true
+            values = describe(tuple(flags.values()))
+            raise InvalidStep(f"{self.spec.id}: terminated and truncated are true or false, not {values}")
         for name, flag in flags.items():
-            if type(flag).__name__ not in ("bool", "bool_"):  # and not NumPy's
-                self.odd_flag = f"step returned {shown(flag)} as {name}"
+            if type(flag).__name__ not in ("bool", "bool_"):  # bool_ is NumPy's
+                self.odd_flag = f"step returned {describe(flag)} as {name}"
 
     async def close(self) -> None:
         self._playing = False
@@ -118,7 +127,7 @@ class CheckedEnv(Env):
     async def _close_instance(self) -> None:
         try:
             if self._thread is not None and self._thread.busy:
-                # A call that hung is still on the thread; should it ever return, the instance is closed there.
+                # A call still blocks the thread; if it ever returns, the instance is closed there.
                 self._thread.submit(self.env.close)
             else:
                 await self._call(self.env.close)
@@ -129,19 +138,19 @@ class CheckedEnv(Env):
 
     @property
     def has_close(self) -> bool:
-        """True if there is anything to do at its end but to give the place back."""
+        """True if `close` does more than release the concurrency slot."""
         is_plain = type(self) is CheckedEnv and type(self.env).close is Env.close
         return not is_plain or self._thread is not None or self.owns_spec
 
     def release(self) -> None:
-        """Give the place back, whatever the instance still does."""
+        """Release the concurrency slot, even if a call is still running."""
         self._playing = False
         if self._has_slot and self.spec.slots is not None:
             self._has_slot = False
             self.spec.slots.release()
 
     async def acquire(self) -> None:
-        """Wait until the environment's concurrency limit lets this instance play. `close` gives the place back."""
+        """Wait for a slot within the environment's concurrency limit. `close` releases it."""
         if self.spec.slots is not None and not self._has_slot:
             await self.spec.slots.acquire()
             self._has_slot = True
@@ -163,26 +172,26 @@ class CheckedEnv(Env):
             observation = as_observation(value)
             size = len(observation.text or "") + sum(len(message.text) for message in observation.messages)
         except TypeError as error:
-            of_coroutine = f"an observation is text, messages or an Observation, not {shown(value)}"
+            of_coroutine = f"an observation is text, messages or an Observation, not {describe(value)}"
             raise InvalidStep(f"{self.spec.id}: {of_coroutine if _coroutines(value) else error}") from None
-        if size > MOST_CHARACTERS:
+        if size > MAX_CHARACTERS:
             raise InvalidStep(
-                f"{self.spec.id}: an observation has {size:,} characters, more than the {MOST_CHARACTERS:,} that are "
+                f"{self.spec.id}: an observation has {size:,} characters, more than the {MAX_CHARACTERS:,} that are "
                 "rendered: show the policy a part of it"
             )
         return observation
 
 
 def posed_task(options: Mapping[str, Any] | None) -> Task | None:
-    """The task among the options of a reset; None where there is none. Raises `InvalidStep` for anything else."""
+    """The task in the options of a reset, or None. Raises `InvalidStep` for a value of another type."""
     task = (options or {}).get("task")
     if not isinstance(task, Task | None):
         raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
     return task
 
 
-def checked_numbers(reward: Any, info: Info) -> float | None:
-    """The reward of a step as a number; `score` and `metrics` in `info` are made numbers too. Raises `ValueError`."""
+def check_numbers(reward: Any, info: Info) -> float | None:
+    """Convert a step's reward to a number, and `score` and `metrics` in `info`, in place. Raises `ValueError`."""
     number = None if reward is None else _number("a reward", reward)
     if (score := info.get("score")) is not None:
         info["score"] = score = _number("a score", score)
@@ -190,49 +199,48 @@ def checked_numbers(reward: Any, info: Info) -> float | None:
             raise ValueError(f"a score lies in [0, 1], not at {score:g}")
     if (metrics := info.get("metrics")) is not None:
         if not isinstance(metrics, Mapping):
-            raise ValueError(f"info['metrics'] is names to numbers, not {shown(metrics)}")
+            raise ValueError(f"info['metrics'] is names to numbers, not {describe(metrics)}")
         info["metrics"] = finite_metrics(metrics)
     return number
 
 
-def _number(what: str, value: Any) -> float:
-    if type(value) is float and math.isfinite(value):  # nearly all are, and the next check takes a while
+def _number(label: str, value: Any) -> float:
+    if type(value) is float and math.isfinite(value):  # the usual case: the check below is slow
         return value
-    if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
-        raise ValueError(f"{what} is a number or None, not {shown(value)}")
+    if not isinstance(value, Real) and not hasattr(value, "__float__"):
+        raise ValueError(f"{label} is a number or None, not {describe(value)}")
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several numbers, say
-        raise ValueError(f"{what} is one number, not {value!r:.80} ({error})") from None
+        raise ValueError(f"{label} is one number, not {value!r:.80} ({error})") from None
     if not math.isfinite(number):
-        raise ValueError(f"{what} must be finite, not {number}")
+        raise ValueError(f"{label} must be finite, not {number}")
     return number
 
 
-def shown(value: Any) -> str:
-    """A value that a call returned, as part of a sentence on the value that it should have returned."""
-    if not (forgotten := _coroutines(value)):
+def describe(value: Any) -> str:
+    """A wrong return value, as a phrase for an error message."""
+    if not (coroutines := _coroutines(value)):
         return f"{value!r:.80}"
-    for coroutine in forgotten:
-        coroutine.close()  # or Python warns, later and elsewhere, that nobody awaited it
-    return f"a coroutine: an await is missing before {forgotten[0].__name__}(…)"
+    for coroutine in coroutines:
+        coroutine.close()  # prevents Python's later warning that it was never awaited
+    return f"a coroutine: an await is missing before {coroutines[0].__name__}(…)"
 
 
 def _coroutines(value: Any) -> list[Any]:
-    """The coroutines in what a call returned: in a tuple, in messages, wherever one was forgotten."""
+    """The coroutines in a return value, at any depth of tuples, lists and mappings."""
     if inspect.iscoroutine(value):
         return [value]
-    if dataclasses.is_dataclass(value):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return [coroutine for part in parts for coroutine in _coroutines(part)]
 
 
 def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """The metrics that are finite numbers, and how many were not."""
-    kept: dict[str, float] = {}
+    """The metrics that are finite numbers, and the number of others as `invalid_metrics`."""
+    numbers: dict[str, float] = {}
     for name, value in metrics.items():
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             if math.isfinite(number := float(value)):
-                kept[str(name)] = number
-    return kept if len(kept) == len(metrics) else kept | {"invalid_metrics": float(len(metrics) - len(kept))}
+                numbers[str(name)] = number
+    n_invalid = len(metrics) - len(numbers)
+    return numbers | {"invalid_metrics": float(n_invalid)} if n_invalid else numbers

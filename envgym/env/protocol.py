@@ -69,6 +69,14 @@ class TaskSet(ABC):
     def size(self) -> int | None:
         """Number of tasks; None for an endless set."""
 
+    def __len__(self) -> int:
+        if self.size is None:
+            raise TypeError("an endless task set has no len()")
+        return self.size
+
+    def __bool__(self) -> bool:
+        return self.size != 0
+
     @abstractmethod
     async def get(self, index: int) -> Task:
         """The task at `index`, always the same. Raises `IndexError` past the end."""

@@ -27,9 +27,9 @@ from .protocol import Env, EnvConfig, Recording, SeededTasks, TaskSet
 class EnvSpec:
     """The part of an environment that its instances share, and its description as JSON.
 
-    Gymnasium's `EnvSpec` is a record of how to make an environment; this one is such a record too, and also owns what all
-    episodes share: the settings, the tasks, and resources that are set up once. So `spec.make()` is cheap, and a run makes
-    many instances of one spec, each for one episode at a time.
+    Gymnasium's `EnvSpec` is a record of how to make an environment; this one is such a record too, and also owns the
+    settings, the tasks and the resources (set up once) that all episodes share. A run makes many instances of one spec
+    with `spec.make()`, each for one episode at a time, so making one must be cheap.
 
     Most environments need no subclass: an `Env` class alone is wrapped in this one. Write one for tasks, demonstrations
     or resources, and name the `Env` class in `env_class`.
@@ -124,9 +124,11 @@ class EnvSpec:
     async def score_group(
         self, task: Task, episodes: Sequence[Episode]
     ) -> Sequence[float | Reward | Exception | None] | None:
-        """Score the finished episodes of one task together. Return a list with a number, a `Reward`, None (no reward)
-        or an exception (`InvalidOutcome`: it could not be scored) per episode; or return None instead of a list to leave
-        the rewards of their steps in place."""
+        """Score the finished episodes of one task together.
+
+        Return a number, a `Reward`, None (no reward) or an exception (`InvalidOutcome`: it could not be scored) per
+        episode. Return None instead of a list to leave the rewards of the steps in place.
+        """
         return None
 
     @property

@@ -1,1 +1,1 @@
-"""The start of training and evaluation alike: components, where they run, and the memory that they need."""
+"""Startup shared by training and evaluation: components, their placement, and the memory that they need."""

@@ -1,5 +1,5 @@
-"""The parts that training and evaluation start alike: an environment with its services, engines, agents and runners,
-and the ranks of one role."""
+"""Components that both training and evaluation start: an environment with its services, engines, agents, runners, and
+the ranks of a role."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
-    """The runtime of the run's workers: processes of this machine, Ray, or the controller itself with `debug`."""
+    """The runtime of the run's workers: processes on this machine, Ray, or with `debug` the controller itself."""
     if config.debug:
         if any(stage.workers.ranks > 1 for stage in config.stages):
-            raise ConfigError("debug=true runs every worker inside the controller, one rank: set workers.ranks=1")
+            raise ConfigError("debug=true runs every worker inside the controller, as one rank: set workers.ranks=1")
         return InlineRuntime()
     if config.runtime == "ray":
         return RayRuntime(folder.logs)
@@ -50,18 +50,18 @@ def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """The surroundings of a stage: its environment, set up, with clients of its services, and its workers' runtime."""
+    """What a stage runs in: its environment, set up, with clients of its services, and its workers' runtime."""
 
     spec: EnvSpec
     services: Services
     runtime: Runtime
     closing: AsyncExitStack
-    """Closes, before the runtime, whatever is registered here."""
+    """Resources to close before the runtime."""
 
 
 @asynccontextmanager
 async def open_runtime(config: RunConfig, folder: RunFolder) -> AsyncIterator[Runtime]:
-    """The run's runtime; what runs in it ends with it."""
+    """The run's runtime. Its workers end with the context."""
     runtime = make_runtime(config, folder)
     try:
         yield runtime
@@ -73,7 +73,7 @@ async def open_runtime(config: RunConfig, folder: RunFolder) -> AsyncIterator[Ru
 async def stage_context_in(
     config: RunConfig, stage: StageConfig, runtime: Runtime, spec: EnvSpec | None = None
 ) -> AsyncIterator[StageContext]:
-    """The context of a stage in a runtime: its environment is closed again on every way out."""
+    """The context of a stage in a runtime. The environment is closed on every exit."""
     spec = spec or stage.make_spec()
     async with (
         start_services(spec, runtime, deterministic=config.deterministic, eager=False) as services,
@@ -84,7 +84,7 @@ async def stage_context_in(
 
 @asynccontextmanager
 async def stage_context(config: RunConfig, stage: StageConfig, folder: RunFolder) -> AsyncIterator[StageContext]:
-    """The context of a stage, in a runtime of its own. Reports a bad data file before anything long begins."""
+    """The context of a stage in a new runtime. Invalid data raises an error before anything slow starts."""
     async with open_runtime(config, folder) as runtime:
         spec = stage.make_spec()
         async with stage_context_in(config, stage, placed_runtime(stage, [spec], runtime), spec) as context:
@@ -98,9 +98,9 @@ async def start_role(
     model: str,
     runtime: Runtime,
     *,
-    after: asyncio.Future[Any] | None = None,
+    load_after: asyncio.Future[Any] | None = None,
 ) -> WorkerGroup:
-    """The ranks of one of the learner's roles, loaded; from `model` where the role names none of its own. `after`: see
+    """Start the ranks of one of the learner's roles, with the role's own model or else `model`. `load_after`: see
     `WorkerGroup.start`."""
     learner_class, learner_config = stage.learner_config()
     role_spec = learner_class(learner_config).roles[role]
@@ -114,7 +114,7 @@ async def start_role(
         seed=config.seed,
         deterministic=config.deterministic,
     )
-    return await WorkerGroup.start(runtime, spec, load_after=after)
+    return await WorkerGroup.start(runtime, spec, load_after=load_after)
 
 
 async def start_sampling(
@@ -128,9 +128,9 @@ async def start_sampling(
     lora_rank: int = 0,
     sleeps: bool = False,
 ) -> tuple[Engine | ChatEngine, int]:
-    """Start what episodes need: the services of the environments that are played, all in one runtime, and the stage's
-    engine, with its context length in tokens (0 where only the API knows it). `lora_rank`: that of the adapters the
-    engine will be given. `sleeps`: it shares its devices in turns, and the models come first."""
+    """Start the services of the environments, all in one runtime, and the stage's engine. Returns the engine and its
+    context length in tokens (0 if only the API knows it). `lora_rank`: rank of the adapters that the engine will load.
+    `sleeps`: the engine shares its devices in turns with the models, which come first."""
     api = await start_api(config, stage, contexts, model, display) if stage.engine.kind == "openai" else None
     for context in contexts:
         if context.services.names:
@@ -142,8 +142,8 @@ async def start_sampling(
     if sleeps:
         await engine.call("sleep", 1)
     for context in contexts:
-        bound = PolicyEngine(agent.renderer, engine, max_model_len, config.deterministic, config.seed)
-        context.services.bind_policy(bound)
+        policy = PolicyEngine(agent.renderer, engine, max_model_len, config.deterministic, config.seed)
+        context.services.bind_policy(policy)
     return engine, max_model_len
 
 
@@ -156,7 +156,7 @@ async def start_engine(
     lora_rank: int = 0,
     sleeps: bool = False,
 ) -> tuple[EnginePool, int]:
-    """The stage's engines, ready to sample, and its context length in tokens."""
+    """Start the stage's engines. Returns the pool and its context length in tokens."""
     target, note = choose_engine(stage.engine.kind)
     if note:
         display.note(note)
@@ -169,18 +169,18 @@ async def start_engine(
         engine_args["weight_transfer_config"] = {"backend": stage.sync.transfer.removeprefix("cuda_")}
     spec = EngineSpec(
         model,
-        # Sampler and trainer must be the same policy, so the engine follows the workers unless told otherwise.
+        # By default the workers' format, since engine and trainer must compute the same policy.
         dtype=stage.engine.dtype if stage.engine.dtype != "auto" else stage.workers.dtype,
         max_model_len=stage.engine.max_model_len,
         seed=config.seed,
         deterministic=config.deterministic,
-        concurrency=episodes_at_once(stage),
+        concurrency=max_concurrency(stage),
         lora_rank=lora_rank,
         sleeps=sleeps,
-        gpu_share=runtime.plan.engine_share() if isinstance(runtime, PlacedRuntime) else ENGINE_SHARES["at once"],
+        gpu_share=runtime.plan.engine_share() if isinstance(runtime, PlacedRuntime) else ENGINE_SHARES["shared"],
         engine_args=engine_args,
     )
-    # Sampling and learning alternate, so each may use every core.
+    # Sampling and training alternate, so each may use every core.
     cores = max(1, len(os.sched_getaffinity(0)) // stage.engine.count)
     environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
 
@@ -192,20 +192,20 @@ async def start_engine(
     return pool, (await pool.info()).max_model_len
 
 
-def episodes_at_once(stage: StageConfig) -> int:
-    """Most episodes of a stage in play at once, each of which asks for one turn at a time."""
-    of_step = stage.rollout.tasks_per_step * stage.rollout.group_size
-    return min(stage.rollout.concurrency, max(of_step, stage.eval.tasks * stage.eval.samples))
+def max_concurrency(stage: StageConfig) -> int:
+    """The maximum number of a stage's concurrent episodes, each with one request at a time."""
+    step_size = stage.rollout.tasks_per_step * stage.rollout.group_size
+    return min(stage.rollout.concurrency, max(step_size, stage.eval.tasks * stage.eval.samples))
 
 
 async def start_api(
     config: RunConfig, stage: StageConfig, contexts: Sequence[StageContext], model: str, display: Display
 ) -> ChatEngine:
-    """The API as the engine, once it has answered: who gave a wrong key or name is told before anything else starts.
-    It is closed with the first context."""
+    """The API as the engine, after a test request: a wrong key or model name raises an error before anything else
+    starts. The engine is closed with the first context."""
     for context in contexts:
-        own = "give that service a model of its own (base_url and model)"
-        refuse_policies(context.spec, f"which engine.kind=openai cannot be: {own}")
+        reason = "which engine.kind=openai cannot be: give that service a separate model (base_url and model)"
+        refuse_policies(context.spec, reason)
     from envgym.engines.openai import OpenAIEngine
 
     settings = stage.engine
@@ -217,25 +217,25 @@ async def start_api(
     display.phase(f"asking {settings.base_url} for {model}")
     sampling = stage.rollout.sampling(())
     if problem := await engine.check(replace(sampling, seed=config.seed) if config.deterministic else sampling):
-        display.note(f"{problem}; going on, for that may pass")
+        display.note(f"{problem}; continuing, since this may be transient")
     return engine
 
 
 def make_agent(stage: StageConfig, model: str) -> Agent:
-    """The stage's agent, rendering for `model`; for an API, the one that plays the same way by messages."""
+    """The stage's agent, with the renderer of `model`; for an API, the equivalent agent that uses messages."""
     agent_class, agent_config = stage.agent_config()
     if stage.engine.kind != "openai":
         if agent_class.interface == "messages":
-            raise ConfigError(f"agent {stage.agent.name} speaks messages, which only engine.kind=openai understands")
+            raise ConfigError(f"agent {stage.agent.name} uses messages, which needs engine.kind=openai")
         return agent_class(make_renderer(stage.render, load_tokenizer(model)), agent_config)
     if agent_class.interface != "messages":
-        same = vars(agent_class).get("chat_agent")
-        if same is None:
+        chat_agent = vars(agent_class).get("chat_agent")
+        if chat_agent is None:
             raise ConfigError(
-                f"environment {stage.env.name} is played by the agent {stage.agent.name}, which works on tokens: "
-                "engine.kind=openai gives none"
+                f"environment {stage.env.name} is run by the agent {stage.agent.name}, which needs tokens: "
+                "engine.kind=openai returns none"
             )
-        stage = stage.model_copy(update={"agent": Component(**{**agent_config.model_dump(), **same})})
+        stage = stage.model_copy(update={"agent": Component(**{**agent_config.model_dump(), **chat_agent})})
         agent_class, agent_config = stage.agent_config()
     return agent_class(NoRenderer(), agent_config)
 

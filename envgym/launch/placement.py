@@ -1,5 +1,5 @@
-"""Placement of a stage's processes on machines and their GPUs: decided before anything starts, and started
-there."""
+"""Placement of a stage's processes on nodes and GPUs: a plan made before anything starts, and a runtime that follows
+it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from envgym.workers.ray import RayRuntime
 
 ENGINE, REWARD = "engine", "reward"
 
-ENGINE_SHARES = {"alone": 0.9, "in turns": 0.85, "at once": 0.5}
-"""The share of a GPU's memory that engines on it take: in turns with others, whose libraries hold on to some of it, or
-at once with them. vLLM's own is 0.92."""
+ENGINE_SHARES = {"separate": 0.9, "in turns": 0.85, "shared": 0.5}
+"""The share of a GPU's memory that engines take: on separate GPUs, in turns with other parts (whose libraries keep some
+memory), or at the same time as they. vLLM's default is 0.92."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine: its GPUs, the memory of each in bytes (None: not known), and its own."""
+    """A node: its GPUs, the memory of each in bytes (None: unknown), and its host memory in bytes (None: unknown)."""
 
     name: str
     gpus: int = 0
@@ -39,8 +39,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """Processes that do one thing: the ranks of a role, the engines, a reward model. `gpus`: of each process.
-    `in_turns`: it takes turns with the engine."""
+    """Processes with one purpose: the ranks of a role, the engines, a reward model. `gpus`: per process. `in_turns`: it
+    shares GPUs with the engine in turns."""
 
     name: str
     workers: tuple[str, ...]
@@ -51,7 +51,7 @@ class StagePart:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The place of each worker, by its name."""
+    """The slot of each worker, by its name."""
 
     nodes: tuple[Node, ...]
     parts: tuple[StagePart, ...]
@@ -62,81 +62,77 @@ class Plan:
         return any(slot.gpus for slot in self.slots.values())
 
     def bundles(self) -> list[int]:
-        """GPUs to hold on each of the machines that are used, in their order."""
-        used = {slot.node for slot in self.slots.values()}
+        """Number of GPUs to reserve on each node, up to the last node in use."""
+        slots = self.slots.values()
         return [
-            max((gpu + 1 for slot in self.slots.values() if slot.node == node for gpu in slot.gpus), default=0)
-            for node in range(max(used, default=0) + 1)
+            max((gpu + 1 for slot in slots if slot.node == node for gpu in slot.gpus), default=0)
+            for node in range(max((slot.node for slot in slots), default=0) + 1)
         ]
 
     def gpus_of(self, name: str) -> list[tuple[int, int]]:
-        """(machine, GPU) of each process of a part, in their order."""
+        """(node, GPU) of each process of a part, in their order."""
         workers = [worker for part in self.parts if part.name == name for worker in part.workers]
         return [(self.slots[worker].node, gpu) for worker in workers for gpu in self.slots[worker].gpus]
 
     def engine_share(self) -> float:
-        """The share of each of its GPUs' memory that an engine takes, for weights and cache."""
-        own = self.gpus_of(ENGINE)
-        others = [part for part in self.parts if part.name != ENGINE]
-        beside = [part.in_turns for part in others if not set(own).isdisjoint(self.gpus_of(part.name))]
-        kind = "alone" if not beside else "in turns" if all(beside) else "at once"
-        return ENGINE_SHARES[kind] / max(map(own.count, own), default=1)
+        """The share of a GPU's memory that each engine on it takes, for weights and cache."""
+        gpus = self.gpus_of(ENGINE)
+        neighbors = [p for p in self.parts if p.name != ENGINE and not set(gpus).isdisjoint(self.gpus_of(p.name))]
+        kind = "separate" if not neighbors else "in turns" if all(part.in_turns for part in neighbors) else "shared"
+        return ENGINE_SHARES[kind] / max(map(gpus.count, gpus), default=1)
 
 
 def plan_of(stage: StageConfig, services: Sequence[str], nodes: Sequence[Node], *, trains: bool = True) -> Plan:
-    """The plan of a stage on these machines. `services`: the names of its environment's local workers. Without `trains`
-    it only plays.
-
-    Raises `ConfigError` that says what does not fit.
-    """
+    """The plan of a stage on these nodes. `services`: the names of its environment's local workers. `trains`: False for
+    a stage that only samples. Raises `ConfigError` for the first part that does not fit."""
     parts = parts_of(stage, services, trains=trains)
-    known = [part.name for part in parts]
+    names = [part.name for part in parts]
     sets = stage.colocate if isinstance(stage.colocate, list) else []
-    for name in (*stage.placement, *(name for one in sets for name in one)):
-        if name not in known and trains:
+    for name in (*stage.placement, *(name for members in sets for name in members)):
+        if name not in names and trains:
             key = "placement" if name in stage.placement else "colocate"
-            raise ConfigError(f"{key}: this stage has no part {name!r}.{did_you_mean(name, known)}")
-    if twice := [name for name in known if sum(name in one for one in sets) > 1]:
-        raise ConfigError(f"colocate: {twice[0]} is in two sets, and can share the GPUs of one")
+            raise ConfigError(f"{key}: this stage has no part {name!r}.{did_you_mean(name, names)}")
+    if repeated := [name for name in names if sum(name in members for members in sets) > 1]:
+        raise ConfigError(f"colocate: {repeated[0]} is in two sets, and can share the GPUs of one")
     if stage.colocate == "auto":
         try:
             plan = place_parts(parts, nodes, [])
         except ConfigError:
-            plan = place_parts(parts, nodes, [known])
+            plan = place_parts(parts, nodes, [names])
     else:
-        plan = place_parts(parts, nodes, [known] if stage.colocate == "all" else sets)
+        plan = place_parts(parts, nodes, [names] if stage.colocate == "all" else sets)
     _check_transfer(stage.sync.transfer, plan)
     return plan
 
 
 def _check_transfer(transfer: str, plan: Plan) -> None:
-    """Refuse a way for weights between GPUs that these GPUs have not."""
+    """Raise `ConfigError` if the planned GPUs do not support the transfer of weights."""
     engines, ranks = plan.gpus_of(ENGINE), plan.gpus_of("actor")
     if not engines or not ranks:
         return
     if transfer == "nccl" and ranks[0] in engines:
         raise ConfigError(
-            "sync.transfer=nccl: the engine and the actor share a GPU, which NCCL refuses: take cuda_ipc, or give the "
-            "engine GPUs of its own (colocate=none)"
+            "sync.transfer=nccl: the engine and the actor share a GPU, which NCCL does not support: use cuda_ipc, or "
+            "give the engine separate GPUs (colocate=none)"
         )
     if transfer == "cuda_ipc" and not set(engines) <= set(ranks):
         raise ConfigError(
-            "sync.transfer=cuda_ipc: the engine has a GPU without a rank of the actor, whose weights it cannot see: "
-            "take nccl, or let them share GPUs (colocate=all)"
+            "sync.transfer=cuda_ipc: the engine has a GPU without a rank of the actor, whose weights it cannot reach: "
+            "use nccl, or let them share GPUs (colocate=all)"
         )
 
 
 def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True) -> list[StagePart]:
-    """The parts of a stage that run as processes of their own."""
+    """The parts of a stage that run in separate processes."""
 
     def part(name: str, workers: Sequence[str], gpus: float = 1.0, *, in_turns: bool = False) -> StagePart:
-        own = stage.placement.get(name, PlacementConfig())
-        if own.nodes is not None and len(workers) % own.nodes:
+        config = stage.placement.get(name, PlacementConfig())
+        if config.nodes is not None and len(workers) % config.nodes:
             raise ConfigError(
-                f"placement.{name}.nodes={own.nodes} does not divide its {len(workers)} process"
+                f"placement.{name}.nodes={config.nodes} does not divide its {len(workers)} process"
                 f"{'es' * (len(workers) > 1)}"
             )
-        return StagePart(name, tuple(workers), gpus if gpus > 1 else own.gpus, own.nodes, in_turns)
+        return StagePart(name, tuple(workers), gpus if gpus > 1 else config.gpus, config.nodes, in_turns)
 
     parts = []
     if stage.agent_config()[0].uses_policy and stage.engine.kind != "openai":
@@ -154,24 +150,24 @@ def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True
 
 
 def name_of_service(worker: str, services: Sequence[str]) -> str:
-    """The part that a reward model is: `reward` where it is the only one, else by its own name."""
+    """The part's name for a reward model's worker: `reward` if it is the only one, else its own name."""
     return REWARD if len(services) == 1 else worker.removeprefix("service-")
 
 
 def place_parts(parts: Sequence[StagePart], nodes: Sequence[Node], colocated: Sequence[Sequence[str]]) -> Plan:
-    """Give every process its machine and GPUs. Parts of a `colocated` set share theirs. A part stays on one machine
-    where it can, unless it is to be on several. Without GPUs parts that say nothing are on the first machine."""
-    together = [_Pool(tuple(part for part in parts if part.name in names)) for names in colocated]
-    alone = [_Pool((part,)) for part in parts if not any(part.name in names for names in colocated)]
-    # First those that must be spread, then those that need most.
-    pools = sorted((pool for pool in (*together, *alone) if pool.parts), key=lambda pool: (-pool.machines, -pool.gpus))
-    free = [list(range(node.gpus)) for node in nodes]
+    """Assign a node and GPUs to every process. Parts of a `colocated` set share GPUs. A part is placed on one node if
+    it fits there, unless its `nodes` are set. Without GPUs, parts are by default on the first node."""
+    shared = [_Pool(tuple(part for part in parts if part.name in names)) for names in colocated]
+    separate = [_Pool((part,)) for part in parts if not any(part.name in names for names in colocated)]
+    # The most constrained pools first: several nodes, then most GPUs.
+    pools = sorted((pool for pool in (*shared, *separate) if pool.parts), key=lambda pool: (-pool.nodes, -pool.gpus))
+    free_gpus = [list(range(node.gpus)) for node in nodes]
     slots: dict[str, Slot] = {}
     for pool in pools:
-        gpus = _take(pool, nodes, free) if any(node.gpus for node in nodes) else []
+        gpus = _take_gpus(pool, nodes, free_gpus) if any(node.gpus for node in nodes) else []
         for part in pool.parts:
             if not gpus and (part.nodes or 1) > len(nodes):
-                raise ConfigError(f"{part.name} wants {part.nodes} machines, and there are {len(nodes)}")
+                raise ConfigError(f"{part.name} needs {part.nodes} nodes, and there are {len(nodes)}")
             slots |= zip(part.workers, _slots(part, gpus, min(1.0, part.gpus) / len(pool.parts)), strict=True)
     return Plan(tuple(nodes), tuple(parts), slots)
 
@@ -187,84 +183,85 @@ class _Pool:
         return max(ceil(len(part.workers) * part.gpus) for part in self.parts)
 
     @property
-    def machines(self) -> int:
-        """Number of machines that it is spread over evenly; 1: as few as it fits on."""
+    def nodes(self) -> int:
+        """Number of nodes that it is spread over evenly; 1: as few as possible."""
         return max(part.nodes or 1 for part in self.parts)
 
 
 def _slots(part: StagePart, gpus: Sequence[tuple[int, int]], share: float) -> Iterator[Slot]:
-    """The place of each process of a part: by its GPUs, out of (machine, GPU) of its pool; else on the machines in
-    turn that the part is to be on."""
-    per_machine = len(part.workers) // (part.nodes or 1)
+    """The slot of each process of a part: on its GPUs, from the pool's (node, GPU) pairs; without GPUs, on the part's
+    nodes in order."""
+    per_node = len(part.workers) // (part.nodes or 1)
     for number in range(len(part.workers)):
-        first = int(number * part.gpus)
-        taken = gpus[first : first + ceil(part.gpus)]
-        yield Slot(taken[0][0] if taken else number // per_machine, tuple(gpu for _, gpu in taken), share)
+        start = int(number * part.gpus)
+        pairs = gpus[start : start + ceil(part.gpus)]
+        yield Slot(pairs[0][0] if pairs else number // per_node, tuple(gpu for _, gpu in pairs), share)
 
 
-def _take(pool: _Pool, nodes: Sequence[Node], free: list[list[int]]) -> list[tuple[int, int]]:
-    """Take the GPUs of a pool out of those that are free: (machine, GPU), those of one machine together.
+def _take_gpus(pool: _Pool, nodes: Sequence[Node], free_gpus: list[list[int]]) -> list[tuple[int, int]]:
+    """Remove the GPUs of a pool from the free ones and return them: (node, GPU), grouped by node.
 
-    They are on the machines that have least free beside them. A pool that may be on any, and fits on none, takes what
-    whole processes can use of the machines that have most free.
+    The fullest nodes with enough free GPUs are chosen. If a pool needs no particular number of nodes and fits on none,
+    its processes are spread over the emptiest nodes.
     """
     if not pool.gpus:
         return []
-    each = ceil(pool.gpus / pool.machines)
-    roomy = sorted((node for node in range(len(nodes)) if len(free[node]) >= each), key=lambda node: len(free[node]))
-    left = pool.gpus
+    per_node = ceil(pool.gpus / pool.nodes)
+    n_free = [len(gpus) for gpus in free_gpus]
+    candidates = sorted((node for node in range(len(nodes)) if n_free[node] >= per_node), key=lambda node: n_free[node])
+    remaining = pool.gpus
     counts: dict[int, int] = {}
-    if len(roomy) >= pool.machines:
-        left, counts = 0, dict.fromkeys(sorted(roomy[: pool.machines]), each)
-    elif pool.machines == 1:
-        of_process = max(ceil(part.gpus) for part in pool.parts)
-        for node in sorted(range(len(nodes)), key=lambda node: -len(free[node])):
-            counts[node] = min(left, len(free[node]) // of_process * of_process)
-            left -= counts[node]
-    if left:
-        raise _does_not_fit(pool, nodes, free)
-    return [(node, free[node].pop(0)) for node, count in counts.items() for _ in range(count)]
+    if len(candidates) >= pool.nodes:
+        remaining, counts = 0, dict.fromkeys(sorted(candidates[: pool.nodes]), per_node)
+    elif pool.nodes == 1:
+        per_process = max(ceil(part.gpus) for part in pool.parts)
+        for node in sorted(range(len(nodes)), key=lambda node: -n_free[node]):
+            counts[node] = min(remaining, n_free[node] // per_process * per_process)
+            remaining -= counts[node]
+    if remaining:
+        raise _does_not_fit(pool, nodes, n_free)
+    return [(node, free_gpus[node].pop(0)) for node, count in counts.items() for _ in range(count)]
 
 
-def _does_not_fit(pool: _Pool, nodes: Sequence[Node], free: Sequence[Sequence[int]]) -> ConfigError:
-    names, wanted, spread = " and ".join(part.name for part in pool.parts), pool.gpus, pool.machines
-    where = f" on {spread} machines, {ceil(wanted / spread)} each" if spread > 1 else ""
-    there = ", ".join(f"{len(left)} of {node.gpus} on {node.name}" for node, left in zip(nodes, free, strict=True))
+def _does_not_fit(pool: _Pool, nodes: Sequence[Node], n_free: Sequence[int]) -> ConfigError:
+    names, gpus = " and ".join(part.name for part in pool.parts), pool.gpus
+    spread = f" on {pool.nodes} nodes, {ceil(gpus / pool.nodes)} each" if pool.nodes > 1 else ""
+    free_gpus = ", ".join(f"{count} of {node.gpus} on {node.name}" for node, count in zip(nodes, n_free, strict=True))
     return ConfigError(
-        f"{names} need{'s' * (len(pool.parts) == 1)} {wanted} GPU{'s' * (wanted > 1)}{where}; free are {there}: lower "
-        "workers.ranks or engine.count, let processes share one (placement.PART.gpus=0.5), or take colocate=all"
+        f"{names} need{'s' * (len(pool.parts) == 1)} {gpus} GPU{'s' * (gpus > 1)}{spread}; free are {free_gpus}: lower "
+        "workers.ranks or engine.count, let processes share one (placement.PART.gpus=0.5), or set colocate=all"
     )
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The machines there are, and starting workers where the plan has them
+# The available nodes, and the runtime that follows a plan
 
 
-def nodes_of(runtime: Runtime | None = None, *, free: bool = False) -> list[Node]:
-    """The machines of a run: this one, or those of the Ray cluster that `runtime` is connected to; with `free`, without
-    the GPUs that others hold."""
+def nodes_of(runtime: Runtime | None = None, *, only_free: bool = False) -> list[Node]:
+    """The nodes of a run: this machine, or the nodes of the Ray cluster that `runtime` is connected to. With
+    `only_free`, without the GPUs that are in use."""
     if isinstance(runtime, RayRuntime):
-        return [Node(name, gpus, None, memory) for name, gpus, memory in runtime.nodes(only_free=free)]
+        return [Node(name, gpus, None, memory) for name, gpus, memory in runtime.nodes(only_free=only_free)]
     node = this_machine()
     return [replace(node, gpus=min(1, node.gpus)) if isinstance(runtime, InlineRuntime) else node]
 
 
 def this_machine() -> Node:
-    """This machine, with those of its GPUs that `CUDA_VISIBLE_DEVICES` leaves."""
+    """This machine, with its visible GPUs."""
     gpus = visible_gpus()
     memory = _gpu_bytes() if gpus else None
     return Node("this machine", len(gpus), memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this machine that a process may use, by the names that `CUDA_VISIBLE_DEVICES` gives them."""
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in given.split(",") if name not in ("", "-1")]
+    """The GPUs of this machine that a process may use, by their names in `CUDA_VISIBLE_DEVICES`."""
+    if (variable := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in variable.split(",") if name not in ("", "-1")]
     return [str(number) for number in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
 
 
 def _gpu_bytes() -> int | None:
-    """Memory of the smallest GPU, by `nvidia-smi`; None where there is no such program."""
+    """Memory of the smallest GPU, from `nvidia-smi`; None without that program."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -274,7 +271,7 @@ def _gpu_bytes() -> int | None:
 
 
 class PlacedRuntime:
-    """A runtime that starts workers where a plan has them."""
+    """A runtime that starts workers in their planned slots."""
 
     def __init__(self, runtime: Runtime, plan: Plan) -> None:
         self.plan = plan
@@ -289,10 +286,10 @@ class PlacedRuntime:
             if slot is not None:
                 await self._runtime.reserve(self._bundles)
             return await self._runtime.start(target, kwargs, name=name, environ=environ, slot=slot)
-        own = dict(environ or {})
+        variables = dict(environ or {})
         if slot is not None and isinstance(self._runtime, LocalRuntime) and (visible := visible_gpus()):
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in slot.gpus)
-        return await self._runtime.start(target, kwargs, name=name, environ=own)
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in slot.gpus)
+        return await self._runtime.start(target, kwargs, name=name, environ=variables)
 
     async def close(self) -> None:
         await self._runtime.close()
@@ -301,13 +298,11 @@ class PlacedRuntime:
 def placed_runtime(
     stage: StageConfig, specs: Sequence[EnvSpec], runtime: Runtime, *, trains: bool = True
 ) -> PlacedRuntime:
-    """The runtime of a stage that plays these environments, planned.
-
-    Raises `ConfigError` where something does not fit, before anything starts.
-    """
+    """The runtime of a stage with these environments. Raises `ConfigError` if a part does not fit, before anything
+    starts."""
     services = list(dict.fromkeys(name for spec in specs for name in local_models(spec)))
     try:
-        plan = plan_of(stage, services, nodes_of(runtime, free=True), trains=trains)
-    except ConfigError:  # perhaps others will give back what they hold: that is waited for
+        plan = plan_of(stage, services, nodes_of(runtime, only_free=True), trains=trains)
+    except ConfigError:  # use GPUs of other jobs: the runtime waits until they are free
         plan = plan_of(stage, services, nodes_of(runtime), trains=trains)
     return PlacedRuntime(runtime, plan)

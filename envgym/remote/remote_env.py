@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from envgym.env import CheckedEnv, Info, TaskSet
-from envgym.env.checked import checked_numbers, posed_task
+from envgym.env.checked import check_numbers, posed_task
 from envgym.errors import ResetNeeded
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.deadline import pause_timeouts
@@ -137,7 +137,7 @@ class RemoteEnv(CheckedEnv):
         stepped = await self._ask(Stepped, "POST", path, step, self.spec.config.reconnect)
         self.spec.report_dropped(stepped.dropped)
         try:
-            reward = checked_numbers(stepped.reward, stepped.info)
+            reward = check_numbers(stepped.reward, stepped.info)
         except ValueError as error:
             raise RemoteError("server", f"{self.spec.id}: {error}") from None
         return stepped.observation, reward, stepped.terminated, stepped.truncated, stepped.info

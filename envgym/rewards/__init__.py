@@ -9,9 +9,10 @@
 
 from envgym.types import Reward
 
-from .environments import GroupRewardSpec, RewardConfig, RewardSpec, reward
+from .environments import GroupRewardSpec, RewardConfig, RewardSpec, adapt_trl_function, reward
 from .functions import as_reward, as_rewards, prompt_text
 
 __all__ = [
-    "GroupRewardSpec", "Reward", "RewardConfig", "RewardSpec", "as_reward", "as_rewards", "prompt_text", "reward",
+    "GroupRewardSpec", "Reward", "RewardConfig", "RewardSpec", "adapt_trl_function", "as_reward", "as_rewards",
+    "prompt_text", "reward",
 ]  # fmt: skip

@@ -8,13 +8,13 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar, overload
 
 from pydantic import Field
 
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import CallTimeout, ConfigError, DataError, InvalidStep
+from envgym.loading import import_target, split_target, target_of
 from envgym.processes.pool import Processes
 from envgym.tasks import DataEnvConfig, DataEnvSpec, prompt_key
 from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
@@ -80,6 +80,14 @@ def reward(
     return function
 
 
+def adapt_trl_function(target: str) -> None:
+    """Make an undecorated function an environment, if it takes TRL's arguments."""
+    location, name = split_target(target)
+    function = getattr(import_target(location), name, None)
+    if inspect.isfunction(function) and not hasattr(function, "__environment__") and Parameters(function).is_trl:
+        reward(function)
+
+
 class RewardConfig(DataEnvConfig):
     """Settings of every reward function."""
 
@@ -99,8 +107,7 @@ class RewardEnv(Env):
     task: Task
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        self.task = (options or {})["task"]
-        if self.spec.config.chat:
+        if self.config.chat:
             return Observation(messages=as_messages(self.task.prompt)), {}
         return Observation(text=prompt_text(self.task)), {}
 
@@ -160,7 +167,7 @@ class RewardSpec(DataEnvSpec):
         if self.config.processes:
             self._processes = Processes(
                 "envgym.rewards.functions:FunctionHost",
-                {"target": self._target()},
+                {"target": target_of(self.function)},
                 count=self.config.processes,
                 name=self.name,
                 logs=self.config.logs,
@@ -215,15 +222,6 @@ class RewardSpec(DataEnvSpec):
             "train": [task for task, key in zip(tasks, keys, strict=True) if key not in held_out],
             "test": [task for task, key in zip(tasks, keys, strict=True) if key in held_out],
         }
-
-    def _target(self) -> str:
-        """The target by which a worker process finds the function. Raises `ConfigError` if it cannot."""
-        module = sys.modules[self.function.__module__]
-        names = [name for name, value in vars(module).items() if value is self.function]
-        file = Path(getattr(module, "__file__", None) or "")
-        if not names or not file.is_file():
-            raise ConfigError(f"env.processes: {self.name} must be at the top level of a file, to be found from there")
-        return f"{file.resolve()}:{names[0]}"
 
 
 class GroupRewardSpec(RewardSpec):

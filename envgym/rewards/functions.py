@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
-from envgym.env.checked import finite_metrics, shown
+from envgym.env.checked import describe, finite_metrics
 from envgym.errors import ConfigError, DataError, InvalidStep, did_you_mean
 from envgym.loading import load_function
 from envgym.processes.threads import DedicatedThread
@@ -74,7 +74,7 @@ class Parameters:
         messages = as_messages(task.prompt)
         values = {
             "completion": text, "prompt": prompt_text(task), "answer": task.answer, "task": task,
-            "messages": [*messages, Message.of("assistant", text)], "action": action,
+            "messages": [*messages, Message("assistant", text)], "action": action,
         }  # fmt: skip
         trl = {
             "completions": text if is_text else [{"role": "assistant", "content": text}],
@@ -198,7 +198,7 @@ def column(value: Any, count: int, context: str) -> list[Any]:
     """A list, a tuple, an array or a tensor as a list of `count`. `context` begins the message of the `InvalidStep`."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise InvalidStep(f"{context} {shown(value)}: it must be a list with one item for each of {count} completions")
+        raise InvalidStep(f"{context} {describe(value)}: it must be a list of {count} items, one per completion")
     if len(values) != count:
         raise InvalidStep(f"{context} {len(values)} values for {count} completions")
     return list(values)
@@ -210,7 +210,7 @@ def number(value: Any, context: str) -> float | None:
     if value is None:
         return None
     if inspect.iscoroutine(value):
-        raise InvalidStep(f"{context} {shown(value)}")
+        raise InvalidStep(f"{context} {describe(value)}")
     try:
         result = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):

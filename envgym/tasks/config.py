@@ -28,7 +28,7 @@ def _as_names(value: Any) -> Any:
 
 def _checked_template(template: str | None) -> str | None:
     if template is not None:
-        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]  # raises an error for a lone brace
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]  # a lone brace is an error
         if not fields:
             raise ValueError("a template has {} in place of the prompt, or names a field: {question}")
         if invalid := [name for name in fields if name and not name.isidentifier()]:

@@ -1,4 +1,4 @@
-"""Difficulty: tasks that are always or never solved teach nothing, and are drawn less often."""
+"""Curriculum: tasks that are always or never solved give no gradient, and are drawn less often."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from envgym.settings import Settings
 from envgym.types import Group, Task
 
 REMEMBERED = 1_000_000
-"""Tasks whose last group is known. Those of an endless set never come back; the oldest are forgotten."""
+"""Maximum number of tasks whose last group is stored. The oldest are dropped: an endless set never repeats one."""
 
 
 class CurriculumConfig(Settings):
-    """Tasks that are always or never solved are drawn less: they teach nothing."""
+    """Tasks that are always or never solved are drawn less often: they give no gradient."""
 
     skip: float = Field(0.0, ge=0, lt=1)
-    """Share of the times that a task is passed over whose last group had one score throughout; 0: never."""
+    """Fraction of the draws in which a task is skipped if its last group had equal scores; 0: never."""
     memory: int = Field(32, ge=1)
-    """Groups by which a difficulty is judged, for tasks that have not been played yet."""
+    """Number of last groups of the same difficulty that count for a task without a group of its own."""
 
 
 class Curriculum:
-    """Decides which tasks are passed over, from how their groups came out.
+    """Decides which tasks are skipped, by the scores of their earlier groups.
 
-    A group is flat where its episodes all have one score, or one reward where not all have a score. A task whose last
-    group was flat is passed over `skip` of the times it comes up. A task that has not been played yet goes by those of
-    its difficulty: it is passed over `skip` times the share of flat ones among their last `memory` groups.
+    A group is flat if its episodes all have the same score, or the same reward if some have no score. A task whose last
+    group was flat is skipped in a fraction `skip` of its draws. A task without a group is skipped in `skip` times the
+    fraction of flat groups among the last `memory` groups of its difficulty.
 
-    Passing over is spread evenly instead of drawn: each time a task comes up it gains its chance of being played,
-    and is played when these have reached 1. So it is played at least every 1 / (1 - skip) times that it comes up,
-    rounded up, and there is no random generator whose state a checkpoint would need.
+    Skips are spread evenly instead of drawn: each draw adds the task's probability of use to its credit, and the task
+    is used when the credit has reached 1. So it is used at least every 1 / (1 - skip) draws, rounded up, and there is
+    no random generator whose state a checkpoint would need.
     """
 
     def __init__(self, config: CurriculumConfig, seed: int) -> None:
@@ -45,25 +45,26 @@ class Curriculum:
         self._flat: OrderedDict[str, bool] = OrderedDict()
         self._by_difficulty: dict[str, list[bool]] = {}
         self._credit: OrderedDict[str, float] = OrderedDict()
-        self._came = self._passed = self._groups = self._solved = self._unsolved = 0
+        self._draws = self._skips = self._groups = self._solved = self._unsolved = 0
 
-    def passes_over(self, task: Task) -> bool:
-        self._came += 1
-        share = self._flat_share(task)
-        if not share:
+    def is_skipped(self, task: Task) -> bool:
+        """True if this draw of `task` is to be skipped."""
+        self._draws += 1
+        fraction = self._flat_fraction(task)
+        if not fraction:
             return False
         credit = self._credit.pop(task.key, None)
-        if credit is None:  # each begins elsewhere, or they would all come back at once
+        if credit is None:  # different starts, or all tasks would come back in the same step
             credit = derived_seed(self._seed, "curriculum", task.key) / 2**31
-        credit += 1 - self._skip * share
-        self._passed += credit < 1
+        credit += 1 - self._skip * fraction
+        self._skips += credit < 1
         self._credit[task.key] = credit % 1
         if len(self._credit) > REMEMBERED:
             self._credit.popitem(last=False)
         return credit < 1
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Take note of groups that were played. Those with fewer than two scores or rewards say nothing."""
+        """Record finished groups. Groups with fewer than two scores or rewards are ignored."""
         for group in groups:
             members = [e for e in group.episodes if not e.failed and (e.score, e.reward) != (None, None)]
             if len(members) < 2:
@@ -72,25 +73,25 @@ class Curriculum:
             self._groups += 1
             self._solved += flat and score is not None and score >= 0.5
             self._unsolved += flat and score is not None and score < 0.5
-            self._note(group.task, flat)
+            self._record(group.task, flat)
 
     def metrics(self) -> dict[str, float]:
-        """Of the tasks that came up since the last call, the share passed over; of the groups, those flat."""
-        metrics = {"curriculum/skipped_share": self._passed / self._came} if self._came else {}
+        """The fraction of draws that were skipped since the last call, and the fractions of flat groups."""
+        metrics = {"curriculum/skipped_share": self._skips / self._draws} if self._draws else {}
         if self._groups:
             metrics["curriculum/solved_share"] = self._solved / self._groups
             metrics["curriculum/unsolved_share"] = self._unsolved / self._groups
-        self._came = self._passed = self._groups = self._solved = self._unsolved = 0
+        self._draws = self._skips = self._groups = self._solved = self._unsolved = 0
         return metrics
 
-    def _flat_share(self, task: Task) -> float:
-        """The share of flat groups in what is known of the task, or else of its difficulty."""
+    def _flat_fraction(self, task: Task) -> float:
+        """1 or 0 for the task's last group, else the fraction of flat groups of its difficulty."""
         if task.key in self._flat:
             return float(self._flat[task.key])
         last = self._by_difficulty.get(_difficulty(task))
         return sum(last) / len(last) if last else 0.0
 
-    def _note(self, task: Task, flat: bool) -> None:
+    def _record(self, task: Task, flat: bool) -> None:
         self._flat[task.key] = flat
         self._flat.move_to_end(task.key)
         if len(self._flat) > REMEMBERED:
@@ -107,16 +108,16 @@ class Curriculum:
             "flat": dict(self._flat),
             "by_difficulty": {name: list(last) for name, last in self._by_difficulty.items()},
             "credit": dict(self._credit),
-            "counts": [self._came, self._passed, self._groups, self._solved, self._unsolved],
+            "counts": [self._draws, self._skips, self._groups, self._solved, self._unsolved],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._flat = OrderedDict(state["flat"])
         self._by_difficulty = {name: list(last) for name, last in state["by_difficulty"].items()}
         self._credit = OrderedDict(state["credit"])
-        self._came, self._passed, self._groups, self._solved, self._unsolved = state["counts"]
+        self._draws, self._skips, self._groups, self._solved, self._unsolved = state["counts"]
 
 
 def _difficulty(task: Task) -> str:
-    """The name of the tasks that count as equally difficult: two digits of it, in one environment."""
+    """The key of equally difficult tasks: the environment, and two digits of the difficulty."""
     return "" if task.difficulty is None else f"{task.env} {task.difficulty:.2g}"

@@ -15,19 +15,19 @@ from envgym.types import Group, Task
 from .curriculum import Curriculum
 
 
-async def tasks_at(tasks: TaskSet, places: Iterable[int]) -> list[Task]:
-    """The tasks at these places. After each, whatever else waits has its turn, such as a signal that asks to stop."""
+async def tasks_at(tasks: TaskSet, indices: Iterable[int]) -> list[Task]:
+    """The tasks at these indices. Yields to the event loop after each, for example to a signal handler."""
     drawn = []
-    for place in places:
-        drawn.append(await tasks.get(place))
+    for index in indices:
+        drawn.append(await tasks.get(index))
         await asyncio.sleep(0)
     return drawn
 
 
 class TaskCursor:
-    """Goes through a task set: a finite one in a new order each epoch, none twice within it.
+    """Draws tasks from a set: of a finite one each once per epoch, in a new order.
 
-    With a `curriculum`, which learns from the groups that come back, some tasks are passed over.
+    A `curriculum`, which records finished groups, skips some tasks.
     """
 
     def __init__(self, tasks: TaskSet, seed: int, curriculum: Curriculum | None = None) -> None:
@@ -42,19 +42,20 @@ class TaskCursor:
 
     async def next(self, count: int) -> list[Task]:
         """The next `count` tasks."""
-        taken: list[Task] = []
-        while len(taken) < count:
+        drawn: list[Task] = []
+        while len(drawn) < count:
             [task] = await tasks_at(self._tasks, [self._index()])
-            if self._curriculum is None or not self._curriculum.passes_over(task):
-                taken.append(task)
-        return taken
+            if self._curriculum is None or not self._curriculum.is_skipped(task):
+                drawn.append(task)
+        return drawn
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Learn from groups that were played. Metrics of the curriculum tell of what came since they were asked for."""
+        """Record finished groups in the curriculum."""
         if self._curriculum is not None:
             self._curriculum.observe(groups)
 
     def metrics(self) -> dict[str, float]:
+        """The curriculum's metrics since the last call."""
         return {} if self._curriculum is None else self._curriculum.metrics()
 
     def _index(self) -> int:
@@ -62,15 +63,15 @@ class TaskCursor:
         size = self._tasks.size
         if size is None:
             return position
-        epoch, place = divmod(position, size)
+        epoch, offset = divmod(position, size)
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = list(range(size))
             random.Random(derived_seed(self._seed, "task order", epoch)).shuffle(self._order)
-        return self._order[place]
+        return self._order[offset]
 
     def state(self) -> dict[str, Any]:
-        """Its position, as values that later calls do not change."""
+        """The position, in values that later calls do not change."""
         return {
             "position": self._position,
             "curriculum": None if self._curriculum is None else self._curriculum.state(),

@@ -1,4 +1,4 @@
-"""Rows from a Python function of the user's: `file.py:function`, called without arguments, yields them."""
+"""Rows from a user's Python function: `file.py:function`, called without arguments, yields them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .columns import TaskReader
 from .rows import ListedRows, Row
 
 MAX_ROWS = 10_000_000
-"""A generator that yields more was meant to be endless."""
-KEPT = 10_000
-"""Tasks of an endless generator that can be asked for again without starting it anew."""
+"""A generator that yields more is probably meant to be endless."""
+CACHED = 10_000
+"""Last tasks of an endless generator that can be read again without restarting it."""
 
 
 def read_generator(target: str, limit: int | None) -> ListedRows:
     """The first `limit` rows of a generator that ends. Raises `DataError`."""
-    rows = list(itertools.islice(yielded(target), limit or MAX_ROWS + 1))
+    rows = list(itertools.islice(iterate_rows(target), limit or MAX_ROWS + 1))
     if len(rows) > MAX_ROWS:
-        raise DataError(f"{target} has yielded {MAX_ROWS:,} rows and goes on: set data.limit, or data.endless=true")
+        raise DataError(f"{target} has yielded {MAX_ROWS:,} rows without end: set data.limit, or data.endless=true")
     return ListedRows(rows, target, stem_of(target))
 
 
-def yielded(target: str) -> Iterator[Row]:
-    """The rows that the function yields, from its start. Raises `DataError` where it fails or yields what is no row."""
+def iterate_rows(target: str) -> Iterator[Row]:
+    """The rows that the function yields, from its start. Raises `DataError` if it fails or yields anything else."""
     function = load_function(target, "generator of rows")
     number = 0
     try:
@@ -43,7 +43,7 @@ def yielded(target: str) -> Iterator[Row]:
             yield dict(row)
     except EnvgymError:
         raise
-    except Exception as error:  # it is the user's code
+    except Exception as error:  # of the user's code
         raise DataError(f"{target} failed after {number} rows: {type(error).__name__}: {error}") from error
 
 
@@ -53,17 +53,17 @@ def stem_of(target: str) -> str:
 
 
 class EndlessTasks(TaskSet):
-    """The tasks of one split of an endless generator: those whose prompt's key `belongs` to it.
+    """The tasks of one split of an endless generator: `is_in_split` selects the keys of their prompts.
 
-    A generator can only be read in order, so reading far ahead takes time, and reading far back starts it anew:
-    it must yield the same rows every time.
+    A generator can only be read in order, so reading far ahead takes time, and reading far back restarts it: it must
+    yield the same rows every time.
     """
 
-    def __init__(self, target: str, reader: TaskReader, belongs: Callable[[int], bool]) -> None:
-        self._target, self._reader, self._belongs = target, reader, belongs
+    def __init__(self, target: str, reader: TaskReader, is_in_split: Callable[[int], bool]) -> None:
+        self._target, self._reader, self._is_in_split = target, reader, is_in_split
         self._lock = threading.Lock()
         self._tasks: Iterator[Task] = iter(())
-        self._last: deque[Task] = deque(maxlen=KEPT)
+        self._last: deque[Task] = deque(maxlen=CACHED)
         self._count = 0
 
     @property
@@ -72,7 +72,7 @@ class EndlessTasks(TaskSet):
 
     @property
     def index_bound(self) -> int:
-        return KEPT
+        return CACHED
 
     async def get(self, index: int) -> Task:
         return await asyncio.to_thread(self._get, index)
@@ -91,9 +91,8 @@ class EndlessTasks(TaskSet):
 
     def _read(self) -> Iterator[Task]:
         number = 0
-        for number, row in enumerate(yielded(self._target), start=1):
-            where, name = f"{self._target}:{number}", f"{stem_of(self._target)}-{number}"
-            task, key = self._reader.read(row, where, name)
-            if self._belongs(key):
+        for number, row in enumerate(iterate_rows(self._target), start=1):
+            task, key = self._reader.read(row, f"{self._target}:{number}", f"{stem_of(self._target)}-{number}")
+            if self._is_in_split(key):
                 yield task
         raise DataError(f"{self._target} ended after {number} rows: it is not endless (data.endless=false)")

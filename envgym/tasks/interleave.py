@@ -1,4 +1,4 @@
-"""Several task sets as one: one after the other; for training without end, or for evaluation, in given proportions."""
+"""Several task sets as one: one after the other, or in fixed proportions, for training or for evaluation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from envgym.types import Task
 from .rows import locate
 
 LARGEST_BLOCK = 1000
-"""Proportions are kept exactly over a block of at most so many tasks; those that need more are rounded to it."""
+"""Maximum tasks of a block with exact proportions; proportions that need a larger one are rounded."""
 READ_AHEAD = 2**17
-"""Tasks of a merged set without end that may be drawn from: a far one has the order made up to where it is."""
+"""Index bound of an endless merged set, since its order is computed up to the largest index."""
 
 
 class Joined(TaskSet):
@@ -35,20 +35,20 @@ class Joined(TaskSet):
     async def get(self, index: int) -> Task:
         if index < 0 or (self.size is not None and index >= self.size):
             raise IndexError(index)
-        part, place = self._place(index)
-        return await self._parts[part].get(place)
+        part, part_index = self._locate(index)
+        return await self._parts[part].get(part_index)
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         """The number of the part that has the task `index`, and the task's index in it."""
         return locate(self._ends, index)
 
 
 class Interleaved(Joined):
-    """Task sets drawn in exact proportions, without end.
+    """Task sets drawn in exact proportions, endlessly.
 
-    The order is cut into blocks, in each of which every set has its share, evenly spread, in an order of the block's
-    own. A finite set is gone through again and again, each time in another order and without repetition; an endless
-    one is taken in its order. Task `index` depends on the index and the seed alone.
+    The order consists of blocks; in each, every set has its share of the tasks, evenly spread, in a separate random
+    order. A finite set repeats, each epoch in another order; an endless one is read in its own order. Task `index`
+    depends on the index and the seed alone.
     """
 
     def __init__(self, parts: Sequence[TaskSet], weights: Sequence[float], seed: int = 0) -> None:
@@ -67,7 +67,7 @@ class Interleaved(Joined):
 
     @property
     def index_bound(self) -> int:
-        """About as far as every finite set is gone through once."""
+        """About one epoch of the smallest set."""
         block = sum(self._counts)
         counted = zip(self._parts, self._counts, strict=True)
         return max(1, min(part.index_bound * block // count for part, count in counted))
@@ -75,48 +75,48 @@ class Interleaved(Joined):
     def with_seed(self, seed: int) -> TaskSet:
         return Interleaved([part.with_seed(seed) for part in self._parts], self._weights, seed)
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         block, slot = divmod(index, sum(self._counts))
         if block != self._block[0]:
             self._block = (block, self._order(block))
-        part, place = self._block[1][slot]
-        return part, self._index(part, block * self._counts[part] + place)
+        part, number = self._block[1][slot]
+        return part, self._index(part, block * self._counts[part] + number)
 
     def _order(self, block: int) -> list[tuple[int, int]]:
-        """(part, place) of each slot: a part's n places lie one in each n-th of the block, anywhere in it."""
+        """(part, number) of each slot: a part's n tasks lie one in each n-th of the block, at a random point in it."""
         rng = random.Random(derived_seed(self._seed, "block", block))
         slots = [
-            ((place + rng.random()) / count, part, place)
+            ((number + rng.random()) / count, part, number)
             for part, count in enumerate(self._counts)
-            for place in range(count)
+            for number in range(count)
         ]
-        return [(part, place) for _, part, place in sorted(slots)]
+        return [(part, number) for _, part, number in sorted(slots)]
 
     def _index(self, part: int, draw: int) -> int:
-        """The index in `part` of the task that is drawn from it as number `draw`."""
+        """The index in `part` of its draw number `draw`."""
         size = self._parts[part].size
         if size is None:
             return draw
-        epoch, place = divmod(draw, size)
+        epoch, offset = divmod(draw, size)
         if epoch != self._epochs[part][0]:
             order = list(range(size))
             random.Random(derived_seed(self._seed, "part", part, epoch)).shuffle(order)
             self._epochs[part] = (epoch, order)
-        return self._epochs[part][1][place]
+        return self._epochs[part][1][offset]
 
 
 class InProportion(Joined):
-    """Task sets merged in given proportions, each in its own order and none repeated, for evaluation.
+    """Task sets merged in fixed proportions, each in its own order and without repetition, for evaluation.
 
-    A set that has come to its end is left out from there on, so that all tasks come where all sets are finite.
+    A set is skipped after its end, so that finite sets are read completely.
     """
 
     def __init__(self, parts: Sequence[TaskSet], weights: Sequence[float]) -> None:
         super().__init__(parts)
         self._weights = list(weights)
-        # Each task falls due at a time: a set's tasks at steps of 1/weight. The order is made as far as it is read.
-        self._due = [(0.5 / weight, part, 0) for part, weight in enumerate(weights) if parts[part].size != 0]
-        heapq.heapify(self._due)
+        # The tasks of a set have positions 1/weight apart. The order is computed up to the largest index read.
+        self._queue = [(0.5 / weight, part, 0) for part, weight in enumerate(weights) if parts[part].size != 0]
+        heapq.heapify(self._queue)
         self._order: list[tuple[int, int]] = []
 
     @property
@@ -124,18 +124,18 @@ class InProportion(Joined):
         endless = [part.index_bound for part in self._parts if part.size is None]
         return min(*endless, READ_AHEAD) if endless else super().index_bound
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         while len(self._order) <= index:
-            _, part, number = heapq.heappop(self._due)
+            _, part, number = heapq.heappop(self._queue)
             self._order.append((part, number))
             size = self._parts[part].size
             if size is None or number + 1 < size:
-                heapq.heappush(self._due, ((number + 1.5) / self._weights[part], part, number + 1))
+                heapq.heappush(self._queue, ((number + 1.5) / self._weights[part], part, number + 1))
         return self._order[index]
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
-    """Tasks of each weight in the smallest block that has the weights' proportions."""
+    """Tasks per weight in the smallest block with the weights' proportions."""
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     for block in range(len(weights), LARGEST_BLOCK + 1):

@@ -1,8 +1,8 @@
-"""Rows that can be read by number: lines of a file, rows of a table, of several one after the other; and what is at a
-path: one file, a folder of shards, or a folder with splits, which `datasets` may have saved.
+"""Rows by number: lines of a file, rows of a table, or of several files in order; and the data at a path: one file, a
+folder of shards, or a folder with splits, which `datasets` may have saved.
 
-Rows are kept as they are stored (text, columns) and parsed when asked for: a million parsed rows would take
-several times the memory.
+Rows stay in their stored form (text, columns) and are parsed when read: a million parsed rows would take several times
+the memory.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any
 
 from envgym.errors import DataError, did_you_mean, needs
 
-from .hub import fetched, is_hub_id
+from .hub import fetch_data_set, is_hub_id
 
 Row = dict[str, Any]
 BATCH = 1000
-"""Rows of a table that are converted together when all are read."""
+"""Rows of a table per conversion, when all are read."""
 SHARDS = (".jsonl", ".parquet", ".csv")
 TABLES = (".parquet", ".arrow")
 TRAIN = "train"
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
-"""Names of held-out splits, the likeliest first."""
+"""Names of held-out splits, in order of preference."""
 _NUMBERED = re.compile(r"[-_.]?\d+(-of-\d+)?$")
 
 
 class Rows(ABC):
-    """Rows by number from 0, of a file or function `source`; ids of tasks are made of `stem` and a row's line."""
+    """Rows by number from 0, of a file or function `source`; ids of tasks consist of `stem` and a row's line."""
 
     def __init__(self, source: Path | str, stem: str) -> None:
         self._source, self._stem = str(source), stem
@@ -45,29 +45,29 @@ class Rows(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Row:
-        """The row at `index`. Raises `DataError` for one that cannot be read, `IndexError` where there is none."""
+        """The row at `index`. Raises `DataError` for an unreadable row, `IndexError` past the end."""
 
     def __iter__(self) -> Iterator[Row]:
         for index in range(len(self)):
             yield self[index]
 
     def origin(self, index: int) -> tuple[str, str, int]:
-        """The row's source, the stem of its id, and its line there, from 1."""
+        """The row's source, the stem of its id, and its line in the source, from 1."""
         return self._source, self._stem, index + 1
 
-    def where(self, index: int) -> str:
-        """The file that holds the row, and its line there."""
+    def location(self, index: int) -> str:
+        """The row's source and line, for messages."""
         source, _, line = self.origin(index)
         return f"{source}:{line}"
 
     def name(self, index: int) -> str:
-        """The id of a task made of the row where no field says."""
+        """The id of the row's task, unless a field has it."""
         _, stem, line = self.origin(index)
         return f"{stem}-{line}"
 
 
 class JsonLines(Rows):
-    """A file of JSON objects, one a line. Its text is in memory, so that the file may change meanwhile."""
+    """A file with one JSON object per line. Its text is in memory, so that the file may change meanwhile."""
 
     def __init__(self, path: Path, stem: str, limit: int | None) -> None:
         super().__init__(path, stem)
@@ -90,37 +90,37 @@ class JsonLines(Rows):
         try:
             row = json.loads(self.text(index))
         except json.JSONDecodeError as error:
-            raise DataError(f"{self.where(index)}: not JSON: {_problem(error)}") from None
+            raise DataError(f"{self.location(index)}: not JSON: {_problem(error)}") from None
         except (ValueError, RecursionError) as error:  # a number of 5000 digits, brackets 10,000 deep
-            raise DataError(f"{self.where(index)}: not usable JSON: {error}") from None
+            raise DataError(f"{self.location(index)}: not usable JSON: {error}") from None
         if not isinstance(row, dict):
             kind = type(row).__name__
-            raise DataError(f"{self.where(index)}: a row is one JSON object, {{…}}, not a {kind}")
+            raise DataError(f"{self.location(index)}: a row is one JSON object, {{…}}, not a {kind}")
         return row
 
     def origin(self, index: int) -> tuple[str, str, int]:
         return self._source, self._stem, self._lines[index]
 
     def text(self, index: int) -> str:
-        """A line as it stands in the file."""
+        """A line of the file, unmodified."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         raw = self._text[self._starts[index] : self._starts[index + 1]]
         try:
             return raw.decode("utf-8-sig" if self._lines[index] == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.where(index)}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+            raise DataError(f"{self.location(index)}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 class TextLines(JsonLines):
-    """A text file with a document a line, which is the field `text`."""
+    """A text file with one document per line, in the field `text`."""
 
     def __getitem__(self, index: int) -> Row:
         return {"text": self.text(index).rstrip("\r\n")}
 
 
 class TableRows(Rows):
-    """A Parquet file, in memory by columns, or an Arrow file, of which only what is read is in memory."""
+    """A Parquet file, in memory by columns, or an Arrow file, which is mapped into memory."""
 
     def __init__(self, path: Path, stem: str, limit: int | None) -> None:
         super().__init__(path, stem)
@@ -142,7 +142,7 @@ class TableRows(Rows):
 
 
 class ListedRows(Rows):
-    """Rows in memory, such as a generator has yielded."""
+    """Rows in memory, such as those of a generator."""
 
     def __init__(self, rows: Sequence[Row], source: str, stem: str) -> None:
         super().__init__(source, stem)
@@ -156,7 +156,7 @@ class ListedRows(Rows):
 
 
 class ChainedRows(Rows):
-    """Several files one after the other, of which the last may not be wanted whole."""
+    """The rows of several files in order."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = parts
@@ -166,21 +166,21 @@ class ChainedRows(Rows):
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> Row:
-        number, inside = locate(self._ends, index)
-        return self._parts[number][inside]
+        number, offset = locate(self._ends, index)
+        return self._parts[number][offset]
 
     def __iter__(self) -> Iterator[Row]:
         for part in self._parts:
             yield from part
 
     def origin(self, index: int) -> tuple[str, str, int]:
-        number, inside = locate(self._ends, index)
-        return self._parts[number].origin(inside)
+        number, offset = locate(self._ends, index)
+        return self._parts[number].origin(offset)
 
 
 def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """The number of the part that holds `index`, of several that end at `ends`, and the index within it. Raises
-    `IndexError` beyond the last."""
+    """The number of the part that holds `index`, and the index within it, for parts that end at `ends`. Raises
+    `IndexError` past the end."""
     if not ends or not 0 <= index < ends[-1]:
         raise IndexError(index)
     number = bisect_right(ends, index)
@@ -188,10 +188,10 @@ def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
 
 
 def _problem(error: json.JSONDecodeError) -> str:
-    """The problem of a line that is not JSON. One that breaks off does so at its end, wherever its last text began."""
+    """The problem of a line that is not JSON. A truncated line's is at its end, not where its last string began."""
     end = len(error.doc.rstrip())
     if error.pos >= end or error.msg.startswith("Unterminated string"):
-        return f"it breaks off at its end, column {end}: …{error.doc[:end][-20:]}"
+        return f"it is truncated at column {end}: …{error.doc[:end][-20:]}"
     return f"{error.msg} at column {error.colno}"
 
 
@@ -213,11 +213,11 @@ def _read_table(path: Path) -> Any:
 
 
 def open_rows(path: Path, split: str | None = None, limit: int | None = None) -> Rows:
-    """The first `limit` rows of the file or folder at `path`, of one of its splits where it has some.
+    """The first `limit` rows of the file or folder at `path`, or of one of its splits.
 
-    Without `split` that is `train`, and everything where there are no splits. Raises `DataError`.
+    Without `split` that is `train`, or everything if there are no splits. Raises `DataError`.
     """
-    path = found(path)
+    path = local_path(path)
     if not path.is_dir():
         if split is not None:
             raise DataError(f"{path} is not a folder with splits, so there is no split {split!r} in it")
@@ -228,25 +228,25 @@ def open_rows(path: Path, split: str | None = None, limit: int | None = None) ->
     if split is None and (is_saved_dict(path) or any(name in splits for name in HELD_OUT)):
         raise DataError(f"{path} has the splits {', '.join(splits)}: choose one with data.split")
     if split is not None and split not in splits:
-        has = f"only {', '.join(splits)}" if splits else "as it has no splits"
-        raise DataError(f"{path} has no split {split!r}, {has}.{did_you_mean(split, splits)}")
+        available = f"only {', '.join(splits)}" if splits else "as it has no splits"
+        raise DataError(f"{path} has no split {split!r}, {available}.{did_you_mean(split, splits)}")
     parts: list[Rows] = []
     for file in _files(path, split):
-        left = None if limit is None else limit - sum(map(len, parts))
-        if left != 0:
-            # Files of one name in different folders need different ids.
-            parts.append(_open_file(file, _stem(path, file), left))
+        remaining = None if limit is None else limit - sum(map(len, parts))
+        if remaining != 0:
+            # Files with equal names in different folders need different ids.
+            parts.append(_open_file(file, _stem(path, file), remaining))
     return ChainedRows(parts)
 
 
-def found(path: Path) -> Path:
-    """The path, or the folder that a data set of the hub was fetched to."""
-    return fetched(str(path)) if is_hub_id(str(path)) else path
+def local_path(path: Path) -> Path:
+    """The path itself, or the local folder of a data set of the hub."""
+    return fetch_data_set(str(path)) if is_hub_id(str(path)) else path
 
 
 def splits_of(path: Path) -> list[str]:
-    """The names of the splits in a folder; empty where it is no folder or holds one data set."""
-    path = found(path)
+    """The names of the splits in a folder; empty for a file, or a folder with a single data set."""
+    path = local_path(path)
     if not path.is_dir() or _is_saved(path):
         return []
     if is_saved_dict(path):
@@ -256,7 +256,7 @@ def splits_of(path: Path) -> list[str]:
 
 
 def test_split_of(path: Path, split: str | None) -> str | None:
-    """The split that is held out where training is on `split`, by the usual names; None where there is none."""
+    """The held-out split if training is on `split`, by the usual names, if there is one."""
     splits = splits_of(path)
     return next((name for name in HELD_OUT if name in splits and name != split), None)
 
@@ -284,12 +284,12 @@ def _files(path: Path, split: str | None) -> list[Path]:
 
 
 def _shards(path: Path) -> list[Path]:
-    found = [file for suffix in SHARDS for file in path.rglob(f"*{suffix}")]
-    return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    files = [file for suffix in SHARDS for file in path.rglob(f"*{suffix}")]
+    return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
 
 
 def _split_name(path: Path, file: Path) -> str:
-    """The sub-folder a shard lies in, or its own name without its number; hub folders keep shards in `data`."""
+    """The shard's sub-folder, or its name without its number; hub folders have their shards in `data`."""
     folders = [part for part in file.relative_to(path).parts[:-1] if part != "data"]
     return folders[0] if folders else _NUMBERED.sub("", file.stem)
 
@@ -305,27 +305,27 @@ def _open_file(path: Path, stem: str, limit: int | None) -> Rows:
         raise DataError(f"there is no data file {path}")
     if path.suffix == ".csv":
         return _read_csv(path, stem, limit)
-    if path.suffix == ".json" and (listed := _read_list(path)) is not None:
-        return ListedRows(listed[:limit], str(path), stem)
+    if path.suffix == ".json" and (rows := _read_list(path)) is not None:
+        return ListedRows(rows[:limit], str(path), stem)
     return TableRows(path, stem, limit) if path.suffix in TABLES else JsonLines(path, stem, limit)
 
 
 def _read_csv(path: Path, stem: str, limit: int | None) -> Rows:
-    """The rows of a table with commas, whose first line names the fields. All values are text."""
+    """The rows of a CSV file, whose first line names the fields. All values are text."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
             rows = list(itertools.islice(reader, limit))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not a table with commas that can be read: {error}") from None
+        raise DataError(f"{path}: not a CSV file that can be read: {error}") from None
     for number, row in enumerate(rows, 1):
         if None in row or None in row.values():
-            raise DataError(f"{path}, row {number}: it has not as many values as the first line has names")
+            raise DataError(f"{path}, row {number}: it has more or fewer values than the first line has names")
     return ListedRows(rows, str(path), stem)
 
 
 def _read_list(path: Path) -> list[Row] | None:
-    """The objects of a file that is one JSON list; None where it is not one, and may have an object a line."""
+    """The objects of a file that is one JSON list; None for other files, which may have one object per line."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -337,7 +337,7 @@ def _read_json(path: Path, key: str) -> list[Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not what `datasets` writes there ({error!r:.100})") from None
+        raise DataError(f"{path}: not in the format of `datasets` ({error!r:.100})") from None
     if not isinstance(value, list):
-        raise DataError(f"{path}: not what `datasets` writes there ({key} is no list)")
+        raise DataError(f"{path}: not in the format of `datasets` ({key} is no list)")
     return value

@@ -1,4 +1,4 @@
-"""Reads the tasks that the settings describe, and splits them by prompt: none is on both sides."""
+"""Reads the tasks of the data settings and splits them by prompt, so that no prompt is in both splits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from envgym.env import TaskList, TaskSet
 from envgym.errors import DataError
 from envgym.types import Task
 
-from .columns import KEYS, USUAL_FIELDS, Form, TaskReader, UsualFields, key_of
+from .columns import DEFAULT_FIELDS, KEYS, FieldNames, Form, TaskReader, key_of
 from .config import DataConfig, SourceConfig, is_generator
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved, Joined
 from .rows import Rows, open_rows, test_split_of
 
 _Reader = Callable[..., TaskReader]
-"""Makes the reader of a source's rows: `reader(settings, prefix=…)`."""
+"""Factory of a source's reader: `reader(settings, prefix=…)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,16 @@ class TaskSplits:
 
 
 def load_tasks(
-    config: DataConfig, *, answer_required: bool = True, form: Form | None = None, usual: UsualFields = USUAL_FIELDS
-) -> TaskSplits:
-    """Read and split the tasks that `config` describes. Every row is checked, but for those of an endless generator.
+    config: DataConfig, *, answer_required: bool = True, form: Form | None = None,
+    field_names: FieldNames = DEFAULT_FIELDS,
+) -> TaskSplits:  # fmt: skip
+    """Read and split the tasks of `config`. Every row is checked, except those of an endless generator.
 
-    With `answer_required` each row has an answer, text or a number; else it may be any value, or be missing (None).
-    Rows in another program's form are read through `form`. `usual` are the names that prompt and answer may have where
-    the settings give none. Raises `DataError` naming the file and the line of what is wrong. Reads whole files: call it
-    in a thread.
+    With `answer_required` every row needs an answer, text or a number; else it may be any value, or missing (None).
+    `form` reads rows in another program's form. `field_names` are possible names of prompt and answer, if the settings
+    set none. Raises `DataError` with the file and line of a bad row. Reads whole files: call it in a thread.
     """
-    reader: _Reader = partial(TaskReader, answer_required=answer_required, form=form, usual=usual)
+    reader: _Reader = partial(TaskReader, answer_required=answer_required, form=form, field_names=field_names)
     sources: list[_Source] = []
     for name, settings in config.resolved_sources().items():
         kind = _Endless if settings.endless else _Finite
@@ -67,15 +67,15 @@ class _HeldOut:
     """Keys of the prompts that no source may train on."""
 
     keys: set[int] = field(default_factory=set)
-    below: int = 0
-    """All keys smaller than this are held out: an endless source cannot list its own."""
+    bound: int = 0
+    """All keys below it are held out too: an endless source cannot list its keys."""
 
     def __contains__(self, key: int) -> bool:
-        return key < self.below or key in self.keys
+        return key < self.bound or key in self.keys
 
 
 class _File:
-    """The rows at a path and their prompts' keys. Every row has been read once, and found good."""
+    """The rows at a path and their prompts' keys. Every row has been read once and is valid."""
 
     def __init__(
         self, path: str, split: str | None, settings: SourceConfig, prefix: str, reader: _Reader,
@@ -88,23 +88,23 @@ class _File:
             self.rows = open_rows(Path(path), split, limit)
         self.reader = reader(settings, prefix=prefix)
         self.keys = array("Q")
-        seen: dict[str, int] = {}
+        first_index: dict[str, int] = {}
         for index, row in enumerate(self.rows):
-            task, key = self.reader.read(row, self.rows.where(index), self.rows.name(index))
+            task, key = self.reader.read(row, self.rows.location(index), self.rows.name(index))
             self.keys.append(key)
-            if settings.id is not None and (other := seen.setdefault(task.id, index)) != index:
-                line = self.rows.origin(other)[2]
-                raise DataError(f"{self.rows.where(index)}: the id {task.id!r} is also that of line {line}")
+            if settings.id is not None and (first := first_index.setdefault(task.id, index)) != index:
+                line = self.rows.origin(first)[2]
+                raise DataError(f"{self.rows.location(index)}: the id {task.id!r} is also that of line {line}")
         if not self.keys:
             raise DataError(f"{path} holds no rows")
 
     @property
     def is_a_game(self) -> bool:
-        """True if the rows are another program's and all alike: what is played is drawn at each reset."""
+        """True if rows in another program's form all have the same prompt: a game draws its problem at each reset."""
         return self.reader.reads_whole_rows and len(set(self.keys)) == 1
 
-    def tell_rows_apart(self) -> None:
-        """Let keys be those of whole rows; where these are all the same as well, each row is one of its own."""
+    def key_by_row(self) -> None:
+        """Use keys of whole rows instead of prompts; if these are equal too, keys of row numbers."""
         keys = [key_of(json.dumps(row, sort_keys=True, default=str)) for row in self.rows]
         if len(set(keys)) == 1:
             keys = [key_of(f"{self.path} {index}") for index in range(len(keys))]
@@ -120,7 +120,7 @@ class _File:
 
 
 class _Source(ABC):
-    """One source: what it holds out is collected from all before any says what it trains on."""
+    """One source. All sources hold out their tasks before the first one selects its training tasks."""
 
     def __init__(self, settings: SourceConfig, prefix: str, reader: _Reader) -> None:
         self.settings, self.prefix, self.reader = settings, prefix, reader
@@ -128,14 +128,14 @@ class _Source(ABC):
 
     @abstractmethod
     def hold_out(self, held_out: _HeldOut) -> TaskSet:
-        """The held-out tasks, whose keys are added to `held_out`."""
+        """The held-out tasks. Adds their keys to `held_out`."""
 
     @abstractmethod
     def train(self, held_out: _HeldOut) -> TaskSet:
-        """The tasks that nobody holds out. Raises `DataError` where nothing is left."""
+        """The tasks that no source holds out. Raises `DataError` if none remain."""
 
-    def named_test(self) -> _File | None:
-        """The held-out tasks of the settings' path or split, or of the split that is usually held out."""
+    def open_test(self) -> _File | None:
+        """The held-out file or split of the settings, or a split with a usual name, if there is one."""
         path, split = self.settings.test_path or self.path, self.settings.test_split
         if self.settings.test_path is None and split is None:
             split = None if is_generator(path) else test_split_of(Path(path), self.settings.split)
@@ -148,39 +148,39 @@ class _Finite(_Source):
     def __init__(self, settings: SourceConfig, prefix: str, reader: _Reader) -> None:
         super().__init__(settings, prefix, reader)
         self._file = _File(self.path, settings.split, settings, prefix, reader, settings.limit)
-        self._own: set[int] = set()
+        self._held_out: set[int] = set()
         self._is_a_game = self._file.is_a_game
         if self._is_a_game:
-            self._file.tell_rows_apart()
+            self._file.key_by_row()
 
     def hold_out(self, held_out: _HeldOut) -> TaskSet:
-        if (test := self.named_test()) is not None:
+        if (test := self.open_test()) is not None:
             if self._is_a_game:
-                test.tell_rows_apart()
+                test.key_by_row()
             return test.into(held_out)
         if self._is_a_game and len(self._file.keys) == 1 and self.settings.test_fraction:
-            # The one row there is, under another name, by which other seeds are drawn.
-            own = self.reader(self.settings, prefix=f"{self.prefix}held-out/")
-            return RowTasks(self._file.rows, own, range(1))
-        self._own = self._share()
-        held_out.keys |= self._own
-        return self._file.tasks(array("Q", (i for i, key in enumerate(self._file.keys) if key in self._own)))
+            # The only row, with another id, by which other seeds are drawn.
+            reader = self.reader(self.settings, prefix=f"{self.prefix}held-out/")
+            return RowTasks(self._file.rows, reader, range(1))
+        self._held_out = self._draw_held_out()
+        held_out.keys |= self._held_out
+        return self._file.tasks(array("Q", (i for i, key in enumerate(self._file.keys) if key in self._held_out)))
 
     def train(self, held_out: _HeldOut) -> TaskSet:
         keys, path = self._file.keys, self.path
-        left = array("Q", (index for index, key in enumerate(keys) if key not in held_out))
-        if not left:
-            also = self.settings.test_path or "what is held out"
-            raise DataError(f"{path}: every prompt is also in {also}, so there is nothing to train on")
-        dropped = sum(key in held_out and key not in self._own for key in keys)
+        remaining = array("Q", (index for index, key in enumerate(keys) if key not in held_out))
+        if not remaining:
+            test = self.settings.test_path or "the held-out tasks"
+            raise DataError(f"{path}: every prompt is also in {test}, so there is nothing to train on")
+        dropped = sum(key in held_out and key not in self._held_out for key in keys)
         if dropped:
             logging.getLogger(__name__).warning(
                 "%d of the %d tasks of %s are held out elsewhere: they are not trained on", dropped, len(keys), path
             )
-        return self._file.tasks(left)
+        return self._file.tasks(remaining)
 
-    def _share(self) -> set[int]:
-        """Hold out the prompts whose key is small: duplicates stay together, and new rows move none of the old."""
+    def _draw_held_out(self) -> set[int]:
+        """The prompts with small keys: duplicates stay in one split, and new rows move no old one."""
         fraction, keys = self.settings.test_fraction, set(self._file.keys)
         if fraction == 0:
             return set()
@@ -189,29 +189,29 @@ class _Finite(_Source):
                 f"{self.path}: all rows have one prompt, so none can be held out: "
                 "set data.test_path, or data.test_fraction=0 (and eval.every=0) to train without"
             )
-        # Of a handful of prompts the share may be none or all: keep one on either side.
+        # With a handful of prompts the fraction may be none or all: keep one on either side.
         return ({key for key in keys if key < fraction * KEYS} | {min(keys)}) - {max(keys)}
 
 
 class _Endless(_Source):
-    """An endless generator: what it holds out goes by the key alone."""
+    """An endless generator, which holds out prompts by their key alone."""
 
     def hold_out(self, held_out: _HeldOut) -> TaskSet:
-        if (test := self.named_test()) is not None:
+        if (test := self.open_test()) is not None:
             return test.into(held_out)
-        below = round(self.settings.test_fraction * KEYS)
-        held_out.below = max(held_out.below, below)
-        return self._tasks(lambda key: key < below) if below else TaskList([])
+        bound = round(self.settings.test_fraction * KEYS)
+        held_out.bound = max(held_out.bound, bound)
+        return self._tasks(lambda key: key < bound) if bound else TaskList([])
 
     def train(self, held_out: _HeldOut) -> TaskSet:
         return self._tasks(lambda key: key not in held_out)
 
-    def _tasks(self, belongs: Callable[[int], bool]) -> EndlessTasks:
-        return EndlessTasks(self.path, self.reader(self.settings, prefix=self.prefix), belongs)
+    def _tasks(self, is_in_split: Callable[[int], bool]) -> EndlessTasks:
+        return EndlessTasks(self.path, self.reader(self.settings, prefix=self.prefix), is_in_split)
 
 
 class RowTasks(TaskSet):
-    """Tasks made of rows when they are asked for; `indices` are those of the rows."""
+    """Tasks read from the rows at `indices`, on demand."""
 
     def __init__(self, rows: Rows, reader: TaskReader, indices: Sequence[int]) -> None:
         self._rows, self._reader, self._indices = rows, reader, indices
@@ -222,5 +222,5 @@ class RowTasks(TaskSet):
 
     async def get(self, index: int) -> Task:
         number = self._indices[index]
-        task, _ = self._reader.read(self._rows[number], self._rows.where(number), self._rows.name(number))
+        task, _ = self._reader.read(self._rows[number], self._rows.location(number), self._rows.name(number))
         return task

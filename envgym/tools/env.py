@@ -12,7 +12,7 @@ from pydantic import Field
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
 from envgym.errors import ConfigError
-from envgym.types import Action, Message, Observation, Reward, Task, as_messages
+from envgym.types import Action, Message, Observation, Reward, as_messages
 
 from .box import ToolBox
 from .mcp_server import McpServer, McpSession
@@ -45,7 +45,6 @@ class ToolEnv(Env):
     """
 
     spec_class = ToolEnvSpec
-    task: Task
     toolbox: ToolBox
 
     _sessions: Sequence[McpSession] = ()
@@ -71,9 +70,8 @@ class ToolEnv(Env):
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         await self._end_sessions()
-        self.task = (options or {})["task"]
         messages = as_messages(await _resolve(self.begin()))
-        config = self.spec.config
+        config = self.config
         if not isinstance(config, ToolEnvConfig):
             raise ConfigError(f"environment {self.spec.id}: its Config must be a subclass of ToolEnvConfig")
         tools = await self._open(await _resolve(self.tools()))

@@ -93,7 +93,7 @@ class _Documents(TaskSet):
         return len(self._rows)
 
     async def get(self, index: int) -> Task:
-        row, location = self._rows[index], self._rows.where(index)
+        row, location = self._rows[index], self._rows.location(index)
         if self._field not in row:
             raise DataError(
                 f"{location}: the row has no field {self._field!r}, only {', '.join(row) or 'no fields'}: name the one "

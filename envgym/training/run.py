@@ -25,7 +25,7 @@ from envgym.run_folder import STOP, RunFolder, stage_folders
 from .checkpoints import set_aside
 from .new_model import make_model
 from .resume import claimed_folder
-from .stage import run_stage
+from .stage import checkpoint_message, run_stage
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -110,7 +110,7 @@ def _run_training(config: RunConfig, stage: StageConfig, folder: RunFolder, disp
         try:
             return event_loop.run(run_stage(config, stage, folder, display))
         except (asyncio.CancelledError, KeyboardInterrupt) as error:
-            raise KeyboardInterrupt(str(error) or _early_stop_message(config.name or "", folder)) from None
+            raise KeyboardInterrupt(str(error) or _early_stop_message(config, folder)) from None
         except CheckpointDamaged as error:
             previous = None if checkpoint is None else set_aside(folder, checkpoint)
             if previous is None:
@@ -119,9 +119,8 @@ def _run_training(config: RunConfig, stage: StageConfig, folder: RunFolder, disp
             display.note(f"checkpoint {checkpoint} is damaged: {error}; resuming from {previous.name}")
 
 
-def _early_stop_message(name: str, folder: RunFolder) -> str:
+def _early_stop_message(config: RunConfig, folder: RunFolder) -> str:
     """The message after a stop before the run has taken a step since it was started or resumed."""
-    checkpoint = folder.last_checkpoint()
-    if checkpoint is None:
-        return f"run {name} was stopped before its first step"
-    return f"run {name} was stopped; {checkpoint} is saved, resume with: envgym train --resume {folder.path}"
+    if folder.last_checkpoint() is None:
+        return f"run {config.name} was stopped before its first step"
+    return f"run {config.name} was stopped; {checkpoint_message(config, folder)}"

@@ -129,18 +129,18 @@ def _summary_on_exit(config: RunConfig, folder: RunFolder, state: _StageState) -
         status = "completed"
     except Stopped:
         status = "stopped"
-        raise KeyboardInterrupt(_checkpoint_message(config, folder)) from None
+        raise KeyboardInterrupt(checkpoint_message(config, folder)) from None
     except CheckpointDamaged:
         raise
     except (RunError, WorkerError) as error:
         if state.trainer is None or folder.last_checkpoint() is None:
             raise
-        raise extend_message(error, _checkpoint_message(config, folder)) from None
+        raise extend_message(error, checkpoint_message(config, folder)) from None
     except OSError as error:
         if (problem := cannot_write(error)) is None:
             raise
         if folder.last_checkpoint():
-            problem += f"; {_checkpoint_message(config, folder)}"
+            problem += f"; {checkpoint_message(config, folder)}"
         raise RunError(problem) from error
     except (asyncio.CancelledError, KeyboardInterrupt):
         status = "stopped"
@@ -199,7 +199,8 @@ def run_info(config: RunConfig, stage: StageConfig, folder: RunFolder, step: int
     )
 
 
-def _checkpoint_message(config: RunConfig, folder: RunFolder) -> str:
+def checkpoint_message(config: RunConfig, folder: RunFolder) -> str:
+    """The message that names the last checkpoint and the command that resumes from it."""
     run = Path(config.runs_dir, config.name or "")
     return f"checkpoint {folder.last_checkpoint()} is saved; resume with: envgym train --resume {run}"
 

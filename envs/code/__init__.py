@@ -51,16 +51,15 @@ class CodeEnv(Env):
     """Programming tasks: runs the code of the last Python block; the reward is by the tests that pass."""
 
     spec: Code
-    task: Task
+    config: CodeConfig
     cases: list[Case]
     attempts_left: int
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        self.task = task = (options or {})["task"]
-        self.cases = self.spec.cases(task)
-        self.attempts_left = self.spec.config.attempts
-        messages = list(as_messages(task.prompt))
-        if instruction := self.spec.config.instruction:
+        self.cases = self.spec.cases(self.task)
+        self.attempts_left = self.config.attempts
+        messages = list(as_messages(self.task.prompt))
+        if instruction := self.config.instruction:
             if messages and messages[-1].role == "user":
                 instruction = f"{messages.pop().text}\n\n{instruction}"
             messages.append(Message("user", instruction))
@@ -76,7 +75,7 @@ class CodeEnv(Env):
             feedback = result.feedback() if result else "There was no code in the answer."
             return [Message("user", f"{feedback}\n\n{self.spec.try_again}")], None, False, False, {}
         share = result.share if result else 0.0
-        reward = share if self.spec.config.reward == "share" else float(passed)
+        reward = share if self.config.reward == "share" else float(passed)
         info = {"score": float(passed), "metrics": self._metrics(result, share)}
         return (), reward, True, False, info
 
@@ -84,8 +83,8 @@ class CodeEnv(Env):
         metrics = {"answered": float(result is not None), "tests_passed": share}
         for reason in ("error", "timeout", "memory", "output"):
             metrics[reason] = float(result is not None and result.has_failure(reason))
-        if self.spec.config.attempts > 1:
-            metrics["attempts"] = float(self.spec.config.attempts - self.attempts_left)
+        if self.config.attempts > 1:
+            metrics["attempts"] = float(self.config.attempts - self.attempts_left)
         return metrics
 
 

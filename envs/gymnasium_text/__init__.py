@@ -61,18 +61,17 @@ class GymnasiumTextEnv(Env):
     """One game of Gymnasium in words. Its methods block, as Gymnasium's do: each instance has its own thread."""
 
     spec: GymnasiumText
+    config: GymnasiumTextConfig
 
     _game: gymnasium.Env[Any, Any] | None = None
 
-    def reset(  # type: ignore[override]
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, Info]:
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         self.close()
-        self._game = self.spec.new_game((options or {})["task"])
+        self._game = self.spec.new_game(self.task)
         self._view = view_of(self._game)
         self._turns = self._invalid = 0
         observation, _ = self._game.reset(seed=seed)
-        rules = self._view.rules if self.spec.config.rules is None else self.spec.config.rules
+        rules = self._view.rules if self.config.rules is None else self.config.rules
         text = "\n\n".join(part for part in (rules, self._view.hint, self._view.state(observation, None)) if part)
         return [Message("user", text)], {}
 
@@ -83,13 +82,13 @@ class GymnasiumTextEnv(Env):
         if move is None:
             self._invalid += 1
             text = f"There is no action in your answer. {self._view.hint}"
-            reward, terminated, truncated = self.spec.config.invalid_reward, False, False
+            reward, terminated, truncated = self.config.invalid_reward, False, False
             reward = self._view.invalid_reward if reward is None else reward
         else:
             observation, reward, terminated, truncated, _ = self._game.step(move)
             reward = float(reward)
             text = self._view.state(observation, reward)
-        truncated = bool(truncated) or self._turns >= self.spec.config.max_turns
+        truncated = bool(truncated) or self._turns >= self.config.max_turns
         metrics = {"turns": self._turns, "invalid_actions": self._invalid}
         info: Info = {"score": self._view.success(reward, bool(terminated)), "metrics": metrics}
         return [Message("user", text)], reward, bool(terminated), truncated and not terminated, info

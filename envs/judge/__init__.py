@@ -55,13 +55,13 @@ class JudgeEnv(Env):
     """Presents the task. The reward is the judge's grade, from 0 to 1; a ranked answer's comes once the group ends."""
 
     spec: JudgeSpec
+    config: JudgeConfig
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        self.task: Task = (options or {})["task"]
         return list(as_messages(self.task.prompt)), {}
 
     async def step(self, action: Action) -> StepResult:
-        if self.spec.config.mode == "rank":
+        if self.config.mode == "rank":
             return (), None, True, False, {}
         score = await self.spec.grade(self.task, action.text)
         return (), score, True, False, {"score": score}

@@ -49,12 +49,11 @@ class MathVerifyEnv(Env):
     """Mathematics in one turn: the reward is 1 for a right answer in a box, else 0."""
 
     spec: MathVerify
-    task: Task
+    config: MathVerifyConfig
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        self.task = (options or {})["task"]
         messages = list(as_messages(self.task.prompt))
-        if instruction := self.spec.config.instruction:
+        if instruction := self.config.instruction:
             if messages and messages[-1].role == "user":
                 instruction = f"{messages.pop().text}\n{instruction}"
             messages.append(Message("user", instruction))

@@ -76,13 +76,11 @@ class NemoGymEnv(Env):
     """One session with a server of NeMo-Gym. The server's reward is the episode's; without one the episode fails."""
 
     spec: NemoGym
-    task: Task
 
     _flow: Flow | None = None
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         await self.close()
-        self.task = (options or {})["task"]
         self._flow = self.spec.flow(self.task)
         return await self._flow.reset(), {}
 

@@ -140,7 +140,6 @@ class AgentEnv(Env):
     """One episode: an `AgentInstance` of the file, in one of its processes."""
 
     spec: AgentFile
-    task: Task
 
     def __init__(self) -> None:
         self.policy = Policy()
@@ -151,7 +150,7 @@ class AgentEnv(Env):
         self._key = uuid.uuid4().hex
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        self.task, self.score = (options or {})["task"], None
+        self.score = None
         *messages, last = as_messages(self.task.prompt)
         if self.spec.executes and self.policy.tokenizer is not None:  # `execute` comes next
             text = last.text
@@ -202,7 +201,7 @@ class AgentEnv(Env):
 
     @property
     def _is_chat(self) -> bool:
-        return self.spec.config.chat or not isinstance(self.task.prompt, str)
+        return self.config.chat or not isinstance(self.task.prompt, str)
 
     async def _open(self) -> ProcessSession:
         if self._session is None or not self._session.alive:
@@ -252,6 +251,8 @@ def environment_of(path: Path, name: str) -> type[EnvSpec] | None:
     if any(_imports_envgym(node) for node in ast.walk(tree)):
         return None
     defined = {defined: node for node in _top_level(tree) for defined in _names(node)}
+    if _is_trl(defined.get(FUNCTION)):
+        del defined[FUNCTION]
     if name:
         is_function = isinstance(defined.get(name), ast.FunctionDef | ast.AsyncFunctionDef)
         is_agent = isinstance(defined.get(name), ast.ClassDef) and name != INSTANCE and INSTANCE in defined
@@ -290,6 +291,12 @@ def _names(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Assign):
         return [target.id for target in node.targets if isinstance(target, ast.Name)]
     return []
+
+
+def _is_trl(node: ast.AST | None) -> bool:
+    """True for a reward function in TRL's form, which may have the same name."""
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    return is_function and any(name.startswith("completion") for name in _parameters(node))
 
 
 def _parameters(node: ast.AST) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from envgym.env import Env, Info, StepResult
 from envgym.errors import ConfigError
 from envgym.services import RewardModel, Service
 from envgym.tasks import DataEnvConfig, DataEnvSpec
-from envgym.types import Action, Observation, StopReason, Task, as_messages
+from envgym.types import Action, Observation, StopReason, as_messages
 
 
 def _as_settings(model: Any) -> Any:
@@ -34,25 +34,25 @@ class ProcessRewardModelEnv(Env):
     the step is right; the score is the lowest reward."""
 
     spec: ProcessRewardModelEnvSpec
+    config: ProcessRewardModelConfig
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        task: Task = (options or {})["task"]
-        self.prompt, self.steps, self.lowest_reward = as_messages(task.prompt), list[str](), 1.0
+        self.prompt, self.steps, self.lowest_reward = as_messages(self.task.prompt), list[str](), 1.0
         return Observation(messages=tuple(self.prompt), sampling=self.sampling), {}
 
     @property
     def sampling(self) -> dict[str, Any]:
-        return {"stop": self.spec.config.separator}
+        return {"stop": self.config.separator}
 
     async def step(self, action: Action) -> StepResult:
-        continues = action.stop_reason is StopReason.STOP and self.spec.config.separator in action.text
+        continues = action.stop_reason is StopReason.STOP and self.config.separator in action.text
         if not action.text and self.steps:  # the policy ended its turn after the last step
             return (), 0.0, True, False, {"score": self.lowest_reward}
-        separator = self.spec.config.separator
+        separator = self.config.separator
         self.steps.append(f"{action.text.removesuffix(separator)}{separator}")  # as every recorded step ends
         reward = await self.spec.clients["model"].assess_step(self.prompt, self.steps, is_last=not continues)
         self.lowest_reward = min(self.lowest_reward, reward)
-        truncated = continues and len(self.steps) == self.spec.config.max_steps
+        truncated = continues and len(self.steps) == self.config.max_steps
         info = {} if continues and not truncated else {"score": self.lowest_reward}
         return Observation(text="", sampling=self.sampling), reward, not continues, truncated, info
 

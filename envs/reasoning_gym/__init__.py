@@ -83,12 +83,11 @@ class ReasoningGymEnv(Env):
     """Presents a puzzle of reasoning-gym; the reward is the score by its dataset's scorer."""
 
     spec: ReasoningGym
-    task: Task
+    config: ReasoningGymConfig
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        self.task = (options or {})["task"]
         question = str(self.task.prompt)
-        instruction = self.spec.config.instruction
+        instruction = self.config.instruction
         return [Message("user", f"{question}\n\n{instruction}" if instruction else question)], {}
 
     async def step(self, action: Action) -> StepResult:
@@ -99,7 +98,7 @@ class ReasoningGymEnv(Env):
             "scorer_timeout": float(failure == "timeout"),
             "scorer_crash": float(failure == "crash"),
         }
-        if len(self.spec.config.weights) > 1:
+        if len(self.config.weights) > 1:
             metrics[f"score_{self.task.fields['dataset']}"] = score
         return None, score, True, False, {"score": score, "answer": answer or None, "metrics": metrics}
 

@@ -48,9 +48,8 @@ class RecordedEnv(Env):
     spec: RecordedSpec
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        options = options or {}
-        record = self.spec.record(options["task"])
-        variant = record.variants[options.get("member", 0)] if record.variants else None
+        record = self.spec.record(self.task)
+        variant = record.variants[(options or {}).get("member", 0)] if record.variants else None
         self._feedback = _messages_between_turns(variant.messages) if variant else []
         if record.is_text:
             return Observation(text=""), {}

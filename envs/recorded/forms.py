@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from envgym.env.checked import MOST_CHARACTERS
+from envgym.env.checked import MAX_CHARACTERS
 from envgym.errors import DataError
 from envgym.tasks.rows import Row
 from envgym.types import Message, as_messages
@@ -82,8 +82,8 @@ class Reader:
         try:
             record = read(row, context)
             parts = (record.prompt, *(variant.messages for variant in record.variants))
-            if (length := sum(len(message.text) for messages in parts for message in messages)) > MOST_CHARACTERS:
-                raise DataError(f"{context}: the row has {length:,} characters, over the limit of {MOST_CHARACTERS:,}")
+            if (length := sum(len(message.text) for messages in parts for message in messages)) > MAX_CHARACTERS:
+                raise DataError(f"{context}: the row has {length:,} characters, over the limit of {MAX_CHARACTERS:,}")
             return record if self.template is None else replace(record, prompt=self._fill(record.prompt, row, context))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise DataError(f"{context}: {error}") from None

@@ -80,7 +80,6 @@ class RewardModelEnv(Env):
     spec: RewardModelEnvSpec
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        self.task: Task = (options or {})["task"]
         self.messages = prompt_messages(self.task)
         return list(self.messages), {}
 

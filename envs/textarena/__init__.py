@@ -57,18 +57,18 @@ class TextArenaEnv(Env):
     """A game of TextArena: the reward comes at its end, from -1 for a loss to 1 for a win."""
 
     spec: TextArenaGame
+    config: TextArenaConfig
 
     _session: ProcessSession | None = None
     _key = ""
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         await self.close()
-        spec = self.spec
         seed = self.rng.getrandbits(31) if seed is None else seed
-        seat = spec.config.seat
-        self._seat = random.Random(f"seat {seed}").randrange(spec.players) if seat is None else seat
+        seat = self.config.seat
+        self._seat = random.Random(f"seat {seed}").randrange(self.spec.players) if seat is None else seat
         self._turns = 0
-        self._session = await spec.games.session()
+        self._session = await self.spec.games.session()
         for start in range(STARTS):
             self._key = uuid.uuid4().hex
             self._conversations: dict[int, list[Message]] = {}
@@ -84,7 +84,7 @@ class TextArenaEnv(Env):
         position = await self._play_opponents(await self._play(action.text))
         observation = [Message("user", position.text)]
         if not position.is_over:
-            truncated = self._turns >= self.spec.config.max_turns
+            truncated = self._turns >= self.config.max_turns
             return observation, 0.0, False, truncated, {"metrics": {"turns": self._turns}}
         reward = position.rewards.get(self._seat, 0.0)
         metrics = {
@@ -104,7 +104,7 @@ class TextArenaEnv(Env):
         return position
 
     async def _opponent_move(self, position: Position) -> str:
-        config = self.spec.config
+        config = self.config
         if config.opponent == "random":
             return str(await self._call("random_move"))
         conversation = self._conversations.setdefault(position.player, [])

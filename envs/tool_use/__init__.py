@@ -58,15 +58,16 @@ class ToolUseEnv(ToolEnv):
     """Tasks solved with tools (functions, MCP servers): the reward is 1 for a right final answer, else 0."""
 
     spec: ToolUse
+    config: ToolUseConfig
 
     async def tools(self) -> list[Any]:
         return await self.spec.tools_of(self.task)
 
     def grade(self, action: Action) -> float:
-        return float(is_right(action.text, self.task.answer, self.spec.config.match))
+        return float(is_right(action.text, self.task.answer, self.config.match))
 
     def answer(self, action: Action) -> str | None:
-        return final_answer(action.text, self.task.answer, self.spec.config.match)
+        return final_answer(action.text, self.task.answer, self.config.match)
 
 
 class ToolUse(DataEnvSpec):

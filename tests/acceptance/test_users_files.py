@@ -40,7 +40,7 @@ def test_the_example_from_python(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     script = ROOT / "examples" / "train.py"
     exec(compile(script.read_text(), script, "exec"), {"__name__": "__main__"})
-    assert re.search(r"held-out score 0\.\d+ -> \d\.\d+, 95% interval \[", capsys.readouterr().out)
+    assert re.search(r"held-out score 0\.\d+ -> \d\.\d+, 95% interval \(", capsys.readouterr().out)
 
 
 def test_a_served_environment_is_trained_on_and_a_run_evaluated(envgym, summary, tmp_path):

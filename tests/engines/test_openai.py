@@ -376,8 +376,8 @@ API = {"kind": "openai", "base_url": "http://h/v1"}
         ({"kind": "openai"}, "engine.kind=openai needs engine.base_url"),
         ({"base_url": "http://h/v1"}, "engine.base_url is for engine.kind=openai: leave it out with engine.kind=auto"),
         ({"kind": "vllm", "tries": 2}, "engine.tries is for engine.kind=openai"),
-        ({**API, "max_model_len": 512}, "engine.max_model_len is the server's to decide"),
-        ({**API, "args": {"x": 1}}, "engine.args is the server's to decide"),
+        ({**API, "max_model_len": 512}, "engine.max_model_len is decided by the server"),
+        ({**API, "args": {"x": 1}}, "engine.args is decided by the server"),
         ({**API, "api_key_env": KEY}, "this is the name of an environment variable, not the key itself"),
         ({**API, "base_url": "h/v1"}, "a URL looks like http://127.0.0.1:8000"),
         ({**API, "base_url": "http://me:x@h/v1"}, "must hold no password"),
@@ -423,9 +423,9 @@ def test_the_agent_that_plays_the_same_by_messages():
 
 def test_agents_and_engines_that_do_not_understand_each_other_are_refused():
     for name, own in {"external": {"command": "true"}, "replay": {}, "openrlhf_executor": {}}.items():
-        with pytest.raises(ConfigError, match=f"played by the agent {name}, which works on tokens"):
+        with pytest.raises(ConfigError, match=f"run by the agent {name}, which needs tokens"):
             agent_of(agent={"name": name, **own}, learner="sft")
-    with pytest.raises(ConfigError, match="agent chat speaks messages, which only"):
+    with pytest.raises(ConfigError, match="agent chat uses messages, which needs"):
         agent_of(agent="chat", engine={"kind": "auto"})
 
 
@@ -621,7 +621,7 @@ def test_an_api_that_is_busy_at_first_is_asked_all_the_same(serving, tmp_path, m
     groups, notes = evaluate(serving, handler, tmp_path, 2, monkeypatch)
     assert [group.episodes[0].score for group in groups] == [1.0, 0.0]
     assert len(notes) == 1
-    assert re.search(r"answers 500 \(boom\); going on, for that may pass", notes[0])
+    assert re.search(r"answers 500 \(boom\); continuing, since this may be transient", notes[0])
 
 
 def test_the_key_is_written_nowhere(serving, tmp_path, monkeypatch, caplog):

@@ -158,7 +158,7 @@ def test_registering():
         registry.register("One", One)
     with pytest.raises(ConfigError, match="malformed environment id"):
         registry.register("one two", One)
-    with pytest.warns(UserWarning, match="'One-v0' is registered anew"):
+    with pytest.warns(UserWarning, match="'One-v0' is registered again, and replaced"):
         registry.register("One-v0", Two, size=2)
     assert "One-v0" in registry.list_ids()
     assert "math_verify-v0" in registry.list_ids()
@@ -200,7 +200,9 @@ def test_a_package_makes_environments_of_files_for_another_program(write, monkey
     monkeypatch.syspath_prepend(write("", "guess.py").parent)
     entry_points = registry.entry_points
     mine = {"none": "envgym.envs.openrlhf:environment_of", "mine": "adapter_of_files:adapt"}
-    monkeypatch.setattr(registry, "entry_points", lambda group: mine if group == "envgym.files" else entry_points(group))
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: mine if group == "envgym.files" else entry_points(group)
+    )
     foreign = write("raise RuntimeError('foreign')", "of_another_program.py")
     spec = registry.spec(str(foreign))
     assert type(spec).__name__ == "Adapted"
@@ -348,8 +350,8 @@ def test_a_packages_malformed_id_stands_in_nobodys_way(monkeypatch):
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("ws://127.0.0.1:8000/ws", "ws://…: environments are served at http://.*OpenEnv's servers.*not spoken here"),
-        ("wss://user:secret@host/ws", "give a server of ours as https://"),
+        ("ws://127.0.0.1:8000/ws", "ws://…: environments are served at http://.*OpenEnv's servers.*not supported"),
+        ("wss://user:secret@host/ws", "write https://… for a server of envgym"),
         ("ftp://host/game", "ftp://…: environments are served at http://HOST:PORT/NAME"),
     ],
 )
@@ -364,9 +366,7 @@ def test_what_is_written_for_verifiers_is_said_to_be_and_not_imported(write, mon
     file = write(text, "sums_of_theirs.py")
     monkeypatch.syspath_prepend(str(file.parent))
     for name in (str(file), f"{file}:load_environment", "sums_of_theirs:load_environment"):
-        with pytest.raises(
-            ConfigError, match="is written for verifiers, whose environments and tasksets are not spoken"
-        ):
+        with pytest.raises(ConfigError, match="for verifiers, whose environments and tasksets are not supported"):
             registry.spec(name)
     assert "sums_of_theirs" not in sys.modules
     ours = write("import envgym\nimport verifiers\n", "ours.py")
@@ -381,7 +381,9 @@ class Elsewhere(envgym.EnvSpec):
 def test_a_scheme_that_a_package_brings_wins_and_python_names_an_import(monkeypatch):
     entry_points = registry.entry_points
     schemes = {"openenv": f"{__name__}:Elsewhere", __name__.partition(".")[0]: f"{__name__}:Elsewhere"}
-    monkeypatch.setattr(registry, "entry_points", lambda group: schemes if group == "envgym.schemes" else entry_points(group))
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: schemes if group == "envgym.schemes" else entry_points(group)
+    )
     for name in ("openenv:game", "openenv://host/game", f"{__name__.partition('.')[0]}:One"):
         spec = registry.spec(name)
         assert (type(spec), spec.id) == (Elsewhere, name)
@@ -393,7 +395,9 @@ def test_a_scheme_that_a_package_brings_wins_and_python_names_an_import(monkeypa
 
 def test_a_setting_may_say_where_an_environment_is_that_nobody_registered(monkeypatch):
     entry_points, locators = registry.entry_points, {"size": f"{__name__}:Elsewhere"}
-    monkeypatch.setattr(registry, "entry_points", lambda group: locators if group == "envgym.locators" else entry_points(group))
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: locators if group == "envgym.locators" else entry_points(group)
+    )
     assert type(registry.spec("far", size=2)) is Elsewhere
     with pytest.raises(NameNotFound):
         registry.spec("far")

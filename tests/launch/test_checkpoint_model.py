@@ -173,7 +173,7 @@ def test_a_checkpoint_that_lost_a_part_is_refused_at_once(copied, lost):
     checkpoint = copied / "checkpoints" / "step_000003"
     shutil.rmtree(checkpoint / "model", ignore_errors=True)
     (checkpoint / lost).unlink()
-    with pytest.raises(ConfigError, match="step_000003 is not whole: choose another one"):
+    with pytest.raises(ConfigError, match="step_000003 is incomplete: choose another one"):
         model_of(checkpoint)
 
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_other_ranks_than_its_config_says_is_refused(copied):
     checkpoint = copied / "checkpoints" / "step_000003"
     shutil.rmtree(checkpoint / "model", ignore_errors=True)
     (checkpoint / "actor" / "rank-1.pt").touch()
-    with pytest.raises(ConfigError, match="written by 2 ranks, and its run's config says 1"):
+    with pytest.raises(ConfigError, match="written by 2 ranks, and its run's config has 1"):
         model_of(checkpoint)
 
 
@@ -220,7 +220,7 @@ def test_a_later_stage_needs_what_the_one_before_left(copied, tmp_path):
 def test_a_checkpoint_outside_of_its_run_is_refused(copied, tmp_path):
     shutil.move(copied / "checkpoints" / "step_000003", tmp_path / "alone")
     shutil.rmtree(tmp_path / "alone" / "model", ignore_errors=True)
-    with pytest.raises(ConfigError, match="alone is in no run folder"):
+    with pytest.raises(ConfigError, match="alone is not in a run folder"):
         model_of(tmp_path / "alone")
 
 

@@ -53,17 +53,17 @@ PUBLISHED = {
 def test_a_configuration_alone_has_as_many_parameters_as_published(tmp_path, name):
     published, config = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ModelSizes.of(tmp_path).parameters == published
+    assert ModelSizes.from_folder(tmp_path).parameters == published
 
 
 def test_what_a_token_meets_of_experts_is_its_inner_width(tmp_path):
     """Activations are counted by it."""
     _, config = PUBLISHED["Mixtral-8x7B"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ModelSizes.of(tmp_path).intermediate == 2 * 14336
+    assert ModelSizes.from_folder(tmp_path).intermediate == 2 * 14336
 
 
 def test_a_mixture_that_transformers_does_not_know_has_no_known_size(tmp_path):
     _, config = PUBLISHED["Qwen3-30B-A3B"]
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
-    assert ModelSizes.of(tmp_path) is None
+    assert ModelSizes.from_folder(tmp_path) is None

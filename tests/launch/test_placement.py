@@ -52,7 +52,7 @@ def test_without_gpus_all_is_on_the_first_machine_but_for_what_is_to_be_spread()
     assert where(plan_of(stage(**spread), [], machines(0, 0))) == {
         "engine-0": (0, ()), "engine-1": (1, ()), "actor-0": (0, ()), "actor-1": (1, ()),
     }  # fmt: skip
-    with pytest.raises(ConfigError, match="engine wants 2 machines, and there are 1"):
+    with pytest.raises(ConfigError, match="engine needs 2 nodes, and there are 1"):
         plan_of(stage(**spread), [], machines(0))
 
 
@@ -98,7 +98,7 @@ def test_parts_are_spread_over_machines():
     ]
     assert plan.slots["engine"] == Slot(0, (4, 5, 6, 7))
     assert plan.bundles() == [8, 4]
-    with pytest.raises(ConfigError, match=r"actor needs 8 GPUs on 2 machines, 4 each; free are 8 of 8 on node0, 2"):
+    with pytest.raises(ConfigError, match=r"actor needs 8 GPUs on 2 nodes, 4 each; free are 8 of 8 on node0, 2"):
         place_parts(parts, machines(8, 2), [])
     with pytest.raises(ConfigError, match=r"placement.actor.nodes=2 does not divide its 3 processes"):
         plan_of(stage(**{"workers.ranks": 3, "placement.actor.nodes": 2}), [], machines(8))

@@ -31,8 +31,8 @@ TASKS = "rollout.tasks_per_step"
         (
             {"rollout.group_size": 10**9},
             r"a step \(rollout.tasks_per_step, rollout.group_size\) of 64 tasks, 1,000,000,000 episodes of each, would "
-            r"take 202,655.8 GiB of memory or more, 3,400 bytes an episode: it may take half of the 8.0 GiB that are free, "
-            r"1,263,225 episodes",
+            r"take 202,655.8 GiB of memory or more, 3,400 bytes per episode: it may take half of the 8.0 GiB that are "
+            r"free, 1,263,225 episodes",
         ),
         ({TASKS: 2, "rollout.group_size": 700_000}, r"a step .* of 2 tasks, 700,000 episodes of each"),
         ({TASKS: 2, "rollout.group_size": 600_000, "rollout.max_staleness": 1}, "of 4 tasks, 600,000"),

@@ -135,7 +135,7 @@ def test_an_answer_that_the_data_call_otherwise_is_asked_for(write, name):
         name
     ]
     function.__name__ = "right"
-    says = rf"right takes '{name}', and the tasks have no answer: data.answer=FIELD says .* \(they have 'gold label'\)"
+    says = rf"right takes '{name}', and the tasks have no answer: set data.answer=FIELD .* \(they have 'gold label'\)"
     with pytest.raises(ConfigError, match=says):
         step(spec_of(envgym.reward(function), data={"path": str(data)}))
     spec = spec_of(envgym.reward(function), data={"path": str(data), "answer": "gold label"})
@@ -143,7 +143,7 @@ def test_an_answer_that_the_data_call_otherwise_is_asked_for(write, name):
     with pytest.raises(DataError, match="task u has no answer, which right takes"):  # of one row without
         step(spec, task=Task("u", prompt="p"))
     function.__environment__.rows = rows
-    with pytest.raises(ConfigError, match=r"have no answer: call that field of them 'answer'"):
+    with pytest.raises(ConfigError, match=r"have no answer: name their field 'answer'"):
         step(spec_of(function))
 
 
@@ -160,7 +160,7 @@ def test_no_field_is_proposed_that_no_parameter_can_be_called():
     def graded(completion, gold_label):
         return 1.0
 
-    with pytest.raises(ConfigError, match=r"task.fields: 'gold label', 'class'\)\.$"):
+    with pytest.raises(ConfigError, match=r"task.fields also has 'gold label', 'class', which cannot be parameters\)\.$"):
         step(spec_of(graded))
 
 
@@ -333,7 +333,7 @@ def test_asynchronous_in_a_process_and_one_that_cannot_be_found_there(write):
     def local(completion):
         return 1.0
 
-    with pytest.raises(ConfigError, match=r"env\.processes: local must be at the top level of a file"):
+    with pytest.raises(ConfigError, match=r"local is no top-level name of .*: define it at the top level of a file"):
         step(spec_of(local, processes=1))
 
 

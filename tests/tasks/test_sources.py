@@ -106,7 +106,7 @@ def test_a_folder_that_was_damaged(saved):
     with pytest.raises(DataError, match=r"there is no data file .*data-00001"):
         load(saved)
     (saved / "dataset_dict.json").write_text("{")
-    with pytest.raises(DataError, match=r"dataset_dict.json: not what `datasets` writes there"):
+    with pytest.raises(DataError, match=r"dataset_dict.json: not in the format of `datasets`"):
         load(saved)
 
 

@@ -118,8 +118,8 @@ ROW = {"prompt": "q", "answer": 1}
     [
         ([], {}, "data.jsonl holds no rows"),
         ([ROW, "{'prompt': 1}"], {}, r"data.jsonl:2: not JSON: .* at column 2"),
-        ([ROW, '{"question": "one of forty words'], {}, r"2: not JSON: it breaks off at its end, column 32"),
-        ([ROW, '{"question": "1 + 1", "answer":'], {}, r"2: not JSON: it breaks off at its end, column 31: …"),
+        ([ROW, '{"question": "one of forty words'], {}, r"2: not JSON: it is truncated at column 32"),
+        ([ROW, '{"question": "1 + 1", "answer":'], {}, r"2: not JSON: it is truncated at column 31: …"),
         ([ROW, "[1]"], {}, r"data.jsonl:2: a row is one JSON object, .* not a list"),
         (["[" * 100_000], {}, r"data.jsonl:1: not usable JSON"),
         (['{"prompt": "q", "answer": ' + "9" * 5000 + "}"], {}, r"data.jsonl:1: not usable JSON"),

@@ -10,7 +10,7 @@ import pytest
 from envgym.config.resolve import resolve
 from envgym.engine import EngineInfo
 from envgym.errors import ConfigError
-from envgym.launch.components import episodes_at_once
+from envgym.launch.components import max_concurrency
 from envgym.training.components import start_components
 
 
@@ -30,7 +30,7 @@ class Handle:
 
 
 class Runtime:
-    """Starts workers that answer immediately. The engine is ready once `engine` is set. `problems`: errors by worker."""
+    """Starts workers that answer immediately; the engine once `engine` is set. `problems`: errors by worker."""
 
     def __init__(self, *, device="cpu", problems=()):
         self.device, self.problems = device, dict(problems)
@@ -122,7 +122,7 @@ def test_the_engine_has_capacity_for_all_concurrent_episodes(start):
 
 def test_episodes_at_once():
     def episodes(**rollout):
-        return episodes_at_once(resolve({"env": "math_verify", "rollout": rollout, "eval": {"tasks": 300}}).stages[0])
+        return max_concurrency(resolve({"env": "math_verify", "rollout": rollout, "eval": {"tasks": 300}}).stages[0])
 
     assert episodes(tasks_per_step=2, group_size=4) == 300
     assert episodes(tasks_per_step=100, group_size=8) == 800

@@ -1,4 +1,4 @@
-"""Runs of several stages, with real workers: what each takes from those before it."""
+"""Runs of several stages, with real workers, and the models and episodes that stages pass on."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ SMALL = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder with preferences and answers."""
+    """The working folder, with a file of preferences and one of answers."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"what is {n} + 1?", "chosen": f"{n + 1}", "rejected": "the answer"} for n in range(16)]
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -45,7 +45,7 @@ def weights(path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rlhf_from_one_file(folder, tiny_model):
-    """SFT, a reward model on top of it, and PPO of the SFT's policy with a critic from the reward model."""
+    """SFT, a reward model trained from it, and PPO from the SFT policy with a critic from the reward model."""
     data = [f"stages.{name}.data.path=pairs.jsonl" for name in ("sft", "rm", "ppo")]
     short = ["stages.sft.epochs=0.3", "stages.rm.epochs=0.3", "stages.ppo.steps=1", "learner.lr=1e-3"]
     assert main(["train", "--recipe", "rlhf", "--model", str(tiny_model), "--name", "run", *data, *short, *SMALL]) == 0
@@ -53,44 +53,44 @@ def test_rlhf_from_one_file(folder, tiny_model):
     assert json.loads((run / "summary.json").read_text())["stages"] == ["1-sft", "2-rm", "3-ppo"]
     _, loading = AutoModelForSequenceClassification.from_pretrained(run / "2-rm/model", output_loading_info=True)
     assert not loading["missing_keys"]
-    described = json.loads((run / "2-rm/model/config.json").read_text())
-    assert described["std"] > 0
-    assert described["reward_at"] == "end_of_turn"
-    assert described["pad_token_id"] == 2
+    reward_model = json.loads((run / "2-rm/model/config.json").read_text())
+    assert reward_model["std"] > 0
+    assert reward_model["reward_at"] == "end_of_turn"
+    assert reward_model["pad_token_id"] == 2
     base, sft, ppo = (weights(path) for path in (tiny_model, run / "1-sft/model", run / "3-ppo/model"))
     name = "model.layers.0.mlp.up_proj.weight"
-    moved = [torch.dist(one[name], two[name]).item() for one, two in ((base, sft), (sft, ppo), (base, ppo))]
-    assert 0 < moved[1] < moved[2]  # PPO went on from the SFT's policy, not from the model that the run began with
-    kept = json.loads((run / "3-ppo/metrics.jsonl").read_text().splitlines()[-1])
-    assert kept["critic/lr"] > 0
+    from_sft, from_base = (torch.dist(model[name], ppo[name]).item() for model in (sft, base))
+    assert 0 < from_sft < from_base  # PPO started from the SFT policy
+    record = json.loads((run / "3-ppo/metrics.jsonl").read_text().splitlines()[-1])
+    assert record["critic/lr"] > 0
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_answers_are_scored_and_taught_behind_their_score(folder, tiny_model, tiny_reward_model):
-    words = ["stages.scored.data.path=answers.jsonl", f"stages.scored.env.models={tiny_reward_model}"]
-    words += ["stages.taught.epochs=0.3", *SMALL]
-    assert main(["train", "--recipe", "conditional_sft", "--model", str(tiny_model), "--name", "run", *words]) == 0
+def test_scored_answers_are_trained_on_with_their_score_in_the_prompt(folder, tiny_model, tiny_reward_model):
+    overrides = ["stages.scored.data.path=answers.jsonl", f"stages.scored.env.models={tiny_reward_model}"]
+    overrides += ["stages.taught.epochs=0.3", *SMALL]
+    assert main(["train", "--recipe", "conditional_sft", "--model", str(tiny_model), "--name", "run", *overrides]) == 0
     run = folder / "runs" / "run"
     scored = read_episodes(run / "1-scored" / "episodes.parquet")
     assert len(scored) == 16
     assert all(episode.reward is not None and not episode.failed for episode in scored)
-    taught = resolve(file=run / "config.yaml").stages[1]
-    assert (taught.model, taught.data) == (str(tiny_model), {"path": "stage:scored"})
+    stage = resolve(file=run / "config.yaml").stages[1]
+    assert (stage.model, stage.data) == (str(tiny_model), {"path": "stage:scored"})
 
-    async def asked():
-        own = {"path": str(run / "1-scored" / "episodes.parquet"), "test_fraction": 0}
-        async with envgym.spec(taught.env.name, **taught.env.settings, data=own) as spec:
+    async def prompts():
+        data = {"path": str(run / "1-scored" / "episodes.parquet"), "test_fraction": 0}
+        async with envgym.spec(stage.env.name, **stage.env.settings, data=data) as spec:
             return [spec.record(await spec.tasks("train").get(n)).prompt[-1].text for n in range(16)]
 
     expected = [f"{episode.messages[0].text} <rm_score>: {episode.reward:.2f} " for episode in scored]
-    assert asyncio.run(asked()) == expected
+    assert asyncio.run(prompts()) == expected
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_what_one_stage_plays_another_is_taught(folder, tiny_model):
-    """And the model is still the one that the run began with."""
+def test_a_stage_trains_on_the_episodes_of_another(folder, tiny_model):
+    """Its model is the run's own, as a rollout stage trains none."""
     (folder / "recipe.yaml").write_text(
         """
 env: math_verify
@@ -118,7 +118,7 @@ class Env(envgym.Env):
         played = os.path.getsize("played") if os.path.exists("played") else 0
         with open("played", "a") as file:
             file.write(".")
-        if played >= 5 and not os.path.exists("go on"):
+        if played >= 5 and not os.path.exists("continue"):
             await asyncio.sleep(600)
         return (), float(len(action.token_ids)), True, False, {}
 
@@ -131,32 +131,32 @@ class Spec(DataEnvSpec):
 
 
 @pytest.mark.timeout(600)
-def test_a_round_that_was_killed_in_its_middle_goes_on_there(folder, tiny_model):
-    """Of rejection sampling: what had ended is not played again, and all of it is learned from."""
+def test_a_killed_round_of_rejection_sampling_resumes_within_the_round(folder, tiny_model):
+    """Its finished episodes are not run again, and all are trained on."""
     (folder / "slow.py").write_text(SLOW_ENV)
-    words = ["--recipe", "rejection_sampling", "--env", "slow.py:Spec", "data.path=answers.jsonl", *SMALL]
-    words += [
+    arguments = ["--recipe", "rejection_sampling", "--env", "slow.py:Spec", "data.path=answers.jsonl", *SMALL]
+    arguments += [
         "rollout.group_size=2",
         "rollout.tasks_per_step=4",
         "rollout.concurrency=2",
         "learner.minibatches=1",
         "steps=1",
     ]
-    words += ["checkpoint.episodes_every=0", "eval.every=0", "--model", str(tiny_model), "--name", "run"]
-    run = subprocess.Popen([Path(sys.executable).with_name("envgym"), "train", *words])
-    kept, played = folder / "runs/run/unfinished.jsonl", folder / "played"
+    arguments += ["checkpoint.episodes_every=0", "eval.every=0", "--model", str(tiny_model), "--name", "run"]
+    run = subprocess.Popen([Path(sys.executable).with_name("envgym"), "train", *arguments])
+    journal, played = folder / "runs/run/unfinished.jsonl", folder / "played"
     try:
         while run.poll() is None and not (played.exists() and played.stat().st_size == 7):
             time.sleep(0.1)
-        assert len(kept.read_text().splitlines()) == 5
+        assert len(journal.read_text().splitlines()) == 5
     finally:
         run.kill()
         run.wait()
-    (folder / "go on").touch()
+    (folder / "continue").touch()
     assert main(["train", "--resume", "run"]) == 0
-    assert played.stat().st_size == 7 + 3  # the two that were under way are played again, and the last one
+    assert played.stat().st_size == 7 + 3  # the two interrupted ones again, and the last one
     *_, record = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert record["episodes"] == 8
     saved = read_episodes(folder / "runs/run")
     assert len(saved) == len({(episode.group_id, episode.member) for episode in saved}) == 8
-    assert not kept.exists()
+    assert not journal.exists()

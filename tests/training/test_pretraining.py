@@ -1,4 +1,4 @@
-"""Text mixed into learning by reward: what its rows are, their order, and who gets them."""
+"""Pre-training text mixed into RL updates: its samples, their order, and the roles that are trained on them."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def renderer(tiny_model):
 
 @pytest.fixture
 def file(tmp_path):
-    """Write rows to a JSONL file; gives its path."""
+    """file(rows, name): the path of a JSONL file with these rows."""
 
     def write(rows, name="text.jsonl"):
         path = tmp_path / name
@@ -43,12 +43,13 @@ def file(tmp_path):
     return write
 
 
-def texts(renderer, rows):
-    return [renderer.tokenizer.decode(row.token_ids, skip_special_tokens=True) for row in rows]
+def texts(renderer, samples):
+    return [renderer.tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in samples]
 
 
-def taken(pretraining, steps):
-    return [asyncio.run(pretraining.next()) for _ in range(steps)]
+def steps_of(pretraining, n_steps):
+    """The samples of the next training steps."""
+    return [asyncio.run(pretraining.next()) for _ in range(n_steps)]
 
 
 def test_several_sources_are_mixed_by_their_weights(renderer, file):
@@ -56,9 +57,9 @@ def test_several_sources_are_mixed_by_their_weights(renderer, file):
     second = file([{"body": f"two {n}."} for n in range(3)], "other.jsonl")
     sources = {"one": {"path": first, "weight": 3}, "two": {"path": second, "text": "body"}}
     config = PretrainConfig.model_validate({"sources": sources, "rows": 8})
-    steps = [texts(renderer, rows) for rows in taken(Pretraining(config, renderer, 0), 2)]
+    steps = [texts(renderer, samples) for samples in steps_of(Pretraining(config, renderer, 0), 2)]
     assert [sum(text.startswith("two") for text in step) for step in steps] == [2, 2]
-    assert len({text for step in steps for text in step}) == 8  # each is seen before one comes again
+    assert len({text for step in steps for text in step}) == 8  # all are used before one is used again
 
 
 def test_one_source_or_several(file):
@@ -66,36 +67,38 @@ def test_one_source_or_several(file):
         PretrainConfig.model_validate({"path": "a", "sources": {"b": {"path": "b"}}})
 
 
-def test_a_row_is_the_documents_tokens_of_which_all_but_the_first_count(renderer, file):
-    [text] = ["what is 12 + 34?"]
-    [[row]] = taken(Pretraining(PretrainConfig(path=file([{"text": text}]), rows=1), renderer, 0), 1)
+def test_a_sample_has_the_documents_tokens_with_loss_weights_on_all_but_the_first(renderer, file):
+    text = "what is 12 + 34?"
+    [[sample]] = steps_of(Pretraining(PretrainConfig(path=file([{"text": text}]), rows=1), renderer, 0), 1)
     ids = renderer.tokenizer(text)["input_ids"]
-    assert row.token_ids.tolist() == [*ids, renderer.tokenizer.eos_token_id]
-    assert row.loss_weights.tolist() == [0.0] + [1.0] * len(ids)
-    assert row.objective == Objective.CROSS_ENTROPY
-    assert np.isnan(row.old_logprobs).all()
-    assert (row.loss_weights.dtype, row.old_logprobs.dtype, row.is_on_policy) == (np.float32, np.float32, False)
+    assert sample.token_ids.tolist() == [*ids, renderer.tokenizer.eos_token_id]
+    assert sample.loss_weights.tolist() == [0.0] + [1.0] * len(ids)
+    assert sample.objective == Objective.CROSS_ENTROPY
+    assert np.isnan(sample.old_logprobs).all()
+    assert (sample.loss_weights.dtype, sample.old_logprobs.dtype) == (np.float32, np.float32)
+    assert not sample.is_on_policy
 
 
-def test_a_document_that_is_cut_is_not_taught_to_end(renderer, file):
+def test_a_truncated_document_has_no_end_token(renderer, file):
     config = PretrainConfig(path=file([{"text": DOCUMENTS[0]}]), rows=1, max_tokens=5)
-    [[row]] = taken(Pretraining(config, renderer, 0), 1)
-    assert row.token_ids.tolist() == renderer.tokenizer(DOCUMENTS[0])["input_ids"][:5]
+    [[sample]] = steps_of(Pretraining(config, renderer, 0), 1)
+    assert sample.token_ids.tolist() == renderer.tokenizer(DOCUMENTS[0])["input_ids"][:5]
 
 
-def test_rows_of_a_step_meet_nobody_elses_unit_or_episode(renderer, file):
+def test_microbatch_keys_and_episodes_differ_from_those_of_other_samples(renderer, file):
     path = file([{"text": text} for text in DOCUMENTS])
-    [rows] = taken(Pretraining(PretrainConfig(path=path, rows=4), renderer, 0), 1)
-    assert [row.microbatch_key for row in rows] == [row.episode_index for row in rows] == [-1, -2, -3, -4]
+    [samples] = steps_of(Pretraining(PretrainConfig(path=path, rows=4), renderer, 0), 1)
+    assert [sample.microbatch_key for sample in samples] == [-1, -2, -3, -4]
+    assert [sample.episode_index for sample in samples] == [-1, -2, -3, -4]
 
 
-def test_each_pass_has_every_document_once_in_an_order_of_its_seeds(renderer, file):
+def test_each_pass_has_every_document_once_in_an_order_by_the_seed(renderer, file):
     path = file([{"text": text} for text in DOCUMENTS])
 
     def orders(seed):
-        steps = taken(Pretraining(PretrainConfig(path=path, rows=5), renderer, seed), 4)
-        said = texts(renderer, [row for step in steps for row in step])
-        return said[:10], said[10:]
+        steps = steps_of(Pretraining(PretrainConfig(path=path, rows=5), renderer, seed), 4)
+        order = texts(renderer, [sample for step in steps for sample in step])
+        return order[:10], order[10:]
 
     first, second = orders(0)
     assert sorted(first) == sorted(second) == DOCUMENTS
@@ -104,22 +107,22 @@ def test_each_pass_has_every_document_once_in_an_order_of_its_seeds(renderer, fi
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3])
-def test_a_resumed_run_goes_on_with_the_next_document(through_a_checkpoint, renderer, file, stop):
+def test_a_resumed_run_continues_with_the_next_document(through_a_checkpoint, renderer, file, stop):
     config = PretrainConfig(path=file([{"text": text} for text in DOCUMENTS]), rows=3)
-    whole = [texts(renderer, rows) for rows in taken(Pretraining(config, renderer, 0), 6)]
+    uninterrupted = [texts(renderer, samples) for samples in steps_of(Pretraining(config, renderer, 0), 6)]
     killed = Pretraining(config, renderer, 0)
-    taken(killed, stop)
+    steps_of(killed, stop)
     state = through_a_checkpoint(killed.state())
-    taken(killed, 1)
+    steps_of(killed, 1)
     resumed = Pretraining(config, renderer, 0)
     resumed.load_state(state)
-    assert [texts(renderer, rows) for rows in taken(resumed, 6 - stop)] == whole[stop:]
+    assert [texts(renderer, samples) for samples in steps_of(resumed, 6 - stop)] == uninterrupted[stop:]
 
 
-def test_a_text_file_has_a_document_a_line(renderer, tmp_path):
+def test_a_text_file_has_one_document_per_line(renderer, tmp_path):
     (tmp_path / "text.txt").write_text("\ufeffthe first\n\nthe second\r\n", encoding="utf-8")
-    [rows] = taken(Pretraining(PretrainConfig(path=str(tmp_path / "text.txt"), rows=2), renderer, 0), 1)
-    assert sorted(texts(renderer, rows)) == ["the first", "the second"]
+    [samples] = steps_of(Pretraining(PretrainConfig(path=str(tmp_path / "text.txt"), rows=2), renderer, 0), 1)
+    assert sorted(texts(renderer, samples)) == ["the first", "the second"]
 
 
 def test_a_parquet_folder_and_another_field(renderer, tmp_path):
@@ -131,12 +134,12 @@ def test_a_parquet_folder_and_another_field(renderer, tmp_path):
         table = pa.table({"content": DOCUMENTS[part * 5 : part * 5 + 5]})
         pq.write_table(table, tmp_path / "corpus" / f"part-{part}.parquet")
     config = PretrainConfig(path=str(tmp_path / "corpus"), text="content", rows=10)
-    [rows] = taken(Pretraining(config, renderer, 0), 1)
-    assert sorted(texts(renderer, rows)) == DOCUMENTS
+    [samples] = steps_of(Pretraining(config, renderer, 0), 1)
+    assert sorted(texts(renderer, samples)) == DOCUMENTS
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"),
+    ("rows", "message"),
     [
         ([], "holds no rows"),
         ([{"txt": "a"}], r"text.jsonl:1: the row has no field 'text', only txt: .*pretrain.text=FIELD. Did you mean"),
@@ -144,25 +147,25 @@ def test_a_parquet_folder_and_another_field(renderer, tmp_path):
         ([{"text": ["a"]}], r"text.jsonl:1: field 'text' holds no text"),
     ],
 )
-def test_a_bad_file_is_told_with_its_line(renderer, file, rows, says):
-    with pytest.raises(DataError, match=says):
-        taken(Pretraining(PretrainConfig(path=file(rows)), renderer, 0), 1)
+def test_the_error_of_a_bad_file_names_the_line(renderer, file, rows, message):
+    with pytest.raises(DataError, match=message):
+        steps_of(Pretraining(PretrainConfig(path=file(rows)), renderer, 0), 1)
 
 
-def test_bytes_that_are_no_text(renderer, tmp_path):
+def test_bytes_that_are_not_text(renderer, tmp_path):
     (tmp_path / "text.txt").write_bytes(b"fine\n\xff\n")
     with pytest.raises(DataError, match=r"text.txt:2: not UTF-8 text"):
-        taken(Pretraining(PretrainConfig(path=str(tmp_path / "text.txt"), rows=2), renderer, 0), 1)
+        steps_of(Pretraining(PretrainConfig(path=str(tmp_path / "text.txt"), rows=2), renderer, 0), 1)
 
 
 @given(st.integers(0, 20), st.integers(1, 8))
-def test_rows_are_spread_evenly(count, parts):
+def test_samples_are_dealt_out_evenly(count, n_steps):
     ids = np.zeros(1, np.int64)
-    rows = [TrainSample(ids, ids, ids, Objective.CROSS_ENTROPY, microbatch_key=number) for number in range(count)]
-    pieces = deal_out(rows, parts)
-    assert len(pieces) == parts
-    assert sorted(row.microbatch_key for piece in pieces for row in piece) == list(range(count))
-    assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+    samples = [TrainSample(ids, ids, ids, Objective.CROSS_ENTROPY, microbatch_key=number) for number in range(count)]
+    steps = deal_out(samples, n_steps)
+    assert len(steps) == n_steps
+    assert sorted(sample.microbatch_key for step in steps for sample in step) == list(range(count))
+    assert max(map(len, steps)) - min(map(len, steps)) <= 1
 
 
 # -- settings ---------------------------------------------------------------------------------------------
@@ -172,7 +175,7 @@ def config_of(learner, **pretrain):
     return resolve({"env": "math_verify", "learner": learner, "pretrain": pretrain})
 
 
-def test_a_learner_that_gives_text_no_weight_is_refused_in_one_line(file):
+def test_a_learner_that_gives_text_no_weight_is_an_error(file):
     path = file([{"text": "a"}])
     assert config_of("grpo", path=path).stages[0].pretrain.path == path
     for learner in ("sft", {"name": "grpo", "pretrain_coef": 0.0}):
@@ -180,7 +183,7 @@ def test_a_learner_that_gives_text_no_weight_is_refused_in_one_line(file):
             config_of(learner, path=path)
 
 
-def test_a_file_that_is_not_there_is_told_before_anything_begins():
+def test_a_missing_file_is_reported_before_anything_starts():
     with pytest.raises(DataError, match=r"there is no file nowhere\.jsonl"):
         config_of("grpo", path="nowhere.jsonl")
 
@@ -189,28 +192,28 @@ def test_a_file_that_is_not_there_is_told_before_anything_begins():
 
 
 class Worker:
-    """Remembers the rows of each optimizer step."""
+    """Records the objectives and normalizers of each optimizer step."""
 
     info, settings = SimpleNamespace(flops=lambda samples: 0.0, peak_flops=None), WorkersConfig()
 
     def __init__(self):
         self.steps = []
 
-    async def accumulate(self, rows, normalizers):
-        self.steps.append(([row.objective for row in rows], normalizers))
+    async def accumulate(self, samples, normalizers):
+        self.steps.append(([sample.objective for sample in samples], normalizers))
         return {"loss": float(len(self.steps))}
 
     async def step(self, lr):
         return {"grad_norm": 1.0}
 
 
-def row_of(unit):
+def sample_of(key):
     weights = np.array([0, 1, 1], np.float32)
-    return TrainSample(np.arange(3), weights, -weights, Objective.POLICY_GRADIENT, microbatch_key=unit, versions=(0,))
+    return TrainSample(np.arange(3), weights, -weights, Objective.POLICY_GRADIENT, microbatch_key=key, versions=(0,))
 
 
-def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(renderer, file, tmp_path):
-    """Four rows and three documents in two mini-batches, twice; the critic never sees a document."""
+def test_only_the_policy_is_trained_on_text_which_is_dealt_out_to_the_optimizer_steps(renderer, file, tmp_path):
+    """Four samples and three documents in two mini-batches, for two epochs; the critic never gets a document."""
     run = resolve({"env": "math_verify", "learner": "grpo"})
     config = PretrainConfig(path=file([{"text": text} for text in DOCUMENTS]), rows=3)
     learner = SimpleNamespace(
@@ -218,9 +221,9 @@ def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(r
         min_group_size=2,
         roles={"actor": RoleSpec(trained=True), "critic": RoleSpec(trained=True)},
         config=LearnerConfig(name="any", minibatches=2, update_epochs=2),
-        prepare=lambda groups: [row_of(unit) for unit in range(4)],
-        metrics=lambda rows: {"rows": len(rows)},
-        loss_normalizers=lambda rows: {name: len(rows) for name in {row.objective for row in rows}},
+        prepare=lambda groups: [sample_of(key) for key in range(4)],
+        metrics=lambda samples: {"rows": len(samples)},
+        loss_normalizers=lambda samples: {name: len(samples) for name in {sample.objective for sample in samples}},
         on_step_end=lambda record: None,
         state_dict=dict,
     )
@@ -236,9 +239,10 @@ def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(r
     assert [kinds for kinds, _ in workers["critic"].steps] == [[policy] * 2] * 4
     assert workers["critic"].steps[0][1] == workers["actor"].steps[0][1] == {policy: 4, text: 4}
     record = trainer.progress.record
-    assert record["rows"] == 4  # what is told of the rollout is told of the rollout
+    assert record["rows"] == 4  # the learner's metrics cover the rollout only
     assert (record["loss"], record["critic/loss"]) == (2.5, 2.5)
-    n_text = 2 * sum(len(row.token_ids) - 1 for row in asyncio.run(Pretraining(config, renderer, 0).next()))
+    [documents] = steps_of(Pretraining(config, renderer, 0), 1)
+    n_text = 2 * sum(len(sample.token_ids) - 1 for sample in documents)
     assert record["tokens/pretrain"] == n_text
     assert record["tokens/trained"] == trainer.progress.tokens["trained"] == 2 * 8 + n_text
     assert record["tokens/processed"] == 2 * (12 + 3) + n_text

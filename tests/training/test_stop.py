@@ -1,4 +1,4 @@
-"""Waiting that heeds the user's wish to stop, and how that is heard of."""
+"""The user's request to stop: cancelling work, and the signals that make the request."""
 
 import asyncio
 import os
@@ -11,43 +11,43 @@ from envgym.training.stop import Interrupts, Stop, Stopped
 
 
 @pytest.fixture(autouse=True)
-def terminal_that_tells():
-    """SIGHUP as a terminal's programs have it, also where the tests run under `nohup` (and are to outlive theirs)."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def default_sighup():
+    """The default handler of SIGHUP, even if the tests run under `nohup`."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, previous)
 
 
-def test_work_that_is_done_first_is_what_comes():
+def test_work_that_ends_before_a_stop_returns_its_result():
     async def body():
         return await Stop().run_until_stopped(asyncio.sleep(0, "done"))
 
     assert asyncio.run(body()) == "done"
 
 
-def test_work_is_cancelled_where_the_stop_comes_first_or_was_there_before():
-    async def body(before):
-        stop, ended = Stop(), []
+def test_work_is_cancelled_by_a_stop_before_or_during_it():
+    async def body(is_set):
+        stop, cleanups = Stop(), []
 
         async def work():
             try:
                 await asyncio.sleep(60)
             finally:
-                ended.append("closed its things")
+                cleanups.append("work")
 
-        if before:
+        if is_set:
             stop.set()
         else:
             asyncio.get_running_loop().call_later(0.01, stop.set)
         with pytest.raises(Stopped):
             await stop.run_until_stopped(work())
-        return ended
+        return cleanups
 
-    assert asyncio.run(body(before=False)) == ["closed its things"]
-    assert asyncio.run(body(before=True)) in (["closed its things"], [])
+    assert asyncio.run(body(is_set=False)) == ["work"]
+    assert asyncio.run(body(is_set=True)) in (["work"], [])
 
 
-def test_an_error_of_the_work_is_its_own():
+def test_an_error_of_the_work_is_raised():
     async def broken():
         raise KeyError("x")
 
@@ -58,18 +58,18 @@ def test_an_error_of_the_work_is_its_own():
         asyncio.run(body())
 
 
-class Gone(Display):
-    """A terminal that was closed."""
+class ClosedDisplay(Display):
+    """A display on a closed terminal."""
 
     def note(self, text):
         raise OSError(5, "Input/output error")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_a_run_though_its_terminal_is_gone(number):
+def test_a_signal_stops_a_run_whose_terminal_is_closed(number):
     async def body():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        stop, interrupts = Stop(), Interrupts(Gone())
+        stop, interrupts = Stop(), Interrupts(ClosedDisplay())
         with interrupts:
             interrupts.listen(stop.set)
             os.kill(os.getpid(), number)
@@ -78,8 +78,8 @@ def test_a_signal_stops_a_run_though_its_terminal_is_gone(number):
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_a_closed_terminal_is_told_of_twice_and_asks_once():
-    """By the shell and by the kernel; a second Ctrl-C would end the run at once."""
+def test_two_signals_of_a_closed_terminal_are_one_request():
+    """The shell and the kernel both send one; a second Ctrl-C would end the run immediately."""
 
     async def body():
         stop, interrupts = Stop(), Interrupts(Display())
@@ -105,9 +105,9 @@ def test_a_run_that_was_started_with_nohup_outlives_its_terminal():
             await stop.wait()
         assert interrupts._signals == [signal.SIGINT, signal.SIGTERM]
 
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         asyncio.run(asyncio.wait_for(body(), 60))
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, previous)

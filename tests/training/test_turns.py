@@ -1,4 +1,4 @@
-"""Turns of engines and models on shared GPUs: the order in which memory changes hands."""
+"""Timesharing of GPUs between engines and models: the order of calls."""
 
 import asyncio
 
@@ -6,39 +6,39 @@ from envgym.training.turns import GpuTimeshare
 
 
 class Side:
-    """Engines, or a role's ranks, that write down what they are told."""
+    """Engines, or a role's ranks, that record their calls."""
 
-    def __init__(self, name, told):
-        self.name, self.told = name, told
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
 
     async def on_all(self, method, *args):
-        self.told.append((self.name, method, *args))
+        self.calls.append((self.name, method, *args))
 
     async def call(self, *call):
-        self.told.append(("engines", *call))
+        self.calls.append(("engines", *call))
 
 
-def begun(*roles, **settings):
-    told = []
-    return GpuTimeshare(Side("engines", told), {role: Side(role, told) for role in roles}, **settings), told
+def make_timeshare(*roles, **settings):
+    calls = []
+    return GpuTimeshare(Side("engines", calls), {role: Side(role, calls) for role in roles}, **settings), calls
 
 
-def test_a_step_in_which_no_two_hold_more_than_weights_at_once():
-    timeshare, told = begun("actor", "reference", keeps_weights=False)
+def test_a_step_never_has_two_sides_that_hold_more_than_weights():
+    timeshare, calls = make_timeshare("actor", "reference", keeps_weights=False)
 
     async def send():
-        told.append("weights")
+        calls.append("weights")
 
     async def main():
-        await timeshare.hand_over(send)  # before the first step, when the models have just been loaded
-        told.clear()
-        await timeshare.give_to_engines()  # it is theirs
+        await timeshare.hand_over(send)  # before the first step, after loading the models
+        calls.clear()
+        await timeshare.give_to_engines()  # they have it already
         await timeshare.give_to_models(for_new_weights=True)
         await timeshare.give_to_models()
         await timeshare.hand_over(send)
 
     asyncio.run(main())
-    assert told == [
+    assert calls == [
         ("engines", "sleep", 2), ("actor", "onload"), ("reference", "onload"),
         ("actor", "offload", True), ("reference", "offload", False), ("engines", "wake", "weights"),
         "weights",
@@ -47,16 +47,16 @@ def test_a_step_in_which_no_two_hold_more_than_weights_at_once():
 
 
 def test_a_checkpoint_in_between_leaves_the_engines_their_weights():
-    timeshare, told = begun("actor", keeps_weights=False)
+    timeshare, calls = make_timeshare("actor", keeps_weights=False)
 
     async def main():
         await timeshare.give_to_engines()
-        told.clear()
+        calls.clear()
         await timeshare.give_to_models()
         await timeshare.give_to_engines()
 
     asyncio.run(main())
-    assert told == [
+    assert calls == [
         ("engines", "sleep", 1), ("actor", "onload"),
         ("actor", "offload", True), ("engines", "wake", "weights"),
         ("actor", "offload", False), ("engines", "wake", "cache"),
@@ -64,39 +64,39 @@ def test_a_checkpoint_in_between_leaves_the_engines_their_weights():
 
 
 def test_engines_that_get_adapters_keep_their_weights():
-    timeshare, told = begun("actor", keeps_weights=True)
+    timeshare, calls = make_timeshare("actor", keeps_weights=True)
 
     async def main():
         await timeshare.give_to_engines()
         await timeshare.give_to_models(for_new_weights=True)
 
     asyncio.run(main())
-    assert ("engines", "sleep", 1) in told
+    assert ("engines", "sleep", 1) in calls
 
 
-def test_an_engine_that_joins_gets_the_weights_of_an_actor_that_has_gone():
-    timeshare, told = begun("actor", keeps_weights=False)
+def test_an_offloaded_actor_is_loaded_while_an_engine_joins():
+    timeshare, calls = make_timeshare("actor", keeps_weights=False)
 
     async def main():
         await timeshare.give_to_engines()
-        told.clear()
+        calls.clear()
         async with timeshare.actor_on_device():
-            told.append("weights")
-        assert told == [("actor", "onload"), "weights", ("actor", "offload", False)]
+            calls.append("weights")
+        assert calls == [("actor", "onload"), "weights", ("actor", "offload", False)]
         await timeshare.give_to_models()
-        told.clear()
+        calls.clear()
         async with timeshare.actor_on_device():
             pass
-        assert told == []
+        assert calls == []
 
     asyncio.run(main())
 
 
-def test_where_nothing_is_shared_nothing_moves():
-    timeshare, told = begun(keeps_weights=False)
+def test_nothing_moves_if_no_gpu_is_shared():
+    timeshare, calls = make_timeshare(keeps_weights=False)
 
     async def send():
-        told.append("weights")
+        calls.append("weights")
 
     async def main():
         await timeshare.hand_over(send)
@@ -104,4 +104,4 @@ def test_where_nothing_is_shared_nothing_moves():
         await timeshare.give_to_engines()
 
     asyncio.run(main())
-    assert told == ["weights"]
+    assert calls == ["weights"]

@@ -1,4 +1,4 @@
-"""Weights on their way to the engine, and the two checks that they arrived."""
+"""Weight sync, and the two checks that the weights arrived."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TOLERANCE = 0.01
 INFO = {"adapter": False, "dtype": "float32", "n_parameters": 10, "n_trained": 2}
 
 
-class Both:
-    """An actor and an engine, whose log-probabilities of the probe differ by `differences`."""
+class ActorAndEngine:
+    """An actor and an engine whose log-probabilities of the probe differ by `differences`."""
 
     def __init__(self, differences, **info):
         self.differences = differences
@@ -41,8 +41,8 @@ class Both:
         assert observation.text == PROBE
         return list(range(len(self.differences) + 1))
 
-    async def forward(self, rows):
-        return [np.array([0.0, *(-1.0 + d for d in self.differences)], np.float32) for _ in rows]
+    async def forward(self, samples):
+        return [np.array([0.0, *(-1.0 + d for d in self.differences)], np.float32) for _ in samples]
 
     async def score(self, token_ids):
         return [-1.0] * (len(token_ids) - 1)
@@ -51,7 +51,7 @@ class Both:
         self.loaded.append(("", version, "weights"))
         return Receipt(10, 0.5)
 
-    async def on_first(self, method, path, *more):
+    async def on_first(self, method, path, *args):
         if method == "offer":
             Path(path).touch()
         elif Path(path).is_dir():
@@ -71,28 +71,28 @@ class Both:
         self.loaded.append((path, version, Path(path, "adapter").read_text()))
 
     def sync(self, **settings) -> WeightSync:
-        both: Any = self
-        files = FileTransfer(both, Path("transfer"), 100, checkpoint=False)
-        files.send = both.send
+        pair: Any = self
+        files = FileTransfer(pair, Path("transfer"), 100, checkpoint=False)
+        files.send = pair.send
         timeshare = GpuTimeshare(None, {}, keeps_weights=False)
-        return WeightSync(EnginePool(None, [both]), both, both, TOLERANCE, both, files, timeshare, **settings)
+        return WeightSync(EnginePool(None, [pair]), pair, pair, TOLERANCE, pair, files, timeshare, **settings)
 
 
 def test_the_engine_gets_the_actors_weights_and_is_compared_with_it():
-    both = Both([0.0, -0.004, 0.001])
-    sync = both.sync()
+    pair = ActorAndEngine([0.0, -0.004, 0.001])
+    sync = pair.sync()
     assert asyncio.run(sync(7)) == pytest.approx(0.004, rel=1e-4)
-    assert both.loaded == [("", 7, "weights")]
+    assert pair.loaded == [("", 7, "weights")]
     assert sync.receipt == Receipt(10, 0.5)
 
 
-def test_an_adapter_travels_alone_once_the_engine_has_the_base():
-    both = Both([0.0], adapter=True)
-    sync = both.sync(base_is_quantized=True)
+def test_an_adapter_is_sent_alone_once_the_engine_has_the_base():
+    pair = ActorAndEngine([0.0], adapter=True)
+    sync = pair.sync(base_is_quantized=True)
     asyncio.run(sync(1))
     asyncio.run(sync(2))
-    assert [(version, what) for _, version, what in both.loaded] == [(1, "weights"), (1, "adapter"), (2, "adapter")]
-    assert not any(Path(path).exists() for path, *_ in both.loaded if path)
+    assert [(version, kind) for _, version, kind in pair.loaded] == [(1, "weights"), (1, "adapter"), (2, "adapter")]
+    assert not any(Path(path).exists() for path, *_ in pair.loaded if path)
 
 
 @pytest.mark.parametrize(
@@ -101,56 +101,56 @@ def test_an_adapter_travels_alone_once_the_engine_has_the_base():
 )
 def test_a_probe_that_differs_stops_the_run(differences):
     with pytest.raises(RunError, match=r"disagree on the probe after sync 3: .*sync\.tolerance=0\.01"):
-        asyncio.run(Both(differences).sync()(3))
+        asyncio.run(ActorAndEngine(differences).sync()(3))
 
 
 class Actor:
-    """The ranks of an actor that says how far its episodes' log-probabilities are from the sampler's."""
+    """The ranks of an actor whose log-probabilities differ from the sampler's by `mean_abs`."""
 
     def __init__(self, mean_abs: float) -> None:
-        self.stepped = False
+        self.has_stepped = False
         self.mean_abs = mean_abs
 
-    async def accumulate(self, rows, normalizers):
+    async def accumulate(self, samples, normalizers):
         return {"mismatch/mean_abs": self.mean_abs}
 
     async def step(self, lr):
-        self.stepped = True
-        raise InterruptedError  # what comes after it is no matter here
+        self.has_stepped = True
+        raise InterruptedError
 
 
 def take_step(actor, **sampling):
-    """An optimizer step of the actor on no rows."""
+    """An optimizer step of the actor without samples."""
     roles = {"actor": RoleSpec(trained=True)}
     learner: Any = SimpleNamespace(
-        roles=roles, loss_normalizers=lambda rows: {}, config=LearnerConfig(name="any"), needs_policy_samples=False
+        roles=roles, loss_normalizers=lambda samples: {}, config=LearnerConfig(name="any"), needs_policy_samples=False
     )
-    sampled = SamplingParams(max_tokens=4, **sampling)
-    components = Components(learner, None, {"actor": actor}, sampled, sync=Both([0.0]).sync())
+    params = SamplingParams(max_tokens=4, **sampling)
+    components = Components(learner, None, {"actor": actor}, params, sync=ActorAndEngine([0.0]).sync())
     asyncio.run(Update(components, StageConfig(env="any", learner="any"), Progress(), 1).optimizer_step([], []))
 
 
 @pytest.mark.parametrize("mean_abs", [0.02, math.nan])
-def test_episodes_that_the_actor_would_not_have_played_stop_the_run_before_it_learns(mean_abs):
+def test_episodes_of_another_policy_stop_the_run_before_the_optimizer_step(mean_abs):
     actor = Actor(mean_abs)
     with pytest.raises(RunError, match="disagree on this step's episodes"):
         take_step(actor)
-    assert not actor.stepped
+    assert not actor.has_stepped
 
 
 @pytest.mark.parametrize(
     ("mean_abs", "sampling"),
-    [(0.001, {}), (0.02, {"top_p": 0.9}), (0.02, {"top_k": 5})],  # a cut support differs by the cut
+    [(0.001, {}), (0.02, {"top_p": 0.9}), (0.02, {"top_k": 5})],  # top-p and top-k renormalize
 )
-def test_episodes_of_the_same_policy_are_learned_from(mean_abs, sampling):
+def test_episodes_of_the_same_policy_are_trained_on(mean_abs, sampling):
     actor = Actor(mean_abs)
     with pytest.raises(InterruptedError):
         take_step(actor, **sampling)
-    assert actor.stepped
+    assert actor.has_stepped
 
 
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan], [1.0, math.nan, 2.0]])
-def test_the_largest_of_several_is_not_a_number_where_one_is_not(values):
+def test_the_largest_of_several_values_is_nan_if_one_is(values):
     merged = merge({"mismatch/max": (value, 1.0), "ratio/min": (value, 1.0)} for value in values)
     assert math.isnan(merged["mismatch/max"])
     assert math.isnan(merged["ratio/min"])

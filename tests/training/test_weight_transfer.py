@@ -1,4 +1,4 @@
-"""The actor's weights on their way: through files with real ranks, and the order of calls of vLLM's own transfers."""
+"""Transfers of the actor's weights: files with real ranks, and the order of calls of vLLM's own transfers."""
 
 import asyncio
 from pathlib import Path
@@ -22,11 +22,11 @@ from envgym.workers.spec import WorkerSpec
 
 
 class Reader:
-    """An engine that keeps what it is given; `spoil` is what happens to a bucket on its way to it."""
+    """An engine that stores the weights; `corrupt` changes a bucket on its way."""
 
-    def __init__(self, folder=None, spoil=lambda bucket: bucket):
-        self.folder, self.spoil = folder, spoil
-        self.tensors, self.most_files, self.calls, self.version = {}, 0, [], None
+    def __init__(self, folder=None, corrupt=lambda bucket: bucket):
+        self.folder, self.corrupt = folder, corrupt
+        self.tensors, self.max_files, self.calls, self.version = {}, 0, [], None
 
     async def call(self, method, *args):
         return await getattr(self, method)(*args)
@@ -43,9 +43,9 @@ class Reader:
     async def load_bucket(self, bucket):
         self.calls.append(bucket)
         if not isinstance(bucket, dict):
-            beside = Path(bucket.path).parent.glob(f"{Path(bucket.path).name.rpartition('-')[0]}*")
-            self.most_files = max(self.most_files, len(list(beside)))
-            self.tensors |= read_bucket(self.spoil(bucket))
+            files = Path(bucket.path).parent.glob(f"{Path(bucket.path).name.rpartition('-')[0]}*")
+            self.max_files = max(self.max_files, len(list(files)))
+            self.tensors |= read_bucket(self.corrupt(bucket))
 
     async def end_weights(self, n_buckets, version):
         self.calls.append(("end", n_buckets))
@@ -60,7 +60,7 @@ async def no_start(number):
 
 
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_all_weights_arrive_in_buckets_of_which_two_exist_at_once(tiny_model, tmp_path, zero_stage):
+def test_all_weights_arrive_in_buckets_of_which_at_most_two_exist(tiny_model, tmp_path, zero_stage):
     async def main():
         runtime, reader = LocalRuntime(tmp_path / "logs"), Reader()
         try:
@@ -80,19 +80,19 @@ def test_all_weights_arrive_in_buckets_of_which_two_exist_at_once(tiny_model, tm
     assert all(torch.equal(reader.tensors[name], tensor) for name, tensor in saved.items())
     assert receipt.n_bytes == sum(tensor.nbytes for tensor in saved.values())
     assert reader.version == 8
-    assert reader.most_files <= 2
+    assert reader.max_files <= 2
     assert not list(module.MEMORY.glob(f"envgym-{id(0):x}*"))
 
 
 class Actor:
-    """An actor of one small tensor, whose memory only some engines share."""
+    """An actor of two small tensors. The folders `full` have no space."""
 
     role, info = "actor", SimpleNamespace(n_parameters=4, dtype="float32", device="cuda:0")
 
     settings = WorkersConfig()
 
     def __init__(self, full=()):
-        self.full, self.calls, self.left = full, [], 2
+        self.full, self.calls, self.n_left = full, [], 2
 
     async def on_first(self, method, *args):
         if method == "offer":
@@ -106,25 +106,25 @@ class Actor:
 
     async def on_all(self, method, *args):
         if method == "begin_export":
-            self.left, self.prefix = 2, args[1]
+            self.n_left, self.prefix = 2, args[1]
             return [None]
         if method == "next_bucket":
-            self.left -= 1
-            if self.left < 0:
+            self.n_left -= 1
+            if self.n_left < 0:
                 return [None]
-            self.calls.append(f"{self.prefix}-{self.left}")
-            return [write_bucket(1 - self.left, self.calls[-1], {str(self.left): torch.ones(2)})]
+            self.calls.append(f"{self.prefix}-{self.n_left}")
+            return [write_bucket(1 - self.n_left, self.calls[-1], {str(self.n_left): torch.ones(2)})]
         self.calls.append((method, *args))
         answers = {"address": "10.0.0.1:5000", "open_nccl": {"names": ["w"], "shapes": [[4]]}}
         if method == "next_ipc":
-            self.left -= 1
-            chunks = [{"names": ["w"], "ipc_handles": {f"GPU-{rank}": self.left}} for rank in range(2)]
-            return chunks if self.left >= 0 else [None, None]
+            self.n_left -= 1
+            chunks = [{"names": ["w"], "ipc_handles": {f"GPU-{rank}": self.n_left}} for rank in range(2)]
+            return chunks if self.n_left >= 0 else [None, None]
         return [answers.get(method)] * 2
 
 
-def test_weights_go_where_the_engines_see_them(tmp_path, monkeypatch):
-    """Memory, then this machine's disk, then the run's folder: the first that has room and that all of them share."""
+def test_files_are_in_a_folder_that_all_engines_see(tmp_path, monkeypatch):
+    """Shared memory, the machine's disk, the run's folder: the first with space that all of them share."""
     shared = tmp_path / "run" / "transfer"
 
     async def main(full, *readers):
@@ -141,8 +141,8 @@ def test_weights_go_where_the_engines_see_them(tmp_path, monkeypatch):
         asyncio.run(main((), Reader(tmp_path)))
 
 
-def test_other_engines_are_asked_anew_which_folder_they_see(tmp_path):
-    """An engine that takes another's place may be on another machine, which shares the run's folder alone."""
+def test_the_folder_is_chosen_again_for_other_engines(tmp_path):
+    """A replacement engine may be on another machine, which shares only the run's folder."""
     shared = tmp_path / "run" / "transfer"
 
     async def main():
@@ -159,7 +159,7 @@ def test_other_engines_are_asked_anew_which_folder_they_see(tmp_path):
     assert asyncio.run(main()) == [{module.MEMORY}, {shared}]
 
 
-def test_an_engine_whose_bucket_has_changed_does_not_go_on(tmp_path):
+def test_an_engine_with_a_corrupt_bucket_leaves_the_pool(tmp_path):
     def flip(bucket):
         content = bytearray(Path(bucket.path).read_bytes())
         content[-1] ^= 1
@@ -168,7 +168,7 @@ def test_an_engine_whose_bucket_has_changed_does_not_go_on(tmp_path):
         return SimpleNamespace(number=bucket.number, path=str(copy), checksum=bucket.checksum)
 
     async def main():
-        good, bad, notes = Reader(), Reader(spoil=flip), []
+        good, bad, notes = Reader(), Reader(corrupt=flip), []
         pool = EnginePool(no_start, [good, bad], note=notes.append)
         await FileTransfer(Actor(), tmp_path, 100, checkpoint=True).send(pool, 3)
         assert (good.version, bad.version) == (3, None)
@@ -178,7 +178,7 @@ def test_an_engine_whose_bucket_has_changed_does_not_go_on(tmp_path):
     asyncio.run(main())
 
 
-def test_nccl_meets_the_engines_once_and_sends_while_they_receive():
+def test_nccl_connects_once_and_sends_while_the_engines_receive():
     async def main():
         actor, readers = Actor(), [Reader(), Reader()]
         config = SyncConfig(transfer="nccl")
@@ -186,16 +186,16 @@ def test_nccl_meets_the_engines_once_and_sends_while_they_receive():
         pool = EnginePool(no_start, readers)
         await transfer.send(pool, 1)
         await transfer.send(pool, 2)
-        told = {"master_address": "10.0.0.1", "master_port": 5000, "world_size": 5, "packed": True}
+        connection = {"master_address": "10.0.0.1", "master_port": 5000, "world_size": 5, "packed": True}
         offsets = [reader.calls[0][1].pop("rank_offset") for reader in readers]
         assert offsets == [1, 3]
-        described = {"names": ["w"], "shapes": [[4]]}
+        description = {"names": ["w"], "shapes": [[4]]}
         for reader in readers:
-            assert reader.calls == [("connect", told), *["begin", described, ("end", 1)] * 2]
+            assert reader.calls == [("connect", connection), *["begin", description, ("end", 1)] * 2]
         assert [call[0] for call in actor.calls] == ["address", "open_nccl", "send_nccl", "send_nccl"]
         assert actor.calls[1] == ("open_nccl", "10.0.0.1:5000", 5)
 
-        pool.members.pop()  # one has died: the group of those that are left is another
+        pool.members.pop()  # an engine died: the others need a new group
         await transfer.send(pool, 3)
         assert [call[0] for call in actor.calls[4:]] == ["address", "open_nccl", "send_nccl"]
         assert actor.calls[5] == ("open_nccl", "10.0.0.1:5000", 3)
@@ -203,7 +203,7 @@ def test_nccl_meets_the_engines_once_and_sends_while_they_receive():
     asyncio.run(main())
 
 
-def test_cuda_ipc_shows_every_gpu_its_own_rank():
+def test_cuda_ipc_sends_the_handles_of_every_gpu():
     async def main():
         actor, reader = Actor(), Reader()
         await make_transfer(SyncConfig(transfer="cuda_ipc", bucket_megabytes=1), actor, None, 1).send(
@@ -219,7 +219,7 @@ def test_cuda_ipc_shows_every_gpu_its_own_rank():
 
 
 @pytest.mark.parametrize("kind", ["nccl", "cuda_ipc"])
-def test_between_gpus_is_refused_where_there_are_none(kind):
+def test_transfers_between_gpus_need_gpus(kind):
     actor = SimpleNamespace(info=SimpleNamespace(device="cpu"), settings=WorkersConfig())
     with pytest.raises(ConfigError, match=f"sync.transfer={kind} is between GPUs, and the actor is on a CPU"):
         make_transfer(SyncConfig(transfer=kind), actor, None, 1)

@@ -32,7 +32,7 @@ def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
         main.locator("a.step").first.click()
         page.wait_for_selector("a.row")
         assert "16 episodes" in main.inner_text()
-        main.get_by_label("Ended").select_option("failed")
+        main.get_by_label("Outcome").select_option("failed")
         assert main.locator("a.row").count() == 1
         assert "status=failed" in page.url  # every view is a link
         page.reload()
@@ -286,7 +286,7 @@ def test_an_export_opens_from_the_disk_and_asks_for_nothing(tree, page, monkeypa
     page.locator("a.step").first.click()
     page.wait_for_selector("a.row")
     assert page.locator("a.row").count() == 16
-    page.get_by_label("Ended").select_option("failed")
+    page.get_by_label("Outcome").select_option("failed")
     page.locator("a.row").first.click()
     page.wait_for_selector(".talk")
     assert "took too long" in page.locator("main").inner_text()

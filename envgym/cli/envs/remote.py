@@ -40,7 +40,7 @@ def add_main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{options.name!r} reads as a file or an import path: names look like [namespace/]name[-v0]")
     if registry.is_installed(options.name):
         raise ConfigError(f"{options.name!r} is the name of an environment that is installed here: choose another one")
-    name = registry.check_beside(options.name, registry.list_ids())
+    name = registry.check_new_id(options.name, registry.list_ids())
     files = {"token_file": options.token_file, "ca_file": options.ca_file}
     absolute = {name: path and path.expanduser().absolute() for name, path in files.items()}
     entry = named.NamedEnvironment(urls=tuple(options.urls), **absolute)

@@ -1,4 +1,4 @@
-// Which view an address stands for, and the keys.
+// The view of the page's address, and the keys.
 import { compare } from "./compare.js";
 import { h, link } from "./dom.js";
 import { episode, group } from "./episode.js";
@@ -22,62 +22,62 @@ function remember(query) {
 }
 
 /** @param {[string, string | null][]} parts */
-function trace(parts) {
-  trail.replaceChildren(...parts.flatMap(([word, target], n) => [n ? h("span", { class: "sep" }, "›") : "", target ? h("a", { href: target }, word) : h("span", null, word)]));
-  document.title = `${parts.map(([word]) => word).reverse().join(" · ")}`;
+function showTrail(parts) {
+  trail.replaceChildren(...parts.flatMap(([text, target], n) => [n ? h("span", { class: "sep" }, "›") : "", target ? h("a", { href: target }, text) : h("span", null, text)]));
+  document.title = `${parts.map(([text]) => text).reverse().join(" · ")}`;
 }
 
 async function show() {
-  const mine = ++turnNumber;
+  const number = ++turnNumber;
   leave?.();
   leave = null;
   keys = {};
   const [path, search] = location.hash.replace(/^#\/?/, "").split("?");
-  const [what, id = "", ...rest] = path.split("/").map(decodeURIComponent), query = new URLSearchParams(search || "");
-  const step = Number(rest[0] || 0), box = h("div", { class: `view view-${what || "home"}` });
+  const [view, id = "", ...args] = path.split("/").map(decodeURIComponent), query = new URLSearchParams(search || "");
+  const step = Number(args[0] || 0), box = h("div", { class: `view view-${view || "home"}` });
   /** @type {[string, string | null][]} */
   const parts = [["envgym", "#/"]];
   try {
     /** @type {any} */
-    let made = null;
-    if (!what) made = await home(box);
-    else if (what === "run") { parts.push([id, null]); made = await run(box, id); }
-    else if (what === "compare") { parts.push(["compare", null]); await compare(box, id, step, rest[1], Number(rest[2] || 0)); }
+    let result = null;
+    if (!view) result = await home(box);
+    else if (view === "run") { parts.push([id, null]); result = await run(box, id); }
+    else if (view === "compare") { parts.push(["compare", null]); await compare(box, id, step, args[1], Number(args[2] || 0)); }
     else {
       parts.push([id, link("run", id)], [step ? `step ${step}` : "episodes", link("list", id, step)]);
-      if (what === "list") made = await list(box, id, step, query, remember);
-      else if (what === "lanes") { parts.push(["in time", null]); await lanes(box, id, step); }
-      else if (what === "group") { parts.push(["group", null]); await group(box, id, step, Number(rest[1])); }
-      else if (what === "episode") { parts.push([`episode ${rest[1]}`, null]); made = await episode(box, id, step, Number(rest[1]), query, remember); }
-      else throw new Error(`there is no view ${what}`);
+      if (view === "list") result = await list(box, id, step, query, remember);
+      else if (view === "lanes") { parts.push(["swimlanes", null]); await lanes(box, id, step); }
+      else if (view === "group") { parts.push(["group", null]); await group(box, id, step, Number(args[1])); }
+      else if (view === "episode") { parts.push([`episode ${args[1]}`, null]); result = await episode(box, id, step, Number(args[1]), query, remember); }
+      else throw new Error(`there is no view ${view}`);
     }
-    if (mine !== turnNumber) return typeof made === "function" && made();
-    if (typeof made === "function") leave = made;
-    else if (made) keys = made;
+    if (number !== turnNumber) return typeof result === "function" && result();
+    if (typeof result === "function") leave = result;
+    else if (result) keys = result;
   } catch (error) {
-    if (mine !== turnNumber) return;
+    if (number !== turnNumber) return;
     box.replaceChildren(h("h1", null, "This cannot be shown"), h("p", { class: "error" }, /** @type {Error} */ (error).message));
   }
-  trace(parts);
+  showTrail(parts);
   main.replaceChildren(box);
   dispatchEvent(new Event("shown"));
 }
 
 /** @param {string} theme */
-function dress(theme) {
+function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
-  try { localStorage.setItem("theme", theme); } catch { /* a file from the disk may keep nothing */ }
+  try { localStorage.setItem("theme", theme); } catch { /* a file from the disk may have no storage */ }
 }
 let theme = "";
 try { theme = localStorage.getItem("theme") || ""; } catch { theme = ""; }
-dress(theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
-document.getElementById("theme")?.addEventListener("click", () => { dress(document.documentElement.dataset.theme === "dark" ? "light" : "dark"); show(); });
+setTheme(theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+document.getElementById("theme")?.addEventListener("click", () => { setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"); show(); });
 
-const HELP = [["j, k", "next, previous episode"], ["g", "its group"], ["t", "conversation or tokens"], ["c", "next coloring"], ["u", "up"], ["/", "search"], ["?", "these keys"]];
+const HELP = [["j, k", "next, previous episode"], ["g", "the episode's group"], ["t", "conversation or tokens"], ["c", "next coloring"], ["u", "up"], ["/", "search"], ["?", "these keys"]];
 function help() {
   const open = document.querySelector("dialog");
   if (open) return open.remove();
-  const box = /** @type {HTMLDialogElement} */ (h("dialog", { "aria-label": "Keys" }, h("dl", null, HELP.map(([key, word]) => [h("dt", null, key), h("dd", null, word)])), h("button", { type: "button", onclick: () => box.remove() }, "Close")));
+  const box = /** @type {HTMLDialogElement} */ (h("dialog", { "aria-label": "Keys" }, h("dl", null, HELP.map(([key, text]) => [h("dt", null, key), h("dd", null, text)])), h("button", { type: "button", onclick: () => box.remove() }, "Close")));
   document.body.append(box);
   box.showModal();
 }
@@ -87,7 +87,7 @@ addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || ["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName)) return;
   if (keys[event.key]) keys[event.key]();
   else if (event.key === "?") help();
-  else if (event.key === "u") { const up = [...trail.querySelectorAll("a")].at(-1); if (up) location.hash = up.hash; }
+  else if (event.key === "u") { const parent = [...trail.querySelectorAll("a")].at(-1); if (parent) location.hash = parent.hash; }
   else if (event.key === "/") { const search = /** @type {HTMLElement | null} */ (main.querySelector("input[type=search]")); if (search) { event.preventDefault(); search.focus(); } }
 });
 addEventListener("hashchange", show);

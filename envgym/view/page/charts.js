@@ -1,4 +1,4 @@
-// Curves and small pictures.
+// Charts: curves, sparklines and histograms.
 import { h, num } from "./dom.js";
 import { INKS, plot } from "./plot.js";
 
@@ -18,53 +18,53 @@ export function spark(values) {
   return svg;
 }
 
-/** Curves over steps; those with an interval have it as a band. Returns the element and a way to give new data.
+/** Curves over steps, with their intervals as bands. Returns the element and a function that sets the data.
  * @param {string} title @param {import("./plot.js").Line[]} lines
  * @returns {{element: HTMLElement, set: (records: any[]) => void}} */
 export function chart(title, lines) {
   const value = h("span", { class: "now" });
   /** @type {any[]} */
-  let own = [];
-  const curves = plot(lines, tell), element = h("figure", { class: "chart", hidden: true }, h("figcaption", null, h("span", null, title), value), curves.element);
+  let plotted = [];
+  const curves = plot(lines, showValues), element = h("figure", { class: "chart", hidden: true }, h("figcaption", null, h("span", null, title), value), curves.element);
   const names = lines.flatMap((line) => [line.name, ...(line.low && line.high ? [line.low, line.high] : [])]);
-  /** The values of a step under the pointer, or the last ones. @param {number | null} at */
-  function tell(at) {
-    value.replaceChildren(at === null ? "" : h("span", { class: "at" }, `step ${num(own[at].step)} `), ...lines.map((line, n) => {
-      const one = at === null ? own.filter((record) => typeof record[line.name] === "number").at(-1) || {} : own[at];
-      const hasBand = at !== null && line.low && line.high && typeof one[line.low] === "number" && typeof one[line.high] === "number";
-      const word = `${num(one[line.name])}${hasBand ? ` [${num(one[line.low || ""])}, ${num(one[line.high || ""])}]` : ""}`;
-      return lines.length === 1 ? word : h("span", { class: "of", vars: { "--ink-of": `var(${INKS[n % INKS.length]})` } }, ` ${line.name} ${word}`);
+  /** Show the values of the step under the pointer, or the last ones. @param {number | null} index */
+  function showValues(index) {
+    value.replaceChildren(index === null ? "" : h("span", { class: "step-number" }, `step ${num(plotted[index].step)} `), ...lines.map((line, n) => {
+      const record = index === null ? plotted.filter((candidate) => typeof candidate[line.name] === "number").at(-1) || {} : plotted[index];
+      const hasBand = index !== null && line.low && line.high && typeof record[line.low] === "number" && typeof record[line.high] === "number";
+      const text = `${num(record[line.name])}${hasBand ? ` [${num(record[line.low || ""])}, ${num(record[line.high || ""])}]` : ""}`;
+      return lines.length === 1 ? text : h("span", { class: "line-value", vars: { "--line-ink": `var(${INKS[n % INKS.length]})` } }, ` ${line.name} ${text}`);
     }));
   }
   return {
     element,
     set(records) {
-      own = records.filter((record) => names.some((name) => typeof record[name] === "number"));
-      element.hidden = own.length === 0;
-      if (own.length) tell(null);
-      curves.set(own.map((record) => record.step), Object.fromEntries(names.map((name) => [name, own.map((record) => (typeof record[name] === "number" ? record[name] : null))])));
+      plotted = records.filter((record) => names.some((name) => typeof record[name] === "number"));
+      element.hidden = plotted.length === 0;
+      if (plotted.length) showValues(null);
+      curves.set(plotted.map((record) => record.step), Object.fromEntries(names.map((name) => [name, plotted.map((record) => (typeof record[name] === "number" ? record[name] : null))])));
     },
   };
 }
 
-/** A histogram whose bars are buttons. @param {number[]} values @param {(range: [number, number] | null) => void} onPick
- * @param {[number, number] | null} picked @returns {HTMLElement} */
-export function histogram(values, onPick, picked) {
-  const known = values.filter((value) => typeof value === "number");
-  if (!known.length) return h("div", { class: "bars" });
+/** A histogram with buttons as bars. @param {number[]} values @param {(range: [number, number] | null) => void} onSelect
+ * @param {[number, number] | null} selected @returns {HTMLElement} */
+export function histogram(values, onSelect, selected) {
+  const numbers = values.filter((value) => typeof value === "number");
+  if (!numbers.length) return h("div", { class: "bars" });
   let low = Infinity, high = -Infinity;
-  for (const value of known) { low = Math.min(low, value); high = Math.max(high, value); }
-  const distinct = new Set(known.length > 5000 ? known.slice(0, 5000) : known).size;
+  for (const value of numbers) { low = Math.min(low, value); high = Math.max(high, value); }
+  const distinct = new Set(numbers.length > 5000 ? numbers.slice(0, 5000) : numbers).size;
   const bins = Math.max(1, Math.min(24, distinct)), width = (high - low) / bins || 1;
   const counts = new Array(bins).fill(0);
-  for (const value of known) counts[Math.min(bins - 1, Math.floor((value - low) / width))]++;
-  const most = Math.max(...counts);
+  for (const value of numbers) counts[Math.min(bins - 1, Math.floor((value - low) / width))]++;
+  const maxCount = Math.max(...counts);
   return h("div", { class: "bars", role: "group", "aria-label": "Rewards" }, counts.map((count, n) => {
     /** @type {[number, number]} */
     const range = [low + n * width, n === bins - 1 ? high : low + (n + 1) * width];
-    const isPicked = picked !== null && picked[0] === range[0];
+    const isSelected = selected !== null && selected[0] === range[0];
     const label = `${num(range[0])} to ${num(range[1])}: ${count} episodes`;
-    return h("button", { type: "button", title: label, "aria-label": label, "aria-pressed": String(isPicked), disabled: count === 0,
-      vars: { "--h": `${Math.max(count ? 6 : 0, (count * 100) / most)}%` }, onclick: () => onPick(isPicked ? null : range) });
+    return h("button", { type: "button", title: label, "aria-label": label, "aria-pressed": String(isSelected), disabled: count === 0,
+      vars: { "--h": `${Math.max(count ? 6 : 0, (count * 100) / maxCount)}%` }, onclick: () => onSelect(isSelected ? null : range) });
   }));
 }

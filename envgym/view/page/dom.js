@@ -77,7 +77,7 @@ export async function copy(text, message) {
   }
 }
 
-/** A name and a value. Its place in the page stays when the value grows. @param {string} name @param {any} value @returns {HTMLElement} */
+/** A name with its value. @param {string} name @param {any} value @returns {HTMLElement} */
 export function fact(name, value) {
   return h("div", { class: "fact" }, h("dt", null, name), h("dd", null, value));
 }

@@ -8,44 +8,44 @@ export async function home(main) {
   const body = h("tbody"), search = h("input", { type: "search", placeholder: "Filter by name", "aria-label": "Filter by name" });
   const compare = h("a", { class: "button", hidden: true }, "Compare");
   /** @type {string[]} */
-  let picked = [];
+  let selected = [];
   /** @type {any[]} */
-  let all = [];
+  let entries = [];
   function draw() {
-    const wanted = /** @type {HTMLInputElement} */ (search).value.toLowerCase();
-    body.replaceChildren(...all.filter((one) => one.id.toLowerCase().includes(wanted)).map(row));
-    compare.hidden = picked.length !== 2;
-    if (picked.length === 2) compare.setAttribute("href", link("compare", picked[0], last(picked[0]), picked[1], last(picked[1])));
+    const filter = /** @type {HTMLInputElement} */ (search).value.toLowerCase();
+    body.replaceChildren(...entries.filter((entry) => entry.id.toLowerCase().includes(filter)).map(row));
+    compare.hidden = selected.length !== 2;
+    if (selected.length === 2) compare.setAttribute("href", link("compare", selected[0], lastStep(selected[0]), selected[1], lastStep(selected[1])));
   }
   /** @param {string} id */
-  const last = (id) => { const one = all.find((each) => each.id === id); return one.kind === "run" ? one.steps : 0; };
-  /** @param {any} one */
-  function row(one) {
-    const box = h("input", { type: "checkbox", "aria-label": `Compare ${one.id}`, onchange: () => {
-      picked = picked.includes(one.id) ? picked.filter((id) => id !== one.id) : [...picked.slice(-1), one.id];
+  const lastStep = (id) => { const entry = entries.find((candidate) => candidate.id === id); return entry.kind === "run" ? entry.steps : 0; };
+  /** @param {any} entry */
+  function row(entry) {
+    const box = h("input", { type: "checkbox", "aria-label": `Compare ${entry.id}`, onchange: () => {
+      selected = selected.includes(entry.id) ? selected.filter((id) => id !== entry.id) : [...selected.slice(-1), entry.id];
       draw();
     } });
-    /** @type {HTMLInputElement} */ (box).checked = picked.includes(one.id);
-    const target = one.kind === "run" ? link("run", one.id) : link("list", one.id, 0);
-    const score = one.kind === "evaluation" ? num(one.after) : one.after != null ? `${num(one.before)} → ${num(one.after)}` : "";
-    const name = plain(one.id, 300), why = one.why && h("div", { class: "caption" }, plain(one.why, 300));
-    return h("tr", null, h("td", null, one.files ? box : ""), h("td", { class: "name" }, one.why ? [name, why] : h("a", { href: target }, name)), h("td", null, one.kind),
-      h("td", null, h("span", { class: `state ${one.state}` }, one.state)), h("td", { class: "n" }, one.kind === "run" ? num(one.steps) : ""),
-      h("td", { class: "curve" }, one.curve && one.curve.length > 1 ? spark(one.curve) : ""), h("td", { class: "n" }, score),
-      h("td", { class: "n" }, one.alarms ? h("span", { class: "alarm" }, `${one.alarms}`) : ""), h("td", { class: "n" }, one.changed ? ago(one.changed) : ""));
+    /** @type {HTMLInputElement} */ (box).checked = selected.includes(entry.id);
+    const target = entry.kind === "run" ? link("run", entry.id) : link("list", entry.id, 0);
+    const score = entry.kind === "evaluation" ? num(entry.after) : entry.after != null ? `${num(entry.before)} → ${num(entry.after)}` : "";
+    const name = plain(entry.id, 300), error = entry.why && h("div", { class: "caption" }, plain(entry.why, 300));
+    return h("tr", null, h("td", null, entry.files ? box : ""), h("td", { class: "name" }, entry.why ? [name, error] : h("a", { href: target }, name)), h("td", null, entry.kind),
+      h("td", null, h("span", { class: `state ${entry.state}` }, entry.state)), h("td", { class: "n" }, entry.kind === "run" ? num(entry.steps) : ""),
+      h("td", { class: "curve" }, entry.curve && entry.curve.length > 1 ? spark(entry.curve) : ""), h("td", { class: "n" }, score),
+      h("td", { class: "n" }, entry.alarms ? h("span", { class: "alarm" }, `${entry.alarms}`) : ""), h("td", { class: "n" }, entry.changed ? ago(entry.changed) : ""));
   }
-  const heads = ["", "name", "kind", "state", "steps", "curve", "score", "alarms", "changed"];
+  const headings = ["", "name", "kind", "state", "steps", "curve", "score", "alerts", "changed"];
   search.addEventListener("input", draw);
-  main.replaceChildren(h("h1", null, "Runs and evaluations"), h("div", { class: "tools" }, search, compare, h("span", { class: "hint" }, "tick two to compare them")),
-    h("div", { class: "wide" }, h("table", { class: "index" }, h("thead", null, h("tr", null, heads.map((name, n) => h("th", { class: n > 3 && n !== 5 ? "n" : null }, n ? name : h("span", { class: "unseen" }, "compare"))))), body)));
+  main.replaceChildren(h("h1", null, "Runs and evaluations"), h("div", { class: "tools" }, search, compare, h("span", { class: "hint" }, "select two to compare them")),
+    h("div", { class: "wide" }, h("table", { class: "index" }, h("thead", null, h("tr", null, headings.map((name, n) => h("th", { class: n > 3 && n !== 5 ? "n" : null }, n ? name : h("span", { class: "unseen" }, "compare"))))), body)));
   let isOver = false;
   async function load() {
-    all = await ask("index");
+    entries = await ask("index");
     draw();
-    if (!all.length) body.replaceChildren(h("tr", null, h("td", { colspan: heads.length }, "Nothing here yet: train a run, or evaluate a model.")));
+    if (!entries.length) body.replaceChildren(h("tr", null, h("td", { colspan: headings.length }, "No runs or evaluations yet: train or evaluate a model.")));
   }
   await load();
-  if (isExport() && all.length === 1) location.hash = all[0].kind === "run" ? link("run", all[0].id) : link("list", all[0].id, 0);
-  const timer = setInterval(() => { if (!isOver && !document.hidden && all.some((one) => one.state === "running")) load().catch(() => {}); }, 3000);
+  if (isExport() && entries.length === 1) location.hash = entries[0].kind === "run" ? link("run", entries[0].id) : link("list", entries[0].id, 0);
+  const timer = setInterval(() => { if (!isOver && !document.hidden && entries.some((entry) => entry.state === "running")) load().catch(() => {}); }, 3000);
   return () => { isOver = true; clearInterval(timer); };
 }

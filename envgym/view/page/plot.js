@@ -1,5 +1,5 @@
 // Curves on a canvas: lines over steps, with bands, points, ticks and a cursor.
-import { colour, h, num } from "./dom.js";
+import { color, h, num } from "./dom.js";
 
 /** A line over the steps; `low` and `high` are the names of its band's edges.
  * @typedef {{name: string, low?: string, high?: string, points?: boolean}} Line */
@@ -9,24 +9,24 @@ export const INKS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5",
 
 /** @type {Record<string, string>} */
 let inks = {};
-/** Colours of the page as it is now: asked for once, since every question makes the browser lay out anew. */
-function coloured() {
+/** Colors of the page's current theme, cached: each lookup makes the browser compute the layout again. */
+function currentInks() {
   const theme = document.documentElement.dataset.theme || "";
-  if (inks.theme !== theme) inks = Object.fromEntries([["theme", theme], ...["--rule", "--quiet", "--band", "--raised", ...INKS].map((name) => [name, colour(name)])]);
+  if (inks.theme !== theme) inks = Object.fromEntries([["theme", theme], ...["--rule", "--quiet", "--band", "--raised", ...INKS].map((name) => [name, color(name)])]);
   return inks;
 }
 
-/** Where ticks stand between two numbers, at most so many, and how far from each other: 1, 2 or 5 times a power of ten.
- * @param {number} low @param {number} high @param {number} most @param {number} [least] @returns {[number[], number]} */
-export function ticks(low, high, most, least = 0) {
-  const rough = (high - low) / Math.max(1, most), power = 10 ** Math.floor(Math.log10(rough));
-  const step = Math.max(least, power * ([1, 2, 5].find((n) => n * power >= rough * (1 - 1e-9)) || 10));
-  const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(n * step);
-  return found.length < 2 && step > least && most < 32 ? ticks(low, high, 2 * most, least) : [found, step];
+/** About `count` ticks between two numbers, and their distance: 1, 2 or 5 times a power of ten, at least `minStep`.
+ * @param {number} low @param {number} high @param {number} count @param {number} [minStep] @returns {[number[], number]} */
+export function ticks(low, high, count, minStep = 0) {
+  const rough = (high - low) / Math.max(1, count), power = 10 ** Math.floor(Math.log10(rough));
+  const step = Math.max(minStep, power * ([1, 2, 5].find((n) => n * power >= rough * (1 - 1e-9)) || 10));
+  const values = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) values.push(n * step);
+  return values.length < 2 && step > minStep && count < 32 ? ticks(low, high, 2 * count, minStep) : [values, step];
 }
 
-/** A number beside an axis whose ticks are a `step` apart. @param {number} tick @param {number} step @returns {string} */
+/** The text of a tick, for ticks at a distance of `step`. @param {number} tick @param {number} step @returns {string} */
 export function label(tick, step) {
   const size = Math.abs(tick), power = Math.floor(Math.log10(step) + 1e-9);
   if (size < step / 2) return "0";
@@ -35,7 +35,7 @@ export function label(tick, step) {
   return tick.toFixed(Math.max(0, -power)).replace("-", "−");
 }
 
-/** The range of an axis: of its numbers with a little room, and of one number what is around it.
+/** The range of an axis: the numbers with a margin, also around a single number.
  * @param {number} low @param {number} high @returns {[number, number]} */
 function range(low, high) {
   const size = Math.max(Math.abs(low), Math.abs(high));
@@ -43,22 +43,22 @@ function range(low, high) {
   return size ? [low - size / 2, high + size / 2] : [0, 1];
 }
 
-/** The points of a line by where they stand: of those in one column of pixels the mean, the lowest and the highest, to
- * the last of the column before it.
- * @param {number[]} xs @param {(number | null)[]} ys @param {(x: number) => number} place @param {number} width */
-function columns(xs, ys, place, width) {
-  const found = [], isDense = xs.length > 2 * width;
+/** The points of a line. A dense line has one point per column of pixels: sum and count for the mean, and a range that
+ * reaches to the last value of the previous column.
+ * @param {number[]} xs @param {(number | null)[]} ys @param {(x: number) => number} position @param {number} width */
+function linePoints(xs, ys, position, width) {
+  const points = [], isDense = xs.length > 2 * width;
   /** @type {{x: number, low: number, high: number, last: number, sum: number, count: number} | null} */
   let last = null;
-  let at = -1;
+  let lastColumn = -1;
   for (let n = 0; n < xs.length; n++) {
     const y = ys[n];
     if (typeof y !== "number") continue;
-    const x = place(xs[n]), column = isDense ? Math.round(x) : n;
-    if (last === null || column !== at) {
+    const x = position(xs[n]), column = isDense ? Math.round(x) : n;
+    if (last === null || column !== lastColumn) {
       /** @type {number} */
-      const before = isDense && last !== null ? last.last : y;
-      found.push(last = { x, low: Math.min(y, before), high: Math.max(y, before), last: y, sum: y, count: 1 });
+      const previous = isDense && last !== null ? last.last : y;
+      points.push(last = { x, low: Math.min(y, previous), high: Math.max(y, previous), last: y, sum: y, count: 1 });
     } else {
       if (y < last.low) last.low = y;
       if (y > last.high) last.high = y;
@@ -66,9 +66,9 @@ function columns(xs, ys, place, width) {
       last.sum += y;
       last.count++;
     }
-    at = column;
+    lastColumn = column;
   }
-  return found;
+  return points;
 }
 
 /** A canvas that shows lines. `onPoint` is called with the number of the record under the pointer, or null.
@@ -99,7 +99,7 @@ export function plot(lines, onPoint) {
   function draw() {
     isDue = false;
     if (!width || !xs.length) return;
-    const ink = coloured(), ratio = devicePixelRatio || 1, pen = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+    const ink = currentInks(), ratio = devicePixelRatio || 1, pen = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
     pen.scale(ratio, ratio);
@@ -107,26 +107,26 @@ export function plot(lines, onPoint) {
     pen.lineWidth = 1;
     pen.strokeStyle = ink["--rule"];
     pen.fillStyle = ink["--quiet"];
-    const [rows, rowStep] = ticks(low, high, Math.floor((height - TOP - BOTTOM) / 26)), words = rows.map((tick) => label(tick, rowStep));
-    left = Math.ceil(Math.max(24, ...words.map((word) => pen.measureText(word).width))) + 8;
-    const room = pen.measureText(label(end, 1)).width + 26;
-    const [steps, stepSize] = ticks(first, end, Math.floor((width - left - RIGHT) / room), 1);
+    const [rows, rowStep] = ticks(low, high, Math.floor((height - TOP - BOTTOM) / 26)), labels = rows.map((tick) => label(tick, rowStep));
+    left = Math.ceil(Math.max(24, ...labels.map((text) => pen.measureText(text).width))) + 8;
+    const spacing = pen.measureText(label(end, 1)).width + 26;
+    const [steps, stepSize] = ticks(first, end, Math.floor((width - left - RIGHT) / spacing), 1);
     pen.beginPath();
     for (const tick of rows) { const y = Math.round(placeY(tick)) + 0.5; pen.moveTo(left, y); pen.lineTo(width - RIGHT, y); }
     for (const tick of steps) { const x = Math.round(placeX(tick)) + 0.5; pen.moveTo(x, TOP); pen.lineTo(x, height - BOTTOM); }
     pen.stroke();
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    rows.forEach((tick, n) => pen.fillText(words[n], left - 6, placeY(tick)));
+    rows.forEach((tick, n) => pen.fillText(labels[n], left - 6, placeY(tick)));
     pen.textAlign = "center";
     pen.textBaseline = "bottom";
     for (const tick of steps) {
-      const word = label(tick, stepSize), half = pen.measureText(word).width / 2;
-      pen.fillText(word, Math.min(placeX(tick), width - half), height - 2);
+      const text = label(tick, stepSize), half = pen.measureText(text).width / 2;
+      pen.fillText(text, Math.min(placeX(tick), width - half), height - 2);
     }
     lines.forEach((line, n) => {
-      if (line.low && line.high) band(pen, columns(xs, data[line.low], placeX, width), columns(xs, data[line.high], placeX, width), ink["--band"]);
-      curve(pen, columns(xs, data[line.name], placeX, width), ink[INKS[n % INKS.length]], Boolean(line.points));
+      if (line.low && line.high) band(pen, linePoints(xs, data[line.low], placeX, width), linePoints(xs, data[line.high], placeX, width), ink["--band"]);
+      curve(pen, linePoints(xs, data[line.name], placeX, width), ink[INKS[n % INKS.length]], Boolean(line.points));
     });
   }
 
@@ -135,14 +135,14 @@ export function plot(lines, onPoint) {
   function band(pen, below, above, ink) {
     pen.fillStyle = ink;
     pen.beginPath();
-    for (const one of above) pen.lineTo(one.x, placeY(one.high));
+    for (const point of above) pen.lineTo(point.x, placeY(point.high));
     for (let n = below.length - 1; n >= 0; n--) pen.lineTo(below[n].x, placeY(below[n].low));
     pen.fill();
   }
 
-  /** @param {CanvasRenderingContext2D} pen @param {ReturnType<typeof columns>} points @param {string} ink @param {boolean} hasPoints */
+  /** @param {CanvasRenderingContext2D} pen @param {ReturnType<typeof linePoints>} points @param {string} ink @param {boolean} hasPoints */
   function curve(pen, points, ink, hasPoints) {
-    if (xs.length > 2 * width) { // to and fro in every column it would be a block, and slow to draw
+    if (xs.length > 2 * width) { // drawn from value to value, a dense line would be a solid block, and slow
       pen.globalAlpha = 0.3;
       band(pen, points, points, ink);
       pen.globalAlpha = 1;
@@ -151,33 +151,33 @@ export function plot(lines, onPoint) {
     pen.lineWidth = 1.5;
     pen.lineJoin = "round";
     pen.beginPath();
-    for (const one of points) pen.lineTo(one.x, placeY(one.sum / one.count));
+    for (const point of points) pen.lineTo(point.x, placeY(point.sum / point.count));
     pen.stroke();
     pen.fillStyle = inks["--raised"];
-    for (const one of hasPoints || points.length === 1 ? points : []) {
+    for (const point of hasPoints || points.length === 1 ? points : []) {
       pen.beginPath();
-      pen.arc(one.x, placeY(one.last), 2.5, 0, 2 * Math.PI);
+      pen.arc(point.x, placeY(point.last), 2.5, 0, 2 * Math.PI);
       pen.fill();
       pen.stroke();
     }
   }
 
   /** @param {PointerEvent | null} event */
-  function point(event) {
+  function onPointer(event) {
     mark.hidden = event === null || !xs.length;
     if (event === null || !xs.length) return onPoint(null);
-    const wanted = first + ((event.clientX - canvas.getBoundingClientRect().left - left) / (width - left - RIGHT)) * (end - first);
-    let n = 0, after = xs.length - 1;
-    while (n < after) { const middle = (n + after) >> 1; if (xs[middle] < wanted) n = middle + 1; else after = middle; }
-    if (n && wanted - xs[n - 1] < xs[n] - wanted) n--;
+    const x = first + ((event.clientX - canvas.getBoundingClientRect().left - left) / (width - left - RIGHT)) * (end - first);
+    let n = 0, upper = xs.length - 1;
+    while (n < upper) { const middle = (n + upper) >> 1; if (xs[middle] < x) n = middle + 1; else upper = middle; }
+    if (n && x - xs[n - 1] < xs[n] - x) n--;
     const y = data[lines[0].name][n];
     mark.style.setProperty("--x", `${placeX(xs[n])}px`);
     mark.style.setProperty("--y", y === null ? "-99px" : `${placeY(y)}px`);
     onPoint(n);
   }
-  element.addEventListener("pointermove", point);
-  element.addEventListener("pointerleave", () => point(null));
-  new ResizeObserver(([one]) => { ({ width, height } = one.contentRect); draw(); }).observe(element);
+  element.addEventListener("pointermove", onPointer);
+  element.addEventListener("pointerleave", () => onPointer(null));
+  new ResizeObserver(([entry]) => { ({ width, height } = entry.contentRect); draw(); }).observe(element);
   return {
     element,
     set(newXs, newData) {

@@ -1,4 +1,4 @@
-// A run: its curves, alarms and steps, followed while it goes on.
+// A run: its curves, alerts and steps, updated while it is running.
 import { ask, isExport } from "./api.js";
 import { chart } from "./charts.js";
 import { fact, h, link, num } from "./dom.js";
@@ -8,60 +8,60 @@ const CURVES = [
   ["score", [{ name: "score/mean" }]], ["reward", [{ name: "reward/mean", low: "reward/low", high: "reward/high" }]],
   ["loss", [{ name: "loss" }]], ["entropy", [{ name: "policy/entropy" }]], ["KL to the reference", [{ name: "policy/kl" }]],
   ["mismatch, nats", [{ name: "mismatch/max" }]], ["gradient norm", [{ name: "grad_norm" }]], ["tokens per episode", [{ name: "length/mean" }]],
-  ["clipped, share", [{ name: "policy/clip_fraction" }]], ["failed, share", [{ name: "failures/share" }]],
+  ["clipped share", [{ name: "policy/clip_fraction" }]], ["failed share", [{ name: "failures/share" }]],
   ["tokens per second", [{ name: "tokens/per_second" }]], ["accuracy", [{ name: "preference/accuracy" }, { name: "step/accuracy" }]],
 ];
 const PHASES = ["rollout", "score", "prepare", "learn", "sync", "eval", "checkpoint"];
 
 /** @param {HTMLElement} main @param {string} id @returns {Promise<() => void>} */
 export async function run(main, id) {
-  const told = await ask("run", id);
+  const info = await ask("run", id);
   const charts = CURVES.map(([title, lines]) => chart(/** @type {string} */ (title), /** @type {any} */ (lines)));
   const phases = h("div", { class: "phases", role: "img" }), alarms = h("ul", { class: "alarms" }), steps = h("div", { class: "steps" });
-  const state = h("span", { class: `state ${told.state}` }, told.state), facts = h("dl", { class: "facts" });
-  const stage = (told.config.stages || [{}]).at(-1) || {};
-  main.replaceChildren(h("h1", null, id, " ", state), facts, alarms, h("div", { class: "charts" }, charts.map((one) => one.element)),
+  const state = h("span", { class: `state ${info.state}` }, info.state), facts = h("dl", { class: "facts" });
+  const stage = (info.config.stages || [{}]).at(-1) || {};
+  main.replaceChildren(h("h1", null, id, " ", state), facts, alarms, h("div", { class: "charts" }, charts.map((curves) => curves.element)),
     h("h2", null, "Time by phase"), phases, h("h2", null, "Steps"), steps);
   /** @type {any[]} */
   let records = [];
   let offset = 0, isOver = false;
   function draw() {
-    const evals = told.summary.eval || {};
+    const evals = info.summary.eval || {};
     facts.replaceChildren(fact("environment", stage.env?.name ?? "–"), fact("learner", stage.learner?.name ?? "–"), fact("model", stage.model ?? "–"),
       fact("steps", `${num(records.length ? records.at(-1).step : 0)} of ${num(stage.steps)}`),
-      fact("held-out score", evals.after ? `${num(evals.before?.score)} → ${num(evals.after?.score)}` : "–"), fact("seed", String(told.config.seed ?? "–")));
+      fact("held-out score", evals.after ? `${num(evals.before?.score)} → ${num(evals.after?.score)}` : "–"), fact("seed", String(info.config.seed ?? "–")));
     for (const record of records) {
       const spread = (record["reward/std"] ?? NaN) * 1.96 / Math.sqrt(record.episodes || NaN);
       if (Number.isFinite(spread)) { record["reward/low"] = record["reward/mean"] - spread; record["reward/high"] = record["reward/mean"] + spread; }
       const interval = record["eval/ci95"];
       if (Array.isArray(interval)) [record["eval/low"], record["eval/high"]] = interval;
     }
-    charts.forEach((one) => one.set(records));
-    alarms.replaceChildren(...told.alarms.slice(-12).map((/** @type {any} */ alarm) => h("li", null, h("b", null, `step ${alarm.step}`), ` ${alarm.text}`)));
-    const sums = PHASES.map((name) => records.reduce((sum, record) => sum + (record[`seconds/${name}`] || 0), 0)), whole = sums.reduce((a, b) => a + b, 0) || 1;
-    phases.setAttribute("aria-label", PHASES.map((name, n) => `${name} ${Math.round((sums[n] * 100) / whole)}%`).join(", "));
-    phases.replaceChildren(...PHASES.map((name, n) => sums[n] / whole < 0.005 ? "" : h("span", { class: `phase p${n}`, vars: { "--w": `${(sums[n] * 100) / whole}%` }, title: `${name}: ${num(sums[n], 1)} s` }, sums[n] / whole < 0.06 ? "" : `${name} ${Math.round((sums[n] * 100) / whole)}%`)));
-    const known = new Map(records.map((record) => [record.step, record]));
-    steps.replaceChildren(...told.steps.slice().reverse().slice(0, 400).map((/** @type {number} */ step) => {
-      const record = known.get(step) || {};
+    charts.forEach((curves) => curves.set(records));
+    alarms.replaceChildren(...info.alarms.slice(-12).map((/** @type {any} */ alarm) => h("li", null, h("b", null, `step ${alarm.step}`), ` ${alarm.text}`)));
+    const sums = PHASES.map((name) => records.reduce((sum, record) => sum + (record[`seconds/${name}`] || 0), 0)), total = sums.reduce((a, b) => a + b, 0) || 1;
+    phases.setAttribute("aria-label", PHASES.map((name, n) => `${name} ${Math.round((sums[n] * 100) / total)}%`).join(", "));
+    phases.replaceChildren(...PHASES.map((name, n) => sums[n] / total < 0.005 ? "" : h("span", { class: `phase p${n}`, vars: { "--w": `${(sums[n] * 100) / total}%` }, title: `${name}: ${num(sums[n], 1)} s` }, sums[n] / total < 0.06 ? "" : `${name} ${Math.round((sums[n] * 100) / total)}%`)));
+    const recordOf = new Map(records.map((record) => [record.step, record]));
+    steps.replaceChildren(...info.steps.slice().reverse().slice(0, 400).map((/** @type {number} */ step) => {
+      const record = recordOf.get(step) || {};
       return h("a", { href: link("list", id, step), class: "step" }, h("b", null, String(step)), h("span", null, `reward ${num(record["reward/mean"])}`), h("span", null, `${num(record.episodes)} episodes`));
     }));
   }
   async function load() {
-    const more = await ask("metrics", id, offset);
-    if (more.records.length || more.state !== told.state) {
-      records = records.concat(more.records);
-      offset = more.offset;
-      const now = isExport() ? told : await ask("run", id);
-      Object.assign(told, { steps: now.steps, state: now.state, summary: now.summary, alarms: now.alarms });
-      state.textContent = told.state;
-      state.className = `state ${told.state}`;
+    const update = await ask("metrics", id, offset);
+    if (update.records.length || update.state !== info.state) {
+      records = records.concat(update.records);
+      offset = update.offset;
+      const now = isExport() ? info : await ask("run", id);
+      Object.assign(info, { steps: now.steps, state: now.state, summary: now.summary, alarms: now.alarms });
+      state.textContent = info.state;
+      state.className = `state ${info.state}`;
       draw();
     }
   }
   await load();
   if (!records.length) draw();
-  const timer = setInterval(() => { if (!isOver && !document.hidden && told.state === "running" && !isExport()) load().catch(() => {}); }, 2000);
+  const timer = setInterval(() => { if (!isOver && !document.hidden && info.state === "running" && !isExport()) load().catch(() => {}); }, 2000);
   return () => { isOver = true; clearInterval(timer); };
 }
 

@@ -19,9 +19,9 @@ class NewEnvironment(envgym.Env):
 
     async def reset(self, *, seed=None, options=None):
         # self.rng is seeded: all episodes of one task get the same number. Never use the random module's own.
-        self.number = self.rng.randint(1, self.spec.config.highest)
-        self.left = self.spec.config.guesses
-        ask = f"Guess my number between 1 and {self.spec.config.highest}. Answer with a number alone."
+        self.number = self.rng.randint(1, self.config.highest)
+        self.left = self.config.guesses
+        ask = f"Guess my number between 1 and {self.config.highest}. Answer with a number alone."
         return [{"role": "user", "content": ask}], {}
 
     async def step(self, action):
