@@ -66,7 +66,7 @@ class Replay(Agent):
         limit = self.config.max_tokens
         long_rows = [row for row in transcript.rows if limit is not None and len(row.token_ids) > limit]
         if not long_rows:
-            return Outcome.complete()
+            return Outcome.finish()
         assert limit is not None
         for row in long_rows:
             row.truncate(limit)

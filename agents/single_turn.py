@@ -29,4 +29,4 @@ class SingleTurn(TokenLevel):
         observation, reward, terminated, _, info = await env.step(action)
         transcript.add_reward(reward, info)
         transcript.messages = [*dialogue.messages, *observed_messages(observation)]
-        return Outcome.complete() if terminated else Outcome.truncate(Limit.TURNS)
+        return Outcome.finish() if terminated else Outcome.truncate(Limit.TURNS)

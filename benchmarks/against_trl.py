@@ -50,7 +50,7 @@ MEDIAN_LENGTH, SIGMA = 60, 0.8  # of the answers where they are drawn
 
 @dataclass(frozen=True)
 class Job:
-    """What all sides do, and the ratios that are aimed at, by peer and phase."""
+    """The job of all sides, and the target ratios by peer and phase."""
 
     title: str
     tasks_per_step: int
@@ -61,11 +61,11 @@ class Job:
     lr: float
     goals: dict[tuple[str, str], float]
     lengths_drawn: bool = False
-    """Whether each answer has a length of its own, drawn log-normally, in place of the policy's."""
+    """Whether lengths of completions are drawn log-normally, in place of the policy's."""
 
     @property
     def completions(self) -> int:
-        """Answers a step."""
+        """Completions per step."""
         return self.tasks_per_step * self.group_size
 
 
@@ -96,7 +96,7 @@ JOBS = {
 
 @dataclass(frozen=True)
 class Given:
-    """What a job's sides are given: the policy's folder, the tasks' file, the lengths' file, and common settings."""
+    """The input of a job's sides: the policy's folder, the tasks' file, the lengths' file, and common settings."""
 
     model: Path
     tasks: Path
@@ -115,14 +115,14 @@ def write_tasks(path: Path, count: int, seed: int) -> None:
 
 
 def write_lengths(path: Path, job: Job, seed: int) -> None:
-    """A limit on tokens for each answer of a run, in the order in which they are asked for, as a JSON list."""
+    """The token limit of each completion of a run, in the order of the requests, as a JSON list."""
     draw = random.Random(seed)
     drawn = (draw.lognormvariate(math.log(MEDIAN_LENGTH), SIGMA) for _ in range(job.steps * job.completions))
     path.write_text(json.dumps([min(max(round(length), 1), job.max_tokens) for length in drawn]))
 
 
 def make_endless_model(folder: Path) -> None:
-    """The random policy of `eval_throughput.py`, mended so that it never samples a special token.
+    """The random policy of `eval_throughput.py`, changed so that it never samples a special token.
 
     One dimension of the residual stream is set to a constant that no block writes to, and a head of its own, not tied
     to the embedding, reads nothing from it but what makes those tokens impossible.
@@ -148,7 +148,7 @@ def make_endless_model(folder: Path) -> None:
 
 
 def command(side: str, job: Job, given: Given, folder: Path) -> tuple[list[str], Path]:
-    """What starts a side, and the file in which it leaves one JSON line a step."""
+    """A side's command, and the file to which it writes one JSON line per step."""
     if side == "envgym":
         # The tasks hold math_verify's instruction already, for all sides.
         of_the_env = {"env.lengths": given.lengths} if job.lengths_drawn else {"env.instruction": "''"}
@@ -195,7 +195,7 @@ def command(side: str, job: Job, given: Given, folder: Path) -> tuple[list[str],
 def run(side: str, job: Job, given: Given, folder: Path) -> dict[str, float]:
     """Run one side to its end and return the medians of its measured steps, and its wall-clock seconds.
 
-    Beside `PHASES` these are all other phases that the side counts by itself.
+    The medians are of `PHASES` and of all other phases that the side counts by itself.
     """
     folder.mkdir(parents=True)
     start, metrics = command(side, job, given, folder)
@@ -208,22 +208,21 @@ def run(side: str, job: Job, given: Given, folder: Path) -> dict[str, float]:
 
 
 def measure(job: Job, given: Given, folder: Path, repeats: int) -> list[dict[str, dict[str, float]]]:
-    """What `run` returns for each side, turn by turn.
+    """The results of `run` for each side, by round.
 
     Raises:
-        SystemExit: the sides were given the same lengths, and did not sample the same number of tokens, within a
-            twentieth.
+        SystemExit: the sides got the same lengths, but their numbers of sampled tokens differ by more than a twentieth.
     """
     turns: list[dict[str, dict[str, float]]] = []
     for turn in range(repeats):
         turns.append({})
         for side in ["envgym", *PEERS]:
             turns[-1][side] = run(side, job, given, folder / f"{turn}-{side}")
-            print(f"{job.title}: turn {turn} {side}: {turns[-1][side]['seconds/step']:.3f} s a step", flush=True)
+            print(f"{job.title}: turn {turn} {side}: {turns[-1][side]['seconds/step']:.3f} s per step", flush=True)
         # The number of answers is the same, so their mean length is then too.
         tokens = {side: found["tokens/sampled"] for side, found in turns[-1].items()}
         if job.lengths_drawn and max(tokens.values()) > 1.05 * min(tokens.values()):
-            raise SystemExit(f"the sides did different work, in tokens sampled a step: {tokens}")
+            raise SystemExit(f"the sides did different work, in tokens sampled per step: {tokens}")
     return turns
 
 
@@ -320,7 +319,7 @@ def trl_versions() -> dict[str, str]:
 
 
 def starter_policy() -> Path:
-    """The folder of the starter policy, which is trained first where there is none yet."""
+    """The folder of the starter policy, which is trained first if it does not exist."""
     program = Path(sys.executable).with_name("envgym")
     told = subprocess.run([str(program), "model", "starter"], stdout=subprocess.PIPE, text=True, check=True)
     return Path(told.stdout.splitlines()[-1])

@@ -82,7 +82,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def case(kind: str, n: int) -> dict[str, float]:
-    """What `measured` returns, from a process of its own."""
+    """The result of `measured`, from a separate process."""
     command = [sys.executable, __file__, "--case", kind, str(n)]
     done = subprocess.run(command, capture_output=True, check=True, timeout=300)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])  # libraries print lines before it
@@ -90,7 +90,7 @@ def case(kind: str, n: int) -> dict[str, float]:
 
 
 def measured(kind: str, n: int) -> dict[str, float]:
-    """Wall-clock and CPU seconds of playing `n` episodes at once, and the process's peak resident memory in bytes."""
+    """Wall-clock and CPU seconds of `n` concurrent episodes, and the process's peak resident memory in bytes."""
     import resource
 
     from envgym import Env, EnvSpec

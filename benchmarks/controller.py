@@ -31,7 +31,7 @@ LENGTHS = (200, 2_000, 16_000)
 TURNS = (1, 20)
 GROUP_SIZE = 8
 MOST_TRAJECTORIES, MOST_TURNS, MOST_TOKENS = 1024, 10_000, 2**20
-"""Of a round, whichever is reached first."""
+"""Limits of a round; the first one reached ends it."""
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] }}"
     "{% else %}{{ '<|assistant|>' + message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
@@ -86,7 +86,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
-    """Seconds a round of one case takes: playing it, and the whole."""
+    """Seconds of a round of one case: the rollout, and the whole."""
     from envgym import Env, EnvSpec
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
     from envgym.engine import SamplingParams

@@ -17,7 +17,7 @@ _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]", re.DOTALL)
 
 
 def disguises(expression: str, variable: str = "x") -> list[str]:
-    """The expression in clothes that change nothing: brackets, neutral factors and terms, a name, another case."""
+    """The expression with changes of form only: brackets, neutral factors and terms, a name, another case."""
     return [
         expression, f"({expression})", rf"\left(({expression})\right)", f"{{{expression}}}",
         f"1({expression})", f"{expression}+0", f"0+{expression}", f"-(-({expression}))", f"f({variable})={expression}",
@@ -26,7 +26,7 @@ def disguises(expression: str, variable: str = "x") -> list[str]:
 
 
 def copies() -> Iterator[Forged]:
-    """Problems made up here."""
+    """Generated problems."""
     for a, b in ((1, 3), (2, 5), (-1, 4)):
         gold, problem = f"(x{a:+d})(x{b:+d})", f"x^2{a + b:+d}x{a * b:+d}"
         for answer in [*disguises(problem), f"{a * b}{a + b:+d}x+x^2", f"x(x{a + b:+d}){a * b:+d}",
@@ -86,7 +86,7 @@ def copies() -> Iterator[Forged]:
 
 
 def copies_of_references(rows: list[dict[str, Any]]) -> Iterator[Forged]:
-    """The formulas of MATH's own problems, given back as answers."""
+    """The formulas of MATH's own problems, as answers."""
     for row in rows:
         problem, gold = row["problem"], row["answer"]
         if not problem.startswith(TASKS):

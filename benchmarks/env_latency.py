@@ -40,7 +40,7 @@ SIDES = {"envgym": "envgym", "trl": "TRL"}
 
 
 def command(side: str, *, blocking: bool, seconds: float, steps: int, model: Path, folder: Path) -> list[str]:
-    """What starts a side; it leaves one JSON line a step in `bench/metrics.jsonl`."""
+    """A side's command; it writes one JSON line per step to `bench/metrics.jsonl`."""
     if side == "envgym":
         settings = {
             "runs_dir": folder,
@@ -79,7 +79,7 @@ def command(side: str, *, blocking: bool, seconds: float, steps: int, model: Pat
 def step_seconds(
     side: str, *, blocking: bool, seconds: float, options: argparse.Namespace, model: Path, folder: Path
 ) -> list[float]:
-    """Run one side to its end and return how long each step took after the first few."""
+    """Run one side to its end and return the seconds of each step after the first few."""
     folder.mkdir(parents=True)
     start = command(side, blocking=blocking, seconds=seconds, steps=options.steps, model=model, folder=folder)
     run_to_end(side, start, folder, options.threads)
@@ -91,7 +91,7 @@ def step_seconds(
 
 
 def measure(kind: str, options: argparse.Namespace, model: Path, folder: Path) -> dict[str, dict[str, float]]:
-    """For each side the median step with calls that take no time and with calls that take theirs, and what is added."""
+    """For each side the median step with calls that take no time and with calls that wait, and the difference."""
     result = {}
     for side in SIDES:
         plain, waiting = (

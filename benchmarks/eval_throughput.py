@@ -83,7 +83,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def run(side: str, folder: str) -> dict[str, Any]:
-    """What `ours` or `bare` returns, from a process of its own."""
+    """The result of `ours` or `bare`, from a separate process."""
     words = [sys.executable, __file__, "--side", side, f"{folder}/model", f"{folder}/prompts.json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode:
@@ -102,7 +102,7 @@ def make_model(folder: Path) -> None:
 
 
 def ours(model: str, prompts: Path) -> dict[str, Any]:
-    """Evaluate, and leave the prompts for the other side."""
+    """Evaluate, and save the prompts for the other side."""
     from envgym.evaluation.folder import EvalFolder
     from envgym.evaluation.policy import new_evaluation, run_evaluation
     from envgym.monitoring.display import Display

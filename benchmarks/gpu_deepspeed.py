@@ -36,7 +36,7 @@ MUON = {"optimizer": "muon", "muon_lr": 1e-3}
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of the workers and of the learner; `like` names the case whose losses it must have."""
+    """Settings of the workers and of the learner; `like` names the case with which its losses must agree."""
 
     workers: dict[str, Any]
     like: str = "zero1"
@@ -103,7 +103,8 @@ def make_rows(n: int, length: int, seed: int) -> list[TrainSample]:
 
 
 async def measure(case: Case, model: str, options: argparse.Namespace, logs: Path) -> dict[str, Any]:
-    """Learn with the settings of a case. Losses of every step, seconds and tokens a second of those after the first."""
+    """Train with the settings of a case: losses of every step, seconds and tokens per second of those after the
+    first."""
     settings = {"ranks": options.ranks, "tokens_per_microbatch": options.tokens_per_microbatch, **case.workers}
     learner = {"name": "sft", "lr": options.lr, **case.learner}
     runtime = LocalRuntime(logs)
@@ -161,7 +162,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="of the model that is made")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=64, help="rows a step")
+    parser.add_argument("--rows", type=int, default=64, help="rows per step")
     parser.add_argument("--length", type=int, default=1024, help="tokens of the longest row")
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--lr", type=float, default=1e-4)

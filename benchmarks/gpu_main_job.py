@@ -23,7 +23,7 @@ from record import conditions, store, table
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 SIZES = {"0.5B": (896, 24, 4864, 14, 2), "30M": (512, 8, 1536, 8, 4)}
-"""Width, layers, width within a layer, heads, heads of keys and values: Qwen2.5's half billion, and one for a try."""
+"""Width, layers, feed-forward width, heads, key-value heads: Qwen2.5's half billion, and a small one to try."""
 WAYS: dict[str, list[str]] = {
     "files": ["colocate=auto"],
     "nccl": ["colocate=auto", "sync.transfer=nccl"],
@@ -101,7 +101,7 @@ def make_model(folder: Path, hidden: int, layers: int, inner: int, heads: int, k
 
 
 def bare(model: str, n: int, max_tokens: int) -> float:
-    """Tokens a second of vLLM alone, the second time."""
+    """Tokens per second of vLLM alone, in the second round."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(model=model, gpu_memory_utilization=0.5, skip_tokenizer_init=True, disable_log_stats=True)
@@ -116,7 +116,7 @@ def bare(model: str, n: int, max_tokens: int) -> float:
 
 
 def run(folder: Path, model: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Medians of a run's phases, in seconds, and tokens a second of rollout; or the reason why there is none."""
+    """Medians of a run's phases, in seconds, and tokens per second of rollout; or the reason why there are none."""
     words = ["train", "--env", "math_verify", "--model", model, "--name", way, f"steps={options.steps}"]
     words += ["eval.every=0", "checkpoint.every=0", f"rollout.tasks_per_step={options.tasks}", "rollout.group_size=8"]
     words += [f"rollout.max_tokens={options.max_tokens}", f"runs_dir={folder}", *WAYS[way]]

@@ -24,7 +24,7 @@ import psutil
 from record import conditions, store
 
 LIMIT = 10.0
-"""Seconds after which nobody may live."""
+"""Time limit for all processes to end, in seconds."""
 READY = "print('ready', flush=True); await asyncio.sleep(600)"
 START = "import asyncio, sys, tempfile\nasync def main():\n"
 PARENTS = {
@@ -63,11 +63,11 @@ PARENTS = {
 }
 SERVED = (str(Path(sys.executable).with_name("envgym")), "serve", "math_verify", "code", "--port", "0")
 ENGINES = 0.05
-"""Share of the kills that are engines': each takes ten seconds to start."""
+"""Share of kills of engines, each of which takes ten seconds to start."""
 
 
 def start(kind: str, model: str) -> subprocess.Popen[str]:
-    """The parent, once its children are at work."""
+    """Start a parent, and return when its children are at work."""
     words = SERVED if kind == "servers" else ("-c", START + PARENTS[kind] + f"    {READY}\nasyncio.run(main())", model)
     parent = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert parent.stdout is not None
@@ -85,8 +85,8 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def kill(parent: psutil.Process, child: psutil.Process | None) -> tuple[int, list[psutil.Process], float]:
-    """Kill a child, where one is given, and then the parent; returns how many were below it, which of them live on, and
-    the seconds until the last end."""
+    """Kill a child, if there is one, and then the parent. Returns the number of its descendants, those that survive,
+    and the seconds until the last one ended."""
     below = parent.children(recursive=True)
     if child is not None:
         child.kill()

@@ -100,7 +100,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def write_rows(path: Path, seed: int) -> int:
-    """Write the prompts, completions and rewards of one step; returns how many tokens they have."""
+    """Write the prompts, completions and rewards of one step; returns their number of tokens."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -117,7 +117,7 @@ def write_rows(path: Path, seed: int) -> int:
 
 
 def make_model(folder: Path) -> None:
-    """A model of random weights with a tokenizer, which TRL asks for."""
+    """A model of random weights with a tokenizer, which TRL needs."""
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
 
     size = FreshModelConfig(
@@ -141,7 +141,8 @@ def run(side: str, model: str, rows: Path, steps: int) -> dict[str, Any]:
 
 
 def measured(model: str, path: Path, steps: int) -> dict[str, Any]:
-    """Our side: seconds and gradient norms of optimizer steps on the rows; tokens computed with, padding included."""
+    """envgym's side: seconds and gradient norms of optimizer steps on the rows; tokens computed with, padding
+    included."""
     from envgym.learner import RoleSpec, TrainSample, trajectories
     from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
     from envgym.workers.config import WorkersConfig
@@ -166,7 +167,7 @@ def measured(model: str, path: Path, steps: int) -> dict[str, Any]:
         for row, said in zip(rows, worker.forward([TrainSample.from_row(row) for row in rows]), strict=True):
             row.segments[1].logprobs = said[PROMPT:].tolist()  # as sampled
         episodes = [
-            Episode(f"{name}-{index}", Task(name), Outcome.complete(), [row], reward=reward, score=reward)
+            Episode(f"{name}-{index}", Task(name), Outcome.finish(), [row], reward=reward, score=reward)
             for index, (row, reward) in enumerate(zip(rows, group["rewards"], strict=True))
         ]
         groups.append(Group(name, Task(name), episodes))

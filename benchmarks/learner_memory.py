@@ -73,7 +73,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def run(side: str, options: argparse.Namespace) -> dict[str, float]:
-    """What `measured` returns, from a process of its own."""
+    """The result of `measured`, from a separate process."""
     command = [sys.executable, __file__, "--side", side]
     for name in ("tokens", "vocabulary", "hidden_size"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -115,12 +115,12 @@ def measured(side: str, tokens: int, hidden_size: int, vocabulary: int) -> dict[
 
 
 def peak_rss() -> int:
-    """The most memory that this process has held so far, in bytes (Linux counts in KiB)."""
+    """Peak memory of this process so far, in bytes (Linux counts in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def current_rss() -> int:
-    """The memory that this process holds now, in bytes."""
+    """Current memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

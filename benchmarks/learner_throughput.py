@@ -143,7 +143,7 @@ def measured(layers: int, vocabulary: int, repeats: int) -> dict[str, Any]:
             began = time.perf_counter()
             losses[side] = step()
             seconds[side] = time.perf_counter() - began
-        assert abs(losses["ours"] / losses["bare"] - 1) < 1e-3, f"the sides learn different things: {losses}"
+        assert abs(losses["ours"] / losses["bare"] - 1) < 1e-3, f"the sides compute different losses: {losses}"
         turns.append(seconds)
     worker.close()
     turns = turns[1:]

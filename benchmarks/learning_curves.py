@@ -46,15 +46,15 @@ SHORT = ["learner.shaping.overlong_length=16", "learner.shaping.overlong_buffer=
 OWN = {
     "ppo": ["roles.critic.lr=1e-3"],  # the starter's policy takes 3e-4, a critic a few times that
     "dr_grpo": ["learner.constant_length=16"],
-    "dapo": [*SHORT, "learner.lr=1e-4"],  # 16 steps a rollout, on groups that are ever fewer
-    "cispo": [*SHORT, "learner.lr=1e-4"],  # 16 steps a rollout that no clip holds back
+    "dapo": [*SHORT, "learner.lr=1e-4"],  # 16 optimizer steps per rollout, on fewer and fewer groups
+    "cispo": [*SHORT, "learner.lr=1e-4"],  # 16 optimizer steps per rollout that no clip limits
     "gspo": ["learner.clip_low=0.03", "learner.clip_high=0.04"],  # the paper's bounds belong to a rate of 1e-6
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its name, and the words that `envgym train` gets."""
+    """One run: its name, and the arguments of `envgym train`."""
 
     recipe: str
     seed: int
@@ -114,7 +114,7 @@ def parse() -> argparse.Namespace:
 
 
 def train(run: Run, runs_dir: Path) -> Path:
-    """Take a run to its end, from wherever it stands, and return its folder."""
+    """Start or resume a run, and return its folder once it has ended."""
     folder = runs_dir / run.name
     settings = ["--recipe", run.recipe, "--env", "math_verify", "--name", run.name, f"runs_dir={runs_dir}", *run.words]
     config = folder / "config.yaml"
@@ -128,9 +128,8 @@ def train(run: Run, runs_dir: Path) -> Path:
 
 
 def envgym(*words: str) -> str:
-    """Run the program and return what it printed; a failure ends this one with the program's last words.
-
-    Ctrl-C is passed on once, so that the run keeps a checkpoint before everything ends.
+    """Run the program and return its output; a failure ends this script with the program's last output. Ctrl-C is
+    passed on once, so that the run saves a checkpoint before everything ends.
     """
     process = subprocess.Popen(
         [str(ENVGYM), *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -141,7 +140,7 @@ def envgym(*words: str) -> str:
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
         printed, complained = process.communicate()
-        raise SystemExit(f"{complained[-500:]}stopped: start again to go on") from None
+        raise SystemExit(f"{complained[-500:]}stopped: start again to resume") from None
     if process.returncode:
         raise SystemExit(f"envgym {' '.join(words)}\n{printed[-2000:]}\n{complained[-2000:]}")
     return printed
@@ -208,7 +207,7 @@ def show(runs: dict[str, Any]) -> None:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The mean, and between what it is one of."""
+    """The mean, and the range."""
     mean = f"{fmean(values):.3f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
 
@@ -221,7 +220,7 @@ def taken(runs: dict[str, Any]) -> Iterator[str]:
 
 
 def draw(by_recipe: dict[str, list[dict[str, Any]]]) -> None:
-    """A panel a recipe: the held-out score, mean over seeds and between which it lies, and the reward of the steps."""
+    """One panel per recipe: the held-out score, mean and range over seeds, and the reward of the steps."""
     import matplotlib.figure as figures
 
     columns = min(5, len(by_recipe))
@@ -250,7 +249,7 @@ def draw(by_recipe: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """(steps, least, mean, greatest) where every curve has a point."""
+    """(steps, min, mean, max) at the steps at which every curve has a point."""
     points = [dict(curve) for curve in curves]
     steps = sorted(set.intersection(*(set(of) for of in points)))
     values = [[of[step] for of in points] for step in steps]

@@ -17,11 +17,11 @@ class LengthsConfig(DataEnvConfig):
     """Settings of the environment with set lengths."""
 
     lengths: Path
-    """JSON list: the most tokens of each answer, in the order in which episodes begin."""
+    """JSON list: the token limit of each completion, in the order in which episodes begin."""
 
 
 class Lengths(Env):
-    """One turn of as many tokens as its place in the list says; pays a number from 0 to 1 that the text decides."""
+    """One turn with the next length of the list; the reward is a number from 0 to 1 derived from the text."""
 
     spec: LengthsSpec
 
@@ -34,7 +34,7 @@ class Lengths(Env):
 
 
 class LengthsSpec(DataEnvSpec):
-    """The tasks, and what is left of the lengths."""
+    """The tasks, and the lengths not used yet."""
 
     env_class = Lengths
     Config = LengthsConfig

@@ -72,7 +72,7 @@ def make_row(length: int) -> TrainSample:
 
 
 async def measure(model: str, settings: dict[str, Any], length: int, logs: Path) -> dict[str, float]:
-    """GiB that the fullest rank holds after a short row, and that a long one adds; the long row's loss."""
+    """GiB of the fullest rank after a short sequence, and the GiB that a long one adds; the long sequence's loss."""
     runtime = LocalRuntime(logs)
     try:
         workers = WorkersConfig(tokens_per_microbatch=length, **settings)

@@ -30,14 +30,14 @@ from envgym.types import Task
 PAGE = ROOT / "docs" / "math_verify.md"
 AT_ONCE = 4
 BY_HAND_BELOW = 30
-"""References made by hand are added where the notation applies to fewer of the data."""
+"""References made by hand are added if the notation applies to fewer of the data."""
 
 Case = tuple[str, str, str]
 """Problem, reference, written answer."""
 
 
 def as_text(written: str) -> str:
-    """The model's text: `written` in a box, or `written` where it has one."""
+    """The model's text: `written` in a box, or `written` itself if it has one."""
     return written if r"\boxed" in written else rf"\boxed{{{written}}}"
 
 
@@ -53,7 +53,7 @@ def cases(rows: list[dict[str, Any]]) -> dict[str, list[Case]]:
 
 
 async def grade_by_environment(spec: Any, answers: Sequence[Case]) -> tuple[list[bool], list[float]]:
-    """Whether each answer earns the reward, and the seconds each took."""
+    """Whether each answer is rewarded, and the seconds each took."""
     free = asyncio.Semaphore(AT_ONCE)
 
     async def grade(problem: str, gold: str, written: str) -> tuple[bool, float]:
@@ -70,7 +70,7 @@ async def grade_by_environment(spec: Any, answers: Sequence[Case]) -> tuple[list
 
 
 def grade_by_library(case: Case) -> bool:
-    """The library's verdict, with its own limits of time."""
+    """The library's verdict, with its own time limits."""
     from math_verify import parse, verify
 
     _, gold, written = case

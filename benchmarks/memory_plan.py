@@ -23,10 +23,10 @@ from typing import Any
 from record import conditions, conditions_in_words, fill_docs, store, table
 
 SIZES = {"40M": (512, 10, 2048, 9000), "61M": (640, 9, 2176, 12000), "118M": (1024, 8, 2816, 16384)}
-"""Width, layers, width within a layer, vocabulary."""
+"""Width, layers, feed-forward width, vocabulary."""
 STAGES = (0, 2, 3)
 ROW = 256
-"""Tokens of a row."""
+"""Tokens of a sequence."""
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def plan(folder: Path, stage: int, tokens: int) -> float:
 
 
 def run(folder: str, stage: int, tokens: int) -> int:
-    """Bytes that rank 0 takes at most."""
+    """Peak memory of rank 0, in bytes."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = str(probe.getsockname()[1])
@@ -109,7 +109,7 @@ def run(folder: str, stage: int, tokens: int) -> int:
 
 
 def measure(folder: str, rank: int, port: str, stage: int, tokens: int) -> None:
-    """Be a rank: learn three steps, and print the highest memory above that of the libraries."""
+    """Be a rank: train for three steps, and print the peak memory above that of the libraries."""
     import numpy as np
     import torch
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401

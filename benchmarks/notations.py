@@ -18,7 +18,7 @@ from more_notations import MORE_NOTATIONS
 
 
 class Notation(NamedTuple):
-    """A way of writing an answer; the module's docstring says what its fields are."""
+    """A notation of an answer; the module's docstring describes the fields."""
 
     name: str
     write: Callable[[str], str | None]
@@ -102,7 +102,7 @@ def _decimal_fractions(reference: str) -> str | None:
 
 
 def _boxes(reference: str, joint: str) -> str | None:
-    """Every value of a list in a box of its own."""
+    """Every value of a list in a separate box."""
     text = re.sub(r"^\\\{|\\\}$", "", reference)
     parts = [part.strip() for part in text.split(",")]
     if len(parts) < 2 or re.search(r"[(\[]|\\!|\\begin|\{$", text) or _GROUPED.fullmatch(text):
@@ -152,7 +152,7 @@ _THOUSANDS = range(1234, 4_000_000, 119_847)
 
 
 def _thousands(written: str, gold: str = "") -> list[tuple[str, str, str]]:
-    """Numbers in groups of three, parted by `written` where the reference is parted by `gold`."""
+    """Numbers in groups of three, separated by `written` instead of the reference's `gold`."""
     return [("How many?", f"{n:,}".replace(",", gold), f"{n:,}".replace(",", written)) for n in _THOUSANDS]
 
 

@@ -9,7 +9,7 @@ from envgym.types import StopReason, VersionSpan, float_array, int_array
 class NullEngine:
     """Answers every request with `max_tokens` tokens, the last of which ends the turn.
 
-    `letter` is the id that it repeats, `end` the one that ends a turn; `max_model_len` is in tokens.
+    `letter` is the token id that it repeats, `end` the one that ends a turn; `max_model_len` is in tokens.
     """
 
     def __init__(self, letter: int, end: int, max_model_len: int) -> None:

@@ -115,7 +115,8 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def write_rows(path: Path, seed: int, answers: int) -> int:
-    """Write the prompts and answers of one step; returns how many tokens they have, prompts once an answer."""
+    """Write the prompts and answers of one step; returns their number of tokens, with the prompt counted once per
+    answer."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -147,7 +148,7 @@ def run(side: str, method: str, model: str, rows: Path, steps: int) -> dict[str,
 
 
 def measured(method: str, model: str, path: Path, steps: int) -> dict[str, Any]:
-    """Our side: seconds and gradient norms of optimizer steps on the rows, and the peak memory in KiB."""
+    """envgym's side: seconds and gradient norms of optimizer steps on the rows, and the peak memory in KiB."""
     from envgym.learner import RoleSpec, trajectories
     from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
     from envgym.workers.config import WorkersConfig
@@ -171,7 +172,7 @@ def measured(method: str, model: str, path: Path, steps: int) -> dict[str, Any]:
         for number, row in enumerate(json.loads(path.read_text())):
             episodes = [
                 Episode(
-                    f"{number}-{member}", Task(str(number)), Outcome.complete(),
+                    f"{number}-{member}", Task(str(number)), Outcome.finish(),
                     [Row([Segment("prompt", row["prompt"]), Segment("action", answer)], Objective.CROSS_ENTROPY,
                          turns=[Turn(1.0 - member, StopReason.STOP)])],
                     reward=1.0 - member,

@@ -32,14 +32,14 @@ NAME = "offline_methods"
 PAGE = ROOT / "docs" / "recorded.md"
 ENVGYM = Path(sys.executable).with_name("envgym")
 ROWS = 2048
-"""Rows of the files that the starter learns from."""
+"""Rows of the files that the starter is trained on."""
 MANY_ROWS = 16384
-"""Rows of those that a model learns from that knows nothing."""
+"""Rows of the files that an untrained model is trained on."""
 SIZES = {
     "blank": {"hidden_size": 128, "intermediate_size": 256},
     "half": {"hidden_size": 96, "intermediate_size": 160, "heads": 3},
 }
-"""New models: one like the starter (0.39 million parameters), and one of half of that."""
+"""New models: one like the starter (0.39 million parameters), and one of half that size."""
 COMMON = ["rollout.tasks_per_step=64", "rollout.max_tokens=16", "eval.tasks=256", "checkpoint.every=0"]
 STARTER = ["learner.lr=1e-4", "eval.every=5"]
 FROM_NOTHING = [
@@ -75,7 +75,7 @@ RUNS: dict[str, list[str]] = {
     ],
     "distill_without": ["--recipe", "sft", *STUDENT],
 }  # fmt: skip
-"""Words of `envgym train` for each run."""
+"""Arguments of `envgym train` for each run."""
 CONTROLS = {name: f"{name}_shuffled" for name in PREFERENCES} | {"distill": "distill_without"}
 
 
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 async def write_data(folder: Path) -> None:
-    """Write the data files and models that know nothing, the same ones every time."""
+    """Write the data files and untrained models, the same ones every time."""
     rng = random.Random(0)
     async with envgym.spec("math_verify") as spec:
         tasks = [await spec.tasks("train").get(index) for index in range(MANY_ROWS)]
@@ -160,7 +160,7 @@ async def write_data(folder: Path) -> None:
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What the run says of itself, or its last stage; the seconds are those of all."""
+    """The summary of the run, or of its last stage; the seconds are those of all stages."""
     last = [run, *sorted(path.parent for path in run.glob("*-*/metrics.jsonl"))][-1]
     summary = json.loads((last / "summary.json").read_text())
     records = [json.loads(line) for line in (last / "metrics.jsonl").read_text().splitlines()]
@@ -173,7 +173,7 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 def scores(folder: Path, name: str) -> dict[str, Any]:
-    """The score before and after, and the paired difference where both are of one model."""
+    """The score before and after, and the paired difference if both are of one model."""
     if name == "rm":
         return {}
     if name == "conditional_sft":
@@ -191,7 +191,7 @@ def scores(folder: Path, name: str) -> dict[str, Any]:
 
 
 def evaluated(folder: Path, name: str, model: str, wanted: float | None = None) -> float:
-    """The score of a model on the held-out tasks, sampled at temperature 1; behind the reward that is `wanted`."""
+    """The score of a model on the held-out tasks, sampled at temperature 1, with the reward `wanted` in the prompt."""
     out = folder / "evals" / name
     words = ["--env", "math_verify", "rollout.temperature=1", "rollout.max_tokens=16", "engine.max_model_len=512"]
     if wanted is not None:
@@ -209,8 +209,8 @@ def compared(folder: Path, before: str, after: str) -> Any:
 
 
 def by_task(folder: Path, before: str, after: str) -> dict[str, Any]:
-    """The same of evaluations with other prompts, which `envgym compare` refuses: the tasks are known to be the same.
-    The interval is the normal one."""
+    """The same for evaluations with different prompts but the same tasks, which `envgym compare` rejects. The interval
+    is the normal one."""
     scores = [
         {e.task.id: e.score for e in read_episodes(folder / "evals" / name) if not e.group_id.startswith("greedy")}
         for name in (before, after)

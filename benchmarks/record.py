@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 def conditions(packages: Iterable[str]) -> dict[str, Any]:
-    """What a reader needs to judge a number: machine, cores, load, Python, versions of `packages`, commit and date."""
+    """The conditions of a measurement: machine, cores, load, Python, versions of `packages`, commit and date."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -45,8 +45,8 @@ def conditions_in_words(where: dict[str, Any]) -> str:
 
 
 def commit() -> str:
-    """The commit measured, marked `-dirty` where tracked files differ from it; `unknown` where there is no repository:
-    what was measured must not be lost for that."""
+    """The commit measured, marked `-dirty` where tracked files differ from it; `unknown` without a repository, so that
+    the measurement is not lost."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
@@ -56,7 +56,7 @@ def commit() -> str:
 
 
 def installed(package: str) -> str:
-    """The version of a package; `-` where there is none."""
+    """The version of a package; `-` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -85,7 +85,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def fill_docs(name: str, text: str, page: Path = PAGE) -> None:
-    """Replace what stands between `<!-- NAME -->` and `<!-- /NAME -->` in `page`.
+    """Replace the text between `<!-- NAME -->` and `<!-- /NAME -->` in `page`.
 
     Raises:
         SystemExit: the page does not hold the two markers exactly once.

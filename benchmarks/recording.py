@@ -31,7 +31,7 @@ PHASES = ("step", "rollout", "learn")
 
 
 def is_recorded(step: int) -> bool:
-    """True for a step, from 1 on, of which everything is written."""
+    """True for a step, from 1 on, whose data are all written."""
     return (step - 1) // BLOCK % 2 == 1
 
 

@@ -56,10 +56,10 @@ GOALS = (
     ("envgym", "openenv", 1.0),
     ("envgym", "openenv_server", 1.0),
 )
-"""Of which side the rate is at least how much of which other's."""
+"""Goals: the least ratio of one side's rate to another's."""
 
 Act = Callable[[], Awaitable[int]]
-"""Takes some steps and returns how many."""
+"""Runs some steps and returns their number."""
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def free_port() -> int:
 
 
 async def rate(acts: list[Act], options: argparse.Namespace) -> float:
-    """Steps a second while every one of `acts` is done again and again, after a warm-up."""
+    """Steps per second while every one of `acts` is repeated, after a warm-up."""
     steps = 0
     over = False
 

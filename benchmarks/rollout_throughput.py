@@ -39,7 +39,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "medium": {"name": "34 M parameters", "tasks": 16, "max_tokens": 256, "turns": 3, "goal": 0.95},
 }
 MEDIAN_LENGTH, SIGMA = 60, 0.8
-"""Of the log-normal lengths, in tokens."""
+"""Parameters of the log-normal lengths, in tokens."""
 ENGINE = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -141,7 +141,7 @@ def measured(row: str, n_turns: int) -> dict[str, Any]:
 
 
 def starter() -> Path:
-    """The folder of the starter policy, made now if it never was."""
+    """The folder of the starter policy, which is made now if it does not exist."""
     from envgym.monitoring.display import Display
     from envgym.processes import event_loop
     from envgym.training.new_model import make_model
@@ -150,7 +150,7 @@ def starter() -> Path:
 
 
 class Side:
-    """A side in a process of its own, which plays a rollout for each line that it is sent."""
+    """A side in a separate process, which runs one rollout per line on its input."""
 
     def __init__(self, side: str, row: str, folder: str) -> None:
         self._log = Path(folder, f"{side}.log")
@@ -186,7 +186,7 @@ def tell(said: dict[str, Any]) -> None:
 
 
 async def ours(job: dict[str, Any], folder: Path) -> None:
-    """Play rollouts, and leave what the engine was asked for the other side."""
+    """Run rollouts, and save the engine's requests for the other side."""
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
     from envgym.engine import SamplingParams
     from envgym.engines.client import EngineClient
@@ -253,7 +253,7 @@ def lognormal(rng: random.Random, most: int) -> int:
 
 
 def never_end(model: Path) -> None:
-    """Take the end tokens out of a model's settings: then it is asked for none, and sampling goes on behind one."""
+    """Remove the end tokens from a model's settings, so that sampling continues after one."""
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((model / name).read_text())
         settings.pop("eos_token_id", None)
@@ -261,7 +261,7 @@ def never_end(model: Path) -> None:
 
 
 def bare(job: dict[str, Any], folder: Path) -> None:
-    """Answer what ours was asked."""
+    """Answer the requests of envgym's side."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # as ours
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

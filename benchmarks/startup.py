@@ -28,7 +28,7 @@ BASE = "python -c pass"
 
 
 def seconds(command: list[str]) -> float:
-    """Run `command` to its end, from a new process to its exit, and return the wall-clock seconds it took."""
+    """Run `command` and return its wall-clock seconds, from the start of its process to its exit."""
     began = time.perf_counter()
     subprocess.run(command, stdout=subprocess.DEVNULL, timeout=60, check=True)
     return time.perf_counter() - began

@@ -52,7 +52,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def ran_lines() -> dict[str, set[int]]:
-    """By file, the lines of functions that ran in a step of training."""
+    """By file, the lines of functions that ran in a training step."""
     from envgym.cli import main as envgym
     from envgym.rollout.runner import Runner
 

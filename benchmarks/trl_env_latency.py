@@ -54,7 +54,7 @@ def environment(seconds: float, calls: int, blocking: bool) -> type:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="folder of the policy")
-    parser.add_argument("--out", type=Path, required=True, help="JSONL to write, a line a step")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL to write, one line per step")
     parser.add_argument("--seconds", type=float, required=True, help="that a call of the tool takes")
     parser.add_argument("--calls", type=int, required=True, help="of the tool in an episode")
     parser.add_argument("--blocking", type=int, choices=[0, 1], required=True, help="1: a plain `def`, 0: `async def`")

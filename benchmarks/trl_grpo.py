@@ -47,13 +47,13 @@ BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 def boxed_answer_is_right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1 where the last `\\boxed{…}` of a completion holds exactly the task's answer, else 0."""
+    """1 if the last `\\boxed{…}` of a completion is exactly the reference answer, else 0."""
     boxes = [BOXED.findall(messages[-1]["content"]) for messages in completions]
     return [float(bool(found) and found[-1].strip() == right) for found, right in zip(boxes, answer, strict=True)]
 
 
 def hash_of_the_text(completions: list[Any], **_: Any) -> list[float]:
-    """A number from 0 to 1 that is another for each completion."""
+    """A number from 0 to 1, different for each completion."""
     return [zlib.crc32(messages[-1]["content"].encode()) / 2**32 for messages in completions]
 
 
@@ -126,9 +126,8 @@ class StepTimes(TrainerCallback):
 
 
 class TimedGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer, unchanged but for the clock around its two methods and the counts of what they made.
-
-    With `lengths` each answer ends after as many tokens as the next of them says.
+    """GRPOTrainer, unchanged except for the clock around its two methods and the counts of their output. With
+    `lengths`, each completion ends after the next length of the list.
     """
 
     def __init__(self, times: StepTimes, lengths: list[int] | None = None, **kwargs: Any) -> None:
@@ -168,7 +167,7 @@ def main() -> None:
     parser.add_argument("--sampler", choices=["own", "vllm"], required=True)
     parser.add_argument("--model", required=True, help="folder of the policy")
     parser.add_argument("--tasks", type=Path, required=True, help="JSONL of prompt and answer")
-    parser.add_argument("--out", type=Path, required=True, help="JSONL to write, a line a step")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL to write, one line per step")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--tasks-per-step", type=int, required=True)
     parser.add_argument("--group-size", type=int, required=True)

@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Watch(TrainerCallback):
-    """Seconds of each step, those of the completions taken off, and the gradient's norms as the trainer logs them."""
+    """Seconds of each step, without those of the completions, and the gradient norms that the trainer logs."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -45,7 +45,7 @@ class Watch(TrainerCallback):
 
 
 class Watched(GRPOTrainer):
-    """GRPOTrainer, unchanged but for the clock and the number of tokens it computes with."""
+    """GRPOTrainer, unchanged except for the clock and the count of its tokens."""
 
     watch: Watch
     computed = 0

@@ -22,7 +22,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 
 class Watch(TrainerCallback):
-    """Seconds of each step, and the gradient's norms as the trainer logs them."""
+    """Seconds of each step, and the gradient norms that the trainer logs."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -41,7 +41,7 @@ class Watch(TrainerCallback):
 
 
 class DPO(DPOTrainer):
-    """DPOTrainer, unchanged but that its rows are token ids when they come."""
+    """DPOTrainer, unchanged except that its input is token ids."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
         return dataset

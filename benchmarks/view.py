@@ -73,7 +73,7 @@ CURVES = """async () => {
     await painted();
     return [first - began, performance.now() - first];
 }"""
-"""Milliseconds from data to what is on the screen, the first time and with one more step."""
+"""Milliseconds from data to the screen, the first time and with one more step."""
 
 
 def episodes(count: int) -> Iterator[Episode]:
@@ -88,14 +88,14 @@ def episodes(count: int) -> Iterator[Episode]:
         row = Row([Segment("prompt", ids[:40]), segment], turns=[Turn(draw.random(), StopReason.STOP)])
         group, member = divmod(number, 8)
         name, task = f"step-000001-0/{group:05d}", Task(f"task-{group}", "ask")
-        episode = Episode(f"{name}:{member:03d}:0", task, Outcome.complete(), [row], group_id=name)
+        episode = Episode(f"{name}:{member:03d}:0", task, Outcome.finish(), [row], group_id=name)
         episode.member, episode.reward, episode.score = member, row.turns[0].reward, row.turns[0].reward
         episode.messages = [Message("user", "ask"), Message("assistant", "word " * min(length, 400))]
         yield episode
 
 
 def write(path: Path, count: int) -> None:
-    """What `write_rollouts` writes, a few at a time: all at once do not fit into memory."""
+    """Write the file of `write_rollouts`, a few episodes at a time: all of them do not fit into memory."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -120,7 +120,7 @@ def served(folder: Path, *words: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def look(folder: Path, count: int) -> dict[str, float]:
-    """Seconds and MiB of looking at a file of `count` episodes."""
+    """Seconds and MiB of viewing a file of `count` episodes."""
     from playwright.sync_api import sync_playwright
 
     write(folder / "many.parquet", count)
@@ -176,7 +176,7 @@ def look(folder: Path, count: int) -> dict[str, float]:
 
 
 def train(folder: Path, name: str, *, followed: bool) -> float:
-    """Median seconds of a step of the main job, with a client that asks for news twice a second or without."""
+    """Median seconds per step of the main job, with or without a client that polls twice per second."""
     words = ["train", "--env", "math_verify", "--name", name, "steps=40", "eval.every=0", "checkpoint.every=0"]
     (folder / "runs").mkdir(exist_ok=True)
     server, url = served(folder, "runs") if followed else (None, "")  # its start is not what is measured

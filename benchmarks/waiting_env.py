@@ -13,17 +13,17 @@ from envgym.types import Action
 
 
 class WaitingConfig(ToolEnvConfig):
-    """Settings of the environment that waits."""
+    """Settings of the waiting environment."""
 
     seconds: float
-    """How long a call of the tool takes."""
+    """Duration of a call of the tool, in seconds."""
     blocking: bool
-    """Whether the tool holds its thread up meanwhile, rather than give way to others."""
+    """Whether the tool blocks its thread meanwhile."""
 
 
 class Waiting(ToolEnv):
-    """Ends with the turn that would make one call too many (`max_calls`), and pays at random, so that members of a
-    group differ and there is something to learn from."""
+    """Ends with the turn that would exceed `max_calls`. Rewards are random, so that members of a group differ and give
+    a gradient."""
 
     Config = WaitingConfig
 

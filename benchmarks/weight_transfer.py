@@ -20,7 +20,7 @@ from typing import Any
 from record import conditions, conditions_in_words, fill_docs, store, table
 
 SIZES = {"3M": (256, 4, 768), "30M": (512, 8, 1536), "300M": (1280, 14, 3840)}
-"""Width, layers, width within a layer; 2,048 tokens in the vocabulary."""
+"""Width, layers, feed-forward width; 2,048 tokens in the vocabulary."""
 BUCKET = 2**26
 
 
@@ -57,7 +57,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> dict[str, float]:
-    """Medians over transfers: bytes, seconds, seconds over a copy's, and rank 0's memory above what it held."""
+    """Medians over transfers: bytes, seconds, seconds over a copy's, and the growth of rank 0's memory."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -56,8 +56,9 @@ class AgentConfig(Settings):
 class Agent(ABC):
     """Runs episodes. Each call of `run` runs one episode; calls are concurrent: keep no state on `self`.
 
-    `run` returns an episode with `outcome`, `rows`, `reward`, `score` and `messages`; the runner adds ids, groups and
-    times. Exceptions of the environment or the engine may pass through: the runner turns them into a failed episode.
+    `run` returns an episode with `task`, `outcome`, `rows`, `reward`, `score`, `answer`, `metrics` and `messages`; the
+    runner adds ids, group, seed and times. Exceptions of the environment or the engine may pass through: the runner
+    turns them into a failed episode.
     """
 
     Config: ClassVar[type[AgentConfig]] = AgentConfig

@@ -43,6 +43,12 @@ def absolute_target(name: str) -> str:
     return f"{path}:{class_name}" if class_name else path
 
 
+def short_name(name: str) -> str:
+    """A component's name in a folder's: its id, its file or module, or in a notebook its own name."""
+    location, _, class_name = name.partition(":")
+    return class_name if location == MAIN else Path(location).stem
+
+
 def target_of(value: type | Callable[..., Any]) -> str:
     """The target of a class or function: `package.module:Name`, or `file.py:Name` outside packages; in a notebook or an
     interactive session `__main__:Name`, which no other process can load.

@@ -245,8 +245,10 @@ def load_env_class(target: str | type[Any]) -> type[Any]:
             f"{target} is written for verifiers, whose environments and tasksets are not supported: write an Env "
             "that poses its tasks and calls its rewards (docs/environments.md)"
         )
-    if is_file_target(file) and name:
-        load_function("envgym.rewards:adapt_trl_function", "adapter of functions")(target)
+    if is_file_target(file):
+        adapt = load_function("envgym.rewards:environment_of", "adapter of functions")
+        if (spec_class := adapt(Path(file), name)) is not None:
+            return check_class(spec_class, target, (EnvSpec,), "environment")
     return load_class(target, (EnvSpec, Env), "environment")
 
 

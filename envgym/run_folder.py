@@ -13,6 +13,7 @@ from typing import Any
 from envgym.disk import flush_to_disk, replacement_file, write_atomically
 from envgym.episodes.record import decode, encode, from_record, to_record
 from envgym.errors import CheckpointDamaged, ConfigError, RunError
+from envgym.loading import short_name
 from envgym.types import Group
 from envgym.yaml_files import read_yaml
 
@@ -231,7 +232,7 @@ def files_by_step(folder: Path, suffix: str) -> dict[int, Path]:
 
 def stage_name(name: str | None, learner: str) -> str:
     """A stage's name, by default its learner's, which may be in a file."""
-    return name or Path(learner.partition(":")[0]).stem
+    return name or short_name(learner)
 
 
 def stage_folders(folder: Path, names: Sequence[str]) -> list[RunFolder]:

@@ -76,11 +76,7 @@ def policy_loss(
 
 
 def clipped_policy_loss(
-    log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+    log_ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> ClippedLoss:
     """PPO's clipped surrogate, negated: -min(r A, clip(r, 1 - low, 1 + high) A), and with a dual clip c for negative
     advantages -max(that, c A).
@@ -146,11 +142,7 @@ def episode_means(values: torch.Tensor, weights: torch.Tensor, episodes: torch.T
 
 
 def importance_weights(
-    old: torch.Tensor,
-    sampled: torch.Tensor,
-    weights: torch.Tensor,
-    episodes: torch.Tensor,
-    config: CorrectionConfig,
+    old: torch.Tensor, sampled: torch.Tensor, weights: torch.Tensor, episodes: torch.Tensor, config: CorrectionConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, T] the factor of each token's policy loss (no gradient), and [B, T] bool the mask of tokens to train on.
 
@@ -221,11 +213,7 @@ def critic_loss(outputs: Outputs, batch: RowBatch, clip: float | None) -> tuple[
     summed, weight, n_clipped, n_tokens, value = torch.stack(
         [total.detach(), batch.loss_weights.sum(), clipped.sum(), counts.sum(), values.detach().sum()]
     ).tolist()
-    return total, {
-        "loss": (summed, weight),
-        "clip_fraction": (n_clipped, n_tokens),
-        "value/mean": (value, n_tokens),
-    }
+    return total, {"loss": (summed, weight), "clip_fraction": (n_clipped, n_tokens), "value/mean": (value, n_tokens)}
 
 
 def value_loss(

@@ -132,9 +132,15 @@ class PolicyGradient(Learner):
     def loss(
         self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
     ) -> tuple[torch.Tensor, MetricSums]:
-        if batch.objective == Objective.CROSS_ENTROPY:
-            return self.pretraining_loss(outputs, batch, normalizers)
-        return self.actor_loss(outputs, batch, normalizers)
+        if batch.objective != Objective.CROSS_ENTROPY:
+            return self.actor_loss(outputs, batch, normalizers)
+        # `pretrain_coef` times the cross-entropy of pre-training text, a mean over its tokens. Source: the PPO-ptx
+        # objective of L. Ouyang et al., "Training language models to follow instructions with human feedback" (2022),
+        # eq. 2.
+        from .losses import cross_entropy
+
+        total, metric = cross_entropy(outputs, batch)
+        return self.config.pretrain_coef * total / normalizers[batch.objective], {"pretrain/loss": metric}
 
     def actor_loss(
         self, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
@@ -144,19 +150,6 @@ class PolicyGradient(Learner):
 
         total, metrics = actor_loss(outputs, batch, self.config)
         return total / normalizers[batch.objective], metrics
-
-    def pretraining_loss(
-        self, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
-        """`pretrain_coef` times the cross-entropy of pre-training text, a mean over its tokens.
-
-        Source: the PPO-ptx objective of L. Ouyang et al., "Training language models to follow instructions with human
-        feedback" (2022), eq. 2.
-        """
-        from .losses import cross_entropy
-
-        total, metric = cross_entropy(outputs, batch)
-        return self.config.pretrain_coef * total / normalizers[batch.objective], {"pretrain/loss": metric}
 
     # -- metrics and adaptation ---------------------------------------------------------------------------
 

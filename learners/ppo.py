@@ -6,6 +6,7 @@ Source: J. Schulman et al., "Proximal Policy Optimization Algorithms" (2017), wi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -47,12 +48,9 @@ class PPO(PolicyGradient):
 
     @property
     def roles(self) -> Mapping[str, RoleSpec]:
-        roles = dict(super().roles)
-        actor = roles["actor"]
-        roles["actor"] = RoleSpec(
-            trained=True, scored=actor.scored, entropy=actor.entropy, frozen_steps=self.config.critic_warmup_steps
-        )
-        return {**roles, "critic": RoleSpec(trained=True, scored=True, head="scalar")}
+        roles = super().roles
+        actor = replace(roles["actor"], frozen_steps=self.config.critic_warmup_steps)
+        return {**roles, "actor": actor, "critic": RoleSpec(trained=True, scored=True, head="scalar")}
 
     def token_advantages(self, group: Sequence[ActionTokens]) -> list[TokenArray]:
         return [self._episode_advantages(tokens) for tokens in group]
@@ -78,12 +76,7 @@ class PPO(PolicyGradient):
     ) -> tuple[torch.Tensor, MetricSums]:
         if role == "actor":
             return super().loss(role, outputs, batch, normalizers)
-        return self.critic_loss(outputs, batch, normalizers)
-
-    def critic_loss(
-        self, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
-        """The clipped value loss, aggregated as the policy's loss is; 0 for samples of other objectives."""
+        # The critic's: the clipped value loss, aggregated as the policy's loss is; 0 for samples of other objectives.
         if batch.objective != Objective.POLICY_GRADIENT:
             return outputs.values.new_zeros(()), {}
         from .losses import critic_loss

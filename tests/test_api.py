@@ -12,7 +12,7 @@ import envgym
 from envgym.api import _plain_settings
 from envgym.cli import main
 from envgym.errors import ConfigError, DataError
-from envgym.loading import load_class, target_of
+from envgym.loading import load_class, short_name, target_of
 
 PROGRAM = """
 import envgym, importlib, pkgutil
@@ -109,6 +109,11 @@ def test_a_file_that_starts_a_run_while_it_is_imported_is_reported_in_one_line(t
     )
 
 
+def test_a_script_may_train_on_its_own_environment_as_its_last_line(tmp_path):
+    (tmp_path / "script.py").write_text(f'import envgym\n{ENV}\nenvgym.train(env=Echo, agent="no_such")\n')
+    assert "NameNotFound: there is no agent 'no_such'" in run(tmp_path, "script.py").stderr  # after its environment
+
+
 ENV = """
 class Echo(envgym.Env):
     async def reset(self, *, seed=None, options=None): return "Say something.", {}
@@ -128,6 +133,11 @@ def test_classes_become_targets_that_load_the_same_class():
     class Local(Echo):
         pass
 
+    assert [short_name(name) for name in ("__main__:Echo", "a/b.py:Echo", "math_verify")] == [
+        "Echo",
+        "b",
+        "math_verify",
+    ]
     target = target_of(Echo)
     assert target == "tests.test_api:Echo"
     assert load_class(target, (envgym.Env,), "environment") is Echo

@@ -107,9 +107,7 @@ class External(Agent):
         try:
             async with asyncio.timeout(self.config.timeout):
                 output, errors, _ = await asyncio.gather(
-                    _read(process.stdout),
-                    _read(process.stderr),
-                    _write(process.stdin, json.dumps(payload, default=str)),
+                    _read(process.stdout), _read(process.stderr), _write(process.stdin, payload)
                 )
                 status = await process.wait()
         except TimeoutError:

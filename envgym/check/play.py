@@ -116,15 +116,8 @@ class CheckedEpisode(ScriptedEpisode):
         """All return values of the environment: an entry for the reset and one per turn."""
         entries: list[dict[str, Any]] = [] if self.opening is None else [{"observation": self.opening}]
         for turn in self.turns:
-            entries.append(
-                {
-                    "observation": turn.observation,
-                    "reward": turn.reward,
-                    "terminated": turn.terminated,
-                    "truncated": turn.truncated,
-                    "score": turn.info.get("score"),
-                }
-            )
+            values = {name: getattr(turn, name) for name in ("observation", "reward", "terminated", "truncated")}
+            entries.append({**values, "score": turn.info.get("score")})
         return entries if self.error is None else [*entries, {"error": type(self.error).__name__}]
 
     def _watch_close(self, env: CheckedEnv) -> None:

@@ -112,7 +112,7 @@ async def _problems(subject: Subject) -> Finding:
     message = f"{number + 1} tasks with different seeds posed the same problem"
     asks = {repr((task.prompt, task.answer, dict(task.fields))) for task in tasks}
     if short or len(asks) > 1:
-        advice = 'pose options["task"], or draw the problem from self.rng; if there is only one, let tasks() say so'
+        advice = "pose self.task, or draw the problem from self.rng; if there is only one, return one task from tasks()"
         return failure(message, advice)
     advice = "in an environment without variation, held-out tasks measure nothing more"
     return warning(f"{message}, judging by a few random turns", advice)

@@ -58,11 +58,7 @@ class Report:
     @property
     def passed(self) -> bool:
         """True if no check failed; warnings do not count."""
-        return not self.failed_checks()
-
-    def failed_checks(self) -> set[str]:
-        """The names of the checks that failed."""
-        return {check for check, verdict in self.verdicts().items() if verdict is CheckVerdict.FAILED}
+        return CheckVerdict.FAILED not in self.verdicts().values()
 
     def verdicts(self) -> dict[str, CheckVerdict]:
         """The verdicts so far, by check."""

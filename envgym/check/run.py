@@ -171,8 +171,6 @@ class _Examination:
     def _skip_reason(self, checks: tuple[str, ...]) -> str:
         """The reason to skip these checks because an earlier one failed; empty if there is none."""
         verdict = self._report.verdict
-        if checks in (tasks.CHECKS, episodes.CHECKS):
-            return ""
         if checks in (OTHER_PROCESS, repeatability.ISOLATION):
             if verdict("seed") is CheckVerdict.FAILED:
                 return "episodes differ anyway (seed)"

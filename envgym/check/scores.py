@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from envgym.rollout.runner import judge_group
+from envgym.rollout.runner import score_group
 from envgym.rollout.scripted import Script
 from envgym.types import Episode, Group, Limit, Task
 
@@ -112,7 +112,7 @@ async def _run_group(
     for episode in finished:
         episode.last_call = "score_group"
     group = Group("check", task, [episode.result for episode in finished])
-    await judge_group(subject.spec, group, EPISODE_SECONDS)
+    await score_group(subject.spec, group, EPISODE_SECONDS)
     return dict(zip(scripts, episodes, strict=True))
 
 

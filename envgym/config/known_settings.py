@@ -20,6 +20,7 @@ from envgym.registry import load_component
 from envgym.tasks import DataConfig
 from envgym.yaml_files import read_yaml
 
+from .renamed import RENAMED
 from .schema import RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, component_mapping
 
@@ -64,10 +65,11 @@ def other_names() -> dict[str, list[str]]:
 
 
 def similar_keys(key: str, known_keys: Sequence[str]) -> list[str]:
-    """The `known_keys` that an unknown key most likely stands for, 3 at most: settings that other programs call so,
-    then keys with the same last part."""
+    """The `known_keys` that an unknown key most likely stands for, 3 at most: settings with this name in other programs
+    or earlier versions, then keys with the same last part."""
     last_part = key.rpartition(".")[2].replace("-", "_").lower()
     synonyms = [name for name, aliases in other_names().items() if last_part in aliases and name in known_keys]
+    synonyms += [new for old, new in RENAMED.items() if old.rpartition(".")[2] == last_part and new in known_keys]
     return list(dict.fromkeys([*synonyms, *(name for name in known_keys if name.rpartition(".")[2] == last_part)]))[:3]
 
 

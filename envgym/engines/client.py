@@ -41,11 +41,11 @@ class EngineClient:
         return cls(await runtime.start(target, kwargs, name=name, environ=environ))
 
     async def info(self) -> EngineInfo:
-        info: EngineInfo = await self._control("info")
+        info: EngineInfo = await self.call("info")
         return info
 
     async def steps(self) -> int:
-        steps: int = await self._control("steps")
+        steps: int = await self.call("steps")
         return steps
 
     async def generate(self, request: Request) -> Generation:
@@ -56,16 +56,13 @@ class EngineClient:
         scores: list[float] = await self._wait_for("score", token_ids)
         return scores
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of `HostedEngine`."""
-        return await self._control(method, *args)
-
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
         await self._handle.close()
 
-    async def _control(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of `HostedEngine`."""
         time = asyncio.get_running_loop().time
         start, looks = time(), 0
         calling = asyncio.create_task(self._handle.call(method, *args))

@@ -80,11 +80,8 @@ class VLLMEngine:
         return self._steps
 
     async def generate(self, request: Request) -> Generation:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         requested = request.sampling
-        sampling = SamplingParams(
+        sampling = _sampling_params(
             max_tokens=requested.max_tokens,
             temperature=requested.temperature,
             top_p=requested.top_p,
@@ -93,9 +90,6 @@ class VLLMEngine:
             stop_token_ids=[*requested.stop_token_ids, *self._end_tokens],
             ignore_eos=True,  # the end tokens are all among the stop tokens
             logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = (await self._run(request.id, list(request.token_ids), sampling)).outputs[0]
         if output.finish_reason not in STOP_REASONS:
@@ -108,22 +102,13 @@ class VLLMEngine:
         )
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         check_fits(token_ids, self._max_model_len)
         # vLLM computes a prompt's log-probs when it samples a token after it. A full context has no room for that one:
         # then the last token is requested as a candidate of the sampling.
         fills_context = len(token_ids) == self._max_model_len
         prompt = list(token_ids[:-1] if fills_context else token_ids)
-        sampling = SamplingParams(
-            max_tokens=1,
-            prompt_logprobs=0,
-            logprob_token_ids=[token_ids[-1]] if fills_context else None,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        candidates = [token_ids[-1]] if fills_context else None
+        sampling = _sampling_params(max_tokens=1, prompt_logprobs=0, logprob_token_ids=candidates)
         self._scores += 1
         output = await self._run(f"score-{self._scores}", prompt, sampling)
         if output.outputs[0].finish_reason not in STOP_REASONS:
@@ -274,6 +259,14 @@ def _repacked(model: Any) -> Iterable[Any]:
     from vllm.platforms import current_platform
 
     return model.modules() if current_platform.is_cpu() else ()
+
+
+def _sampling_params(**settings: Any) -> Any:
+    """vLLM's sampling parameters for one output of token ids and log-probabilities, without text."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **settings)
 
 
 def _describe_abort(reason: str | None) -> str:

@@ -63,8 +63,8 @@ class EnvSpec:
         """The description, from which `registry.spec_from_json` builds an equal spec."""
         return json.dumps({"id": self.id, "kwargs": self.config.model_dump(mode="json", exclude_unset=True)})
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, EnvSpec) and self.to_json() == other.to_json()
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, EnvSpec) and self.to_json() == value.to_json()
 
     def __hash__(self) -> int:
         return hash(self.to_json())

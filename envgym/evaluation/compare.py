@@ -13,7 +13,7 @@ from envgym.types import Episode
 
 from .folder import EvalFolder
 from .paired import POWER, Paired, paired_difference, sign_flip
-from .statistics import Mean, cluster_sums, suite_mean, t_quantile, t_quantile_975
+from .statistics import Mean, cluster_sums, suite_mean, t_quantile
 
 DESCRIBED = (("code", "code"), ("settings", "spec"))
 PLAYED = {
@@ -76,7 +76,7 @@ class Comparison:
         df, detectable = sum(paired.n_clusters - 1 for paired in pairs), math.nan
         # An environment whose tasks all differ alike has an error of 0, which would understate the suite's.
         if not any(math.isnan(paired.detectable) for paired in pairs):
-            detectable = (t_quantile_975(df) + t_quantile(POWER, df)) * mean.stderr
+            detectable = (t_quantile(0.975, df) + t_quantile(POWER, df)) * mean.stderr
         differences = {(name, task): d for name, env in weighed.items() for task, d in env.paired.differences.items()}
         only_a, only_b = sum(paired.only_a for paired in pairs), sum(paired.only_b for paired in pairs)
         return Paired(

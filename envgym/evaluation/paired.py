@@ -17,7 +17,6 @@ from .statistics import (
     interval_or_none,
     number_or_none,
     t_quantile,
-    t_quantile_975,
 )
 
 ENUMERATED = 16
@@ -107,7 +106,7 @@ def paired_difference(
     detectable = math.nan
     if method == "t":
         df = degrees_of_freedom([size for _, size in deviations])
-        detectable = (t_quantile_975(df) + t_quantile(POWER, df)) * error
+        detectable = (t_quantile(0.975, df) + t_quantile(POWER, df)) * error
     p_value = sign_flip([total for total, _ in cluster_sums(differences, clusters)], seed)
     return Paired(mean, low, high, error, p_value, detectable, len(deviations), differences, only_a, only_b)
 

@@ -18,6 +18,7 @@ from envgym.errors import ConfigError, NameNotFound, did_you_mean
 from envgym.hashing import task_hash, text_hash
 from envgym.launch.memory import check_episode_memory
 from envgym.launch.models import MakeModel, cached_recipe_model
+from envgym.loading import short_name
 from envgym.processes import event_loop
 from envgym.tasks.cursor import tasks_at
 from envgym.types import Group, Task
@@ -44,7 +45,7 @@ def new_evaluation(
     """
     if suite is None:
         parts = parts_of_env(settings, file=file)
-        label = Path(parts[0].name.partition(":")[0]).stem or "remote"
+        label = short_name(parts[0].name) or "remote"
     else:
         name, definition, size = ("suite", suite, None) if isinstance(suite, Suite) else find_suite(suite)
         label = suite if isinstance(suite, str) else name

@@ -110,7 +110,7 @@ async def demonstration_episodes(stage: StageConfig) -> list[Episode]:
                 turns = [turn if isinstance(turn, Message) else Message("assistant", turn) for turn in demonstration]
                 row = Row([Segment("action", array("i"))], turns=[Turn(None, StopReason.STOP) for _ in turns])
                 group = f"demonstrated/{len(episodes):06d}"
-                episode = Episode(f"{group}:000:0", task, Outcome.complete(), [row], env=spec.id, group_id=group)
+                episode = Episode(f"{group}:000:0", task, Outcome.finish(), [row], env=spec.id, group_id=group)
                 messages = list(as_messages(task.prompt))
                 prompt = messages[: len(messages) - len(turns)] if messages[-len(turns) :] == turns else messages
                 episode.messages = [*prompt, *turns]
@@ -203,7 +203,7 @@ async def _score(
             episode.rows, episode.messages = _with_rewards(old.rows, turns), old.messages
             scored[index] = episode
         groups = saved_groups(scored)
-        await runner.judge_groups(groups)
+        await runner.score_groups(groups)
         runner.withdraw_scores(groups)
     for index in tasks:
         scored[index].metrics |= _earlier_metrics(saved[index])

@@ -59,7 +59,7 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
     scores, rewards = _values_by_group(groups, "score"), _values_by_group(groups, "reward")
     clusters = _clusters(groups, cluster)
     successes = {id: [float(score >= success - 1e-9) for score in values] for id, values in scores.items()}
-    rate, variances = clustered_mean(successes, clusters).as_dict(), within_between_variance(scores)
+    rate, (within, between) = clustered_mean(successes, clusters).as_dict(), within_between_variance(scores)
     limits = Counter(episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED)
     return {
         **clustered_mean(scores, clusters).as_dict(),
@@ -67,10 +67,7 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
         "success": {"threshold": success, "rate": rate["score"], "ci95": rate["ci95"]},
         **_metrics_at_k(groups, scores, successes),
         "tasks_at_k": {str(k): sum(len(won) >= k for won in successes.values()) for k in ks(_samples(groups))},
-        "variance": {
-            "within": number_or_none(variances.within_tasks),
-            "between": number_or_none(variances.between_tasks),
-        },
+        "variance": {"within": number_or_none(within), "between": number_or_none(between)},
         "n_episodes": len(episodes),
         "failures": dict(Counter(episode.outcome.reason for episode in episodes if episode.failed)),
         "unscored": sum(episode.score is None for episode in finished),

@@ -53,17 +53,6 @@ class Mean:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Variances:
-    """Variance of scores within a task (between repeats of it) and between tasks (of their true means).
-
-    The mean over n tasks with m repeats each has the variance (between + within / m) / n. NaN with too few repeats.
-    """
-
-    within_tasks: float
-    between_tasks: float
-
-
 def clustered_mean(scores: Mapping[str, Sequence[float]], clusters: Mapping[str, str] | None = None) -> Mean:
     """Mean of task means with a 95% interval; `scores` maps a task's id to the scores of its episodes.
 
@@ -131,8 +120,10 @@ def suite_mean(means: Sequence[Mean], weights: Sequence[float] | None = None) ->
     )
 
 
-def within_between_variance(scores: Mapping[str, Sequence[float]]) -> Variances:
-    """Unbiased estimates of the variance within tasks and between them, by tasks with two or more scores.
+def within_between_variance(scores: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+    """(within, between): unbiased estimates of the variance of scores within a task (between repeats of it) and between
+    tasks (of their true means), by tasks with two or more scores. NaN with too few repeats. The mean over n tasks with
+    m repeats each has the variance (between + within / m) / n.
 
     within: the mean of the tasks' variances. between: the variance of task means minus the contribution of repeats, the
     mean of (a task's variance / its number of scores); as an unbiased estimate of a small number it may be negative.
@@ -141,16 +132,16 @@ def within_between_variance(scores: Mapping[str, Sequence[float]]) -> Variances:
     """
     repeated = [values for values in scores.values() if len(values) > 1]
     if not repeated:
-        return Variances(math.nan, math.nan)
+        return math.nan, math.nan
     variances = [_variance(values) for values in repeated]
     within_tasks = math.fsum(variances) / len(variances)
     if len(repeated) == 1:
-        return Variances(within_tasks, math.nan)
+        return within_tasks, math.nan
     mean_variance = _variance([math.fsum(values) / len(values) for values in repeated])
     repeat_variance = math.fsum(
         variance / len(values) for variance, values in zip(variances, repeated, strict=True)
     ) / len(variances)
-    return Variances(within_tasks, mean_variance - repeat_variance)
+    return within_tasks, mean_variance - repeat_variance
 
 
 def _variance(values: Sequence[float]) -> float:
@@ -261,7 +252,7 @@ def clustered_interval(
         return *(scale or (math.nan, math.nan)), math.nan, "none"
     error = clustered_error(deviations)
     if error > 1e-12 * max(1.0, abs(mean)):
-        t = t_quantile_975(degrees_of_freedom([size for _, size in deviations]))
+        t = t_quantile(0.975, degrees_of_freedom([size for _, size in deviations]))
         if scale == (0.0, 1.0):
             return *wilson_interval(mean, mean * (1 - mean) / error**2, t), error, "t"
         minimum, maximum = scale or (-math.inf, math.inf)
@@ -314,11 +305,6 @@ def alike_interval(value: float, n: int, minimum: float, maximum: float) -> tupl
     """
     bound = wilson_interval(0.0, n)[1]
     return value - bound * (value - minimum), value + bound * (maximum - value)
-
-
-def t_quantile_975(df: float) -> float:
-    """97.5% quantile of Student's t with `df` degrees of freedom, at least 1, to 1e-6."""
-    return t_quantile(0.975, df)
 
 
 @lru_cache(maxsize=1024)

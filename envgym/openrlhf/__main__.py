@@ -1,4 +1,4 @@
-"""`python -m envgym.openrlhf PROGRAM flags…`: what `envgym openrlhf` does, for launchers that start modules."""
+"""`python -m envgym.openrlhf PROGRAM flags…`: `envgym openrlhf` for launchers that start modules."""
 
 import sys
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .translation import Translation
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables by which launchers tell ranks apart. Ours start their own."""
+"""Variables that launchers set for their ranks, and that the ranks of a run must not inherit."""
 
 SUMMARY = "run a command line of OpenRLHF"
 
@@ -32,9 +32,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "openrlhf",
         "PROGRAM [--dry-run] flags…",
-        "Run a command of OpenRLHF: say what it is here, and do that. With --dry-run only say it. PROGRAM is one of\n"
-        f"{', '.join(PROGRAMS)},\nwhose flags envgym openrlhf PROGRAM --help explains; or rlhf:NAME, or a path to "
-        "NAME.py (train_dpo, train_ppo,\ntrain_grpo) with --config rlhf.yaml.",
+        "Translate a command of OpenRLHF, print the translation, and run it; with --dry-run only print it. PROGRAM is\n"
+        f"one of {', '.join(PROGRAMS)},\nwhose flags envgym openrlhf PROGRAM --help explains; or rlhf:NAME, or a path "
+        "to NAME.py (train_dpo,\ntrain_ppo, train_grpo) with --config rlhf.yaml.",
         "envgym openrlhf train_dpo --pretrain M --dataset preferences.jsonl --apply_chat_template --dry-run",
     )
     if arguments[:1] in ([], ["--help"], ["-h"]):
@@ -46,71 +46,74 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         return 0
     is_dry = "--dry-run" in flags
     flags = [flag for flag in flags if flag != "--dry-run"]
-    rank, size = _launched()
+    rank, size = _launcher_rank()
     if rank:
-        return 0  # the first of them starts the others anew
+        return 0  # the first process starts all ranks itself
     point = entry_point(program)
-    made = translate_file(point, flags, world_size=size) if point else translate(program, flags, world_size=size)
-    _settle(made)
-    for note in made.notes:
+    translation = translate_file(point, flags, world_size=size) if point else translate(program, flags, world_size=size)
+    _fit_to_machine(translation)
+    for note in translation.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(_shown(made), flush=True)
-    return 0 if is_dry else _run(made, invocation)
+    print(_printed_command(translation), flush=True)
+    return 0 if is_dry else _run(translation, invocation)
 
 
-def _launched() -> tuple[int, int | None]:
-    """This process's rank among those that a launcher has started, and how many they are; None: there is none."""
+def _launcher_rank() -> tuple[int, int | None]:
+    """This process's rank in a launcher, and the launcher's number of ranks (None without a launcher)."""
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None and "SLURM_STEP_ID" in os.environ:
         rank, size = os.environ.get("SLURM_PROCID"), os.environ.get("SLURM_NTASKS")
     if rank is None or size is None:
         return 0, None
-    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ.get("SLURM_TASKS_PER_NODE")
-    if here is not None and here.isdecimal() and int(here) < int(size):
+    variables = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_TASKS_PER_NODE")
+    local_size = next((text for name in variables if (text := os.environ.get(name))), "")
+    if local_size.isdecimal() and int(local_size) < int(size):
         raise ConfigError(
-            "launchers start the ranks of one machine here; over several: start Ray on them and give the translated "
-            "command (--dry-run) --runtime ray, as examples/slurm.sh does"
+            "launchers are supported on one node; for several nodes start Ray on them and run the translated command "
+            "(--dry-run) with --runtime ray, as examples/slurm.sh does"
         )
     for name in LAUNCHERS:
         os.environ.pop(name, None)
     return int(rank), int(size)
 
 
-def _settle(made: Translation) -> None:
-    """Fill in what depends on where the command is run: a cluster, and runs that are there already."""
-    if made.command != "train":
+def _fit_to_machine(translation: Translation) -> None:
+    """Set what depends on the machine: the Ray cluster, and existing runs of the same name."""
+    if translation.command != "train":
         return
     if "RAY_ADDRESS" in os.environ:
-        made.words += ["--runtime", "ray"]
-    first = Path(made.settings["runs_dir"], made.settings["name"])
-    runs = [first]
+        translation.words += ["--runtime", "ray"]
+    folder = Path(translation.settings["runs_dir"], translation.settings["name"])
+    runs = [folder]
     while runs[-1].exists():
-        runs.append(first.with_name(f"{first.name}-{len(runs) + 1}"))
-    if made.resumes and len(runs) > 1:
-        made.words, made.settings = ["--resume", str(runs[-2])], {}
-        made.run = runs[-2]
+        runs.append(folder.with_name(f"{folder.name}-{len(runs) + 1}"))
+    if translation.resumes and len(runs) > 1:
+        translation.words, translation.settings = ["--resume", str(runs[-2])], {}
+        translation.run = runs[-2]
         return
-    made.settings["name"], made.run = runs[-1].name, runs[-1]
+    translation.settings["name"], translation.run = runs[-1].name, runs[-1]
 
 
-def _shown(made: Translation) -> str:
-    """The command as one can paste it. Secrets are not shown."""
+def _printed_command(translation: Translation) -> str:
+    """The command to paste into a shell, without secrets."""
     words: list[str] = []
-    for word in made.arguments:
+    for word in translation.arguments:
         is_value = words and words[-1].startswith("--") and " " not in words[-1] and "=" not in word
         words[-1:] = [f"{words[-1]} {shlex.quote(word)}"] if is_value else [*words[-1:], shlex.quote(word)]
-    variables = "".join(f"{name}={'…' if 'KEY' in name else shlex.quote(text)} " for name, text in made.environ.items())
+    variables = "".join(
+        f"{name}={'…' if 'KEY' in name else shlex.quote(text)} " for name, text in translation.environ.items()
+    )
     line = f"{variables}envgym " + " \\\n  ".join(words)
-    if made.save_path is not None:
-        line += f"\ncp -r {shlex.quote(str(made.run / made.kept))} {shlex.quote(str(made.save_path))}"
-    return line if made.finish is None else f"{line}\n# and rows in OpenRLHF's form are made of that file"
+    if translation.save_path is not None:
+        line += f"\n{shlex.join(['cp', '-r', str(translation.run / translation.result), str(translation.save_path)])}"
+    return line if translation.finish is None else f"{line}\n# then the file is converted to OpenRLHF's rows"
 
 
-def _run(made: Translation, invocation: Invocation) -> int:
-    os.environ.update(made.environ)
-    status: int = load_command(made.command).main(made.arguments[1:], invocation)
-    if status == 0 and made.save_path is not None:
-        shutil.copytree(made.run / made.kept, made.save_path, dirs_exist_ok=True)
-    if status == 0 and made.finish is not None:
-        print(made.finish())
+def _run(translation: Translation, invocation: Invocation) -> int:
+    os.environ.update(translation.environ)
+    status: int = load_command(translation.command).main(translation.arguments[1:], invocation)
+    if status == 0 and translation.save_path is not None:
+        shutil.copytree(translation.run / translation.result, translation.save_path, dirs_exist_ok=True)
+    if status == 0 and translation.finish is not None:
+        print(translation.finish())
     return status

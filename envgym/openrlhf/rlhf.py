@@ -1,4 +1,4 @@
-"""The entry points `train_dpo.py`, `train_ppo.py` and `train_grpo.py` with their `rlhf.yaml`."""
+"""Translation of `rlhf.yaml`, the settings of the entry points `train_dpo.py`, `train_ppo.py` and `train_grpo.py`."""
 
 from __future__ import annotations
 
@@ -9,78 +9,78 @@ from typing import Any
 from envgym.errors import ConfigError, did_you_mean
 from envgym.yaml_files import read_yaml
 
-from .translate import translated
+from .translate import translate_flags
 from .translation import Flags, Translation
 
 FILE = Path(__file__).with_name("rlhf.yaml")
 
 
 def entry_point(program: str) -> str | None:
-    """The entry point that `rlhf:NAME` or a path to NAME.py names; None where it is none."""
+    """The entry point of `rlhf:NAME` or of a path to NAME.py; None if there is no such entry point."""
     name = program.removeprefix("rlhf:") if program.startswith("rlhf:") else Path(program).stem
     return name if name in read_yaml(FILE)["programs"] and name != program else None
 
 
 def translate_file(name: str, arguments: Sequence[str], *, world_size: int | None = None) -> Translation:
-    """Translate an entry point's settings. Raises `ConfigError` for what is not known, or has no place here."""
+    """Translate an entry point's settings. Raises `ConfigError` for an unknown or unsupported setting."""
     options = dict(zip(arguments[::2], arguments[1::2], strict=False))
     if "--config" not in options or options.keys() - {"--config", "--deepspeed"}:
-        raise ConfigError(f"{name}: which settings? Give --config FILE, and --deepspeed FILE where there is one")
+        raise ConfigError(f"{name}: which settings? Give --config FILE, and --deepspeed FILE if there is one")
     file, table = options["--config"], read_yaml(FILE)
     entry = table["programs"][name]
     program = entry["program"]
-    fates = {key: fate for section in entry["of"] for key, fate in table[section].items()}
-    of_others = {**table["dpo"], **table["ppo"]}.keys() - fates.keys()  # one file has the settings of all three
-    given: dict[str, Any] = {**table["defaults"][program], **entry.get("given", {})}
+    rules = {key: rule for section in entry["sections"] for key, rule in table[section].items()}
+    unused = {**table["dpo"], **table["ppo"]}.keys() - rules.keys()  # one file has the settings of all entry points
+    values: dict[str, Any] = {**table["defaults"][program], **entry.get("flags", {})}
     notes: list[str] = []
-    for key, value in _flat(read_yaml(Path(file))):
-        if value is None or key in of_others:
+    for key, value in _flatten(read_yaml(Path(file))):
+        if value is None or key in unused:
             continue
-        if key not in fates:
-            raise ConfigError(f"{file}: unknown key {key!r}.{did_you_mean(key, fates)}")
-        fate = fates[key]
-        match _of_value(fate, value, f"{file}: {key}") if isinstance(fate, Mapping) else fate:
-            case ["refused", reason]:
+        if key not in rules:
+            raise ConfigError(f"{file}: unknown key {key!r}.{did_you_mean(key, rules)}")
+        rule = rules[key]
+        match _rule_for(value, rule, f"{file}: {key}") if isinstance(rule, Mapping) else rule:
+            case ["unsupported", reason]:
                 raise ConfigError(f"{file}: {key}: {value}: {reason}")
             case ["ignored", reason]:
-                notes.append(f"{key} is left out: {reason}")
+                notes.append(f"{key} is ignored: {reason}")
             case str() as flag:
-                given[flag] = value
-            case implied:
-                given |= implied
-    settings = {key[1:]: given.pop(key) for key in list(given) if key.startswith("=")}
+                values[flag] = value
+            case flags:
+                values |= flags
+    settings = {key[1:]: values.pop(key) for key in list(values) if key.startswith("=")}
     if program == "train_dpo":
-        given["train_batch_size"] = given["micro_train_batch_size"] * settings.pop("accumulation") * (world_size or 1)
+        values["train_batch_size"] = values["micro_train_batch_size"] * settings.pop("accumulation") * (world_size or 1)
     else:
         # VERL counts prompts, and its models share all GPUs.
-        given["train_batch_size"] = settings.pop("mini_batch") * given.get("n_samples_per_prompt", 1)
+        values["train_batch_size"] = settings.pop("mini_batch") * values.get("n_samples_per_prompt", 1)
         for number in ("num_nodes", "num_gpus_per_node"):
-            given |= {f"{role}_{number}": given.get(f"actor_{number}", 1) for role in ("actor", "critic", "ref")}
-        if not settings.pop("kl_in_reward", False) and not given.get("use_kl_loss"):
-            given["init_kl_coef"] = 0.0
+            values |= {f"{role}_{number}": values.get(f"actor_{number}", 1) for role in ("actor", "critic", "ref")}
+        if not settings.pop("kl_in_reward", False) and not values.get("use_kl_loss"):
+            values["init_kl_coef"] = 0.0
             settings.pop("roles.reference.model", None)
     if "--deepspeed" in options:
-        given["zero_stage"] = read_yaml(Path(options["--deepspeed"])).get("zero_optimization", {}).get("stage", 0)
-        notes.append("--deepspeed: its ZeRO stage is taken; more goes into workers.deepspeed")
-    flags = {key: value for key, value in given.items() if value is not False}
-    made = translated(Flags(program, flags, world_size), notes)
-    made.settings |= settings
-    return made
+        values["zero_stage"] = read_yaml(Path(options["--deepspeed"])).get("zero_optimization", {}).get("stage", 0)
+        notes.append("--deepspeed: only its ZeRO stage is used; set more in workers.deepspeed")
+    options = {key: value for key, value in values.items() if value is not False}
+    translation = translate_flags(Flags(program, options, world_size), notes)
+    translation.settings |= settings
+    return translation
 
 
-def _of_value(fates: Mapping[Any, Any], value: Any, where: str) -> Any:
-    """The fate of a setting by its value; of several values that of the first that does anything."""
-    by_name = {str(name).lower(): fate for name, fate in fates.items()}
+def _rule_for(value: Any, rules: Mapping[Any, Any], context: str) -> Any:
+    """The rule of a setting for its value; for a list of values the first rule that is not empty."""
+    by_name = {str(name).lower(): rule for name, rule in rules.items()}
     values = [str(item).lower() for item in (value if isinstance(value, list) else [value])]
     if unknown := [item for item in values if item not in by_name]:
-        raise ConfigError(f"{where} is one of {', '.join(by_name)}, not {unknown[0]}")
+        raise ConfigError(f"{context} is one of {', '.join(by_name)}, not {unknown[0]}")
     return next((by_name[item] for item in values if by_name[item]), {})
 
 
-def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Nested settings with dotted keys."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{before}{key}", value
+            yield f"{prefix}{key}", value

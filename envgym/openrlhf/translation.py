@@ -1,4 +1,4 @@
-"""A command of OpenRLHF that is being translated: its flags, and the command of envgym that it becomes."""
+"""The flags of an OpenRLHF command, and the command of envgym that they are translated to."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class Translation:
 
     command: str = "train"
     words: list[str] = field(default_factory=list)
-    """Words and options that stand before the settings."""
+    """Words and options before the settings."""
     settings: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
-    """Variables of its environment."""
+    """Environment variables of the command."""
     notes: list[str] = field(default_factory=list)
-    """Sentences on flags that are left out or read in another way."""
+    """Notes on flags that are ignored or differ in meaning."""
     save_path: Path | None = None
-    """Folder that the model is copied to in the end, or its adapter."""
-    kept: str = "model"
-    """The folder of the run that is copied."""
+    """Destination of the copy of the trained model or adapter."""
+    result: str = "model"
+    """Name of the folder to copy, in the run's folder."""
     run: Path = Path()
     """The run's folder."""
     resumes: bool = False
-    """Go on with the run of that name where there is one."""
+    """True to resume an existing run of that name."""
     finish: Callable[[], str] | None = None
-    """Work after the command; returns a sentence on what it did."""
+    """Work after the command; returns a message."""
 
     @property
     def arguments(self) -> list[str]:
@@ -44,100 +44,102 @@ class Translation:
 
 
 def _word(key: str, value: Any) -> str:
-    """`key=value`, written so that it is read back as it is."""
+    """`key=value`, quoted if it would be parsed differently otherwise."""
     plain, quoted = f"{key}={value}", f"{key}={json.dumps(value)}"
     return plain if isinstance(value, str) and parse_overrides([plain]) == parse_overrides([quoted]) else quoted
 
 
 class Flags:
-    """The flags of a command: what is given, else theirs. `world_size`: ranks that a launcher has started."""
+    """The flags of a command: its `options`, else OpenRLHF's defaults. `world_size`: ranks that a launcher started."""
 
-    def __init__(self, program: str, given: Mapping[str, Any], world_size: int | None = None) -> None:
+    def __init__(self, program: str, options: Mapping[str, Any], world_size: int | None = None) -> None:
         self.program = program
-        self.given = given
+        self.options = options
         self.world_size = world_size
-        self.known = flags_of(program)
+        self.table = flags_of(program)
 
     def __getitem__(self, name: str) -> Any:
-        return self.given.get(name, self.known[name].default)
+        return self.options.get(name, self.table[name].default)
 
-    def hold(self, condition: str | None) -> bool:
-        """True if a flag's condition holds: a flag is given or positive, or has a value; after `!` it must not."""
+    def holds(self, condition: str | None) -> bool:
+        """True if a flag's condition (`if` in `flags.yaml`) holds."""
         if condition is None:
             return True
         if condition.startswith("!"):
-            return not self.hold(condition[1:])
-        return any(self._holds(*alternative.partition("=")) for alternative in condition.split("|"))
+            return not self.holds(condition[1:])
+        return any(self._is_met(*alternative.partition("=")) for alternative in condition.split("|"))
 
-    def _holds(self, name: str, equals: str, wanted: str) -> bool:
-        value = self[name] if name in self.known else True
-        return str(value) == wanted if equals else value > 0 if isinstance(value, int | float) else bool(value)
+    def _is_met(self, name: str, equals: str, expected: str) -> bool:
+        value = self[name] if name in self.table else True
+        return str(value) == expected if equals else value > 0 if isinstance(value, int | float) else bool(value)
 
 
-def apply(flag: Flag, flags: Flags, made: Translation) -> None:
-    """Translate one flag by itself."""
-    value, is_given = flags[flag.name], flag.name in flags.given
-    if is_given and (others := [name for name in flag.excludes if flags.given.get(name)]):
-        raise ConfigError(f"{flags.program}: --{flag.name} and --{others[0]} exclude each other: leave one out")
-    if value is None and flag.needed:
-        raise ConfigError(f"{flags.program}: {flag.needed}? Give --{flag.name}")
-    if is_given and flag.refused is not None and value != flag.unless:
-        given = f"--{flag.name}" if value is True else f"--{flag.name} {value}"
-        raise ConfigError(f"{flags.program}: {given}: {flag.refused}")
-    if is_given and flag.ignored is not None:
-        made.notes.append(f"--{flag.name} is left out: {flag.ignored}")
-    if (value in (None, False) and not is_given) or not flags.hold(flag.condition):
+def apply_flag(flag: Flag, flags: Flags, translation: Translation) -> None:
+    """Translate a single flag."""
+    value, is_set = flags[flag.name], flag.name in flags.options
+    if is_set and (conflicts := [name for name in flag.excludes if flags.options.get(name)]):
+        raise ConfigError(f"{flags.program}: --{flag.name} and --{conflicts[0]} exclude each other: leave one out")
+    if value is None and flag.question:
+        raise ConfigError(f"{flags.program}: {flag.question}? Give --{flag.name}")
+    if is_set and flag.unsupported is not None and value != flag.unless:
+        option = f"--{flag.name}" if value is True else f"--{flag.name} {value}"
+        raise ConfigError(f"{flags.program}: {option}: {flag.unsupported}")
+    if is_set and flag.ignored is not None:
+        translation.notes.append(f"--{flag.name} is ignored: {flag.ignored}")
+    if (value in (None, False) and not is_set) or not flags.holds(flag.condition):
         return
     if flag.environ is not None:
-        made.environ[flag.environ] = str(value)
-    if flag.to is not None:
+        translation.environ[flag.environ] = str(value)
+    if flag.setting is not None:
         if flag.values and str(value) not in flag.values and "*" not in flag.values:
             raise ConfigError(f"{flags.program}: --{flag.name} is one of {', '.join(flag.values)}, not {value}")
         value = flag.value if flag.value is not None else flag.values.get(str(value), value)
-        keys = [flag.to] if isinstance(flag.to, str) else flag.to
+        keys = [flag.setting] if isinstance(flag.setting, str) else flag.setting
         values = value if flag.kind == "pair" and len(keys) == 2 else [value] * len(keys)
-        made.settings |= dict(zip(keys, values, strict=True))
+        translation.settings |= dict(zip(keys, values, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What programs share
+# Rules of several programs
 
 
-def trained(flags: Flags, made: Translation, max_len: int) -> None:
-    """Translate where a run is kept, reported and saved, and the size of its micro-batches."""
-    settings, folder = made.settings, Path(flags["ckpt_path"])
+def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
+    """Set the run's folder, the copy of its result, trackers, evaluation and the size of micro-batches."""
+    settings, folder = translation.settings, Path(flags["ckpt_path"])
     settings |= {"runs_dir": str(folder.parent), "name": folder.name}
-    made.save_path, made.resumes = Path(flags["save_path"]), bool(flags["load_checkpoint"])
-    made.kept = "adapter" if flags["lora_rank"] else "model"
+    translation.save_path, translation.resumes = Path(flags["save_path"]), bool(flags["load_checkpoint"])
+    translation.result = "adapter" if flags["lora_rank"] else "model"
     settings.setdefault("workers.tokens_per_microbatch", flags["micro_train_batch_size"] * max_len)
     if token := flags["use_wandb"]:
         settings["report_to"] = ["wandb", *settings.get("report_to", ())]
-        made.environ |= {} if str(token).lower() in ("true", "1") else {"WANDB_API_KEY": str(token)}
+        translation.environ |= {} if str(token).lower() in ("true", "1") else {"WANDB_API_KEY": str(token)}
     if flags["eval_dataset"] is None:
         settings |= {"eval.every": 0, "data.test_fraction": 0.0}
     else:
         settings["eval.every"] = flags["eval_steps"] if flags["eval_steps"] > 0 else 20
 
 
-def sources(flags: Flags, paths: str, probabilities: str, key: str = "data") -> dict[str, Any]:
-    """One path, or several with their weights."""
-    given = str(flags[paths]).split(",")
-    if len(given) == 1:
-        return {f"{key}.path": given[0]}
-    weights = str(flags[probabilities]).split(",") if flags[probabilities] is not None else ["1"] * len(given)
-    if len(weights) != len(given):
-        raise ConfigError(f"{flags.program}: --{paths} names {len(given)} sources, --{probabilities} {len(weights)}")
-    found: dict[str, Any] = {}
-    for number, (path, weight) in enumerate(zip(given, weights, strict=True), 1):
-        found |= {f"{key}.sources.s{number}.path": path, f"{key}.sources.s{number}.weight": float(weight)}
-    return found
+def source_settings(flags: Flags, paths_flag: str, weights_flag: str, key: str = "data") -> dict[str, Any]:
+    """The settings of one path, or of several with their weights."""
+    paths = str(flags[paths_flag]).split(",")
+    if len(paths) == 1:
+        return {f"{key}.path": paths[0]}
+    weights = str(flags[weights_flag]).split(",") if flags[weights_flag] is not None else ["1"] * len(paths)
+    if len(weights) != len(paths):
+        raise ConfigError(
+            f"{flags.program}: --{paths_flag} names {len(paths)} sources, --{weights_flag} {len(weights)}"
+        )
+    settings: dict[str, Any] = {}
+    for number, (path, weight) in enumerate(zip(paths, weights, strict=True), 1):
+        settings |= {f"{key}.sources.s{number}.path": path, f"{key}.sources.s{number}.weight": float(weight)}
+    return settings
 
 
-def template(flags: Flags, made: Translation, key: str, after: str = "") -> None:
-    """The chat template, or text around what is asked. `after`: text behind it in either case."""
+def set_template(flags: Flags, translation: Translation, key: str, suffix: str = "") -> None:
+    """Set the rendering, and the template of prompts at the setting `key`. `suffix`: text after every prompt."""
     text = "" if flags["apply_chat_template"] else flags["input_template"] or ""
-    made.settings["render"] = "chat" if flags["apply_chat_template"] else "raw"
+    translation.settings["render"] = "chat" if flags["apply_chat_template"] else "raw"
     if "\\n" in text:
-        made.notes.append("--input_template: \\n is read as a new line")
-    if text or after:
-        made.settings[key] = (text or "{}").replace("\\n", "\n") + after
+        translation.notes.append("--input_template: \\n is read as a line break")
+    if text or suffix:
+        translation.settings[key] = (text or "{}").replace("\\n", "\n") + suffix

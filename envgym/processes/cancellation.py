@@ -18,7 +18,7 @@ GRACE_SECONDS = 5.0
 
 _abandoned: set[asyncio.Task[Any]] = set()
 """References to the abandoned tasks, which the loop itself does not hold."""
-_OVERRUN: ContextVar[asyncio.Future[bool] | None] = ContextVar("OVERRUN", default=None)
+OVERRUN: ContextVar[asyncio.Future[bool] | None] = ContextVar("OVERRUN", default=None)
 """Set once the running code has ignored its deadline for the grace period."""
 
 
@@ -30,15 +30,10 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` in a separate task and return its result. Raises `StillRunning` if it ignores a `Deadline` in it or
     the cancellation of this call."""
     settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    token = _OVERRUN.set(settled)
+    token = OVERRUN.set(settled)
     task = asyncio.create_task(work)
-    _OVERRUN.reset(token)
-
-    def settle(task: asyncio.Task[T]) -> None:
-        if not settled.done():
-            settled.set_result(True)
-
-    task.add_done_callback(settle)
+    OVERRUN.reset(token)
+    task.add_done_callback(lambda _: settle(settled))
     try:
         await settled
     except asyncio.CancelledError:
@@ -51,9 +46,10 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-def overrun_signal() -> asyncio.Future[bool] | None:
-    """The future to set once the running code has ignored its deadline."""
-    return _OVERRUN.get()
+def settle(future: asyncio.Future[bool]) -> None:
+    """Set the future to True, unless it is done."""
+    if not future.done():
+        future.set_result(True)
 
 
 async def wait_for_end(cancelled: set[asyncio.Task[Any]]) -> None:

@@ -88,13 +88,13 @@ class Host:
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
-        self._worker: Any = None
+        self.worker: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._watch = CallWatch()
 
     def start(self, target: str, kwargs: dict[str, Any]) -> bool:
         try:
-            self._worker = load_target(target)(**kwargs)
+            self.worker = load_target(target)(**kwargs)
         except Exception as error:
             self._fail(START, error)
             return False
@@ -111,7 +111,7 @@ class Host:
                 self._tasks[call].cancel()
             return
         try:
-            with watched_thread(function := getattr(self._worker, method)):
+            with watched_thread(function := getattr(self.worker, method)):
                 result = function(*args, **kwargs)
             if inspect.isawaitable(result):
                 task = asyncio.ensure_future(self._finish(call, method, result))
@@ -135,9 +135,6 @@ class Host:
         traceback.print_exception(error)
         self._outbox.post((call, describe_error(error), None))
 
-    async def close(self) -> None:
-        await close_object(self._worker)
-
 
 async def serve(fd: int) -> int:
     """Host a worker for the process at the other end of the socket `fd`. Returns the exit status."""
@@ -159,7 +156,7 @@ async def serve(fd: int) -> int:
     while (frame := await read_frame(reader)) is not None:
         for message in frame:
             if message is None:
-                await host.close()
+                await close_object(host.worker)
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(0)  # the worker is closed; the exit handlers of its libraries take seconds

@@ -33,7 +33,7 @@ class Deadline:
 
     async def __aenter__(self) -> Deadline:
         self._loop = asyncio.get_running_loop()
-        self._overrun = cancellation.overrun_signal()
+        self._overrun = cancellation.OVERRUN.get()
         await self._timeout.__aenter__()
         self._token = _ENCLOSING.set((*_ENCLOSING.get(), self))
         self._set_timer()
@@ -72,7 +72,7 @@ class Deadline:
     def _fire(self) -> None:
         self._timeout.reschedule(self._loop.time())
         if self._overrun is not None:
-            self._timer = self._loop.call_later(cancellation.GRACE_SECONDS, _report, self._overrun)
+            self._timer = self._loop.call_later(cancellation.GRACE_SECONDS, cancellation.settle, self._overrun)
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
@@ -106,11 +106,6 @@ async def call_in_time(call: Awaitable[T], seconds: float, name: str) -> T:
         if not deadline.expired():
             raise  # the call's own
     raise CallTimeout(f"{name} took longer than {seconds:g} s")
-
-
-def _report(overrun: asyncio.Future[bool]) -> None:
-    if not overrun.done():
-        overrun.set_result(True)
 
 
 _ENCLOSING: ContextVar[tuple[Deadline, ...]] = ContextVar("ENCLOSING", default=())

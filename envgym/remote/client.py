@@ -140,8 +140,7 @@ class RemoteEnvSpec(EnvSpec):
         return self._replicas[loop]
 
     def _access(self) -> Access:
-        servers = [address.server for address in self.addresses]
-        return access(servers, self.config.token_file, self.config.ca_file)
+        return access([address.server for address in self.addresses], self.config.token_file, self.config.ca_file)
 
     @property
     def summary(self) -> str:
@@ -200,8 +199,7 @@ class RemoteEnvSpec(EnvSpec):
             splits = self.description.splits
             if split not in splits:
                 raise ConfigError(f"{self.id} has no split {split!r}; it has {', '.join(splits)}")
-            error = splits[split].error
-            if error is not None:
+            if (error := splits[split].error) is not None:
                 raise ConfigError(f"{self.id}: {error}")
             self._task_sets[split] = RemoteTasks(self.ask_any, split, splits[split].size)
         return self._task_sets[split]
@@ -274,7 +272,7 @@ class RemoteEnvSpec(EnvSpec):
         """The description of `replica`; after a lost connection it must have the same tasks. Raises `RemoteError`."""
         replica.expected = self._description
         try:
-            return await replica.describe(patience)
+            return await replica.describe(patience=patience)
         except EnvgymError as error:
             replica.mark_down()
             if isinstance(error, RemoteError):

@@ -125,15 +125,14 @@ class Replica:
         self._asking: SharedCalls[str, EnvDescription] = SharedCalls()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def describe(self, patience: float = 0.0) -> EnvDescription:
+    async def describe(self, seconds: float = CONNECT_SECONDS, patience: float = 0.0) -> EnvDescription:
         """The server's description of the environment; requested again after it was down. Raises `EnvgymError`."""
         if self.description is not None:
             return self.description
         closed = RemoteError("connection", f"{self.address}: the connection was closed here")
-        return await self._asking.result(ENVS, lambda: self._describe(patience), closed=closed)
+        return await self._asking.result(ENVS, lambda: self._describe(seconds + patience, patience), closed=closed)
 
-    async def _describe(self, patience: float) -> EnvDescription:
-        seconds = CONNECT_SECONDS + patience
+    async def _describe(self, seconds: float, patience: float) -> EnvDescription:
         served = await self.transport.ask(EnvList, "GET", ENVS, seconds=seconds, patience=patience)
         description = self._choose(served)
         if self.expected is not None:
@@ -236,23 +235,15 @@ class Replicas:
         for replica in replicas:
             replica.on_capacity = self._wake
 
-    async def connect(self, seconds: float) -> EnvDescription:
+    async def connect(self, seconds: float) -> None:
         """Ask all servers concurrently for their description. A server that does not answer is skipped for a while.
 
         Raises `EnvgymError` where none answers, and where they serve different tasks.
         """
-
-        async def describe(replica: Replica) -> EnvDescription:
-            try:
-                async with asyncio.timeout(seconds):
-                    return await replica.describe()
-            except TimeoutError:
-                message = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
-                raise RemoteError("timeout", f"{replica.address}: {message}") from None
-
         descriptions: list[EnvDescription] = []
         failures: dict[Replica, RemoteError] = {}
-        answers = await asyncio.gather(*map(describe, self._replicas), return_exceptions=True)
+        describing = [replica.describe(seconds) for replica in self._replicas]
+        answers = await asyncio.gather(*describing, return_exceptions=True)
         for replica, answer in zip(self._replicas, answers, strict=True):
             if isinstance(answer, RemoteError) and answer.retryable:
                 failures[replica] = answer
@@ -268,7 +259,6 @@ class Replicas:
             replica.expected = self.expected  # also for a server that answers later
         for replica in failures:
             replica.mark_down()
-        return self.expected
 
     def add(self, replica: Replica) -> None:
         """Add a server that has been described. Raises `RemoteError` where it has other tasks."""

@@ -92,7 +92,7 @@ EXAMPLES: Mapping[str, Any] = {
     "heartbeat": {"session_ids": [_SESSION]},
     "score_group": {
         "task": {"id": "example"},
-        "episodes": [to_record(Episode("e", Task("example"), Outcome.complete(), reward=1.0))],
+        "episodes": [to_record(Episode("e", Task("example"), Outcome.finish(), reward=1.0))],
     },
 }
 """Valid bodies, in the order of the routes."""

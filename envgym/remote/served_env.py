@@ -49,7 +49,8 @@ class ServedEnv:
     async def describe(self) -> EnvDescription:
         return EnvDescription(
             name=self.name,
-            id=_without_folder(self.spec.id),
+            # Of a file the name alone, since clients need not know this machine's folders.
+            id=self.spec.id.rpartition("/")[2] if is_file_target(self.spec.id) else self.spec.id,
             about=_utf8_text(self.spec.summary),
             agent=self.spec.agent,
             splits={split: await self._split(split) for split in SPLITS},
@@ -180,11 +181,6 @@ def _message(error: BaseException) -> str:
         return _utf8_text(str(error))
     except Exception:
         return f"a {type(error).__name__} that cannot be printed"
-
-
-def _without_folder(id: str) -> str:
-    """An environment's id; of a file its name alone, since clients need not know this machine's folders."""
-    return id.rpartition("/")[2] if is_file_target(id) else id
 
 
 def _utf8_text(text: str) -> str:

@@ -64,7 +64,7 @@ class EnvSession:
 
     def is_opened_by(self, env: ServedEnv, opening: Opening) -> bool:
         """Tell whether this session was opened with the arguments of `opening`."""
-        return self.served is env and _arguments(self._opening) == _arguments(opening)
+        return self.served is env and opening.model_copy(update={"env": self._opening.env}) == self._opening
 
     async def open(self) -> bytes:
         """Make the instance and reset it, once; returns an encoded `Opened`."""
@@ -172,10 +172,6 @@ class EnvSession:
         finally:
             self._steps.inc()
             self._step_seconds.observe(time.monotonic() - start)
-
-
-def _arguments(opening: Opening) -> tuple[object, ...]:
-    return opening.seed, opening.task, opening.options
 
 
 class Sessions:

@@ -9,10 +9,10 @@
 
 from envgym.types import Reward
 
-from .environments import GroupRewardSpec, RewardConfig, RewardSpec, adapt_trl_function, reward
+from .environments import GroupRewardSpec, RewardConfig, RewardSpec, environment_of, reward
 from .functions import as_reward, as_rewards, prompt_text
 
 __all__ = [
-    "GroupRewardSpec", "Reward", "RewardConfig", "RewardSpec", "adapt_trl_function", "as_reward", "as_rewards",
+    "GroupRewardSpec", "Reward", "RewardConfig", "RewardSpec", "as_reward", "as_rewards", "environment_of",
     "prompt_text", "reward",
 ]  # fmt: skip

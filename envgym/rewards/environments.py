@@ -8,13 +8,14 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, overload
 
 from pydantic import Field
 
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import CallTimeout, ConfigError, DataError, InvalidStep
-from envgym.loading import import_target, split_target, target_of
+from envgym.loading import import_target, target_of
 from envgym.processes.pool import Processes
 from envgym.tasks import DataEnvConfig, DataEnvSpec, prompt_key
 from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
@@ -63,11 +64,18 @@ def reward(
     parameters = [Parameters(part) for part in parts]
     trl_names = [part.function for part in parameters if part.is_trl]
     if trl_names and len(trl_names) < len(parts) and not batch:
-        raise ConfigError(f"{trl_names[0]} takes lists of completions: then all must, and batch=True says that they do")
+        raise ConfigError(f"{trl_names[0]} takes lists of completions: all functions must, with batch=True if they do")
     batch = batch or bool(trl_names)
     if isinstance(function, Sequence):
         function = weighted_sum(function, parameters, [1.0] * len(function) if weights is None else weights, batch)
         function.__module__ = sys._getframe(1).f_globals["__name__"]
+    function.__environment__ = _environment(function, parameters, batch, tasks)  # type: ignore[attr-defined]
+    return function
+
+
+def _environment(
+    function: Callable[..., Any], parameters: Sequence[Parameters], batch: bool, tasks: Rows | None
+) -> type[RewardSpec]:
     content = {
         "__doc__": function.__doc__,
         "__module__": function.__module__,
@@ -75,17 +83,16 @@ def reward(
         "parameters": parameters,
         "rows": staticmethod(tasks) if callable(tasks) else tasks,
     }
-    base = GroupRewardSpec if batch else RewardSpec
-    function.__environment__ = type(function.__name__, (base,), content)  # type: ignore[attr-defined]
-    return function
+    return type(function.__name__, (GroupRewardSpec if batch else RewardSpec,), content)
 
 
-def adapt_trl_function(target: str) -> None:
-    """Make an undecorated function an environment, if it takes TRL's arguments."""
-    location, name = split_target(target)
-    function = getattr(import_target(location), name, None)
-    if inspect.isfunction(function) and not hasattr(function, "__environment__") and Parameters(function).is_trl:
-        reward(function)
+def environment_of(path: Path, name: str) -> type[RewardSpec] | None:
+    """The environment of the undecorated function `name` of a file, if it takes TRL's arguments."""
+    function = getattr(import_target(str(path)), name, None) if name else None
+    if not inspect.isfunction(function) or hasattr(function, "__environment__"):
+        return None
+    parameters = Parameters(function)
+    return _environment(function, [parameters], True, None) if parameters.is_trl else None
 
 
 class RewardConfig(DataEnvConfig):
@@ -232,7 +239,7 @@ class GroupRewardSpec(RewardSpec):
         self._calls = asyncio.Semaphore(self.config.concurrency or 2**31)
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Reward | InvalidStep]:
-        rows = [self.arguments(task, answer_of(episode)) for episode in episodes]
+        rows = [self.arguments(task, last_action(episode)) for episode in episodes]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         timeout = self.config.call_timeout
         rewards: list[Reward | InvalidStep]
@@ -253,7 +260,7 @@ class GroupRewardSpec(RewardSpec):
             raise CallTimeout(f"{self.id}: {self.name} took longer than {timeout:g} s") from None
 
 
-def answer_of(episode: Episode) -> Action:
+def last_action(episode: Episode) -> Action:
     """The last completion of an episode."""
     messages = [message for message in episode.messages if message.role == "assistant"]
     actions = [segment for row in episode.rows for segment in row.segments if segment.role == "action"]

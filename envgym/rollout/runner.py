@@ -122,7 +122,7 @@ class Runner:
         result = list(groups.values())
         for group in result:
             group.episodes.sort(key=lambda episode: episode.member)
-        by_group = await self.judge_groups(result) if self.agent.uses_policy else []
+        by_group = await self.score_groups(result) if self.agent.uses_policy else []
         changed = {id(episode): episode for episode in itertools.chain(*by_group, self.withdraw_scores(result))}
         if on_episode is not None:
             for episode in changed.values():
@@ -172,10 +172,10 @@ class Runner:
                     job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
 
-    async def judge_groups(self, groups: Iterable[Group]) -> list[list[Episode]]:
-        """Let environments judge each group as a whole (`judge_group`). Returns the changed episodes of each group."""
+    async def score_groups(self, groups: Iterable[Group]) -> list[list[Episode]]:
+        """Let environments judge each group as a whole (`score_group`). Returns the changed episodes of each group."""
         seconds = self.config.episode_timeout
-        return await asyncio.gather(*(judge_group(self.spec, group, seconds) for group in groups))
+        return await asyncio.gather(*(score_group(self.spec, group, seconds) for group in groups))
 
     def withdraw_scores(self, groups: Iterable[Group]) -> list[Episode]:
         """Clear reward-derived scores in environments that have given a reward outside [0, 1]. Returns the changed
@@ -315,7 +315,7 @@ class _ClosingEnv:
             await self._env.close()
 
 
-async def judge_group(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
+async def score_group(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
     """Call the environment's `score_group` on the finished members of a group, limited to `timeout` seconds. Returns
     the episodes it changed, including those it marked failed; none if the environment judges no groups."""
     finished = [episode for episode in group.episodes if not episode.failed]

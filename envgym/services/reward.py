@@ -222,8 +222,6 @@ def _numbers(value: Any, count: int) -> list[float] | None:
     """`count` finite numbers, else None. Each may be in a list of one, and a single number needs no list."""
     values = value if isinstance(value, list) else [value]
     values = [entry[0] if isinstance(entry, list) and len(entry) == 1 else entry for entry in values]
-    if len(values) != count:
-        return None
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in values):
+    if len(values) != count or not all(isinstance(item, int | float) and math.isfinite(item) for item in values):
         return None
     return [float(number) for number in values]

@@ -19,6 +19,7 @@ from envgym.config.schema import RunConfig
 from envgym.config.words import LENGTHS
 from envgym.disk import folder_lock, write_atomically
 from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, reported_as
+from envgym.loading import short_name
 from envgym.run_folder import STOP, RunFolder, stage_folders
 from envgym.yaml_files import read_yaml
 
@@ -47,7 +48,7 @@ def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
     one. Raises `RunError` for a folder that exists, cannot be resumed, or is locked by another process."""
     if config.name is None:
         stage = config.stages[-1]
-        names = [Path(name.partition(":")[0]).stem or "remote" for name in (stage.env.name, stage.learner.name)]
+        names = [short_name(name) or "remote" for name in (stage.env.name, stage.learner.name)]
         config.name = "-".join([*names, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())])
     folder = Path(config.runs_dir) / config.name
     with _resumed_folder(folder, config) if resume else _new_folder(folder, config):

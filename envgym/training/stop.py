@@ -45,7 +45,7 @@ class Interrupts:
         self._display = display
         self._request_stop: Callable[[], None] | None = None
         self._is_handled = True
-        self._is_signalled = False
+        self._has_signal = False
         self._is_over = False
         self._signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
@@ -59,7 +59,7 @@ class Interrupts:
         task = asyncio.current_task()
         assert task is not None
 
-        def interrupted() -> None:
+        def interrupt() -> None:
             if self._is_over:
                 return
             self._is_handled = True
@@ -70,13 +70,13 @@ class Interrupts:
                 request_stop()
                 self._display.note("stopping after this step's work; once more to stop immediately")
 
-        def signalled(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGHUP and self._is_signalled:
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGHUP and self._has_signal:
                 return  # the shell and the kernel both signal a closed terminal
-            if self._is_signalled:
+            if self._has_signal:
                 end_immediately()
-            loop.call_soon_threadsafe(interrupted)
-            self._is_signalled = True
+            loop.call_soon_threadsafe(interrupt)
+            self._has_signal = True
             if not self._is_handled:  # the previous signal was not handled: something blocks the loop
                 self._is_over = True
                 task.cancel()  # else a running episode would take the exception for its own failure
@@ -84,7 +84,7 @@ class Interrupts:
             self._is_handled = False
 
         loop = asyncio.get_running_loop()
-        self._previous_handlers = {number: signal.signal(number, signalled) for number in self._signals}
+        self._previous_handlers = {number: signal.signal(number, on_signal) for number in self._signals}
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._previous_handlers.items():

@@ -176,7 +176,7 @@ class Outcome:
     message: str = ""
 
     @classmethod
-    def complete(cls) -> Outcome:
+    def finish(cls) -> Outcome:
         return cls(Status.COMPLETED)
 
     @classmethod
@@ -186,7 +186,7 @@ class Outcome:
     @classmethod
     def from_step(cls, terminated: bool, truncated: bool) -> Outcome:
         """The outcome after an episode's last env step; if that set neither flag, the turn limit ended the episode."""
-        return cls.complete() if terminated else cls.truncate(Limit.ENVIRONMENT if truncated else Limit.TURNS)
+        return cls.finish() if terminated else cls.truncate(Limit.ENVIRONMENT if truncated else Limit.TURNS)
 
     @classmethod
     def fail(cls, kind: str, message: str, *, retryable: bool = False) -> Outcome:

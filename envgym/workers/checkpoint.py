@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,16 @@ from envgym.errors import CheckpointDamaged, RunError, cannot_write
 
 def write(path: str | Path, state: Any) -> None:
     """Write `state` for `read`. Raises a one-line `RunError` if the disk is full."""
-    with writing(path):
+    try:
         torch.save(state, path)
+    except OSError as error:
+        if (reason := cannot_write(error)) is None:
+            raise
+        raise RunError(reason) from None
+    except RuntimeError as error:
+        if not any(text in str(error) for text in ("PytorchStreamWriter", "inline_container", "iostream error")):
+            raise
+        raise RunError(f"{path} cannot be written: is the disk full?") from None
 
 
 class Writer:
@@ -64,21 +71,6 @@ def on_host(value: Any, copies: dict[tuple[Any, ...], torch.Tensor]) -> Any:
     return value
 
 
-@contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """A context for `torch.save` to `path`. Raises a one-line `RunError` if the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if (reason := cannot_write(error)) is None:
-            raise
-        raise RunError(reason) from None
-    except RuntimeError as error:
-        if not any(text in str(error) for text in ("PytorchStreamWriter", "inline_container", "iostream error")):
-            raise
-        raise RunError(f"{path} cannot be written: is the disk full?") from None
-
-
 def read(path: str | Path, map_location: Any = None, *, classes: Sequence[type] = (), mapped: bool = False) -> Any:
     """The contents of a file; classes other than torch's own must be listed in `classes`. `mapped`: tensors are read
     from disk on use.
@@ -104,9 +96,8 @@ def read_rank(folder: str, role: str, rank: int) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    if (
-        isinstance(error, OSError) and error.filename
-    ):  # without a filename the error is about an offset past the end of the file
+    # Without a filename the error is about an offset past the end of the file.
+    if isinstance(error, OSError) and error.filename:
         return error.strerror or str(error)
     for prefix in ("Unsupported global: GLOBAL ", "Trying to load unsupported GLOBAL "):
         if prefix in str(error):
@@ -118,11 +109,7 @@ def random_states() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     generator: Any = np.random.get_state()
     name, keys, *position = generator
-    numpy = (
-        name,
-        torch.from_numpy(keys.astype(np.int64)),
-        *position,
-    )  # as a tensor, which is read without running code
+    numpy = (name, torch.from_numpy(keys.astype(np.int64)), *position)  # a tensor is read without running code
     return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
 
 

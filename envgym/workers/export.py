@@ -80,8 +80,17 @@ class WeightExport:
 
     def open_nccl(self, address: str, world_size: int) -> dict[str, Any]:
         """Connect to the engines' workers at `host:port`, on rank 0; returns the description of every transfer."""
-        self._sender = _open_nccl(self.network.model, address, world_size, self.rank)
-        return Parameters(self.network.model).nccl_info()
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+        host, _, port = address.rpartition(":")
+        info, source = NCCLTrainerInitInfo(host, int(port), world_size, rank=self.rank), Parameters(self.network.model)
+        self._sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=NoOpClient(), source=source)
+        metadata = source.metadata()
+        return {
+            "names": [meta.name for meta in metadata],
+            "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in metadata],
+            "shapes": [list(meta.shape) for meta in metadata],
+        }
 
     def send_nccl(self) -> None:
         """Send all parameters to the engines, which must receive at the same time."""
@@ -130,15 +139,6 @@ class Parameters:
             with zero.gathered_parameter(parameter):
                 yield from as_in_checkpoints(self._model, [(name, parameter.detach())])
 
-    def nccl_info(self) -> dict[str, Any]:
-        """Names, dtypes and shapes, as vLLM's NCCL engine takes them."""
-        metadata = self.metadata()
-        return {
-            "names": [meta.name for meta in metadata],
-            "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in metadata],
-            "shapes": [list(meta.shape) for meta in metadata],
-        }
-
 
 class NoOpClient:
     """A client for vLLM's trainer side that does nothing, because the controller calls the engines."""
@@ -150,15 +150,6 @@ class NoOpClient:
     def update_weights(self, update_info: Any) -> None: ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-
-
-def _open_nccl(model: torch.nn.Module, address: str, world_size: int, rank: int) -> Any:
-    """A sender to the engines' `world_size` - 1 workers, which must join at `host:port` at the same time."""
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
-
-    host, _, port = address.rpartition(":")
-    info = NCCLTrainerInitInfo(host, int(port), world_size, rank=rank)
-    return NCCLTrainerWeightTransferEngine.trainer_init(info, client=NoOpClient(), source=Parameters(model))
 
 
 def _ipc_chunks(model: torch.nn.Module, bucket_bytes: int) -> Iterator[dict[str, Any]]:

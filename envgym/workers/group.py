@@ -83,9 +83,8 @@ class WorkerGroup:
             return []
         by_length = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
         n_shares = self._n_shares
-        shares = [
-            by_length[share::n_shares] or [0] for share in range(n_shares)
-        ]  # with ZeRO 3 every rank must take part
+        # Without samples of its own a share gets one: with ZeRO 3 every rank must take part.
+        shares = [by_length[share::n_shares] or [0] for share in range(n_shares)]
         inputs = [replace(sample, arrays={}) for sample in samples]
         results = await self._on_shares(self._forward, [([inputs[index] for index in share],) for share in shares])
         outputs: dict[int, FloatArray] = {}
@@ -185,7 +184,8 @@ class WorkerGroup:
             errors = [error for call in finished if (error := call.exception())]
             if not errors:
                 raise WorkerError(f"{self.role}: {method} did not end within {CALL_SECONDS:.0f} s")
-            raise min(errors, key=_vagueness)
+            # A root cause (a death, a user's mistake) before a lost peer.
+            raise min(errors, key=lambda error: isinstance(error, WorkerError) and not isinstance(error, WorkerDied))
         finally:
             for call in calls:
                 call.cancel()
@@ -193,13 +193,6 @@ class WorkerGroup:
     def _close_soon(self) -> None:
         """Begin to end all ranks without waiting, so that the caller gets the error immediately."""
         self._closing += [asyncio.ensure_future(handle.close()) for handle in self._handles]
-
-
-def _vagueness(error: BaseException) -> int:
-    """Sort key of several ranks' errors: a root cause (a death, a user's mistake) before a lost peer."""
-    if isinstance(error, WorkerDied) or not isinstance(error, WorkerError):
-        return 0
-    return 1
 
 
 async def _close_started(starting: Sequence[asyncio.Future[WorkerHandle]]) -> None:

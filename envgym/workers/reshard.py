@@ -133,6 +133,8 @@ def _read_stage_3(
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def restore_parameters(engine: Any, trained: Iterator[tuple[str, ParameterState]]) -> None:
     """Restore these parameters in DeepSpeed's engine. Raises `RunError` unless they are exactly the trained ones."""
+    from deepspeed.runtime.zero import GatheredParameters
+
     remaining = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     tensors = _optimizer_tensors(engine.optimizer)
@@ -141,7 +143,9 @@ def restore_parameters(engine: Any, trained: Iterator[tuple[str, ParameterState]
     for name, saved in trained:
         if (parameter := remaining.pop(name, None)) is None:
             raise RunError(f"the checkpoint has a parameter {name} that the model lacks or does not train")
-        _set_weights(parameter, saved.weights)
+        # The model's own copy, in its number format.
+        with GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
+            parameter.data.copy_(saved.weights.view(parameter.shape))
         part, start = zero.optimizer_part(parameter)
         if part is None or not len(part):
             continue
@@ -165,12 +169,3 @@ def _optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
         if hasattr(optimizer, name):
             return list(getattr(optimizer, name))
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _set_weights(parameter: torch.nn.Parameter, weights: torch.Tensor) -> None:
-    """Set the model's own copy of a parameter, in its number format."""
-    from deepspeed.runtime.zero import GatheredParameters
-
-    partitioned = hasattr(parameter, "ds_id")
-    with GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
-        parameter.data.copy_(weights.view(parameter.shape))

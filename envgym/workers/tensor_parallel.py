@@ -16,11 +16,6 @@ from torch import nn
 from envgym.errors import ConfigError
 
 
-def json(size: int) -> dict[str, Any]:
-    """The entry of DeepSpeed's JSON that enables AutoTP."""
-    return {"autotp_size": size, "vocab_parallel_lm_head": False}
-
-
 def check(model: nn.Module, size: int) -> None:
     """Raise `ConfigError` for a model (from Hugging Face) that cannot be split into `size` parts."""
     from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES

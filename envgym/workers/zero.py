@@ -52,7 +52,7 @@ def config(
         "fp16": {"enabled": dtype == torch.float16},  # with dynamic loss scaling, unless `loss_scale` is set
     }
     if settings.tensor_parallel > 1:
-        json["tensor_parallel"] = tensor_parallel.json(settings.tensor_parallel)
+        json["tensor_parallel"] = {"autotp_size": settings.tensor_parallel, "vocab_parallel_lm_head": False}
     if learner is None:
         return deep_merge(json, settings.deepspeed)
     if dtype != torch.float32:

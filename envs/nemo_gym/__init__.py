@@ -191,7 +191,7 @@ class Flow(ABC):
         """The row with the policy's turns, as the server expects it from NeMo-Gym's own agents."""
         response = responses_api.response(
             output,
-            cut=action.stop_reason is StopReason.LENGTH,
+            truncated=action.stop_reason is StopReason.LENGTH,
             tools=[{"strict": None, "parameters": None, **tool} for tool in self.params.get("tools") or ()],
             tool_choice=self.params.get("tool_choice") or "auto",
             parallel_tool_calls=self.params.get("parallel_tool_calls") is not False,

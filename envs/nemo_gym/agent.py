@@ -104,7 +104,7 @@ class NeMoGym(Agent):
             raise InvalidOutcome("agent", f"the agent server answers with {answer.get('reward')!r:.40} as reward")
         conversation.check_turns("the agent server (which must use our model server)")
         check_contiguous(conversation, answer)
-        outcome = Outcome.truncate(Limit.ENVIRONMENT) if answer.get("truncated") is True else Outcome.complete()
+        outcome = Outcome.truncate(Limit.ENVIRONMENT) if answer.get("truncated") is True else Outcome.finish()
         metrics = protocol.numbers(answer, {*task.fields, "reward", "mask_sample"})
         return conversation.episode(task, outcome, reward, {"metrics": metrics}, conversation.messages)
 

@@ -23,7 +23,7 @@ from envgym.hashing import text_hash
 from envgym.processes.pool import Processes, ProcessSession
 from envgym.registry import spec_from_json
 from envgym.rewards import Reward, prompt_text
-from envgym.rewards.environments import GroupRewardEnv, answer_of, seed_of
+from envgym.rewards.environments import GroupRewardEnv, last_action, seed_of
 from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Episode, Message, Observation, Task, as_messages
 
@@ -101,7 +101,7 @@ class RewardFile(OpenRLHFFile):
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Reward | InvalidStep]:
         prompt = prompt_text(task)
-        queries = [prompt + answer_of(episode).text for episode in episodes]
+        queries = [prompt + last_action(episode).text for episode in episodes]
         prompts, labels = [prompt] * len(queries), [task.answer] * len(queries)
         rewards: list[Reward | InvalidStep] = await self.processes.call(
             "group", queries, prompts, labels, seed_of(episodes), timeout=self.config.call_timeout

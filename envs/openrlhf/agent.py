@@ -82,7 +82,7 @@ class OpenRLHFExecutor(MultiTurn):
         ]
         if isinstance(limit, OutOfBudget):
             return Outcome.truncate(limit.reason)
-        return Outcome.truncate(Limit.ENVIRONMENT) if result["truncated"] else Outcome.complete()
+        return Outcome.truncate(Limit.ENVIRONMENT) if result["truncated"] else Outcome.finish()
 
 
 def set_context(transcript: Transcript, token_ids: list[int]) -> None:

@@ -337,6 +337,24 @@ def test_a_new_file_takes_nobodys_place(run, tmp_path):
 # -- show -------------------------------------------------------------------------------------------------
 
 
+def test_arguments_of_a_constructor_are_set_like_settings(run, tmp_path):
+    (tmp_path / "sized.py").write_text(
+        "import envgym\n\n"
+        "class Sized(envgym.Env):\n"
+        "    def __init__(self, size: int, hint='none'):\n"
+        "        self.text = f'{size} {hint}'\n\n"
+        "    async def reset(self, *, seed=None, options=None):\n"
+        "        return self.text, {}\n\n"
+        "    async def step(self, action): ...\n"
+    )
+    shown = run("envs", "show", tmp_path / "sized.py:Sized", "env.size=5", "env.hint=a word").stdout
+    assert "  env.size=5\n  env.hint='a word'\n" in shown
+    assert shown.endswith("  5 a word\n")
+    missing = run("envs", "show", tmp_path / "sized.py")
+    assert missing.returncode != 0
+    assert "key 'size' is required" in missing.stderr
+
+
 def test_show_says_agent_and_tools(run):
     shown = run("envs", "show", FOLDER / "tools.py").stdout
     assert "agent: tool_calling\n" in shown

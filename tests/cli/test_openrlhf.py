@@ -29,7 +29,7 @@ def test_a_dry_run_prints_a_command_that_can_be_pasted(run):
     done = run("openrlhf", *DPO, "--use_wandb", "s3cret", "--packing_samples", "--dry-run")
     assert done.returncode == 0
     assert "s3cret" not in done.stdout + done.stderr
-    assert "note: --packing_samples is left out: rows are packed where that is faster" in done.stderr
+    assert "note: --packing_samples is ignored: sequences are packed if that is faster" in done.stderr
     assert "cp -r ckpt/checkpoints_dpo/model ckpt" in done.stdout
     words = translated(done.stdout)
     assert words[:3] == ["WANDB_API_KEY=…", "envgym", "train"]
@@ -44,7 +44,7 @@ def test_help_says_what_becomes_of_flags(run):
     assert run("openrlhf").returncode == 2
     shown = run("openrlhf", "train_dpo", "--help").stdout
     assert "learner.beta" in shown
-    assert "left out: rows are packed" in shown
+    assert "ignored: sequences are packed" in shown
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ def episode(task, member, text, *, reward=1.0, outcome=None, messages=(), env=""
     row = Row([Segment("prompt", [1, 2]), Segment("action", [3, 4, 5])], turns=[Turn(reward, StopReason.STOP)])
     said = [Message("user", f"What is {task}?"), Message("assistant", text), *messages]
     return Episode(
-        f"{task}:{member}", Task(task, answer=46, env=env), outcome or Outcome.complete(), [row], reward, reward,
+        f"{task}:{member}", Task(task, answer=46, env=env), outcome or Outcome.finish(), [row], reward, reward,
         answer=text[-2:], messages=said, member=member, metrics={"characters": float(len(text))},
     )  # fmt: skip
 

@@ -356,7 +356,7 @@ REFUSED = {
     # an unknown key names its neighbour, at every level
     "stpes=3": "unknown key 'stpes'. Did you mean 'steps'?",
     "sead=3": "unknown key 'sead'. Did you mean 'seed'?",
-    "rollout.task=3": "unknown key 'rollout.task'. Did you mean 'tasks'?",
+    "rollout.task_per_step=3": "unknown key 'rollout.task_per_step'. Did you mean 'tasks_per_step'?",
     "engine.kin=vllm": "unknown key 'engine.kin'. Did you mean 'kind'?",
     "workers.zero=2": "unknown key 'workers.zero'. Did you mean 'zero_stage'?",
     "eval.sample=2": "unknown key 'eval.sample'. Did you mean 'samples'?",
@@ -367,6 +367,7 @@ REFUSED = {
     "env.digit=1": "environment math_verify-v0: unknown key 'digit'. Did you mean 'digits'?",
     # wherever it is, and whatever others call it
     "lr=1": "unknown key 'lr'. Did you mean 'learner.lr'?",
+    "tasks=4": "unknown key 'tasks'. Did you mean 'rollout.tasks_per_step' or 'eval.tasks'?",
     "temperature=1": "unknown key 'temperature'. Did you mean 'rollout.temperature'?",
     "group_size=4": "unknown key 'group_size'. Did you mean 'rollout.group_size'?",
     "batch_size=4": "unknown key 'batch_size'. Did you mean 'learner.minibatches' or 'rollout.tasks_per_step'?",

@@ -37,7 +37,7 @@ def test_what_is_no_entry_point_has_its_settings_there_too(page):
 
 
 def test_keys_types_and_defaults_are_as_users_write_them(page):
-    assert "| `learner.lr` | `float` | `1e-06` | Peak learning rate. |" in page
+    assert "| `learner.lr` | `float` | `1e-06` | Peak learning rate. (`learning_rate`, " in page
     assert "| `engine.dtype` | `auto \\| float32 \\| bfloat16 \\| float16` | `auto` |" in page
     assert "| `rollout.filter.zero_variance` | `bool` | `false` |" in page
     assert "| `learner.betas` | `tuple[float, float]` | `[0.9, 0.95]` |" in page

@@ -1,12 +1,17 @@
 """What every environment is kept to, whoever wrote it."""
 
 import asyncio
+import copy
+import random
+import subprocess
+import sys
 
+import gymnasium
 import pytest
 
 import envgym
-from envgym.errors import InvalidStep, ResetNeeded
-from envgym.types import Action, Task
+from envgym.errors import ConfigError, InvalidStep, ResetNeeded
+from envgym.types import Action, Message, Observation, Task, TextPart
 
 OPTIONS = {"task": Task("t")}
 
@@ -93,3 +98,228 @@ def test_a_place_is_given_back_once_however_often_an_instance_is_closed():
         await waiting
 
     asyncio.run(main())
+
+
+# -- the interface as Gymnasium's users know it ----------------------------------------------------------------
+
+
+class Poses(Ends):
+    """Shows its task, and has attributes of its own."""
+
+    word = "apple"
+    _secret = 1
+
+    async def reset(self, *, seed=None, options=None):
+        self.posed = (self.task, options["task"], self.config)
+        return self.task.prompt, {}
+
+    def shout(self):
+        return self.word.upper()
+
+
+def test_made_environments_forward_public_attributes_and_can_be_unwrapped():
+    env = envgym.EnvSpec("Poses-v0", Poses).make()
+    assert type(env.unwrapped) is Poses
+    assert env.unwrapped.unwrapped is env.unwrapped
+    assert (env.word, env.shout()) == ("apple", "APPLE")
+    for name in ("_secret", "nonsense", "__array__"):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
+            getattr(env, name)
+    assert type(copy.copy(env)) is type(env)
+    assert copy.copy(env).word == "apple"
+
+
+def test_task_and_config_are_there_when_reset_runs():
+    async def main():
+        async with envgym.EnvSpec("Poses-v0", Poses, call_timeout=7).make() as env:
+            task = Task("t", "Well?")
+            await env.reset(options={"task": task})
+            assert env.posed == (task, task, env.spec.config)
+            assert (env.task, env.unwrapped.task, env.config.call_timeout) == (task, task, 7)
+            await env.reset(seed=3)
+            assert env.posed[0] is env.posed[1] is env.task
+            assert env.task.id.startswith("seed-")
+
+    asyncio.run(main())
+
+
+def test_an_environment_may_have_its_own_attribute_config():
+    class Loads(Ends):
+        def __init__(self):
+            self.config = {"level": 1}
+
+    assert envgym.EnvSpec("Loads-v0", Loads).make().unwrapped.config == {"level": 1}
+
+
+def made(init, **settings):
+    cls = type("Sized", (Ends,), {"__init__": init})
+    spec = envgym.EnvSpec("Sized-v0", cls, **settings)
+    return spec, spec.make().unwrapped
+
+
+def test_arguments_of_the_constructor_are_settings():
+    def init(self, difficulty=3, *, names: tuple[str, ...] = ("a",), rate=0.5, note=None):
+        self.arguments = (difficulty, names, rate, note)
+        self.seen = self.config.difficulty
+
+    spec, env = made(init)
+    assert (env.arguments, env.seen) == ((3, ("a",), 0.5, None), 3)
+    spec, env = made(init, difficulty=5, names=["b"], rate=1, call_timeout=2)
+    assert (env.arguments, env.seen, spec.config.call_timeout) == ((5, ("b",), 1.0, None), 5, 2)
+    assert (
+        spec.to_json()
+        == '{"id": "Sized-v0", "kwargs": {"call_timeout": 2.0, "difficulty": 5, "names": ["b"], "rate": 1.0}}'
+    )
+    with pytest.raises(
+        ConfigError, match=r"environment Sized-v0: unknown key 'dificulty'. Did you mean 'difficulty'\?"
+    ):
+        made(init, dificulty=5)
+    with pytest.raises(ConfigError, match="key 'difficulty': must be a whole number, got 'hard'"):
+        made(init, difficulty="hard")
+
+
+def test_arguments_of_a_tool_environments_constructor_join_its_settings():
+    class Shop(envgym.ToolEnv):
+        def __init__(self, goods: int):
+            self.goods = goods
+
+        def tools(self):
+            return []
+
+        def grade(self, action):
+            return 1.0
+
+    spec = Shop.spec_class("Shop-v0", Shop, goods=2, max_calls=3)
+    assert (spec.make().goods, spec.config.max_calls, spec.agent) == (2, 3, "tool_calling")
+
+
+class Opaque:
+    pass
+
+
+def starred(self, *levels): ...
+
+
+def double_starred(self, **levels): ...
+
+
+def unnamed(self, level, /): ...
+
+
+def unset(self, level): ...
+
+
+def opaque(self, level: Opaque): ...
+
+
+def unresolved(self, level: "Nowhere"): ...  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("init", "says"),
+    [
+        (starred, r"arguments of __init__ cannot be settings: each must be passable by keyword, unlike \*levels"),
+        (double_starred, r"passable by keyword, unlike \*\*levels"),
+        (unnamed, "passable by keyword, unlike level"),
+        (unset, "key 'level' is required"),
+        (opaque, "cannot be settings: Unable to generate .*Opaque"),
+        (unresolved, "cannot be settings: name 'Nowhere' is not defined"),
+    ],
+)
+def test_a_constructor_whose_arguments_are_no_settings_is_an_error_in_one_line(init, says):
+    with pytest.raises(ConfigError, match=f"^environment Sized-v0: .*{says}") as error:
+        made(init)
+    assert "\n" not in str(error.value)
+
+
+def test_an_environment_with_a_config_and_arguments_is_an_error():
+    class Both(Ends):
+        class Config(envgym.EnvConfig):
+            size: int = 1
+
+        def __init__(self, size=1): ...
+
+    with pytest.raises(ConfigError, match="arguments of __init__ cannot be settings: it has a Config too"):
+        envgym.EnvSpec("Both-v0", Both)
+
+
+class SeedsAsDocumented(envgym.Env):
+    async def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.draws(), {}
+
+    async def step(self, action): ...
+
+    def draws(self):
+        return f"{self.np_random.random()} {self.rng.random()}"
+
+
+class SeedsAwaited(SeedsAsDocumented):
+    async def reset(self, *, seed=None, options=None):
+        await envgym.Env.reset(self, seed=seed, options=options)
+        return self.draws(), {}
+
+
+class SeedsInAThread(SeedsAsDocumented):
+    def reset(self, *, seed=None, options=None):
+        envgym.Env.reset(self, seed=seed)
+        return self.draws(), {}
+
+
+class SeedsNothing(SeedsAsDocumented):
+    async def reset(self, *, seed=None, options=None):
+        return self.draws(), {}
+
+
+@pytest.mark.parametrize("cls", [SeedsAsDocumented, SeedsAwaited, SeedsInAThread, SeedsNothing])
+@pytest.mark.filterwarnings("error")
+def test_generators_are_seeded_as_gymnasiums(cls):
+    async def main():
+        async with envgym.EnvSpec("Seeds-v0", cls).make() as env:
+            texts = [(await env.reset(seed=seed, options=OPTIONS))[0].text for seed in (5, 5, 6, None)]
+            return texts, env.np_random is env.unwrapped.np_random
+
+    (first, second, third, fourth), shared = asyncio.run(main())
+    theirs = gymnasium.utils.seeding.np_random(5)[0]
+    assert first == second == f"{theirs.random()} {random.Random(5).random()}"
+    assert len({first, third, fourth}) == 3, "without a seed the generators continue"
+    assert shared
+
+
+def test_numpy_is_imported_when_it_is_used():
+    code = "import sys, envgym.env, envgym.registry; print('numpy' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
+
+
+def test_messages_and_observations_take_text():
+    hi = Message("user", (TextPart("hi"),))
+    assert (
+        Message("user", "hi")
+        == Message.user("hi")
+        == Message("user", ["hi"])
+        == Message("user", [TextPart("hi")])
+        == hi
+    )
+    assert (Message.assistant("a").role, Message.system("s").role) == ("assistant", "system")
+    assert Message("assistant", ()).text == ""
+    assert Observation("Well?") == Observation(text="Well?") != Observation(hi)
+    assert (
+        Observation(hi) == Observation([hi]) == Observation([{"role": "user", "content": "hi"}]) == Observation((hi,))
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: Message("user", 5), "the content of a message is text or a list of it, not int"),
+        (lambda: Message("user", None), "text or a list of it, not NoneType"),
+        (lambda: Message("user", [5]), "text or a list of it, not list"),
+        (lambda: Observation(5), "an observation is text, messages or an Observation, not int"),
+        (lambda: Observation(None), "text, messages or an Observation, not NoneType"),
+        (lambda: Observation([5]), "a prompt is a string or a list of .* messages, not 5"),
+        (lambda: Observation(text=b"x"), "the text of an observation is a string, not bytes"),
+    ],
+)
+def test_messages_and_observations_of_other_types_raise_where_they_are_built(build, says):
+    with pytest.raises(TypeError, match=says):
+        build()

@@ -63,7 +63,7 @@ def test_shortest_environment_in_a_file_plays(write):
     async def play(name):
         env = envgym.make(name)
         observation, _ = await env.reset(seed=3)
-        number = env.env.number
+        number = env.number
         _, reward, terminated, _, _ = await env.step(envgym.Action(str(number)))
         return observation.text, number, reward, terminated
 
@@ -79,7 +79,7 @@ def test_a_file_is_one_module_and_its_relative_name_holds_elsewhere(write, monke
     relative = registry.spec("guess.py:Guess")
     monkeypatch.chdir("/")
     assert registry.spec_from_json(relative.to_json()) == relative
-    assert type(registry.spec(str(path)).make().env) is type(relative.make().env)
+    assert type(registry.spec(str(path)).make().unwrapped) is type(relative.make().unwrapped)
 
 
 def test_a_file_may_import_its_neighbour(write):
@@ -135,9 +135,9 @@ def test_unversioned_means_newest_and_older_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert registry.spec("lab/One").id == "lab/One-v10"
-        assert isinstance(registry.make("lab/One-v10").env, Two)
+        assert isinstance(registry.make("lab/One-v10").unwrapped, Two)
     with pytest.warns(DeprecationWarning, match=r"lab/One-v2 is out of date: use lab/One-v10"):
-        assert not isinstance(registry.make("lab/One-v2").env, Two)
+        assert not isinstance(registry.make("lab/One-v2").unwrapped, Two)
     with pytest.raises(VersionNotFound, match=r"no version v3 .* lab/One-v10, lab/One-v2"):
         registry.spec("lab/One-v3")
 
@@ -162,6 +162,13 @@ def test_registering():
         registry.register("One-v0", Two, size=2)
     assert "One-v0" in registry.list_ids()
     assert "math_verify-v0" in registry.list_ids()
+
+
+def test_registering_by_keyword_as_in_gymnasium():
+    registry.register(id="One-v0", entry_point=One, kwargs={"size": 2, "call_timeout": 3}, size=4)
+    config = registry.spec("One").config
+    assert (config.size, config.call_timeout) == (4, 3)
+    assert registry.make("One", size=5).config.size == 5
 
 
 def test_settings_are_checked_and_a_spec_is_json():
@@ -208,7 +215,7 @@ def test_a_package_makes_environments_of_files_for_another_program(write, monkey
     assert type(spec).__name__ == "Adapted"
     assert registry.spec_from_json(spec.to_json()) == spec
     assert not any("of_another_program" in name for name in sys.modules)
-    assert type(registry.spec(str(write(GUESS))).make().env).__name__ == "Guess"
+    assert type(registry.spec(str(write(GUESS))).make().unwrapped).__name__ == "Guess"
     registry.register("lab/Other-v0", str(foreign))
     assert type(registry.spec("lab/Other")).__name__ == "Adapted"
 
@@ -389,7 +396,7 @@ def test_a_scheme_that_a_package_brings_wins_and_python_names_an_import(monkeypa
         assert (type(spec), spec.id) == (Elsewhere, name)
         assert registry.spec_from_json(spec.to_json()) == spec
     imported = registry.spec(f"python:{__name__}:One", size=3)
-    assert (type(imported.make().env), imported.config.size) == (One, 3)
+    assert (type(imported.make().unwrapped), imported.config.size) == (One, 3)
     assert registry.spec_from_json(imported.to_json()) == imported
 
 

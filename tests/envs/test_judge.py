@@ -68,7 +68,7 @@ async def answered(spec, text, task=TASK):
 
 def episode(text):
     messages = [Message("user", "What is 1 + 1?"), Message("assistant", text)]
-    return Episode("e", TASK, Outcome.complete(), messages=messages)
+    return Episode("e", TASK, Outcome.finish(), messages=messages)
 
 
 def shown(messages):

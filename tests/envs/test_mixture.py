@@ -360,7 +360,7 @@ class Answers(Agent):
         await env.reset(seed=seed, options={"task": task})
         text = str(task.answer) if task.answer is not None and task.answer % 2 == 0 else "wrong"
         _, reward, _, _, info = await env.step(Action(text))
-        return Episode("", task, Outcome.complete(), reward=reward, score=info["score"], metrics=info["metrics"])
+        return Episode("", task, Outcome.finish(), reward=reward, score=info["score"], metrics=info["metrics"])
 
 
 @pytest.fixture
@@ -413,7 +413,7 @@ def test_one_environment_alone_is_not_told_apart():
         def tasks(self, split):
             return TaskList([Task("t")])
 
-    groups = [envgym.types.Group("g", Task("t"), [Episode("e", Task("t"), Outcome.complete(), reward=1.0, score=1.0)])]
+    groups = [envgym.types.Group("g", Task("t"), [Episode("e", Task("t"), Outcome.finish(), reward=1.0, score=1.0)])]
     assert "envs" not in result_of(groups)
     assert not [key for key in rollout_metrics(groups) if key.startswith("env/")]
 

@@ -12,7 +12,7 @@ from envgym.types import Episode, Message, Outcome, Task
 
 def episode(member, task="t"):
     messages = [Message("user", "1 + 1 = ?"), Message("assistant", "2")]
-    return Episode(f"g:{member}", Task(task), Outcome.complete(), messages=messages, group_id="g", member=member)
+    return Episode(f"g:{member}", Task(task), Outcome.finish(), messages=messages, group_id="g", member=member)
 
 
 EPISODES = [episode(1), episode(0), episode(2)]

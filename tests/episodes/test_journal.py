@@ -9,7 +9,7 @@ from envgym.types import Episode, Outcome, Task
 
 
 def episode(member, *, group="g/00000", task="t", score=None):
-    return Episode(f"{group}:{member}", Task(task), Outcome.complete(), group_id=group, member=member, score=score)
+    return Episode(f"{group}:{member}", Task(task), Outcome.finish(), group_id=group, member=member, score=score)
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def test_a_failed_episode_is_kept_with_its_reason_and_without_a_reward(tmp_path)
 
 @pytest.mark.parametrize("answer", [[1, 2], {"x": 1}, 2.5, "text", math.inf])
 def test_any_answer_of_a_task_is_written_as_text(tmp_path, answer):
-    [record] = read(tmp_path / "step.parquet", [Episode("e", Task("t", answer=answer), Outcome.complete())])
+    [record] = read(tmp_path / "step.parquet", [Episode("e", Task("t", answer=answer), Outcome.finish())])
     assert json.loads(record["task"])["answer"] == answer
 
 
@@ -142,7 +142,7 @@ def test_the_file_appears_in_one_piece_and_compressed(tmp_path, episode):
 def test_float32_log_probabilities_keep_every_bit(tmp_path):
     logprobs = [-1.1920928955078125e-07, -0.6931471824645996, -103.27892303466797]  # as a float32 engine gives them
     rows = [Row([Segment("action", [1, 2, 3], logprobs=logprobs)])]
-    [record] = read(tmp_path / "step.parquet", [Episode("e", Task("t"), Outcome.complete(), rows=rows)])
+    [record] = read(tmp_path / "step.parquet", [Episode("e", Task("t"), Outcome.finish(), rows=rows)])
     assert record["rows"][0]["segments"][0]["logprobs"] == logprobs
 
 

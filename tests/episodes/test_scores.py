@@ -50,7 +50,7 @@ class OneTurn(Agent):
         transcript.rows = [Row([Segment("action", [1])], turns=[Turn(None, StopReason.STOP)])]
         _, reward, _, _, info = await env.step(Action("a"))
         transcript.add_reward(reward, info)
-        return transcript.episode(task, Outcome.complete())
+        return transcript.episode(task, Outcome.finish())
 
 
 def runner_of(env=Pays):

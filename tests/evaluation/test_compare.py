@@ -13,7 +13,7 @@ from envgym.evaluation.compare import Comparison, EnvComparison, compare
 from envgym.evaluation.folder import EvalFolder
 from envgym.evaluation.paired import paired_difference
 from envgym.evaluation.policy import new_evaluation, run_evaluation
-from envgym.evaluation.statistics import t_quantile, t_quantile_975
+from envgym.evaluation.statistics import t_quantile
 from envgym.evaluation.suite import Suite
 from envgym.monitoring.display import Display
 from envgym.types import Episode, Outcome, Task
@@ -168,7 +168,7 @@ def test_what_a_suite_could_show_by_hand():
     suite = Comparison("a", "b", envs, [], []).suite
     error = math.hypot(*(env.paired.stderr / 2 for env in envs.values()))
     assert suite["stderr"] == pytest.approx(error)
-    assert suite["detectable"] == pytest.approx((t_quantile_975(4) + t_quantile(0.8, 4)) * error)
+    assert suite["detectable"] == pytest.approx((t_quantile(0.975, 4) + t_quantile(0.8, 4)) * error)
     assert (suite["n_tasks"], suite["n_clusters"]) == (6, 6)
 
 
@@ -227,7 +227,7 @@ def test_rewards_that_are_no_scores_are_told_as_the_reason(tmp_path):
         for number, (reward, score) in enumerate(episodes):
             task = Task(f"t{number}")
             folder.journal.write(
-                Episode("e", task, Outcome.complete(), reward=reward, score=score, group_id=f"game/{number:05d}")
+                Episode("e", task, Outcome.finish(), reward=reward, score=score, group_id=f"game/{number:05d}")
             )
         return folder
 

@@ -293,7 +293,7 @@ def test_one_task_by_its_key():
 
 
 def member(number, score=None, reward=None, *, failed=False):
-    outcome = Outcome.fail("timeout", "") if failed else Outcome.complete()
+    outcome = Outcome.fail("timeout", "") if failed else Outcome.finish()
     return Episode(str(number), Task("t"), outcome, score=score, reward=reward)
 
 

@@ -47,7 +47,7 @@ def tool_episode(member):
     return Episode(
         f"shop/00000:{member:03d}:0",
         Task("tea", "How much tea is left?", 12, fields={"shelf": "b", "when": Path("x")}),
-        Outcome.complete(),
+        Outcome.finish(),
         rows=[row(5, 3, 4, 2)],
         reward=1.0,
         score=1.0,
@@ -96,14 +96,14 @@ def all_kinds():
         ],
         [
             episode("shop/00002", 0, milk, Outcome.truncate("turns"), 0.25, rows=[row(4, 2, 1, 2)]),
-            episode("shop/00002", 1, milk, Outcome.complete(), rows=[row(4, 2)]),
+            episode("shop/00002", 1, milk, Outcome.finish(), rows=[row(4, 2)]),
         ],
         [
             episode(
                 "shop/00003",
                 0,
                 coffee,
-                Outcome.complete(),
+                Outcome.finish(),
                 1.0,
                 rows=[Row([], turns=[Turn(1.0, StopReason.STOP)])],
                 metrics={"prompt_tokens": 40.0, "completion_tokens": 9.0},

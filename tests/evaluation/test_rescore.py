@@ -107,7 +107,7 @@ def saved(texts, *, member=0, group="rollout/00000", task=None, outcome=None, st
     return Episode(
         f"{group}:{member:03d}:1",
         task,
-        outcome or Outcome.complete(),
+        outcome or Outcome.finish(),
         rows=[Row(segments, turns=turns)],
         messages=messages,
         env="sums-v0",
@@ -214,7 +214,7 @@ def test_turns_in_several_rows_are_paid_where_they_are(folder):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (Outcome.complete(), Outcome.truncate("recording")),
+        (Outcome.finish(), Outcome.truncate("recording")),
         (Outcome.truncate("environment"), Outcome.truncate("recording")),
         (Outcome.truncate("context"), Outcome.truncate("context")),
         (Outcome.truncate("turns"), Outcome.truncate("turns")),
@@ -329,7 +329,7 @@ def test_demonstrations_with_real_tools_earn_what_they_show(folder, tiny_model):
         return [episode for group in groups for episode in group.episodes]
 
     episodes = asyncio.run(demonstrated())
-    assert [each.outcome for each in episodes] == [Outcome.complete()] * 4
+    assert [each.outcome for each in episodes] == [Outcome.finish()] * 4
     assert all(each.score is None and sum(len(row.turns) for row in each.rows) > 1 for each in episodes)
     new, result = judge(folder, episodes, "tool_use", ".parquet")
     assert [each.score for each in new] == [1.0] * 4

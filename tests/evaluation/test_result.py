@@ -18,7 +18,7 @@ def group(id, *members, task=None, answers=None):
     episodes = [
         Episode("e", task, member)
         if isinstance(member, Outcome)
-        else Episode("e", task, Outcome.complete(), rows=[row], score=member, reward=member)
+        else Episode("e", task, Outcome.finish(), rows=[row], score=member, reward=member)
         for member in members
     ]
     for episode, answer in zip(episodes, answers or [], strict=False):

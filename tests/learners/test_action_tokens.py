@@ -16,7 +16,7 @@ def action_tokens(*rows, reward=None, outcome=None):
     """The action tokens of an episode of rows, each given as (segments, rewards of its turns)."""
     made = [Row(segments, turns=[Turn(paid, "stop") for paid in rewards]) for segments, rewards in rows]
     total = sum(paid or 0.0 for _, rewards in rows for paid in rewards)
-    episode = Episode("e", Task("t"), outcome or Outcome.complete(), rows=made, reward=total)
+    episode = Episode("e", Task("t"), outcome or Outcome.finish(), rows=made, reward=total)
     samples = [TrainSample.from_row(row) for row in made]
     return ActionTokens.from_trajectory(Trajectory(episode, samples), total if reward is None else reward)
 

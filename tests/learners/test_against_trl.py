@@ -110,7 +110,7 @@ class Step:
                 outputs = {"actor": old[i], "reference": batch["reference"][i]}
                 row = ScoredRow(segments, turns=turns, outputs={k: [0.0] * len(PROMPT) + v for k, v in outputs.items()})
                 cut = i in self.faults.get("truncated", [])
-                outcome = Outcome.truncate("max_tokens") if cut else Outcome.complete()
+                outcome = Outcome.truncate("max_tokens") if cut else Outcome.finish()
                 episodes.append(Episode(str(i), Task("t"), outcome, rows=[row], reward=rewards[i]))
             groups.append(Group("g", Task("t"), episodes))
         return groups

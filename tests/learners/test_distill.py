@@ -51,7 +51,7 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn():
 def test_the_loss_mixes_answers_and_teacher(coef):
     learner = Distill(DistillConfig(name="distill", kd_coef=coef, top_k=2))
     row = Row([Segment("prompt", [1, 2]), Segment("action", [5, 6])], Objective.CROSS_ENTROPY)
-    found = trajectories([Group("g", Task("t"), [Episode("e", Task("t"), Outcome.complete(), [row])])])
+    found = trajectories([Group("g", Task("t"), [Episode("e", Task("t"), Outcome.finish(), [row])])])
     likeliest = np.zeros((4, 2, 2), np.float32)
     likeliest[2:, :, 0] = np.log([[0.75, 0.25], [0.5, 0.5]])
     likeliest[2:, :, 1] = [[5, 7], [6, 8]]

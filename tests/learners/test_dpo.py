@@ -25,7 +25,7 @@ def answer(reward, references):
     """Two prompt tokens and an answer of which the reference model says these log-probabilities."""
     segments = [Segment("prompt", [1, 2]), Segment("action", [5] * len(references))]
     row = ScoredRow(segments, Objective.CROSS_ENTROPY, outputs={"reference": [NAN, NAN, *references]})
-    return Episode("e", Task("t"), Outcome.complete(), rows=[row], reward=reward)
+    return Episode("e", Task("t"), Outcome.finish(), rows=[row], reward=reward)
 
 
 def group(*members):

@@ -24,7 +24,7 @@ def group(*rewards, n_rows=1, id="g"):
 
 def episode(reward, n_rows=1):
     row = [Segment("prompt", [1, 2]), Segment("action", [3, 4, 5], logprobs=[-0.1, -0.2, -0.3])]
-    return Episode("e", Task("t"), Outcome.complete(), rows=[Row(row) for _ in range(n_rows)], reward=reward)
+    return Episode("e", Task("t"), Outcome.finish(), rows=[Row(row) for _ in range(n_rows)], reward=reward)
 
 
 def advantages(rows):

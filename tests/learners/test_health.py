@@ -117,7 +117,7 @@ def group(*rewards, lengths=None):
     for reward, length in zip(rewards, lengths or [2] * len(rewards), strict=True):
         segments = [Segment("prompt", [1]), Segment("action", [2] * length, logprobs=[-1.0] * length)]
         one = ScoredRow(segments, turns=[Turn(reward, "stop")], outputs={"reference": [-1.0] * (length + 1)})
-        episodes.append(Episode("e", Task("t"), Outcome.complete(), rows=[one], reward=reward))
+        episodes.append(Episode("e", Task("t"), Outcome.finish(), rows=[one], reward=reward))
     return Group("g", Task("t"), episodes)
 
 

@@ -32,7 +32,7 @@ def episode(reward, ratios, actor=None):
         "actor": tokens(*own),
     }
     row = ScoredRow(segments, turns=[Turn(None, "stop"), Turn(reward, "stop")], outputs=outputs)
-    return Episode("e", Task("t"), Outcome.complete(), rows=[row], reward=reward)
+    return Episode("e", Task("t"), Outcome.finish(), rows=[row], reward=reward)
 
 
 def advantages(name, *episodes, kl, **settings):

@@ -21,7 +21,7 @@ def sigmoid(x):
 
 def answer(prompt, tokens, reward):
     row = Row([Segment("prompt", prompt), Segment("action", tokens)], Objective.CROSS_ENTROPY)
-    return Group("g", Task("t"), [Episode("e", Task("t"), Outcome.complete(), [row], reward)])
+    return Group("g", Task("t"), [Episode("e", Task("t"), Outcome.finish(), [row], reward)])
 
 
 GROUPS = [answer([1, 2], [11, 12], 1.0), answer([3], [13], 0.0), answer([4, 5, 6], [14, 15, 16], 1.0)]

@@ -65,7 +65,7 @@ def episode(turns, segments):
     row = Row([Segment("prompt", [1])], turns=[Turn(paid, StopReason.STOP) for paid in turns])
     for length in segments:
         row.segments += [Segment("action", [2] * length, logprobs=[-0.1] * length), Segment("feedback", [3])]
-    return Episode("e", Task("t"), Outcome.complete(), rows=[row], reward=float(sum(turns)))
+    return Episode("e", Task("t"), Outcome.finish(), rows=[row], reward=float(sum(turns)))
 
 
 def prepared(name, *groups, **settings):

@@ -40,7 +40,7 @@ def make(trl):
 def episode(batch, row, reward, metrics):
     segments = [Segment("prompt", [3]), Segment("action", [8 + row, *[2] * (batch["lengths"][row] - 1)])]
     made = Row(segments, Objective.CROSS_ENTROPY)
-    return Episode(str(row), Task("t"), Outcome.complete(), [made], reward, metrics=metrics)
+    return Episode(str(row), Task("t"), Outcome.finish(), [made], reward, metrics=metrics)
 
 
 def groups_of(trl, batch):

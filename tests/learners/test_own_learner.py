@@ -52,7 +52,7 @@ def group(*members):
         for _ in paid:
             segments += [Segment("action", [2, 3], logprobs=[-1.0, -1.0]), Segment("feedback", [4])]
         row = Row(segments[:-1], turns=[Turn(reward, "stop") for reward in paid])
-        episodes.append(Episode("e", Task("t"), Outcome.complete(), rows=[row], reward=sum(paid)))
+        episodes.append(Episode("e", Task("t"), Outcome.finish(), rows=[row], reward=sum(paid)))
     return Group("g", Task("t"), episodes)
 
 

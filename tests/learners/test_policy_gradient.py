@@ -92,7 +92,7 @@ class Rollout:
         weights = self.rng.choice(choices, n)
         rewards = self.rng.normal(0, 1, len(lengths)).round(2).tolist()
         ends = self.rng.normal(0, 1, 2)  # what the critic said and says of the last state
-        outcome = Outcome.truncate("turns") if self.rng.random() < 0.3 else Outcome.complete()
+        outcome = Outcome.truncate("turns") if self.rng.random() < 0.3 else Outcome.finish()
         rows, models, start = [], [], 0
         for turn, length in enumerate(lengths):
             if turn == 0 or self.split:

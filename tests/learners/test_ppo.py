@@ -57,7 +57,7 @@ def episode(values, rewards, *, feedback=0, outcome=None, end=NAN, logprobs=None
         places = np.flatnonzero(np.isfinite(TrainSample.from_row(row).old_logprobs))
         for place, reference in zip(places, [x for own in references for x in own], strict=True):
             row.outputs["reference"][place] = reference
-    return Episode("e", Task("t"), outcome or Outcome.complete(), rows=rows, reward=math.fsum(rewards))
+    return Episode("e", Task("t"), outcome or Outcome.finish(), rows=rows, reward=math.fsum(rewards))
 
 
 def learned(learner, *episodes):
@@ -100,7 +100,7 @@ def test_advantages_and_returns_are_the_papers(papers, turns, feedback, split, g
     """Per-turn rewards on the last token of their own turn (a turn without tokens pays on the one before it); after a
     cut the value of what would have come counts, if it is asked for."""
     values, rewards = [of for of, _ in turns], [reward for _, reward in turns]
-    outcome = Outcome.truncate("turns") if cut else Outcome.complete()
+    outcome = Outcome.truncate("turns") if cut else Outcome.finish()
     learner = make(gamma=gamma, gae_lambda=lam, bootstrap_truncated=bootstrap)
     played = episode(values, rewards, feedback=feedback, split=split, outcome=outcome, end=0.7)
     [(advantages, returns, _)] = learned(learner, played)
@@ -117,8 +117,8 @@ def test_advantages_and_returns_are_the_papers(papers, turns, feedback, split, g
 @pytest.mark.parametrize(
     ("outcome", "bootstrap", "last"),
     [
-        (Outcome.complete(), False, 0.5),
-        (Outcome.complete(), True, 0.5),
+        (Outcome.finish(), False, 0.5),
+        (Outcome.finish(), True, 0.5),
         (Outcome.truncate("length"), False, 0.5),
         (Outcome.truncate("length"), True, 0.5 + 3.0),
     ],

@@ -23,7 +23,7 @@ def sigmoid(x):
 
 def answer(reward, n, margin=0.0):
     row = Row([Segment("prompt", [1, 2]), Segment("action", [5] * n)], Objective.CROSS_ENTROPY)
-    return Episode("e", Task("t"), Outcome.complete(), [row], reward, metrics={"margin": margin} if margin else {})
+    return Episode("e", Task("t"), Outcome.finish(), [row], reward, metrics={"margin": margin} if margin else {})
 
 
 def pair(n, m, margin=0.0):
@@ -67,7 +67,7 @@ def solution(*labels):
     """A solution of steps of two tokens each."""
     segments = [Segment("prompt", [1, 2]), *(Segment("action", [5, 6]) for _ in labels)]
     row = Row(segments, Objective.CROSS_ENTROPY, [Turn(label, StopReason.STOP) for label in labels])
-    return Group("g", Task("t"), [Episode("e", Task("t"), Outcome.complete(), [row])])
+    return Group("g", Task("t"), [Episode("e", Task("t"), Outcome.finish(), [row])])
 
 
 def test_each_step_is_judged_at_its_end():

@@ -16,7 +16,7 @@ def episode(reward, n_tokens=4, outcome=None, feedback=0):
     segments += [Segment("feedback", [3] * feedback)] if feedback else []
     segments += [Segment("action", [4] * (n_tokens - 1), logprobs=[-1.0] * (n_tokens - 1))]
     row = Row(segments, turns=[Turn(0.0, "stop"), Turn(reward, "stop")])
-    return Episode("e", Task("t"), outcome or Outcome.complete(), rows=[row], reward=reward)
+    return Episode("e", Task("t"), outcome or Outcome.finish(), rows=[row], reward=reward)
 
 
 @pytest.mark.parametrize(
@@ -71,5 +71,5 @@ def test_overlong_episodes_are_compared_with_but_not_trained_on():
 
 
 def test_by_default_the_reward_is_as_it_came():
-    for outcome in (Outcome.complete(), TRUNCATED):
+    for outcome in (Outcome.finish(), TRUNCATED):
         assert shaped_reward(episode(123.0, n_tokens=50, outcome=outcome), ShapingConfig()) == 123.0

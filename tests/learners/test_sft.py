@@ -18,7 +18,7 @@ def groups(*lengths):
     made = []
     for index, n in enumerate(lengths):
         row = Row([Segment("prompt", [1, 2]), Segment("action", [5] * n)], objective=Objective.CROSS_ENTROPY)
-        made.append(Group(str(index), Task("t"), [Episode("e", Task("t"), Outcome.complete(), rows=[row])]))
+        made.append(Group(str(index), Task("t"), [Episode("e", Task("t"), Outcome.finish(), rows=[row])]))
     return made
 
 

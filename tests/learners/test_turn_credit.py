@@ -31,7 +31,7 @@ async def play(env, arms, seed):
     first, second = (Segment("action", [arm], logprobs=[0.0]) for arm in arms)
     segments = [Segment("prompt", [9]), first, Segment("feedback", [8]), second]
     row = Row(segments, turns=[Turn(reward, "stop") for reward in paid])
-    return Episode("e", Task(str(seed)), Outcome.complete(), rows=[row], reward=sum(paid))
+    return Episode("e", Task(str(seed)), Outcome.finish(), rows=[row], reward=sum(paid))
 
 
 def said(table, token_ids):

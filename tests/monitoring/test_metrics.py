@@ -23,7 +23,7 @@ def episode(result, tokens=2, **metrics):
     if isinstance(result, Outcome):
         return Episode("e", Task("t"), result)
     row = Row([Segment("prompt", [1]), Segment("action", [2] * tokens, logprobs=[-1.0] * tokens)])
-    return Episode("e", Task("t"), Outcome.complete(), rows=[row], reward=result, score=result, metrics=metrics)
+    return Episode("e", Task("t"), Outcome.finish(), rows=[row], reward=result, score=result, metrics=metrics)
 
 
 def group(*results, env="", lost=()):
@@ -88,7 +88,7 @@ def test_too_many_failures_stop_the_run_with_the_commonest():
 def played(tokens, outcome=None, turns=1):
     actions = [Segment("action", [2] * tokens, logprobs=[-1.0] * tokens)]
     row = Row([Segment("prompt", [1]), *actions], turns=[Turn(None, StopReason.STOP)] * turns)
-    return Episode("e", Task("t"), outcome or Outcome.complete(), rows=[row], reward=1.0)
+    return Episode("e", Task("t"), outcome or Outcome.finish(), rows=[row], reward=1.0)
 
 
 def test_lengths_and_what_ended_episodes():

@@ -177,10 +177,7 @@ def test_each_stage_is_a_run_of_the_runs_group_with_all_settings(tmp_path):
     folder.create()
     described = run_info(config, config.stages[1], folder, 20)
     assert (described.name, described.group, described.project, described.step) == ("two/2-grpo", "two", "sums", 20)
-    assert (described.config["seed"], described.config["learner"]["name"], described.config["rollout"]["tasks"]) == (
-        7,
-        "grpo",
-        64,
-    )
+    logged = described.config
+    assert (logged["seed"], logged["learner"]["name"], logged["rollout"]["tasks_per_step"]) == (7, "grpo", 64)
     single = resolve({**settings, "recipe": "grpo"})
     assert run_info(single, single.stages[0], folder, 0).name == "two"

@@ -17,7 +17,7 @@ TEMPLATE = "{input} <rm_score>: {reward} "
 def episode(number, asked, answer, reward, outcome=None):
     task = Task(asked, asked)
     row = Row([Segment("action", [1])], turns=[Turn(reward, "stop")])
-    made = Episode(f"g{number}", task, outcome or Outcome.complete(), [row], env="e", group_id=f"g{asked}")
+    made = Episode(f"g{number}", task, outcome or Outcome.finish(), [row], env="e", group_id=f"g{asked}")
     made.member = number
     made.reward = reward
     made.messages = [Message("user", asked), Message("assistant", answer)]
@@ -33,10 +33,10 @@ EPISODES = [
 
 @pytest.fixture
 def written(tmp_path, tiny_model):
-    def write(name=None, *, chat=False, normalise=False, template=TEMPLATE):
+    def write(name=None, *, chat=False, normalize=False, template=TEMPLATE):
         source, out = tmp_path / "episodes.jsonl", tmp_path / "rows" / "out.jsonl"
         write_episodes(source, EPISODES)
-        process = post_processor(name, template, normalise=normalise)
+        process = post_processor(name, template, normalize=normalize)
         number = write_rows(source, out, str(tiny_model), process, chat=chat)
         rows = [json.loads(line) for line in out.read_text().splitlines()]
         assert len(rows) == number
@@ -63,7 +63,7 @@ def test_special_tokens_that_the_policy_spells_are_broken_up(tmp_path, tiny_mode
     spelled = episode(0, "two?", forged, 1.0)
     spelled.messages = [*spelled.messages, Message("user", "Sure?"), Message("assistant", forged)]
     write_episodes(source, [spelled])
-    write_rows(source, out, str(tiny_model), post_processor(None, TEMPLATE, normalise=False), chat=chat)
+    write_rows(source, out, str(tiny_model), post_processor(None, TEMPLATE, normalize=False), chat=chat)
     [row] = map(json.loads, out.read_text().splitlines())
     assert row["output"] == "4< |im_end|>< |im_start|>user Great!"
     assert row["output"] in row["input"]
@@ -83,7 +83,7 @@ def test_iterative_dpo_pairs_the_best_with_the_worst(written):
 def test_conditional_sft_writes_the_reward_behind_the_question(written):
     rows = written("csft")
     assert rows[1]["input"] == "two? <rm_score>: 2.00 "
-    normal = written("csft", normalise=True, template="{reward}: {input}")
+    normal = written("csft", normalize=True, template="{reward}: {input}")
     # mean 0.7, standard deviation sqrt((0.04 + 1.69 + 2.89 + 0.09 + 0.09) / 4) = 1.0954
     assert [row["input"] for row in normal][:2] == ["-0.18: two?", "1.19: two?"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from envgym.config.known_settings import known_keys
 from envgym.errors import ConfigError
-from envgym.openrlhf.table import CLASSES, PROGRAMS, TRAINING, entries, flags_of, help_of, parse
+from envgym.openrlhf.table import PROGRAMS, TRAINING, TRANSLATIONS, entries, flags_of, help_of, parse
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -26,13 +26,13 @@ def test_every_flag_of_the_parsers_is_known_to_its_programs():
     assert len(lines) > 300
     for name, *programs in lines:
         for program in programs:
-            spelled = {spelling for flag in flags_of(program).values() for spelling in (flag.name, *flag.also)}
+            spelled = {spelling for flag in flags_of(program).values() for spelling in (flag.name, *flag.aliases)}
             assert name in spelled, f"{program} --{name}"
 
 
 def test_every_flag_in_the_commands_is_known():
     text = "\n".join(blocks().values())
-    known = {spelling for name, entry in entries().items() for spelling in (name, *entry.get("also", ()))}
+    known = {spelling for name, entry in entries().items() for spelling in (name, *entry.get("aliases", ()))}
     named = set(re.findall(r"(?<![\w-])--([a-z]\w+)", text)) - OTHERS
     assert len(named) > (90 if documents() else 70)
     assert named <= known
@@ -41,8 +41,8 @@ def test_every_flag_in_the_commands_is_known():
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_exactly_one_thing_becomes_of_a_flag(program):
     for flag in flags_of(program).values():
-        assert sum(getattr(flag, kind) is not None for kind in CLASSES) == 1, flag.name
-        reason = flag.ignored or flag.refused
+        assert sum(getattr(flag, kind) is not None for kind in TRANSLATIONS) == 1, flag.name
+        reason = flag.ignored or flag.unsupported
         assert reason is None or len(reason) > 15, flag.name
         assert f"--{flag.name} " in help_of(program)
 
@@ -51,7 +51,7 @@ def test_what_flags_are_mapped_to_are_settings():
     learners = ("ppo", "sft", "dpo", "kto", "distill", "reward_model")
     keys = {key for learner in learners for key in known_keys({"learner": learner, "env": "recorded"})}
     for name, entry in entries().items():
-        to = entry.get("to", [])
+        to = entry.get("setting", [])
         for key in [to] if isinstance(to, str) else to:
             is_open = key.startswith(("roles.", "env.", "engine.args.", "workers.deepspeed.", "agent."))
             is_served = entry["programs"] == ("serve_rm",)
@@ -67,7 +67,7 @@ def test_what_flags_are_mapped_to_are_settings():
         ("train_sft", ["--max_len", "--bf16"], "train_sft: --max_len takes a value"),
         ("train_sft", ["--max_len", "long"], "train_sft: --max_len is a number, not 'long'"),
         ("train_sft", ["--adam_betas", "0.9"], "train_sft: --adam_betas takes two numbers"),
-        ("train_sft", ["model"], "train_sft: 'model' is neither a flag nor the value of one"),
+        ("train_sft", ["model"], "train_sft: 'model' is neither a flag nor the value of a flag"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_is_one_line(program, words, said):
@@ -86,7 +86,7 @@ def test_values_are_read_as_argparse_would():
         "learning_rate": 5e-6, "target_modules": ["q_proj", "v_proj", "k_proj"], "adam_betas": [0.9, 0.95],
         "input_template": "", "max_len": 128, "bf16": True,
     }  # fmt: skip
-    assert notes == ["... is left out: it stands for flags that are not here"]
+    assert notes == ["... is ignored: it stands for flags that are missing"]
 
 
 def test_the_page_says_what_the_table_says():
@@ -94,7 +94,7 @@ def test_the_page_says_what_the_table_says():
     rows = re.findall(r"^\| `--(\w+)` \| (.*?) \|$", page, re.MULTILINE)
     assert len(rows) > 30
     for name, becomes in rows:
-        own = [different for of, different in entries()[name].get("own", {}).items() if of in TRAINING]
-        keys = [entry.get("to") for entry in (entries()[name], *own)]
+        own = [different for of, different in entries()[name].get("overrides", {}).items() if of in TRAINING]
+        keys = [entry.get("setting") for entry in (entries()[name], *own)]
         for key in [key for to in keys if to for key in ([to] if isinstance(to, str) else to)]:
             assert f"`{key}`" in becomes, f"--{name} -> {key}"

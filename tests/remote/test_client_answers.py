@@ -223,7 +223,7 @@ def test_the_deadline_of_a_remote_environments_calls_is_called_timeout():
 def finished(number: int, task: Task) -> Episode:
     segments = [Segment("prompt", [1]), Segment("action", [2], logprobs=[-1.5])]
     return Episode(
-        f"e{number}", task, Outcome.complete(), rows=[Row(segments, turns=[Turn(1.0, StopReason.STOP)])], reward=1.0
+        f"e{number}", task, Outcome.finish(), rows=[Row(segments, turns=[Turn(1.0, StopReason.STOP)])], reward=1.0
     )
 
 

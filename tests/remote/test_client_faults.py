@@ -51,7 +51,7 @@ class Guesser(Agent):
         row = Row(
             [Segment("prompt", [1]), Segment("action", [2], logprobs=[-1.0])], turns=[Turn(reward, StopReason.STOP)]
         )
-        return Episode("", task, Outcome.complete(), rows=[row], reward=reward, score=1.0)
+        return Episode("", task, Outcome.finish(), rows=[row], reward=reward, score=1.0)
 
 
 class Thinker(Guesser):
@@ -330,7 +330,7 @@ def test_a_served_judge_of_groups_judges_in_a_rollout(start):
                 )
             ]
             episodes = [
-                Episode(f"e{n}", task, Outcome.complete(), rows=row, reward=value)
+                Episode(f"e{n}", task, Outcome.finish(), rows=row, reward=value)
                 for n, value in enumerate([2.0, None, 1.0])
             ]
             judged = await spec.score_group(task, episodes)

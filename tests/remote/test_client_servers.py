@@ -396,7 +396,7 @@ def test_garbage_costs_nothing_where_another_server_knows(ranked, answer):
                 task = await spec.tasks("train").get(0)
                 found_late = what == "/score_group"
                 assert await played_on(spec) == (url if found_late else ranked.url)
-                judged = await spec.score_group(task, [Episode("e", task, Outcome.complete(), reward=2.0)])
+                judged = await spec.score_group(task, [Episode("e", task, Outcome.finish(), reward=2.0)])
                 assert [one.reward for one in judged] == [0.0]
                 assert [str(replica.address) for replica in spec.replicas.down_replicas] == [url]
         assert await counted(ranked.url, "envgym_sessions") == 0
@@ -415,7 +415,7 @@ def test_a_server_that_is_alone_is_asked_for_a_judgement_again(ranked):
     async def main() -> None:
         async with meddling(ranked.url, sick_at_first) as url, registry.spec(url) as spec:
             task = await spec.tasks("train").get(0)
-            assert len(await spec.score_group(task, [Episode("e", task, Outcome.complete(), reward=2.0)])) == 1
+            assert len(await spec.score_group(task, [Episode("e", task, Outcome.finish(), reward=2.0)])) == 1
         assert asked == 2
 
     asyncio.run(main())

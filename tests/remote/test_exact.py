@@ -49,7 +49,7 @@ def test_whatever_is_of_pythons_plain_kinds_arrives_as_it_was(answer, fields, op
 def test_a_task_is_worth_on_a_server_what_it_is_worth_here(unruly):
     async def played(spec: EnvSpec) -> list[Any]:
         task, env = await spec.tasks("train").get(1), spec.make()
-        judged = await spec.score_group(task, [Episode("e", task, Outcome.complete(), reward=0.0)])
+        judged = await spec.score_group(task, [Episode("e", task, Outcome.finish(), reward=0.0)])
         said = [task, *(as_reward(one).reward for one in judged)]
         for options in ({}, {"task": task}, {"given": {(1, "a"): [(), {2: {"$tuple": [1]}}]}}):
             _, info = await env.reset(seed=0, options=options)

@@ -278,7 +278,7 @@ def test_a_server_that_is_asked_to_stop_judges_and_closes_what_it_has(join, port
             env = spec.make()
             await env.reset(seed=1)
             task = Task("t", "?")
-            judging = asyncio.create_task(spec.score_group(task, [Episode("e", task, Outcome.complete(), reward=1.0)]))
+            judging = asyncio.create_task(spec.score_group(task, [Episode("e", task, Outcome.finish(), reward=1.0)]))
             assert await asyncio.to_thread(server.says, "judging")
             server.process.terminate()
             await until(lambda: not spec.replicas.has_servers)

@@ -208,7 +208,7 @@ def test_an_environments_own_limit_is_answered_with_429_rather_than_a_wait(start
 def test_groups_are_judged_on_the_server_and_a_group_sent_again_is_not_judged_again(start):
     server = start("RankedSpec")
     task = Task("t1", "guess", fields={"range": 11})
-    episodes = [Episode(f"e{number}", task, Outcome.complete(), reward=reward) for number, reward in
+    episodes = [Episode(f"e{number}", task, Outcome.finish(), reward=reward) for number, reward in
                 enumerate((3.0, 1.0, None))]  # fmt: skip
 
     async def judged(task: Task, records: list[Any]) -> tuple[int, Any]:
@@ -242,7 +242,7 @@ def test_groups_are_judged_on_the_server_and_a_group_sent_again_is_not_judged_ag
 
 
 def test_an_environment_that_judges_no_groups_says_so(game):
-    body = {"task": {"id": "t"}, "episodes": [to_record(Episode("e", Task("t"), Outcome.complete()))]}
+    body = {"task": {"id": "t"}, "episodes": [to_record(Episode("e", Task("t"), Outcome.finish()))]}
     assert asyncio.run(ask(game.url, "POST", "/v1/envs/game/score_group", body)) == (200, {"verdicts": None})
 
 

@@ -46,7 +46,7 @@ def step(step_id: int, text: str) -> dict[str, Any]:
 
 
 def group(task_id: str = "t") -> dict[str, Any]:
-    record = to_record(Episode("e", Task(task_id), Outcome.complete(), reward=1.0))
+    record = to_record(Episode("e", Task(task_id), Outcome.finish(), reward=1.0))
     return {"task": {"id": task_id}, "episodes": [record]}
 
 

@@ -209,7 +209,7 @@ def test_answers_are_measured_by_the_tokens_of_the_policys_tokenizer():
     renderer = TextRenderer(tokenizer)
     for text, spells in [("a", False), ("<think>a</s>", False), *((f"a {token} a", True) for token in special[:4])]:
         assert renderer.spells(text) == spells
-        answer = Episode("e", Task("t"), Outcome.complete(), messages=[Message("assistant", text)])
+        answer = Episode("e", Task("t"), Outcome.finish(), messages=[Message("assistant", text)])
         record = rollout_metrics([Group("g", answer.task, [answer])], spells=renderer.spells)
         assert record.get("answers/special_tokens", 0) == spells
     assert NoRenderer().spells("</s>")  # what an API's tokenizer has is not known here

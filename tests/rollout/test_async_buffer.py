@@ -1,4 +1,4 @@
-"""The supply of groups while the policy learns: how old they get, that none is lost, and what a resume plays again."""
+"""Asynchronous rollouts: the staleness limit, no group lost or trained on twice, resuming."""
 
 import asyncio
 import random
@@ -17,153 +17,153 @@ from envgym.types import Episode, Group, Outcome, Task
 
 
 class World:
-    """A supply of tasks whose episodes take as long as a draw says, in steps of the event loop."""
+    """Asynchronous rollouts whose episodes take a random number of turns of the event loop."""
 
-    def __init__(self, staleness, *, needed=4, dropped=0.0, seed=0, n_tasks=1000, sigma=1.5):
+    def __init__(self, staleness, *, step_size=4, drop_rate=0.0, seed=0, n_tasks=1000, sigma=1.5):
         self.rng = random.Random(seed)
-        self.dropped, self.sigma = dropped, sigma
+        self.drop_rate, self.sigma = drop_rate, sigma
         rounds = {"zero_variance": True, "max_rounds": 100}
-        self.config = RolloutConfig(tasks_per_step=needed, max_staleness=staleness, filter=FilterConfig(**rounds))
+        self.config = RolloutConfig(tasks_per_step=step_size, max_staleness=staleness, filter=FilterConfig(**rounds))
         self.buffer = Buffer(1, needs_reward=True, filter=self.config.filter)
         self.cursor = TaskCursor(TaskList([Task(str(n)) for n in range(n_tasks)]), 0)
-        self.supply = AsyncRollouts(self.buffer, self.cursor, self.config, self.play)
-        self.begun, self.ended = [], []
+        self.rollouts = AsyncRollouts(self.buffer, self.cursor, self.config, self.roll_out)
+        self.started, self.finished = [], []
 
-    async def play(self, task, name):
-        self.begun.append((task.id, name))
+    async def roll_out(self, task, name):
+        self.started.append((task.id, name))
         for _ in range(1 + int(self.rng.lognormvariate(1.0, self.sigma))):
             await asyncio.sleep(0)
-        self.ended.append(task.id)
-        rewards = [1.0, 1.0] if self.rng.random() < self.dropped else [0.0, 1.0]
-        return Group(name, task, [Episode("", task, Outcome.complete(), [], reward) for reward in rewards])
+        self.finished.append(task.id)
+        rewards = [1.0, 1.0] if self.rng.random() < self.drop_rate else [0.0, 1.0]
+        return Group(name, task, [Episode("", task, Outcome.finish(), [], reward) for reward in rewards])
 
     async def steps(self, count):
-        """Take and learn from steps, which takes some time; returns the groups of each with the version they met."""
-        taken = []
+        """Take training steps of random duration; returns the policy version and the groups of each."""
+        steps = []
         for _ in range(count):
-            batch, groups = await self.supply.take()
+            batch, groups = await self.rollouts.take()
             assert [group.id for group in batch.groups[: len(groups)]] == [group.id for group in groups]
-            taken.append((self.supply.version, groups))
+            steps.append((self.rollouts.version, groups))
             for _ in range(self.rng.randrange(12)):
                 await asyncio.sleep(0)
-            await self.supply.advance(self.supply.version + 1)
-        return taken
+            await self.rollouts.advance(self.rollouts.version + 1)
+        return steps
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
-@pytest.mark.parametrize("dropped", [0.0, 0.6])
-def test_nothing_is_older_than_the_bound_and_nothing_is_lost_or_learned_twice(staleness, dropped):
+@pytest.mark.parametrize("drop_rate", [0.0, 0.6])
+def test_no_group_exceeds_the_staleness_limit_is_lost_or_trained_on_twice(staleness, drop_rate):
     async def main():
-        world = World(staleness, dropped=dropped, seed=staleness)
-        taken = await world.steps(60)
-        await world.supply.close()
-        return world, taken
+        world = World(staleness, drop_rate=drop_rate, seed=staleness)
+        steps = await world.steps(60)
+        await world.rollouts.close()
+        return world, steps
 
-    world, taken = asyncio.run(main())
-    ages = [version - version_of(group.id) for version, groups in taken for group in groups]
-    assert all(len(groups) == 4 for _, groups in taken)
+    world, steps = asyncio.run(main())
+    ages = [version - version_of(group.id) for version, groups in steps for group in groups]
+    assert all(len(groups) == 4 for _, groups in steps)
     assert max(ages) <= staleness
     assert staleness == 0 or max(ages) > 0
-    learned = [group.task.id for _, groups in taken for group in groups]
-    assert len(learned) == len(set(learned)) == 240
-    waiting = [group.task.id for group in world.buffer._groups]
+    trained_on = [group.task.id for _, groups in steps for group in groups]
+    assert len(trained_on) == len(set(trained_on)) == 240
+    buffered = [group.task.id for group in world.buffer._groups]
     n_dropped = (
         world.buffer.filtered["solved"] if "solved" in world.buffer.filtered else sum(world.buffer.filtered.values())
     )
-    assert len(world.ended) == len(learned) + len(waiting) + n_dropped
-    assert (n_dropped > 0) == (dropped > 0)
+    assert len(world.finished) == len(trained_on) + len(buffered) + n_dropped
+    assert (n_dropped > 0) == (drop_rate > 0)
 
 
-def test_long_episodes_are_learned_from_as_often_as_they_are_played():
-    """With a bound that threw away what came late they would be missing."""
+def test_long_episodes_are_trained_on_as_often_as_short_ones():
+    """If late groups were discarded, they would be missing."""
 
     async def main():
         world = World(2, sigma=2.5)
-        taken = await world.steps(100)
-        await world.supply.close()
-        return world, taken
+        steps = await world.steps(100)
+        await world.rollouts.close()
+        return world, steps
 
-    world, taken = asyncio.run(main())
-    begun = [task for task, _ in world.begun]
-    learned = {group.task.id for _, groups in taken for group in groups}
-    assert set(begun[: 100 * 4 - 2 * 4]) <= learned  # all but those in play or waiting at the end
+    world, steps = asyncio.run(main())
+    started = [task for task, _ in world.started]
+    trained_on = {group.task.id for _, groups in steps for group in groups}
+    assert set(started[: 100 * 4 - 2 * 4]) <= trained_on  # all but those in flight or buffered at the end
 
 
-def test_at_no_staleness_nothing_is_begun_while_the_policy_learns():
+def test_at_staleness_0_no_task_starts_during_training():
     async def main():
         world = World(0)
-        _, groups = await world.supply.take()
-        begun = len(world.begun)
+        _, groups = await world.rollouts.take()
+        n_started = len(world.started)
         await asyncio.sleep(0.01)
-        assert (len(groups), begun, len(world.begun)) == (4, 4, 4)
+        assert (len(groups), n_started, len(world.started)) == (4, 4, 4)
 
     asyncio.run(main())
 
 
-def test_a_step_waits_for_what_may_not_get_older():
+def test_a_step_waits_for_groups_at_the_staleness_limit():
     async def main():
-        world = World(1, needed=2)
-        slow = asyncio.Event()
-        play = world.supply._roll_out
+        world = World(1, step_size=2)
+        may_finish = asyncio.Event()
+        roll_out = world.rollouts._roll_out
 
         async def straggling(task, name):
             if name.endswith("-00000000"):
-                await slow.wait()
-            return await play(task, name)
+                await may_finish.wait()
+            return await roll_out(task, name)
 
-        world.supply._roll_out = straggling
-        _, first = await world.supply.take()
-        await world.supply.advance(1)
-        taking = asyncio.create_task(world.supply.take())
+        world.rollouts._roll_out = straggling
+        _, first = await world.rollouts.take()
+        await world.rollouts.advance(1)
+        taking = asyncio.create_task(world.rollouts.take())
         await asyncio.sleep(0.02)
         assert not taking.done()
-        slow.set()
+        may_finish.set()
         _, second = await taking
         assert "step-000001-00000000" not in [group.id for group in first]
         assert second[0].id == "step-000001-00000000"
-        await world.supply.close()
+        await world.rollouts.close()
 
     asyncio.run(main())
 
 
-def test_a_resumed_run_plays_again_what_was_in_play_and_learns_from_each_task_once():
+def test_a_resumed_run_rolls_out_tasks_in_flight_again_and_trains_on_each_once():
     async def main(stop_after):
         world = World(2)
-        taken = await world.steps(stop_after)
+        steps = await world.steps(stop_after)
         state = {name: part.state() for name, part in
-                 {"supply": world.supply, "buffer": world.buffer, "cursor": world.cursor}.items()}  # fmt: skip
+                 {"supply": world.rollouts, "buffer": world.buffer, "cursor": world.cursor}.items()}  # fmt: skip
         assert state["supply"]["in_play"]
-        await world.supply.close()
+        await world.rollouts.close()
         resumed = World(2, seed=9)
         resumed.cursor.load_state(state["cursor"])
         resumed.buffer.load_state(state["buffer"])
-        resumed.supply.load_state(state["supply"], stop_after)
-        taken += await resumed.steps(30)
-        await resumed.supply.close()
-        return [group.task.id for _, groups in taken for group in groups], [task for task, _ in world.begun]
+        resumed.rollouts.load_state(state["supply"], stop_after)
+        steps += await resumed.steps(30)
+        await resumed.rollouts.close()
+        return [group.task.id for _, groups in steps for group in groups], [task for task, _ in world.started]
 
     for stop_after in range(1, 12):
-        learned, begun = asyncio.run(main(stop_after))
-        assert len(learned) == len(set(learned))
-        assert set(begun) <= set(learned)
+        trained_on, started = asyncio.run(main(stop_after))
+        assert len(trained_on) == len(set(trained_on))
+        assert set(started) <= set(trained_on)
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_a_resumed_run_keeps_the_bound_on_age_and_a_second_checkpoint_keeps_what_has_not_begun(staleness):
+def test_a_resumed_run_keeps_the_staleness_limit_and_a_second_checkpoint_the_unstarted_tasks(staleness):
     async def main():
         world = World(staleness, seed=3)
         await world.steps(8)
         states = [{name: part.state() for name, part in
-                   {"supply": world.supply, "buffer": world.buffer, "cursor": world.cursor}.items()}]  # fmt: skip
-        await world.supply.close()
+                   {"supply": world.rollouts, "buffer": world.buffer, "cursor": world.cursor}.items()}]  # fmt: skip
+        await world.rollouts.close()
         resumed = World(staleness, seed=4)
         resumed.cursor.load_state(states[0]["cursor"])
         resumed.buffer.load_state(states[0]["buffer"])
-        resumed.supply.load_state(states[0]["supply"], 8)
-        states.append({"supply": resumed.supply.state()})
-        taken = await resumed.steps(20)
-        await resumed.supply.close()
-        return states, [version - version_of(group.id) for version, groups in taken for group in groups]
+        resumed.rollouts.load_state(states[0]["supply"], 8)
+        states.append({"supply": resumed.rollouts.state()})
+        steps = await resumed.steps(20)
+        await resumed.rollouts.close()
+        return states, [version - version_of(group.id) for version, groups in steps for group in groups]
 
     (first, second), ages = asyncio.run(main())
     assert [group.task.id for group in first["supply"]["in_play"]]
@@ -174,21 +174,21 @@ def test_a_resumed_run_keeps_the_bound_on_age_and_a_second_checkpoint_keeps_what
     assert max(ages) == staleness
 
 
-def test_an_error_of_a_flight_is_that_of_the_step():
+def test_an_error_of_a_rollout_is_raised_by_the_step():
     async def main():
         world = World(1)
 
         async def broken(task, name):
             raise RuntimeError("the engine is gone")
 
-        world.supply._roll_out = broken
+        world.rollouts._roll_out = broken
         with pytest.raises(RuntimeError, match="the engine is gone"):
-            await world.supply.take()
+            await world.rollouts.take()
 
     asyncio.run(main())
 
 
-def test_samples_of_older_policies_want_a_correction():
+def test_samples_of_older_policies_need_a_correction():
     stale = {"rollout": {"max_staleness": 1}, "env": "math_verify"}
     resolve({**stale, "learner": {"name": "grpo"}})  # its ratio is to the policy that sampled
     resolve({**stale, "learner": {"name": "grpo", "minibatches": 2, "old_logprobs": "rollout"}})

@@ -1,4 +1,4 @@
-"""The groups on their way to the learner."""
+"""The buffer of finished groups, and its filter."""
 
 import pytest
 
@@ -9,11 +9,11 @@ from envgym.types import Episode, Group, Outcome, Task
 
 
 def group(id, *rewards):
-    """A group with an episode for each reward; an `Outcome` in a reward's place is a failure's."""
+    """A group with an episode for each reward; an `Outcome` instead of a reward makes a failed one."""
     episodes = [
         Episode("e", Task("t"), reward, member=index)
         if isinstance(reward, Outcome)
-        else Episode("e", Task("t"), Outcome.complete(), reward=reward, member=index)
+        else Episode("e", Task("t"), Outcome.finish(), reward=reward, member=index)
         for index, reward in enumerate(rewards)
     ]
     return Group(id, Task("t"), episodes)
@@ -30,10 +30,10 @@ def test_failed_members_leave_and_the_others_stay():
     buffer = Buffer(2, needs_reward=True)
     original = group("a", 1.0, TIMEOUT, 0.0, BROKEN)
     buffer.add([original])
-    [taken] = buffer.take(1)
-    assert [(episode.member, episode.reward) for episode in taken.episodes] == [(0, 1.0), (2, 0.0)]
+    [buffered] = buffer.take(1)
+    assert [(episode.member, episode.reward) for episode in buffered.episodes] == [(0, 1.0), (2, 0.0)]
     assert buffer.failures == {"timeout": 1, "environment": 1}
-    assert len(original.episodes) == 4  # what was rolled out is written down as it was
+    assert len(original.episodes) == 4  # the rollout itself is unchanged
 
 
 def test_a_group_that_is_too_small_is_dropped_and_counted_with_its_failures():
@@ -44,24 +44,24 @@ def test_a_group_that_is_too_small_is_dropped_and_counted_with_its_failures():
     assert buffer.failures == {"timeout": 1, "environment": 2}
 
 
-def test_attempts_that_were_played_again_are_counted(through_a_checkpoint):
+def test_retried_attempts_are_counted(through_a_checkpoint):
     buffer = Buffer(2, needs_reward=True)
-    played = group("a", 1.0, 0.0)
-    played.superseded, played.refills = group("a", TIMEOUT, BROKEN).episodes, 1
-    buffer.add([played])
+    retried = group("a", 1.0, 0.0)
+    retried.superseded, retried.refills = group("a", TIMEOUT, BROKEN).episodes, 1
+    buffer.add([retried])
     restored = Buffer(2, needs_reward=True)
     restored.load_state(through_a_checkpoint(buffer.state()))
-    for one in (buffer, restored):
-        assert (one.failures, one.n_retried, one.refills) == ({"timeout": 1, "environment": 1}, 2, 1)
+    for copy in (buffer, restored):
+        assert (copy.failures, copy.n_retried, copy.refills) == ({"timeout": 1, "environment": 1}, 2, 1)
 
 
-def test_episodes_without_a_reward_stay_where_none_is_needed():
+def test_episodes_without_a_reward_stay_if_none_is_needed():
     buffer = Buffer(1, needs_reward=False)
     buffer.add([group("a", None), group("b", TIMEOUT)])
     assert ids(buffer.take(9)) == ["a"]
 
 
-def test_what_is_not_taken_carries_over_in_order():
+def test_groups_that_are_not_taken_carry_over_in_order():
     buffer = Buffer(1, needs_reward=True)
     buffer.add([group(id, 1.0) for id in "abc"])
     assert ids(buffer.take(2)) == ["a", "b"]
@@ -71,11 +71,11 @@ def test_what_is_not_taken_carries_over_in_order():
     assert ids(buffer.take(1)) == []
 
 
-def test_state_goes_through_a_file_and_is_a_picture_of_its_moment(through_a_checkpoint):
+def test_the_state_goes_through_a_file_and_does_not_change_later(through_a_checkpoint):
     buffer = Buffer(2, needs_reward=True)
     buffer.add([group("a", 1.0, 0.0), group("b", 1.0, TIMEOUT), group("c", 0.0, 0.0)])
     state = buffer.state()
-    buffer.add([group("x", 1.0, 1.0), group("y", BROKEN, BROKEN)])  # what comes later is not in the picture
+    buffer.add([group("x", 1.0, 1.0), group("y", BROKEN, BROKEN)])  # not in the state
     buffer.take(2)
     restored = Buffer(2, needs_reward=True)
     restored.load_state(through_a_checkpoint(state))
@@ -89,15 +89,16 @@ def test_state_goes_through_a_file_and_is_a_picture_of_its_moment(through_a_chec
 
 
 def scored(id, *scores):
-    """A group whose rewards all differ, so that only the scores can be what is gone by."""
+    """A group whose rewards all differ, so that a filter can only use the scores."""
     episodes = [
-        Episode("e", Task("t"), Outcome.complete(), reward=10.0 + index, score=score)
+        Episode("e", Task("t"), Outcome.finish(), reward=10.0 + index, score=score)
         for index, score in enumerate(scores)
     ]
     return Group(id, Task("t"), episodes)
 
 
-def kept(groups, **settings):
+def filter_groups(groups, **settings):
+    """The ids of the accepted groups, and the counts of the dropped ones."""
     buffer = Buffer(2, needs_reward=True, filter=FilterConfig(**settings))
     assert buffer.add(groups) == len(buffer)
     return ids(buffer.take(9)), dict(buffer.filtered)
@@ -123,24 +124,24 @@ FLAT, MIXED, EASY, HARD = (
         ),
     ],
 )
-def test_groups_that_teach_nothing_are_dropped_and_counted_by_reason(settings, names, filtered):
-    assert kept([FLAT, MIXED, EASY, HARD], **settings) == (names, filtered)
+def test_groups_without_a_training_signal_are_dropped_and_counted_by_reason(settings, names, filtered):
+    assert filter_groups([FLAT, MIXED, EASY, HARD], **settings) == (names, filtered)
 
 
-def test_only_members_that_did_not_fail_have_a_say():
-    """Two that agree beside one that failed differ in nothing; a group too small by failures is not the filter's."""
-    assert kept([group("a", 1.0, 1.0, TIMEOUT)], zero_variance=True) == ([], {"zero_variance": 1})
-    assert kept([group("b", 1.0, TIMEOUT)], zero_variance=True) == ([], {})
+def test_failed_members_do_not_count_for_the_filter():
+    """Two equal rewards and a failure have no variance; a group too small by failures is not counted as filtered."""
+    assert filter_groups([group("a", 1.0, 1.0, TIMEOUT)], zero_variance=True) == ([], {"zero_variance": 1})
+    assert filter_groups([group("b", 1.0, TIMEOUT)], zero_variance=True) == ([], {})
 
 
-def test_rewards_stand_in_for_scores_but_have_no_range():
+def test_rewards_replace_missing_scores_but_have_no_range():
     rewards = [group("flat", 3.0, 3.0), group("mixed", 3.0, -2.0)]
-    assert kept(rewards, zero_variance=True) == (["mixed"], {"zero_variance": 1})
+    assert filter_groups(rewards, zero_variance=True) == (["mixed"], {"zero_variance": 1})
     with pytest.raises(RunError, match=r"the environment gives none .* use rollout.filter.zero_variance alone"):
-        kept(rewards, max_score=0.5)
+        filter_groups(rewards, max_score=0.5)
 
 
-def test_what_was_filtered_is_still_counted_after_a_resume(through_a_checkpoint):
+def test_counts_of_filtered_groups_survive_a_resume(through_a_checkpoint):
     buffer = Buffer(2, needs_reward=True, filter=FilterConfig(zero_variance=True))
     buffer.add([FLAT, MIXED, EASY])
     restored = Buffer(2, needs_reward=True, filter=FilterConfig(zero_variance=True))

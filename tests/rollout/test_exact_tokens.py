@@ -1,7 +1,7 @@
 """An episode holds exactly the tokens the engine returned, with two real byte-pair vocabularies.
 
-The policy has random weights, so that it samples what no tokenizer would ever write: text in pieces that encoding
-would merge, halves of characters. Whoever decoded an answer and encoded it again would train on other tokens.
+The policy has random weights, so that it samples tokens that no tokenizer would write: pieces that encoding would
+merge, halves of characters. Decoding a completion and encoding it again would train on other tokens.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ N_EPISODES = 32
 
 
 class Echo(Env):
-    """Asks three questions and remembers the actions as they came."""
+    """Asks three questions and records the actions."""
 
     actions = []  # noqa: RUF012 - emptied by each test
 
     async def reset(self, *, seed=None, options=None):
-        self.asked = 1
+        self.n_asked = 1
         return [Message("user", options["task"].prompt)], {}
 
     async def step(self, action):
         self.actions.append(action)
-        self.asked += 1
-        return [Message("user", f"Ça va, {self.asked}?")], 1.0, self.asked > 3, False, {}
+        self.n_asked += 1
+        return [Message("user", f"Ça va, {self.n_asked}?")], 1.0, self.n_asked > 3, False, {}
 
 
 def policy_folder(folder, tokenizer):
-    """A tiny model with random weights over the whole of a tokenizer's vocabulary, beside the tokenizer."""
+    """Save a tiny model with random weights over a tokenizer's whole vocabulary, and the tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -64,8 +64,8 @@ def policy_folder(folder, tokenizer):
     return folder
 
 
-async def play(kind, folder, logs, recording):
-    """Episodes of a policy, and what its engine was asked and answered."""
+async def roll_out(kind, folder, logs, recording):
+    """The renderer and episodes of a policy, and the requests and answers of its engine."""
     renderer = make_renderer("auto", load_tokenizer(str(folder)))
     runtime = LocalRuntime(logs)
     try:
@@ -93,11 +93,11 @@ async def play(kind, folder, logs, recording):
 
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("vocabulary", [pytest.param("tekken", marks=pytest.mark.slow), "sentencepiece"])
-def test_an_episode_is_what_the_engine_saw_and_said(kind, vocabulary, request, tmp_path, recording, check_episode):
+def test_an_episode_has_exactly_the_engines_tokens(kind, vocabulary, request, tmp_path, recording, check_episode):
     tokenizer = load_tokenizer(str(request.getfixturevalue(f"{vocabulary}_folder")))
     Echo.actions.clear()
     folder = policy_folder(tmp_path / "policy", tokenizer)
-    renderer, episodes, answers = asyncio.run(play(kind, folder, tmp_path / "logs", recording))
+    renderer, episodes, answers = asyncio.run(roll_out(kind, folder, tmp_path / "logs", recording))
     assert (len(episodes), len(answers)) == (N_EPISODES, 3 * N_EPISODES)
 
     rewritten = 0
@@ -105,12 +105,12 @@ def test_an_episode_is_what_the_engine_saw_and_said(kind, vocabulary, request, t
         assert not episode.failed, episode.outcome
         check_episode(episode, answers)
         assert [turn.reward for row in episode.rows for turn in row.turns] == [1.0, 1.0, 1.0]
-        said = [segment.token_ids for row in episode.rows for segment in row.segments if segment.role == "action"]
-        for token_ids in said:
+        actions = [segment.token_ids for row in episode.rows for segment in row.segments if segment.role == "action"]
+        for token_ids in actions:
             body = token_ids[:-1] if token_ids[-1] in renderer.stop_token_ids else token_ids
             rewritten += renderer.tokenizer.encode(renderer.text(body), add_special_tokens=False) != list(body)
     assert sorted(tuple(action.token_ids) for action in Echo.actions) == sorted(
-        tuple(said.token_ids) for _, said in answers.values()
+        tuple(generation.token_ids) for _, generation in answers.values()
     )
-    # The test has teeth: for many of these, encoding the decoded text gives other ids.
+    # The test is not trivial: for many actions, encoding the decoded text gives other ids.
     assert rewritten > N_EPISODES

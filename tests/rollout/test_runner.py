@@ -1,4 +1,4 @@
-"""Rolling out: what goes wrong in an episode is a failure of a named kind, and nothing else."""
+"""Rolling out tasks: groups, failures and their kinds, limits, cancellation, saved episodes, group judging."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ SAMPLING = SamplingParams(max_tokens=4)
 
 
 class OneToken:
-    """An engine that answers every request with one token. `errors` maps a piece of a request's id to what it
+    """An engine that answers every request with one token. `errors` maps a part of a request's id to the error that it
     raises instead."""
 
     def __init__(self, errors=()):
@@ -45,7 +45,7 @@ class OneToken:
 
 
 class OneAnswer(Agent):
-    """Asks for one answer and takes the reward for it."""
+    """Samples one completion and steps once."""
 
     async def run(self, env, task, engine, *, seed):
         await env.reset(seed=seed, options={"task": task})
@@ -53,20 +53,18 @@ class OneAnswer(Agent):
         _, reward, _, _, info = await env.step(generation)
         row = Row([Segment("prompt", [1, 2]), Segment("action", [7], logprobs=[-1.0])], turns=[Turn(reward, "stop")])
         score = info.get("score")
-        return Episode(
-            "", task, Outcome.complete(), rows=[row], reward=reward, score=score, messages=[Message("a", "")]
-        )
+        return Episode("", task, Outcome.finish(), rows=[row], reward=reward, score=score, messages=[Message("a", "")])
 
 
 @dataclass
 class World:
-    """What the test's environment does, and what happened to it."""
+    """The behaviour of the test's environment, and a record of its calls."""
 
     on_step: object = None
     on_close: object = None
     seeds: list = field(default_factory=list)
     closed: int = 0
-    made: int = 0
+    n_made: int = 0
     finished_closing: int = 0
 
 
@@ -78,7 +76,7 @@ def world():
 def make_spec(world, **methods):
     class Scripted(Env):
         def __init__(self):
-            world.made += 1
+            world.n_made += 1
 
         async def reset(self, *, seed=None, options=None):
             world.seeds.append((options["task"].id, seed))
@@ -116,15 +114,15 @@ def play(
         spec, agent(None, AgentConfig()), engine, settings, max_model_len=64, seed=seed, deterministic=deterministic
     )
     plan = SamplingPlan(purpose, SAMPLING, size)
-    playing = runner.roll_out(tasks, plan, on_progress, completed=completed, on_episode=on_episode)
-    return event_loop.run(asyncio.wait_for(playing, 30))
+    rollout = runner.roll_out(tasks, plan, on_progress, completed=completed, on_episode=on_episode)
+    return event_loop.run(asyncio.wait_for(rollout, 30))
 
 
 def outcomes(groups):
     return [episode.outcome for group in groups for episode in group.episodes]
 
 
-# -- what comes back --------------------------------------------------------------------------------------
+# -- groups -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -140,34 +138,34 @@ def test_groups_come_in_the_order_of_tasks_with_all_their_members(world, determi
 def test_members_of_a_group_share_the_environments_seed(world):
     groups = play(make_spec(world), size=3)
     seeds = {task: {seed for id, seed in world.seeds if id == task} for task in ("t0", "t1", "t2")}
-    assert [len(found) for found in seeds.values()] == [1, 1, 1]
+    assert [len(seeds_of_task) for seeds_of_task in seeds.values()] == [1, 1, 1]
     assert len(set.union(*seeds.values())) == 3
     assert {(episode.task.id, episode.seed) for group in groups for episode in group.episodes} == set(world.seeds)
 
 
-def test_the_problem_stays_the_same_from_step_to_step_and_changes_with_the_runs_seed(world):
+def test_the_seed_of_a_task_is_the_same_in_every_step_and_changes_with_the_runs_seed(world):
     for seed, purpose in ((0, "step-1"), (0, "step-2"), (1, "step-1")):
         play(make_spec(world), tasks=TASKS[:1], size=1, seed=seed, purpose=purpose)
-    first, again, other = (seed for _, seed in world.seeds)
-    assert first == again != other
+    first, second, other_run = (seed for _, seed in world.seeds)
+    assert first == second != other_run
 
 
-def test_who_samples_nothing_is_given_another_seed_each_time_and_the_same_again(world):
-    """It may pick among demonstrations, and members of a group, steps and tasks should not all pick the same."""
+def test_an_agent_that_samples_nothing_gets_a_reproducible_seed_per_step_task_and_member(world):
+    """It may pick a demonstration at random, which should differ between steps, tasks and members."""
 
     class Replaying(OneAnswer):
         uses_policy = False
 
     for purpose in ("step-1", "step-2", "step-1"):
         play(make_spec(world), agent=Replaying, purpose=purpose)
-    first, second, again = world.seeds[:6], world.seeds[6:12], world.seeds[12:]
+    first, second, repeated = world.seeds[:6], world.seeds[6:12], world.seeds[12:]
     assert len({seed for _, seed in [*first, *second]}) == 12
-    assert sorted(first) == sorted(again)
+    assert sorted(first) == sorted(repeated)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_task_that_comes_twice_in_a_step_is_two_groups(world, deterministic):
-    """A small task set comes round again within one step: no two requests in flight may share an id or a seed."""
+    """A small task set may repeat within one step: no two requests in flight may share an id or a seed."""
     engine = OneToken()
     groups = play(make_spec(world), tasks=TASKS[:1] * 3, size=2, engine=engine, deterministic=deterministic)
     assert len({group.id for group in groups}) == 3
@@ -177,7 +175,7 @@ def test_a_task_that_comes_twice_in_a_step_is_two_groups(world, deterministic):
         assert len({request.sampling.seed for request in engine.requests}) == 6
 
 
-def test_deterministic_requests_do_not_depend_on_how_many_are_in_play(world):
+def test_deterministic_requests_do_not_depend_on_the_concurrency(world):
     def requests(concurrency):
         engine = OneToken()
         play(make_spec(world), engine=engine, deterministic=True, concurrency=concurrency)
@@ -187,21 +185,21 @@ def test_deterministic_requests_do_not_depend_on_how_many_are_in_play(world):
     assert sorted(requests(2)) == sorted(requests(6))
 
 
-def test_no_more_than_concurrency_are_in_play(world):
-    in_play, most = 0, 0
+def test_at_most_concurrency_episodes_are_in_flight(world):
+    in_flight, maximum = 0, 0
 
     class Counting(OneAnswer):
         async def run(self, *args, **kwargs):
-            nonlocal in_play, most
-            in_play += 1
-            most = max(most, in_play)
+            nonlocal in_flight, maximum
+            in_flight += 1
+            maximum = max(maximum, in_flight)
             try:
                 return await super().run(*args, **kwargs)
             finally:
-                in_play -= 1
+                in_flight -= 1
 
     play(make_spec(world), agent=Counting, size=5, concurrency=4)
-    assert most == 4
+    assert maximum == 4
 
 
 # -- failures ---------------------------------------------------------------------------------------------
@@ -223,7 +221,7 @@ class Outside(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("step", "kind", "says"),
+    ("step", "kind", "message"),
     [
         (raising(KeyError("board")), "environment", "KeyError: 'board'"),
         (raising(AssertionError()), "environment", "AssertionError"),
@@ -238,14 +236,14 @@ class Outside(BaseException):
         (lambda: ("x" * 4_000_001, 1.0, True, False, {}), "invalid_environment", "has 4,000,001 characters, more than"),
     ],
 )
-def test_an_environment_that_breaks_is_a_failure_and_never_a_reward(world, step, kind, says):
+def test_an_error_of_the_environment_is_a_failure_and_never_a_reward(world, step, kind, message):
     world.on_step = step
     groups = play(make_spec(world), size=1, tasks=TASKS[:1])
     [episode] = groups[0].episodes
     assert (episode.outcome.status, episode.outcome.reason) == (Status.FAILED, kind)
-    assert says in episode.outcome.message
+    assert message in episode.outcome.message
     assert (episode.reward, episode.score, episode.rows) == (None, None, [])
-    assert (world.made, world.closed) == (1, 1)  # closed, and not tried again
+    assert (world.n_made, world.closed) == (1, 1)  # closed, and not retried
 
 
 def test_an_environment_that_cannot_be_made_is_a_failure(world):
@@ -266,8 +264,8 @@ def test_an_environment_that_cannot_be_made_is_a_failure(world):
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), Outside()])
-def test_what_is_no_exception_fails_an_episode_wherever_it_is_raised(world, error):
-    """In the constructor, the agent, a close, a judgement of groups, and a task that the environment has made."""
+def test_a_base_exception_fails_an_episode_wherever_it_is_raised(world, error):
+    """In the constructor, the agent, `close`, group judging, and an asyncio task of the environment."""
 
     async def closing():
         raise error
@@ -284,7 +282,7 @@ def test_what_is_no_exception_fails_an_episode_wherever_it_is_raised(world, erro
         async def run(self, *args, **kwargs):
             raise error
 
-    async def judged(self, task, episodes):
+    async def failing_judge(self, task, episodes):
         raise error
 
     async def in_a_task(*args):
@@ -296,7 +294,7 @@ def test_what_is_no_exception_fails_an_episode_wherever_it_is_raised(world, erro
     name = type(error).__name__
     assert name in outcomes(play(EnvSpec("Unmakable-v0", Unmakable), size=1, tasks=TASKS[:1]))[0].message
     assert name in outcomes(play(make_spec(world), agent=Quitter, size=1, tasks=TASKS[:1]))[0].message
-    assert name in outcomes(play(make_spec(world, score_group=judged), size=1, tasks=TASKS[:1]))[0].message
+    assert name in outcomes(play(make_spec(world, score_group=failing_judge), size=1, tasks=TASKS[:1]))[0].message
     spec = make_spec(world)
     spec.env_class.step = in_a_task
     assert {name in outcome.message for outcome in outcomes(play(spec, size=2))} == {True}
@@ -304,7 +302,7 @@ def test_what_is_no_exception_fails_an_episode_wherever_it_is_raised(world, erro
     assert not outcomes(play(make_spec(world), size=1, tasks=TASKS[:1]))[0].reason
 
 
-def test_one_failure_leaves_the_others_alone(world):
+def test_a_failure_does_not_affect_other_members(world):
     steps = iter([("", 0.25, True, False, {}), None, ("", 0.5, True, False, {})])
 
     def step():
@@ -322,35 +320,34 @@ def test_one_failure_leaves_the_others_alone(world):
 @pytest.mark.parametrize(
     ("error", "kind"), [(PromptTooLong("a prompt of 90 tokens"), "prompt_too_long"), (WorkerError("cuda"), "engine")]
 )
-def test_errors_of_the_engine_have_kinds_of_their_own(world, error, kind):
+def test_errors_of_the_engine_have_their_own_kinds(world, error, kind):
     groups = play(make_spec(world), engine=OneToken({"001:0": error}), tasks=TASKS[:1])
     assert [outcome.reason for outcome in outcomes(groups)] == ["", kind]
     assert str(error) in outcomes(groups)[1].message
 
 
-def test_a_prompt_that_is_too_long_is_played_once(world):
-    """It would be too long again."""
+def test_a_prompt_that_is_too_long_is_not_retried(world):
     engine = OneToken({":001:": PromptTooLong("a prompt of 90 tokens")})
     [group] = play(make_spec(world), engine=engine, tasks=TASKS[:1], refills=2, retries=2)
     assert [episode.outcome.reason for episode in group.episodes] == ["", "prompt_too_long"]
     assert (len(engine.requests), group.refills, group.superseded) == (2, 0, [])
 
 
-def test_an_episode_beyond_its_deadline_is_a_timeout_and_is_tried_again(world):
-    async def for_ever(*args, **kwargs):
+def test_an_episode_beyond_its_deadline_is_a_timeout_and_is_retried(world):
+    async def hang(*args, **kwargs):
         await asyncio.Event().wait()
 
     spec = make_spec(world)
-    spec.env_class.step = for_ever
+    spec.env_class.step = hang
     [outcome] = outcomes(play(spec, size=1, tasks=TASKS[:1], episode_timeout=0.05, retries=1))
     assert (outcome.reason, outcome.retryable) == ("timeout", True)
     assert "0.05 s" in outcome.message
-    assert (world.made, world.closed) == (2, 2)
+    assert (world.n_made, world.closed) == (2, 2)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("breaks", "attempts", "fails"), [(0, 1, False), (2, 3, False), (9, 3, True)])
-def test_what_is_retryable_is_tried_again_at_most_so_often(world, deterministic, breaks, attempts, fails):
+def test_retryable_failures_are_retried_at_most_so_often(world, deterministic, breaks, attempts, fails):
     tries = 0
 
     def step():
@@ -364,13 +361,13 @@ def test_what_is_retryable_is_tried_again_at_most_so_often(world, deterministic,
     engine = OneToken()
     [group] = play(make_spec(world), size=1, tasks=TASKS[:1], engine=engine, retries=2, deterministic=deterministic)
     [episode] = group.episodes
-    if deterministic:  # the same tokens again would fail in the same way
+    if deterministic:  # the same tokens would fail in the same way
         assert len({request.sampling.seed for request in engine.requests}) == attempts
     assert (tries, episode.attempt, episode.failed) == (attempts, attempts - 1, fails)
     assert world.closed == attempts
 
 
-def test_a_group_fills_the_place_of_an_episode_that_failed_for_good_a_bounded_number_of_times(world):
+def test_a_group_replaces_permanently_failed_members_up_to_a_maximum(world):
     results = iter([None, ("", 0.25, True, False, {}), ("", 0.5, True, False, {}), None, None])
 
     def step():
@@ -383,13 +380,13 @@ def test_a_group_fills_the_place_of_an_episode_that_failed_for_good_a_bounded_nu
     engine = OneToken()
     [group] = play(make_spec(world), size=3, tasks=TASKS[:1], engine=engine, refills=2)
     assert sorted(e.reward for e in group.episodes if not e.failed) == [0.25, 0.5]
-    assert [e.failed for e in group.episodes].count(True) == 1  # two places were filled, the third failure stayed
+    assert [e.failed for e in group.episodes].count(True) == 1  # two were replaced, the third failure stayed
     assert (group.refills, len(group.superseded)) == (2, 2)
     assert len({request.id for request in engine.requests}) == 5  # another attempt, another sampling seed
-    assert {seed for _, seed in world.seeds} == {group.episodes[0].seed}  # of the same problem
+    assert {seed for _, seed in world.seeds} == {group.episodes[0].seed}  # the same problem
 
 
-def test_a_call_beyond_its_deadline_is_a_timeout_also_where_it_blocks(world):
+def test_a_call_beyond_its_deadline_is_a_timeout_even_if_it_blocks(world):
     release, returned = threading.Event(), []
 
     class Sleeper(Env):
@@ -405,39 +402,39 @@ def test_a_call_beyond_its_deadline_is_a_timeout_also_where_it_blocks(world):
     try:
         [outcome] = outcomes(play(spec, size=1, tasks=TASKS[:1], retries=0))
         assert (outcome.reason, outcome.message) == ("timeout", "Sleeper-v0: step took longer than 0.05 s")
-        assert returned == []  # nobody waits for the call that hangs
+        assert returned == []  # the runner does not wait for the blocked call
     finally:
         release.set()
 
 
-def test_a_call_that_holds_the_loop_past_its_deadline_is_named_and_a_timeout(world, monkeypatch):
-    said = []
+def test_a_call_that_blocks_the_loop_past_its_deadline_is_reported_and_is_a_timeout(world, monkeypatch):
+    printed = []
     monkeypatch.setattr(watch, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(watch, "_print", said.append)
+    monkeypatch.setattr(watch, "_print", printed.append)
 
     def on_step():
-        while not said:  # no timer can fire meanwhile
+        while not printed:  # no timer can fire meanwhile
             pass
         return "", 1.0, True, False, {}
 
     world.on_step = on_step
-    held, *others = outcomes(play(held_spec(world), tasks=TASKS, size=1, retries=0))
-    assert (held.reason, held.message) == ("timeout", "Scripted-v0: step took longer than 0.05 s")
-    assert [outcome.status for outcome in others] == [Status.COMPLETED] * 2  # said once: these do not wait
+    timed_out, *completed = outcomes(play(short_call_spec(world), tasks=TASKS, size=1, retries=0))
+    assert (timed_out.reason, timed_out.message) == ("timeout", "Scripted-v0: step took longer than 0.05 s")
+    assert [outcome.status for outcome in completed] == [Status.COMPLETED] * 2  # printed once: these do not wait
     line = on_step.__code__.co_firstlineno
-    [text] = said
+    [text] = printed
     assert text.startswith("Scripted-v0: step has blocked everything else for more than 0.05 s, in on_step (")
     assert int(re.search(rf"{re.escape(__file__)}, line (\d+)\)", text).group(1)) in (line + 1, line + 2)
 
 
-def held_spec(world):
+def short_call_spec(world):
     spec = make_spec(world)
     spec.config.call_timeout = 0.05
     return spec
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_a_second_signal_ends_what_holds_the_loop_and_all_that_would_hold_it_next(world, trains):
+def test_a_second_signal_ends_a_blocking_call_and_every_following_one(world, trains):
     steps = []
 
     def on_step():
@@ -463,10 +460,10 @@ def test_a_second_signal_ends_what_holds_the_loop_and_all_that_would_hold_it_nex
     with pytest.raises(KeyboardInterrupt):
         event_loop.run(main())
     assert len(steps) == 1
-    assert world.closed == world.made
+    assert world.closed == world.n_made
 
 
-DEAF = """
+UNSTOPPABLE = """
 import signal
 from envgym.processes import cancellation, event_loop
 
@@ -487,54 +484,54 @@ event_loop.run(main())
 """
 
 
-def test_a_second_signal_ends_also_what_takes_no_notice():
-    done = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 130
-    assert done.stderr == "envgym: ended immediately: a call blocks the event loop and does not end\n"
+def test_a_second_signal_ends_even_code_that_catches_every_exception():
+    process = subprocess.run([sys.executable, "-c", UNSTOPPABLE], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 130
+    assert process.stderr == "envgym: ended immediately: a call blocks the event loop and does not end\n"
 
 
-def test_blocking_environments_run_side_by_side(world):
-    together = threading.Barrier(10)
+def test_blocking_environments_run_concurrently(world):
+    barrier = threading.Barrier(10)
 
     class Meeting(Env):
         def reset(self, *, seed=None, options=None):
             return "", {}
 
         def step(self, action):
-            together.wait(60)
+            barrier.wait(60)
             return "", 1.0, True, False, {}
 
     groups = play(EnvSpec("Meeting-v0", Meeting), size=10, tasks=TASKS)
     assert all(outcome.status is Status.COMPLETED for outcome in outcomes(groups))
 
 
-def test_an_environments_own_limit_holds_and_waiting_for_it_is_not_the_episodes_time(world):
-    in_play = most = 0
+def test_the_environments_concurrency_holds_and_the_wait_does_not_count_as_the_episodes_time(world):
+    in_flight = maximum = 0
 
     async def step(*args):
-        nonlocal in_play, most
-        in_play += 1
-        most = max(most, in_play)
+        nonlocal in_flight, maximum
+        in_flight += 1
+        maximum = max(maximum, in_flight)
         await asyncio.sleep(0.05)
-        in_play -= 1
+        in_flight -= 1
         return "", 1.0, True, False, {}
 
     spec = make_spec(world)
     spec.env_class.step = step
     spec.config.concurrency = 2
     groups = play(spec, size=4, episode_timeout=0.2)
-    assert most == 2
+    assert maximum == 2
     assert all(outcome.status is Status.COMPLETED for outcome in outcomes(groups))
 
 
-def test_an_episodes_seconds_are_those_it_was_played(world, monkeypatch):
-    """By a clock that only steps move: each takes ten seconds, and the others wait for it."""
-    now = 0.0
-    monkeypatch.setattr("envgym.rollout.runner.time", SimpleNamespace(monotonic=lambda: now))
+def test_an_episodes_seconds_do_not_count_its_wait(world, monkeypatch):
+    """By a clock that only steps advance: each takes ten seconds while the others wait."""
+    clock = 0.0
+    monkeypatch.setattr("envgym.rollout.runner.time", SimpleNamespace(monotonic=lambda: clock))
 
     def step():
-        nonlocal now
-        now += 10.0
+        nonlocal clock
+        clock += 10.0
         return "", 1.0, True, False, {}
 
     world.on_step = step
@@ -544,7 +541,7 @@ def test_an_episodes_seconds_are_those_it_was_played(world, monkeypatch):
     assert [episode.seconds for group in groups for episode in group.episodes] == [10.0] * 6
 
 
-def test_each_episode_says_what_was_played(world):
+def test_each_episode_has_fingerprints(world):
     groups = play(make_spec(world), size=2)
     prints = [[e.fingerprints for e in group.episodes] for group in groups]
     assert all(mine == prints[0][0] | {"task": mine["task"]} for group in prints for mine in group)
@@ -565,47 +562,47 @@ def test_a_close_that_fails_or_hangs_changes_nothing(world):
     assert [episode.reward for episode in groups[0].episodes] == [1.0, 1.0]
 
 
-class Deaf:
-    """What goes on whatever it is told, until the test lets go of it."""
+class Uncancellable:
+    """A coroutine function that ignores cancellation until `may_end` is set."""
 
     def __init__(self):
-        self.heard = 0
-        self.free = asyncio.Event()
+        self.n_cancelled = 0
+        self.may_end = asyncio.Event()
 
     async def __call__(self, *args):
-        while not self.free.is_set():
+        while not self.may_end.is_set():
             try:
-                await self.free.wait()
+                await self.may_end.wait()
             except asyncio.CancelledError:
-                self.heard += 1
+                self.n_cancelled += 1
 
 
 @pytest.fixture
-def deaf(monkeypatch):
+def uncancellable(monkeypatch):
     monkeypatch.setattr(cancellation, "GRACE_SECONDS", 0.05)
-    return Deaf()
+    return Uncancellable()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_an_environment_that_goes_on_when_cancelled_is_left_to_itself(world, deaf, deterministic):
-    """The next takes its place, also where only one may be in play and where it does not close either."""
+def test_an_environment_that_ignores_cancellation_is_abandoned(world, uncancellable, deterministic):
+    """Its slot goes to the next episode, even if there is only one and if `close` does not end either."""
 
     async def step(*args):
         if len(world.seeds) == 1:
-            await deaf()
+            await uncancellable()
         return "", 1.0, True, False, {}
 
-    world.on_close = deaf
+    world.on_close = uncancellable
     spec = make_spec(world)
     spec.env_class.step = step
     spec.config.concurrency, spec.config.call_timeout = 1, 0.05
-    left, other = outcomes(play(spec, tasks=TASKS[:2], size=1, deterministic=deterministic))
-    assert (left.reason, other.reason) == ("does_not_end", "")
-    assert left.message.startswith("Scripted-v0 goes on ")
-    assert world.closed == world.made == 2
+    abandoned, completed = outcomes(play(spec, tasks=TASKS[:2], size=1, deterministic=deterministic))
+    assert (abandoned.reason, completed.reason) == ("does_not_end", "")
+    assert abandoned.message.startswith("Scripted-v0 still runs ")
+    assert world.closed == world.n_made == 2
 
 
-def test_an_answer_that_comes_of_a_cancellation_is_a_timeout(world):
+def test_a_result_returned_after_a_cancellation_is_a_timeout(world):
     async def step(*args):
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
@@ -619,72 +616,72 @@ def test_an_answer_that_comes_of_a_cancellation_is_a_timeout(world):
         assert (outcome.reason, outcome.message.endswith("took longer than 0.05 s")) == ("timeout", True)
 
 
-def test_a_judge_of_groups_that_goes_on_when_cancelled_fails_its_group(world, deaf):
-    spec = make_spec(world, score_group=lambda self, task, episodes: deaf())
+def test_group_judging_that_ignores_cancellation_fails_its_group(world, uncancellable):
+    spec = make_spec(world, score_group=lambda self, task, episodes: uncancellable())
     assert {o.reason for o in outcomes(play(spec, tasks=TASKS[:1], episode_timeout=0.05))} == {"does_not_end"}
 
 
-def test_what_was_left_to_itself_samples_no_more(world, deaf):
-    class Deafened(OneAnswer):
+def test_an_abandoned_episode_samples_no_more(world, uncancellable):
+    class UncancellableAgent(OneAnswer):
         async def run(self, env, task, engine, *, seed):
-            await deaf()
+            await uncancellable()
             await engine.generate([1, 2])
 
-    before = cancellation.abandoned_tasks()
+    earlier = cancellation.abandoned_tasks()
 
     async def main():
         engine, config = OneToken(), RolloutConfig(episode_timeout=0.05)
-        agent = Deafened(None, AgentConfig())
+        agent = UncancellableAgent(None, AgentConfig())
         runner = Runner(make_spec(world), agent, engine, config, max_model_len=64, seed=0, deterministic=False)
         [group] = await runner.roll_out(TASKS[:1], SamplingPlan("p", SAMPLING, 1))
         assert outcomes([group])[0].reason == "does_not_end"
-        left = cancellation.abandoned_tasks() - before
-        deaf.free.set()
-        await asyncio.wait(left)
+        abandoned = cancellation.abandoned_tasks() - earlier
+        uncancellable.may_end.set()
+        await asyncio.wait(abandoned)
         assert engine.requests == []
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_a_stop_leaves_behind_what_goes_on(world, deaf):
-    """Episodes and what they have started, and also where a loop ends with them in it."""
+def test_a_stop_abandons_tasks_that_ignore_cancellation(world, uncancellable):
+    """Episodes and the tasks they have started, even at the end of the event loop."""
 
     async def step(*args):
-        started.append(asyncio.create_task(deaf()))
+        started.append(asyncio.create_task(uncancellable()))
         if len(started) == 3:
             all_started.set()
-        await deaf()
+        await uncancellable()
 
     async def main():
         agent = OneAnswer(None, AgentConfig())
         runner = Runner(spec, agent, OneToken(), RolloutConfig(), max_model_len=64, seed=0, deterministic=False)
-        playing = asyncio.ensure_future(runner.roll_out(TASKS, SamplingPlan("p", SAMPLING, 1)))
+        rollout = asyncio.ensure_future(runner.roll_out(TASKS, SamplingPlan("p", SAMPLING, 1)))
         await all_started.wait()
-        playing.cancel()
+        rollout.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await playing
-        assert len(cancellation.abandoned_tasks() - before) == 3 == world.closed
+            await rollout
+        assert len(cancellation.abandoned_tasks() - earlier) == 3 == world.closed
 
     started, all_started, spec = [], asyncio.Event(), make_spec(world)
     spec.env_class.step = step
-    before = cancellation.abandoned_tasks()
+    earlier = cancellation.abandoned_tasks()
     event_loop.run(main())
-    assert len(cancellation.abandoned_tasks() - before) == 6
-    assert deaf.heard >= 6
+    assert len(cancellation.abandoned_tasks() - earlier) == 6
+    assert uncancellable.n_cancelled >= 6
 
 
-class Stuck(OneToken):
-    """Answers nobody; the last of `n` requests finds it dead, where it `dies`."""
+class StuckEngine(OneToken):
+    """An engine that answers no request, and dies at the last of `n` requests if `dies`."""
 
     def __init__(self, n, dies):
         super().__init__()
         self.n, self.dies = n, dies
-        self.all_asked = asyncio.Event()
+        self.has_all_requests = asyncio.Event()
 
     async def generate(self, request):
         self.requests.append(request)
         if len(self.requests) == self.n:
-            self.all_asked.set()
+            self.has_all_requests.set()
             if self.dies:
                 raise WorkerDied("engine: killed")
         await asyncio.Event().wait()
@@ -692,11 +689,11 @@ class Stuck(OneToken):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dies", [True, False])
-@pytest.mark.parametrize("size", [2, 10**9])  # a billion: members start as places are free, whatever their number
+@pytest.mark.parametrize("size", [2, 10**9])  # a billion: members start as slots become free
 def test_the_engines_death_or_a_stop_ends_the_rollout_once_every_environment_is_closed(
     world, deterministic, dies, size
 ):
-    """Some take longer to close than others."""
+    """Some environments take longer to close than others."""
 
     async def some_turns_of_the_loop():
         for _ in range(3 * world.closed):
@@ -706,36 +703,38 @@ def test_the_engines_death_or_a_stop_ends_the_rollout_once_every_environment_is_
     world.on_close = some_turns_of_the_loop
 
     async def main():
-        engine, agent, config = Stuck(6, dies), OneAnswer(None, AgentConfig()), RolloutConfig(concurrency=6)
+        engine, agent, config = StuckEngine(6, dies), OneAnswer(None, AgentConfig()), RolloutConfig(concurrency=6)
         spec = make_spec(world)
         runner = Runner(spec, agent, engine, config, max_model_len=64, seed=0, deterministic=deterministic)
-        playing = asyncio.ensure_future(runner.roll_out(TASKS, SamplingPlan("p", SAMPLING, size)))
-        await engine.all_asked.wait()
+        rollout = asyncio.ensure_future(runner.roll_out(TASKS, SamplingPlan("p", SAMPLING, size)))
+        await engine.has_all_requests.wait()
         if not dies:
-            playing.cancel()
+            rollout.cancel()
         with pytest.raises(WorkerDied if dies else asyncio.CancelledError):
-            await playing
-        assert world.finished_closing == world.closed == world.made <= (6 if size == 2 else 7)
+            await rollout
+        assert world.finished_closing == world.closed == world.n_made <= (6 if size == 2 else 7)
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_a_stop_is_heeded_while_members_start(world):
-    """However many places there are."""
+def test_a_stop_takes_effect_while_members_start(world):
+    """Regardless of the number of slots."""
 
     async def main():
         config = RolloutConfig(concurrency=10**9)
         agent = OneAnswer(None, AgentConfig())
-        runner = Runner(make_spec(world), agent, Stuck(1, False), config, max_model_len=64, seed=0, deterministic=False)
+        runner = Runner(
+            make_spec(world), agent, StuckEngine(1, False), config, max_model_len=64, seed=0, deterministic=False
+        )
         async with asyncio.timeout(0):
             await runner.roll_out(TASKS, SamplingPlan("p", SAMPLING, 10**9))
 
     with pytest.raises(TimeoutError):
         asyncio.run(main())
-    assert world.closed == world.made
+    assert world.closed == world.n_made
 
 
-def test_of_two_rollouts_at_once_the_first_ones_members_start_first(world):
+def test_members_of_an_earlier_concurrent_rollout_start_first(world):
     async def main():
         engine, agent = OneToken(), OneAnswer(None, AgentConfig())
         config = RolloutConfig(concurrency=2)
@@ -746,59 +745,59 @@ def test_of_two_rollouts_at_once_the_first_ones_members_start_first(world):
     assert asyncio.run(main()) == "a" * 6 + "b" * 6
 
 
-# -- episodes kept from before ----------------------------------------------------------------------------
+# -- episodes of an earlier call --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_kept_episodes_are_not_played_again(world, deterministic):
+def test_completed_episodes_are_not_run_again(world, deterministic):
     first = play(make_spec(world), deterministic=deterministic)
     completed = {(episode.group_id, episode.member): episode for episode in (first[0].episodes[1], *first[2].episodes)}
     world.seeds.clear()
-    told, ended = [], []
-    again = play(
+    progress, finished = [], []
+    second = play(
         make_spec(world),
         deterministic=deterministic,
         completed=completed,
-        on_progress=lambda *said: told.append(said[:2]),
-        on_episode=ended.append,
+        on_progress=lambda *counts: progress.append(counts[:2]),
+        on_episode=finished.append,
     )
     assert [task for task, _ in world.seeds] == ["t0", "t1", "t1"]
-    assert told == [(1, 3), (2, 3), (3, 3)]
-    assert [episode.id for group in again for episode in group.episodes] == [
+    assert progress == [(1, 3), (2, 3), (3, 3)]
+    assert [episode.id for group in second for episode in group.episodes] == [
         episode.id for group in first for episode in group.episodes
     ]
-    assert again[0].episodes[1] is first[0].episodes[1]
-    assert sorted(episode.id for episode in ended) == ["p/00000:000:0", "p/00001:000:0", "p/00001:001:0"]
+    assert second[0].episodes[1] is first[0].episodes[1]
+    assert sorted(episode.id for episode in finished) == ["p/00000:000:0", "p/00001:000:0", "p/00001:001:0"]
 
 
 def test_progress_counts_failures_by_kind(world):
-    told = []
+    calls = []
     play(
         make_spec(world),
         engine=OneToken({"p/00001": WorkerError("no")}),
-        on_progress=lambda done, total, failures: told.append((done, total, dict(failures))),
+        on_progress=lambda count, total, failures: calls.append((count, total, dict(failures))),
         concurrency=1,
     )
-    assert told[0] == (1, 6, {})
-    assert told[-1] == (6, 6, {"engine": 2})
+    assert calls[0] == (1, 6, {})
+    assert calls[-1] == (6, 6, {"engine": 2})
 
 
-def test_a_group_judged_together_is_told_of_again_also_with_members_kept_from_before(world):
-    ended = []
+def test_members_of_a_judged_group_are_reported_again_even_if_completed_before(world):
+    reported = []
     spec = judged_by(world, lambda task, episodes: [0.25] * len(episodes) if task.id == "t1" else None)
-    groups = play(spec, on_episode=lambda episode: ended.append((episode.group_id, episode.member, episode.reward)))
-    assert ended[6:] == [("p/00001", 0, 0.25), ("p/00001", 1, 0.25)]
-    ended.clear()
+    groups = play(spec, on_episode=lambda episode: reported.append((episode.group_id, episode.member, episode.reward)))
+    assert reported[6:] == [("p/00001", 0, 0.25), ("p/00001", 1, 0.25)]
+    reported.clear()
     completed = {(episode.group_id, episode.member): episode for group in groups for episode in group.episodes}
     play(
         spec,
         completed=completed,
-        on_episode=lambda episode: ended.append((episode.group_id, episode.member, episode.reward)),
+        on_episode=lambda episode: reported.append((episode.group_id, episode.member, episode.reward)),
     )
-    assert ended == [("p/00001", 0, 0.25), ("p/00001", 1, 0.25)]
+    assert reported == [("p/00001", 0, 0.25), ("p/00001", 1, 0.25)]
 
 
-# -- environments that judge a group ----------------------------------------------------------------------
+# -- group judging ----------------------------------------------------------------------------------------
 
 
 def judged_by(world, judge):
@@ -808,7 +807,7 @@ def judged_by(world, judge):
     return make_spec(world, score_group=score_group)
 
 
-def test_a_judge_of_groups_sees_the_finished_members_and_sets_their_rewards(world):
+def test_group_judging_sees_the_finished_members_and_sets_their_rewards(world):
     fails = iter([True, False, False])
 
     def step():
@@ -819,8 +818,12 @@ def test_a_judge_of_groups_sees_the_finished_members_and_sets_their_rewards(worl
     world.on_step = step
     spec = judged_by(world, lambda task, episodes: [0.5, 3.0] if len(episodes) == 2 else None)
     [group] = play(spec, size=3, tasks=TASKS[:1])
-    found = [(episode.failed, episode.reward, episode.score) for episode in group.episodes]
-    assert found == [(True, None, None), (False, 0.5, None), (False, 3.0, None)]  # 3 is no score, so 0.5 is none
+    members = [(episode.failed, episode.reward, episode.score) for episode in group.episodes]
+    assert members == [
+        (True, None, None),
+        (False, 0.5, None),
+        (False, 3.0, None),
+    ]  # 3 is no score, nor is 0.5
     assert ["score" in [kind for kind, _, _ in episode.spans] for episode in group.episodes] == [False, True, True]
 
 
@@ -831,24 +834,24 @@ def test_a_judges_rewards_do_not_replace_the_environments_own_score(world):
 
 
 @pytest.mark.parametrize("verdict", [1.0, None])
-def test_what_steps_paid_does_not_stand_beside_what_the_judge_pays(verdict):
+def test_a_judges_reward_replaces_the_rewards_of_turns(verdict):
     rows = [Row([], turns=[Turn(3.0, "stop"), Turn(0.5, "stop")]), Row([], turns=[Turn(2.0, "stop")])]
-    episode = Episode("e", TASKS[0], Outcome.complete(), rows=rows, reward=5.5)
+    episode = Episode("e", TASKS[0], Outcome.finish(), rows=rows, reward=5.5)
     apply_reward(episode, Reward(verdict))
     assert [[turn.reward for turn in row.turns] for row in rows] == [[None, None], [verdict]]
     assert episode.reward == verdict
 
 
-def test_a_judge_may_say_more_than_a_reward_or_fail_at_one_member(world):
+def test_a_judge_may_return_a_reward_with_a_score_or_fail_for_one_member(world):
     verdicts = [Reward(2.0, score=0.75, metrics={"style": 0.5}), None, InvalidOutcome("judge", "unreadable")]
     [group] = play(judged_by(world, lambda task, episodes: verdicts), size=3, tasks=TASKS[:1])
-    said, silent, broken = group.episodes
-    assert (said.reward, said.score, said.metrics) == (2.0, 0.75, {"style": 0.5})
-    assert (silent.reward, silent.score, silent.failed) == (None, None, False)
-    assert (broken.outcome.reason, broken.outcome.message, broken.reward) == ("judge", "unreadable", None)
+    scored, unrewarded, failed = group.episodes
+    assert (scored.reward, scored.score, scored.metrics) == (2.0, 0.75, {"style": 0.5})
+    assert (unrewarded.reward, unrewarded.score, unrewarded.failed) == (None, None, False)
+    assert (failed.outcome.reason, failed.outcome.message, failed.reward) == ("judge", "unreadable", None)
 
 
-def test_the_death_of_a_model_that_judges_ends_the_rollout(world):
+def test_the_death_of_a_judges_model_ends_the_rollout(world):
     def judge(task, episodes):
         raise WorkerDied("judge: killed")
 
@@ -867,7 +870,7 @@ def test_the_death_of_a_model_that_judges_ends_the_rollout(world):
         (lambda task, episodes: [InvalidOutcome("judge", "mute")] * 2, "judge"),
     ],
 )
-def test_a_judge_that_breaks_fails_its_group_and_no_other(world, judge, kind):
+def test_an_error_of_a_judge_fails_its_group_and_no_other(world, judge, kind):
     spec = judged_by(world, lambda task, episodes: judge(task, episodes) if task.id == "t1" else None)
     groups = play(spec)
     assert [{episode.outcome.reason for episode in group.episodes} for group in groups] == [{""}, {kind}, {""}]

@@ -1,11 +1,11 @@
-"""Episodes that a script plays in place of a policy."""
+"""Episodes of a script instead of a policy."""
 
 import asyncio
 
 import pytest
 
 from envgym.env import Env, EnvSpec
-from envgym.rollout.runner import judge_group, run_episode
+from envgym.rollout.runner import run_episode, score_group
 from envgym.rollout.scripted import Scripted, ScriptedEpisode, script_of
 from envgym.types import Action, Group, Limit, Message, Outcome, StopReason, Task, ToolCall
 
@@ -13,7 +13,7 @@ TASK = Task("t")
 
 
 class Counts(Env):
-    """Pays for each turn its number; ends at the word `stop`, gives up at `enough`, and breaks at `break`."""
+    """Rewards each turn with its number; completes at `stop`, truncates at `enough`, and raises at `break`."""
 
     closed = 0
 
@@ -39,8 +39,8 @@ class Ranked(EnvSpec):
         return [0.5 for _ in episodes]
 
 
-def play(script, spec=None, **how):
-    episode = ScriptedEpisode(TASK, 7, script, **how)
+def play(script, spec=None, **settings):
+    episode = ScriptedEpisode(TASK, 7, script, **settings)
     return episode, asyncio.run(run_episode(spec or EnvSpec("Counts-v0", Counts), TASK, episode.play, 10.0))
 
 
@@ -51,7 +51,7 @@ def say(*texts):
 @pytest.mark.parametrize(
     ("texts", "outcome", "reward"),
     [
-        (("on", "stop", "never said"), Outcome.complete(), 3.0),
+        (("on", "stop", "unused"), Outcome.finish(), 3.0),
         (("enough",), Outcome.truncate(Limit.ENVIRONMENT), 1.0),
         (("on",), Outcome.truncate(Limit.TURNS), 1.0),
         ((), Outcome.truncate(Limit.TURNS), None),
@@ -59,27 +59,30 @@ def say(*texts):
 )
 def test_an_episode_ends_with_the_environment_or_with_its_script(texts, outcome, reward):
     closed = Counts.closed
-    played, episode = play(say(*texts))
+    scripted, episode = play(say(*texts))
     assert (episode.outcome, episode.reward) == (outcome, reward)
     assert Counts.closed == closed + 1
-    assert (played.opening.text, played.info) == ("seed 7", {"seed": 7})
-    said = [message.text for message in episode.messages]
-    assert said == ["seed 7", *(text for n, turn in enumerate(played.turns, 1) for text in (turn.action.text, str(n)))]
+    assert (scripted.opening.text, scripted.info) == ("seed 7", {"seed": 7})
+    transcript = [message.text for message in episode.messages]
+    assert transcript == [
+        "seed 7",
+        *(text for n, turn in enumerate(scripted.turns, 1) for text in (turn.action.text, str(n))),
+    ]
 
 
-def test_a_script_that_is_over_may_say_with_what_outcome():
+def test_a_script_that_ends_early_may_set_the_outcome():
     assert play(say("on"), unfinished=Outcome.truncate("left"))[1].outcome.reason == "left"
 
 
-def test_a_function_sees_what_was_observed_last():
+def test_a_script_may_be_a_function_of_the_last_observation():
     def echo(turn, observation):
         return Action(observation.text) if turn < 3 else None
 
-    played, _ = play(echo)
-    assert [turn.action.text for turn in played.turns] == ["seed 7", "1", "2"]
+    scripted, _ = play(echo)
+    assert [turn.action.text for turn in scripted.turns] == ["seed 7", "1", "2"]
 
 
-def test_the_row_holds_what_the_actions_have_for_tokens_and_how_they_ended():
+def test_the_row_holds_the_tokens_and_stop_reasons_of_the_actions():
     call = ToolCall("1", "look", {})
     actions = [Action("a", (1, 2), (call,)), Action("b", (3,), stop_reason=StopReason.LENGTH)]
     _, episode = play(script_of(actions))
@@ -90,19 +93,23 @@ def test_the_row_holds_what_the_actions_have_for_tokens_and_how_they_ended():
     assert (episode.outcome, episode.metrics) == (Outcome.truncate(Limit.LENGTH), {"calls": 0})
 
 
-def test_what_the_environment_raises_is_a_failure_and_is_kept():
-    played, episode = play(say("on", "break", "on"))
-    assert (episode.outcome.reason, isinstance(played.error, KeyError), len(played.turns)) == ("environment", True, 1)
+def test_an_error_of_the_environment_is_a_failure_and_is_stored():
+    scripted, episode = play(say("on", "break", "on"))
+    assert (episode.outcome.reason, isinstance(scripted.error, KeyError), len(scripted.turns)) == (
+        "environment",
+        True,
+        1,
+    )
 
 
-def test_a_group_of_one_is_judged_like_any_other():
+def test_a_group_of_one_episode_is_judged_like_any_other():
     _, episode = play(say("stop"), Ranked("Ranked-v0"))
-    judged = asyncio.run(judge_group(Ranked("Ranked-v0"), Group("g", TASK, [episode]), 10.0))
-    assert judged == [episode]
+    changed = asyncio.run(score_group(Ranked("Ranked-v0"), Group("g", TASK, [episode]), 10.0))
+    assert changed == [episode]
     assert [episode.reward, episode.rows[0].turns[0].reward] == [0.5, 0.5]
 
 
-def test_the_agent_plays_the_script_of_each_task():
+def test_the_agent_runs_the_script_of_each_task():
     agent = Scripted(lambda task: ScriptedEpisode(task, 7, say(task.id)))
     spec = EnvSpec("Counts-v0", Counts)
 

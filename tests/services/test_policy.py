@@ -37,7 +37,7 @@ def with_policy(tiny_model, body, *, deterministic=False):
         try:
             async with start_services(spec, runtime) as services:
                 client = spec.clients["opponent"]
-                with pytest.raises(InvalidOutcome, match="service opponent is the policy in training, and none"):
+                with pytest.raises(InvalidOutcome, match="is the policy in training, which no engine samples here"):
                     await client.complete(MESSAGES)
                 services.bind_policy(PolicyEngine(renderer, engine, 512, deterministic, seed=3))
                 result = await body(client, engine, renderer)

@@ -91,7 +91,7 @@ def group(task, *scores):
     episodes = [
         Episode("e", task, Outcome.fail("timeout", "slow"))
         if score is None
-        else Episode("e", task, Outcome.complete(), reward=score, score=score)
+        else Episode("e", task, Outcome.finish(), reward=score, score=score)
         for score in scores
     ]
     return Group("g", task, episodes)
@@ -329,7 +329,7 @@ def trainer_of(skip):
         return policy.play(tasks)
 
     spec = SimpleNamespace(tasks=lambda split: task_set(20))
-    runner = SimpleNamespace(spec=spec, agent=OneAgent, play=play, unscored=set())
+    runner = SimpleNamespace(spec=spec, agent=OneAgent, roll_out=play, unscored=set())
     learner = SimpleNamespace(min_group_size=2, roles={}, state_dict=dict)
     components = Components(learner, runner, {}, SamplingParams(max_tokens=4))
     return Trainer(config, config.stages[0], components, RunFolder(Path("unused")), SimpleNamespace(rollout=None))

@@ -217,3 +217,13 @@ def test_an_endless_source_in_a_mixture(write, tmp_path):
     train, test = tasks_of(splits.train, 60), tasks_of(splits.test, 30)
     assert Counter(task.id.partition("/")[0] for task in train) == {"file": 30, "made": 30}
     assert {task.prompt for task in train}.isdisjoint(task.prompt for task in test)
+
+
+def test_a_task_set_with_an_end_has_a_length():
+    finite, endless = named("a", 3), SeededTasks("train")
+    assert (len(finite), len(InProportion([finite, named("b", 2)], [1, 1]))) == (3, 5)
+    for tasks in (endless, Interleaved([finite], [1])):
+        with pytest.raises(TypeError, match=r"^an endless task set has no len\(\)$"):
+            len(tasks)
+        assert tasks
+    assert not named("a", 0)

@@ -315,7 +315,9 @@ def test_one_that_cannot_be_had_is_said_in_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", no_such)
     monkeypatch.setattr("envgym.tasks.hub.ask_hub", lambda *_: "")
-    with pytest.raises(DataError, match=r"^there is no file org/name, and as .* cannot be had: Dataset 'org/name' doe"):
+    with pytest.raises(
+        DataError, match=r"^there is no file org/name, and no data set .* could be loaded: Dataset 'org/name' doe"
+    ):
         load("org/name")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()

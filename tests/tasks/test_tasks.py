@@ -178,7 +178,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
         ({"path": "x.jsonl", "endless": True}, "only a generator"),
         ({"path": "x.py:f", "endless": True, "limit": 3}, "a generator with a limit is not endless"),
         ({"sources": {"a": {"path": "x.py:f", "endless": True}, "b": {"path": "y"}}}, "all sources need a weight"),
-        ({"path": "x", "template": "no place"}, "says where the prompt goes with {}"),
+        ({"path": "x", "template": "no place"}, "has {} in place of the prompt"),
         ({"path": "x", "template": "{} {"}, "template"),
         ({"path": "x", "template": "{a.b}"}, "{a.b} is not the name of a field"),
         ({"path": "x", "limit": 0}, "limit"),

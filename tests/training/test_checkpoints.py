@@ -94,15 +94,15 @@ def test_an_invalid_name_of_a_metric_is_an_error(wrong):
 
 
 def test_the_durations_of_a_phase_add_up_even_if_it_fails(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    clock = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock))
     progress = Progress()
     for step in (1, 2):
         progress.record = {"step": step}
         with progress.timed("sync"):
-            now += 2.0
+            clock += 2.0
         with contextlib.suppress(OSError), progress.timed("sync"):
-            now += 3.0
+            clock += 3.0
             raise OSError("lost")
         assert progress.record == {"step": step, "seconds/sync": 5.0}
     assert progress.seconds == {"sync": 10.0}

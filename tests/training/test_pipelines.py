@@ -115,10 +115,10 @@ class Env(envgym.Env):
         return "say something", {}
 
     async def step(self, action):
-        played = os.path.getsize("played") if os.path.exists("played") else 0
-        with open("played", "a") as file:
+        n_steps = os.path.getsize("steps") if os.path.exists("steps") else 0
+        with open("steps", "a") as file:
             file.write(".")
-        if played >= 5 and not os.path.exists("continue"):
+        if n_steps >= 5 and not os.path.exists("continue"):
             await asyncio.sleep(600)
         return (), float(len(action.token_ids)), True, False, {}
 
@@ -135,18 +135,12 @@ def test_a_killed_round_of_rejection_sampling_resumes_within_the_round(folder, t
     """Its finished episodes are not run again, and all are trained on."""
     (folder / "slow.py").write_text(SLOW_ENV)
     arguments = ["--recipe", "rejection_sampling", "--env", "slow.py:Spec", "data.path=answers.jsonl", *SMALL]
-    arguments += [
-        "rollout.group_size=2",
-        "rollout.tasks_per_step=4",
-        "rollout.concurrency=2",
-        "learner.minibatches=1",
-        "steps=1",
-    ]
-    arguments += ["checkpoint.episodes_every=0", "eval.every=0", "--model", str(tiny_model), "--name", "run"]
+    arguments += ["rollout.group_size=2", "rollout.tasks_per_step=4", "rollout.concurrency=2", "learner.minibatches=1"]
+    arguments += ["steps=1", "checkpoint.episodes_every=0", "eval.every=0", "--model", str(tiny_model), "--name", "run"]
     run = subprocess.Popen([Path(sys.executable).with_name("envgym"), "train", *arguments])
-    journal, played = folder / "runs/run/unfinished.jsonl", folder / "played"
+    journal, step_log = folder / "runs/run/unfinished.jsonl", folder / "steps"
     try:
-        while run.poll() is None and not (played.exists() and played.stat().st_size == 7):
+        while run.poll() is None and not (step_log.exists() and step_log.stat().st_size == 7):
             time.sleep(0.1)
         assert len(journal.read_text().splitlines()) == 5
     finally:
@@ -154,7 +148,7 @@ def test_a_killed_round_of_rejection_sampling_resumes_within_the_round(folder, t
         run.wait()
     (folder / "continue").touch()
     assert main(["train", "--resume", "run"]) == 0
-    assert played.stat().st_size == 7 + 3  # the two interrupted ones again, and the last one
+    assert step_log.stat().st_size == 7 + 3  # the two interrupted ones again, and the last one
     *_, record = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert record["episodes"] == 8
     saved = read_episodes(folder / "runs/run")

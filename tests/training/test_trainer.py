@@ -150,7 +150,7 @@ def finished_group(id: str) -> Group:
     action = Segment("action", [5, 6], [1.0, 0.0], [-0.1, -1 / 3], (VersionSpan(2, 0, 2),), 0.7)
     row = Row([Segment("prompt", [3, 4]), action], turns=[Turn(1.0, StopReason.LENGTH)])
     return Group(
-        id, task, [Episode(f"{id}:{n}", task, Outcome.complete(), [row], reward=n / 3, score=n / 3) for n in range(2)]
+        id, task, [Episode(f"{id}:{n}", task, Outcome.finish(), [row], reward=n / 3, score=n / 3) for n in range(2)]
     )
 
 

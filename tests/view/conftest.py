@@ -33,7 +33,7 @@ def made(number, member, text="the answer", *, step=1, reward=None, outcome=None
     )  # fmt: skip
     task = Task(key or f"train-{number}", f"question {number}?", answer=str(number))
     episode = Episode(
-        f"{group}:{member:03d}:0", task, outcome or Outcome.complete(), [row], env="sums-v0", group_id=group
+        f"{group}:{member:03d}:0", task, outcome or Outcome.finish(), [row], env="sums-v0", group_id=group
     )
     episode.member, episode.reward, episode.score, episode.seconds = member, reward, reward, 0.25
     episode.messages = messages or [Message("user", f"question {number}?"), Message("assistant", text)]

@@ -88,7 +88,7 @@ def test_a_name_is_text_in_the_title_and_in_the_files_head(tmp_path, monkeypatch
     ("words", "because"),
     [
         (["--out", "nowhere/out.html"], "cannot be written: its folder does not exist"),
-        (["--out", "runs"], "or it is one itself"),
+        (["--out", "runs"], "or it is a folder"),
         (["--episodes", "-3"], "--episodes is a number of episodes, 0 or more, not -3"),
         (["--episodes", "many"], "--episodes"),
         (["--megabytes", "nan"], "--megabytes is a size above 0, not nan"),

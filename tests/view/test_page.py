@@ -28,7 +28,7 @@ def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
         assert main.locator("tbody tr").count() == 3
         main.get_by_role("link", name="runs/first").click()
         page.wait_for_selector(".charts .chart:not([hidden]) canvas")
-        assert "step 2 sampler and trainer differ by 0.2 nats" in main.locator(".alarms").inner_text()
+        assert "step 2 inference engine and trainer differ by 0.2 nats" in main.locator(".alarms").inner_text()
         main.locator("a.step").first.click()
         page.wait_for_selector("a.row")
         assert "16 episodes" in main.inner_text()

@@ -52,7 +52,7 @@ def recorded(name, pairs=7):
             (first, paid), (second, paid_too) = turn(1.0 - reward), turn(reward)
             row = Row([prompt, first, second], Objective.CROSS_ENTROPY, turns=[paid, paid_too])
             margin = {"margin": 0.1 * number}
-            episodes.append(Episode(f"{number}-{member}", task, Outcome.complete(), [row], reward, metrics=margin))
+            episodes.append(Episode(f"{number}-{member}", task, Outcome.finish(), [row], reward, metrics=margin))
         groups.append(Group(str(number), task, episodes))
     return groups
 

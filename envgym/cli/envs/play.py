@@ -17,7 +17,7 @@ from envgym.cli.parser import ENV, Parser, make_spec
 from envgym.errors import EnvgymError, printable
 from envgym.processes import event_loop
 from envgym.registry import load_component
-from envgym.rollout.runner import judge_group, run_episode
+from envgym.rollout.runner import run_episode, score_group
 from envgym.rollout.scripted import PlayedTurn, ScriptedEpisode
 from envgym.types import Action, Episode, Group, Observation, Task, ToolCall, ToolSpec
 
@@ -112,7 +112,7 @@ async def _play(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> None:
         by_hand = ByHand(console, task, seed)
         episode = await run_episode(spec, task, by_hand.play, math.inf)
         if by_hand.has_ended:
-            await judge_group(spec, Group("by hand", task, [episode]), math.inf)
+            await score_group(spec, Group("by hand", task, [episode]), math.inf)
         if episode.failed:
             raise by_hand.error or EnvgymError(episode.outcome.message)
         _show_result(console, by_hand, episode)
