@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("envgym", "envs", "agents", "learners") for path in (ROOT / folder).rglob("*.py"))
@@ -17,27 +17,33 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*
 EMPTY_NAMES = frozenset(
     """
 about above accepted added after again against alike all alone also always among another answered any anyone
-anything apart around as aside asked at away back before began begin begun behind below beside better between beyond
-both by chosen complete deep different done down due during each early either else empty ended enough equal even
-ever every everything far few fewer fitting following for foreign found free fresh from full further gathered given
-gone good grown had half has hear heard held here hidden how if in inside instead is it its itself judged just kept
-known larger largest late later least less like likeliest likely listed little long longer lost lower made many may
-meant meanwhile more most moved much must named near nearest needed never newest no nobody none not nothing now of
-off older oldest on once one ones only opened other others otherwise ours out outside over own paid past picked
-played posed possible prepared present quick reached ready real refused rest round running said same seen several
-shown silent single slow small smallest so some something spare spared spent still such sure taken taught that their
-theirs them then there these they things this those through tied till to together told too twice under unlike unseen
-until up used usual wanted was went what when where whether which while who whole whom whose with within without
-written wrong yes yet
+anything apart around as aside asked at away back before began begun behind below beside better beyond both by deep
+different done down due during each early either else empty ended enough equal even ever every everything far few
+fewer fitting following for foreign found free fresh from full further gathered given gone grown had half has hear
+heard held here how if in inside instead is it its itself judged just kept known larger largest late later least
+less like likeliest likely listed little long longer lost lower made many may meant meanwhile more most moved much
+must named near nearest needed never newest no nobody none not nothing now of off older oldest on once one ones only
+opened other others otherwise ours out outside over own paid past picked played posed possible prepared present
+quick reached real refused rest round running said same seen several shown silent single slow small smallest so some
+something spare spared spent still such sure taken taught that their theirs them then there these they things this
+those through tied till to together told too twice under unlike unseen until up used usual wanted was went what when
+where whether which while who whole whom whose with without written wrong yes yet
 """.split()  # noqa: SIM905
 )
 """Words that may not be a name by themselves: they point at a thing, and do not say what it is."""
 EMPTY_BEGINNINGS = ("found_", "own_", "kept_", "given_", "what_", "where_", "one_", "said_", "made_", "still_")
+EXCEPTIONS = {
+    "envgym/config/schema.py": {"every"},
+    "envgym/remote/wire.py": {"about"},
+    "envgym/tools/mcp_server.py": {"only"},
+    "envs/openrlhf/package.py": {"given_answer"},
+}
+"""Keys of settings and of the wire, which stay, and a parameter of another program's function."""
 QUESTIONS = {"How", "What", "When", "Where", "Whether", "Which", "Who", "Why"}
 
 PHRASES = {
-    r"\b(paid|pays?|earn(s|ed|ing)?)\b": "reward, is rewarded, gets a reward of",
-    r"\b(teach(es)?|taught)\b": "train on",
+    r"\b(paid|pays?|earn(s|ed|ing)?)\b(?! 20\.)": "reward, is rewarded, gets a reward of",
+    r"(?<!\.)\b(teach(es)?|taught)\b": "train on",
     r"\blearn(s|ed)? from\b": "train on",
     r"\b(in play|beside each other)\b": "concurrent, in flight",
     r"\bplay(s|ed)? again\b": "retry",
@@ -83,6 +89,13 @@ def questions(source: str) -> list[str]:
     return [f"{line}: {text[:40]}" for line, text in texts if re.split(r"\W", text)[0] in QUESTIONS]
 
 
+def prose(source: str) -> str:
+    """The texts and comments of Python code."""
+    texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    comments = [t.string for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT]
+    return "\n".join([*(text for text in texts if isinstance(text, str)), *comments])
+
+
 def phrases(text: str) -> list[str]:
     """The phrases of `PHRASES` in a text, code in backticks left aside, each with what to write instead."""
     text = re.sub(r"`[^`\n]*`", "", text)
@@ -96,17 +109,21 @@ def test_the_rules_find_what_they_are_for() -> None:
         "2: kept",
     ]
     assert questions('def f():\n    """What it is."""') == ["2: What it is."]
+    assert prose("x = 'a'  # b") == "a\n# b"
     assert phrases("the task is paid `paid` 1 tokens a second") == [
         "'paid' -> reward, is rewarded, gets a reward of", "'tokens a second' -> per",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_code_names_things_and_uses_the_terms_of_the_field(path: Path) -> None:
-    source = path.read_text()
-    assert (empty_names(source), questions(source), phrases(source)) == ([], [], [])
+def test_code_names_things_and_uses_the_terms_of_the_field() -> None:
+    problems = {}
+    for path in SOURCES:
+        source, name = path.read_text(), str(path.relative_to(ROOT))
+        names = [line for line in empty_names(source) if line.split()[1] not in EXCEPTIONS.get(name, ())]
+        problems[name] = names + questions(source) + phrases(prose(source))
+    assert {name: lines for name, lines in problems.items() if lines} == {}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_a_page_uses_the_terms_of_the_field(path: Path) -> None:
-    assert phrases(re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)) == []
+def test_pages_use_the_terms_of_the_field() -> None:
+    texts = {path.name: re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S) for path in PAGES}
+    assert {name: phrases(text) for name, text in texts.items() if phrases(text)} == {}

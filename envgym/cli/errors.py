@@ -90,11 +90,7 @@ def report(error: BaseException, invocation: Invocation) -> int:
 def _missing_extra(error: ModuleNotFoundError, command: str) -> EnvgymError | None:
     """The error for a package that an extra of envgym installs, by envgym's metadata; None for any other."""
     module = (error.name or "").partition(".")[0]
-    try:
-        declared = importlib.metadata.requires("envgym") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    for requirement in declared:
+    for requirement in importlib.metadata.requires("envgym") or ():
         match = re.match(r"([\w.-]+).*extra == [\"']([\w-]+)[\"']", requirement)
         if match and match[2] != "dev" and match[1].replace("-", "_") == module:
             return missing_package(match[1], match[2], command)

@@ -80,12 +80,8 @@ def _lines(result: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
         lines.append(("truncated", f"{result['short']} for which the environment wants more turns than were recorded"))
     if result["unused"]:
         lines.append(("ended early", f"{result['unused']} before their last recorded turn"))
-    return [
-        *lines,
-        ("failed", counts(result["failures"]) or "0"),
-        ("time", duration(result["seconds"])),
-        ("file", file),
-    ]
+    lines += [("failed", counts(result["failures"]) or "0"), ("time", duration(result["seconds"])), ("file", file)]
+    return lines
 
 
 def _change(change: Change) -> str:

@@ -15,7 +15,7 @@ from .parser import Parser, find_path
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from envgym.types import Episode, Message
+    from envgym.types import Episode
 
 COUNT = 4
 """Default number of episodes."""
@@ -61,10 +61,12 @@ def _number(option: str, text: str) -> int:
 
 def _find(name: str, step: int | None) -> tuple[Path, str]:
     """The file or folder of the episodes, and a label for it."""
+    from envgym.run_folder import files_by_step
+
     path = find_path(name)
     numbered = [stage for stage in path.glob("[0-9]*-*/") if stage.name.partition("-")[0].isdecimal()]
     stages = [path, *sorted(numbered, key=lambda stage: int(stage.name.partition("-")[0]), reverse=True)]
-    files = next((steps for stage in stages if (steps := _steps(stage))), {})
+    files = next((steps for stage in stages if (steps := files_by_step(stage / "rollouts", ".parquet"))), {})
     if files:
         step = max(files) if step is None else step
         if step not in files:
@@ -75,13 +77,6 @@ def _find(name: str, step: int | None) -> tuple[Path, str]:
     if (path / "checkpoints").is_dir():
         raise ConfigError(f"{path} holds no episodes: it has taken no step, or trained on recorded data only")
     return path, str(path)
-
-
-def _steps(stage: Path) -> dict[int, Path]:
-    """The files of a stage's rollouts, by step."""
-    from envgym.run_folder import files_by_step
-
-    return files_by_step(stage / "rollouts", ".parquet")
 
 
 def _span(steps: Sequence[int]) -> str:
@@ -121,17 +116,14 @@ def _show(console: Console, episode: Episode) -> None:
 
     write(f"--- task {episode.task.key}, episode {episode.id}", "dim")
     for message in episode.messages:
-        write(f"{_speaker(message)}:", "bold cyan")
+        speaker = f"{message.role} {message.name}".strip()
+        write(f"{speaker}:", "bold cyan")
         if message.text:
             write(message.text)
         for call in message.tool_calls:
             arguments = json.dumps(dict(call.arguments), ensure_ascii=False, default=str)
             write(f"a call that cannot be read: {call.error}" if call.error else f"calls {call.name}({arguments})")
     write(f"{_end(episode)}\n", "bold")
-
-
-def _speaker(message: Message) -> str:
-    return f"{message.role} {message.name}".strip()
 
 
 def _end(episode: Episode) -> str:

@@ -6,10 +6,7 @@ from importlib.util import find_spec
 
 from envgym.errors import missing_package
 
-TARGETS = {
-    "vllm": "envgym.engines.vllm:VLLMEngine",
-    "transformers": "envgym.engines.transformers:TransformersEngine",
-}
+TARGETS = {"vllm": "envgym.engines.vllm:VLLMEngine", "transformers": "envgym.engines.transformers:TransformersEngine"}
 """Kind of engine -> the class that a runtime starts, which takes an `EngineSpec`."""
 
 

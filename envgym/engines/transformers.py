@@ -217,14 +217,8 @@ class TransformersEngine:
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
             positions = mask.sum(1, keepdim=True) - 1
         with torch.inference_mode():
-            output = self._model(
-                ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+            output = self._model(ids, **inputs, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float(), output.past_key_values, mask
 
 

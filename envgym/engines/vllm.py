@@ -295,11 +295,8 @@ def _lora_arguments(rank: int) -> dict[str, Any]:
 
     if current_platform.is_cpu():
         type(current_platform).get_punica_wrapper = classmethod(lambda _: "envgym.engines.one_adapter.OneAdapter")
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": min(size for size in get_args(MaxLoRARanks) if size >= rank),
-    }
+    max_rank = min(size for size in get_args(MaxLoRARanks) if size >= rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
 
 
 def _build(spec: EngineSpec) -> Any:

@@ -50,7 +50,7 @@ def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What a stage runs in: its environment, set up, with clients of its services, and its workers' runtime."""
+    """A stage's environment, set up, with clients of its services, and its workers' runtime."""
 
     spec: EnvSpec
     services: Services

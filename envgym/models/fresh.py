@@ -53,7 +53,7 @@ class FreshModelConfig(Settings):
 
 
 def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[str], seed: int) -> None:
-    """Write a randomly initialised causal model and a tokenizer whose merges are learned from `corpus`.
+    """Write a randomly initialised causal model and a tokenizer whose merges are trained on `corpus`.
 
     The folder loads with `AutoModelForCausalLM` and `AutoTokenizer`. The same seed gives the same weights.
     """
@@ -64,13 +64,10 @@ def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[st
         from transformers.utils.logging import disable_progress_bar
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            # A word includes the space before it; each digit is one token, so that numbers have one spelling.
-            pre_tokenizers.Split(Regex(r"\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    # A word includes the space before it; each digit is one token, so that numbers have one spelling.
+    words = pre_tokenizers.Split(Regex(r"\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"), behavior="isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
     tokenizer.decoder = decoders.ByteLevel()
     special = [PADDING, START_OF_TURN, END_OF_TURN]
     trainer = trainers.BpeTrainer(

@@ -38,9 +38,8 @@ def write_weights(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None
     separate = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().contiguous().cpu()
-        separate[name] = (
-            tensor.clone() if tensor.data_ptr() in addresses else tensor
-        )  # safetensors rejects shared memory
+        # safetensors rejects shared memory
+        separate[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
         addresses.add(tensor.data_ptr())
     try:
         save_file(separate, unfinished, metadata={"format": "pt"})

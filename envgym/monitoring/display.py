@@ -88,15 +88,15 @@ class LineDisplay(Display):
         if n_done <= self._n_done:  # of another rollout
             self._count_start, self._has_shown_counts = self._clock(), False
         self._n_done = n_done
-        due = self._clock() - max(self._last_line, self._count_start) >= self.SECONDS_BETWEEN_COUNTS
-        if due or (self._has_shown_counts and n_done == total):
+        is_due = self._clock() - max(self._last_line, self._count_start) >= self.SECONDS_BETWEEN_COUNTS
+        if is_due or (self._has_shown_counts and n_done == total):
             self._has_shown_counts = True
             self._print(f"{n_done} of {total} episodes{failure_suffix(failures)}")
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         seconds_left = self._pace.seconds_left(step, steps)
-        due = self._clock() - self._last_step >= self.SECONDS_BETWEEN or step in (1, steps)
-        if step == 0 or not due:  # step 0 is the evaluation before training, which `evaluation` has shown
+        is_due = self._clock() - self._last_step >= self.SECONDS_BETWEEN or step in (1, steps)
+        if step == 0 or not is_due:  # step 0 is the evaluation before training, which `evaluation` has shown
             return
         n_skipped = 0 if self._shown_step is None else step - self._shown_step - 1
         self._last_step, self._shown_step = self._clock(), step

@@ -151,11 +151,7 @@ def check_failures(groups: Sequence[Group], max_share: float) -> None:
     episodes = [episode for group in groups for episode in group.episodes]
     failed = [episode for episode in episodes if episode.failed]
     if failed and len(failed) > max_share * len(episodes):
+        (kind, message), _ = Counter((e.outcome.reason, e.outcome.message) for e in failed).most_common(1)[0]
         raise RolloutFailed(
-            f"{len(failed)} of {len(episodes)} episodes failed; the most common failure is {_common_failure(failed)}"
+            f"{len(failed)} of {len(episodes)} episodes failed; the most common failure is {kind}: {message}"
         )
-
-
-def _common_failure(failed: Sequence[Episode]) -> str:
-    (kind, message), _ = Counter((e.outcome.reason, e.outcome.message) for e in failed).most_common(1)[0]
-    return f"{kind}: {message}"

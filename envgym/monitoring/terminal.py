@@ -125,10 +125,8 @@ class LiveDisplay(Display):
         parts: list[RenderableType] = [self._spinner]
         if self._episodes is not None:
             n_done, total, failures = self._episodes
-            parts += [
-                ProgressBar(total, n_done, width=20),
-                Text(f"{n_done}/{total} episodes", "dim").append(failures, "red"),
-            ]
+            parts.append(ProgressBar(total, n_done, width=20))
+            parts.append(Text(f"{n_done}/{total} episodes", "dim").append(failures, "red"))
         elapsed = time.monotonic() - self._phase_began
         line.add_row(*parts, Text(duration(elapsed) if elapsed >= 3 else "", "dim"))
         return line

@@ -106,9 +106,8 @@ class WandB(Tracker):
         import wandb
 
         online = os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun")
-        if online and not wandb.login(
-            prompt=False
-        ):  # without this, it would ask for a key on a terminal that may be unattended
+        # Without `prompt=False` it would ask for a key on a terminal that may be unattended.
+        if online and not wandb.login(prompt=False):
             raise EnvgymError("there is no API key: type `wandb login` once, or set WANDB_MODE=offline")
         settings = wandb.Settings(silent=True, console="off", init_timeout=START_SECONDS)
         project = os.environ.get("WANDB_PROJECT", run.project)

@@ -68,6 +68,9 @@ class Outbox:
             self._writer.write(_LENGTH.pack(len(body)))
             self._writer.write(body)
 
+    def close(self) -> None:
+        self._writer.close()
+
 
 async def read_frame(reader: asyncio.StreamReader) -> list[Any] | None:
     """The messages of the next frame; None when the connection is closed."""

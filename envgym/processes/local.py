@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from asyncio.subprocess import Process
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,24 +37,15 @@ class LocalWorker:
     """The controller's end of one worker process. Made by `LocalRuntime.start`."""
 
     def __init__(
-        self,
-        name: str,
-        log: Path,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        *,
-        whole_turns: bool = True,
-        watch: CallWatch | None = None,
+        self, name: str, log: Path, process: Process, reader: asyncio.StreamReader, outbox: Outbox, watch: CallWatch
     ) -> None:
         self.name = name
-        self._call_watch = watch or CallWatch()
+        self._call_watch = watch
         self.log = log
         self.pid = process.pid
         self._process = process
         self._reader = reader
-        self._writer = writer
-        self._outbox = Outbox(writer, whole_turns=whole_turns)
+        self._outbox = outbox
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._last_call = START
         self._end: WorkerError | None = None
@@ -130,7 +122,7 @@ class LocalWorker:
         await asyncio.wait({reading}, timeout=1.0)  # deliver the answers sent before its end
         reading.cancel()
         self._signal(signal.SIGKILL)  # the rest of its process group
-        self._writer.close()
+        self._outbox.close()
         self._fail(WorkerDied(f"{self.name} {_describe_status(status)} (log: {self.log}{_last_line(self.log)})"))
 
     def _fail(self, reason: WorkerError) -> None:
@@ -198,7 +190,7 @@ class LocalRuntime:
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_unix_connection(sock=parent_end)
-        return LocalWorker(name, log, process, reader, writer, whole_turns=self._deterministic, watch=self._watch)
+        return LocalWorker(name, log, process, reader, Outbox(writer, whole_turns=self._deterministic), self._watch)
 
 
 def _describe_status(status: int) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ class Processes:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._temporary = None if logs is not None else Path(tempfile.mkdtemp(prefix=f"envgym-{name}-"))
-        runtime = LocalRuntime(logs or str(self._temporary))
-        self._processes = [Process(runtime, target, kwargs, f"{name}-{index}", environ) for index in range(count)]
+        start = partial(LocalRuntime(logs or str(self._temporary)).start, target, kwargs, environ=environ)
+        self._processes = [Process(f"{name}-{index}", start) for index in range(count)]
         self._idle: asyncio.Queue[Process] = asyncio.Queue()
         for process in self._processes:
             self._idle.put_nowait(process)
@@ -114,34 +115,22 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class Process:
-    """One process of the pool. It is started at the first call, and restarted after it died or was killed."""
+    """One process of the pool. `start` starts it at the first call, and again after it died or was killed."""
 
-    def __init__(
-        self,
-        runtime: LocalRuntime,
-        target: str,
-        kwargs: Mapping[str, Any],
-        name: str,
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, name: str, start: Callable[..., Awaitable[LocalWorker]]) -> None:
         self.sessions = 0
         self.failed = False
-        self._runtime = runtime
-        self._target = target
-        self._kwargs = kwargs
         self._name = name
-        self._environ = environ
+        self._start = start
         self._worker: LocalWorker | None = None
         self._starting = asyncio.Lock()
-        self._checking: set[asyncio.Task[None]] = set()
+        self._checking: asyncio.Task[None] | None = None
 
     async def start(self) -> LocalWorker:
         async with self._starting:
             if self._worker is None:
                 self.failed, failed = True, self.failed  # until the start succeeds
-                self._worker = await self._runtime.start(
-                    self._target, self._kwargs, name=self._name, environ=self._environ
-                )
+                self._worker = await self._start(name=self._name)
                 self.failed = failed
             return self._worker
 
@@ -166,10 +155,8 @@ class Process:
             await self._kill(worker)
             raise CallTimeout(f"{self._name}: {method} took longer than {timeout:g} s") from None
         except asyncio.CancelledError:
-            if self._worker is worker and not self._checking:
-                checking = asyncio.create_task(self._check(worker))
-                self._checking.add(checking)
-                checking.add_done_callback(self._checking.discard)
+            if self._worker is worker and (self._checking is None or self._checking.done()):
+                self._checking = asyncio.create_task(self._check(worker))
             raise
         except WorkerDied as error:
             self._forget(worker)
@@ -187,12 +174,12 @@ class Process:
 
     async def wait_for_check(self) -> None:
         """Wait for the end of a running health check."""
-        if self._checking:
-            await asyncio.wait(self._checking)
+        if self._checking is not None:
+            await asyncio.wait({self._checking})
 
     async def close(self) -> None:
-        for checking in list(self._checking):
-            checking.cancel()
+        if self._checking is not None:
+            self._checking.cancel()
         if self._worker is not None:
             await self._worker.close()
 

@@ -191,10 +191,8 @@ class Renderer(ABC):
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         if self._backend is not None:
             return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
-        text = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(token_ids), **options))
 
 
 class NoRenderer(Renderer):

@@ -166,13 +166,9 @@ class Template:
             ) from None
 
     def _apply(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], open_turn: bool) -> str:
-        text = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=[tool.as_dict() for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=open_turn,
-        )
-        return str(text)
+        schemas = [tool.as_dict() for tool in tools] or None
+        options = {"tools": schemas, "tokenize": False, "add_generation_prompt": open_turn}
+        return str(self.tokenizer.apply_chat_template(list(messages), **options))
 
     def _with_description(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[ChatMessage]:
         """Add a description of the tools to the first message, of any role."""

@@ -81,8 +81,5 @@ class TextDialogue(Dialogue):
 
     def _extend(self, observation: Observation) -> Extension:
         end = self.renderer.end_of_turn if self._is_truncated else ""
-        return Extension(
-            self.renderer.encode_after(
-                self._last, f"{end}{self.renderer.separator}{self.renderer.lines(observation.messages)}"
-            )
-        )
+        text = f"{end}{self.renderer.separator}{self.renderer.lines(observation.messages)}"
+        return Extension(self.renderer.encode_after(self._last, text))

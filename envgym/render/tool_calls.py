@@ -353,8 +353,7 @@ def find_format(turn: Callable[[dict[str, Any]], str]) -> tuple[CallForm, Format
             text = turn(form("", [EXAMPLE]))
             for read in FORMATS:
                 reading = read(text, tools)
-                if reading.is_complete and [(c.name, c.arguments) for c in reading.calls] == [
-                    (EXAMPLE.name, EXAMPLE.arguments)
-                ]:
+                calls = [(call.name, call.arguments) for call in reading.calls]
+                if reading.is_complete and calls == [(EXAMPLE.name, EXAMPLE.arguments)]:
                     return form, read
     return None

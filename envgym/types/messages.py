@@ -64,24 +64,19 @@ class Message:
     name: str = ""
     from_others: bool = False
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # `__post_init__` converts these wider types
 
         def __init__(
-            self,
-            role: str,
-            content: str | Sequence[str | TextPart],
-            tool_calls: tuple[ToolCall, ...] = ...,
-            tool_call_id: str = ...,
-            name: str = ...,
-            from_others: bool = ...,
-        ) -> None: ...
+            self, role: str, content: str | Sequence[str | TextPart], tool_calls: tuple[ToolCall, ...] = (),
+            tool_call_id: str = "", name: str = "", from_others: bool = False,
+        ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
-        parts: Any = (self.content,) if isinstance(self.content, str) else self.content
-        if not isinstance(parts, list | tuple) or not all(isinstance(part, str | TextPart) for part in parts):
-            raise TypeError(f"the content of a message is text or a list of it, not {type(self.content).__name__}")
-        parts = tuple(TextPart(part) if isinstance(part, str) else part for part in parts)
-        object.__setattr__(self, "content", parts)
+        parts: Any = self.content if isinstance(self.content, list | tuple) else (self.content,)
+        for part in parts:
+            if not isinstance(part, str | TextPart):
+                raise TypeError(f"the content of a message is text or a list of texts, not {type(part).__name__}")
+        object.__setattr__(self, "content", tuple(TextPart(part) if isinstance(part, str) else part for part in parts))
 
     @classmethod
     def system(cls, text: str) -> Message:
@@ -193,15 +188,12 @@ class Observation:
     sampling: Mapping[str, Any] | None = None
     tools: tuple[ToolSpec, ...] = ()
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # `__post_init__` converts these wider types
 
         def __init__(
-            self,
-            messages: str | Message | Sequence[Message | Mapping[str, Any]] = ...,
-            text: str | None = ...,
-            sampling: Mapping[str, Any] | None = ...,
-            tools: tuple[ToolSpec, ...] = ...,
-        ) -> None: ...
+            self, messages: str | Message | Sequence[Message | Mapping[str, Any]] = (), text: str | None = None,
+            sampling: Mapping[str, Any] | None = None, tools: tuple[ToolSpec, ...] = (),
+        ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
         messages: Any = self.messages

@@ -251,16 +251,14 @@ def compare_episodes(a: Listing, b: Listing) -> dict[str, Any]:
     field = "score" if any(value is not None for value in (*a.column("score"), *b.column("score"))) else "reward"
     sides = [_values_by_task(side, field) for side in (a, b)]
     scores = [{key: [value for _, value in values] for key, values in side.items()} for side in sides]
-    problems = {
-        key: key.rpartition(": ")[2] for side in scores for key in side
-    }  # greedy or not, the problem is the same
+    # Greedy or not, the problem is the same.
+    problems = {key: key.rpartition(": ")[2] for side in scores for key in side}
     paired = paired_difference(scores[0], scores[1], clusters=problems).as_dict()
     tasks: list[dict[str, Any]] = []
     for key in sides[0].keys() & sides[1].keys():
         means = [sum(side[key]) / len(side[key]) for side in scores]
-        tasks.append(
-            {"key": key, "a": means[0], "b": means[1], "episodes": [[n for n, _ in values[key]] for values in sides]}
-        )
+        episodes = [[n for n, _ in values[key]] for values in sides]
+        tasks.append({"key": key, "a": means[0], "b": means[1], "episodes": episodes})
     tasks.sort(key=lambda task: (-abs(task["b"] - task["a"]), task["key"]))
     return {**paired, "of": field, "tasks": tasks}
 

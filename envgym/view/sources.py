@@ -58,11 +58,8 @@ class Source:
 
     def step_file(self, folder: str, step: int) -> Path | None:
         """The file of a step in `folder` (`events`, `learned`); None if it does not exist."""
-        is_events = folder == "events"
-        return self.file(
-            f"{folder}/step_{step:06d}{'.jsonl' if is_events else '.parquet'}",
-            reading.EVENTS if is_events else reading.GROUP,
-        )
+        suffix, limit = (".jsonl", reading.EVENTS) if folder == "events" else (".parquet", reading.GROUP)
+        return self.file(f"{folder}/step_{step:06d}{suffix}", limit)
 
     def summary(self) -> dict[str, Any]:
         """`summary.json` of a run, `result.json` of an evaluation; empty before its end."""

@@ -63,7 +63,7 @@ class WorkersConfig(Settings):
 
     @property
     def budget(self) -> int:
-        """Tokens per micro-batch of the ranks that share rows, each of which holds a slice."""
+        """Tokens per micro-batch of the ranks that split token sequences, each of which holds a slice."""
         return self.tokens_per_microbatch * self.sequence_parallel
 
     def partitions(self, *, trained: bool) -> bool:

@@ -99,7 +99,7 @@ class WorkerGroup:
         self._accumulated = [[sample for batch in share for sample in batch] for share in shares]
         results = await self._on_shares("accumulate", [(share, dict(normalizers)) for share in shares])
         return merge(
-            # Ranks that share rows return the same sums, which must count once, but may differ in maxima.
+            # Ranks that split token sequences return the same sums, which must count once, but may differ in maxima.
             part if rank % self.settings.ranks_per_row == 0 else {n: v for n, v in part.items() if n.endswith("/max")}
             for rank, part in enumerate(results)
         )
@@ -158,7 +158,7 @@ class WorkerGroup:
 
     @property
     def _n_shares(self) -> int:
-        """Number of shares of the samples: ranks that share rows get the same share."""
+        """Number of shares of the samples: ranks that split token sequences get the same share."""
         return len(self._handles) // self.settings.ranks_per_row
 
     async def _on_shares(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:

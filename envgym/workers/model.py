@@ -121,7 +121,7 @@ class ModelWorker(ModelLearning):
         )
 
     def _split_attention(self, model: nn.Module) -> Slices:
-        """Let each of the ranks that share rows attend with a share of the heads."""
+        """Let each of the ranks that split token sequences attend with a share of the heads."""
         size = self.settings.tensor_parallel
         if size > 1:
             tensor_parallel.check(model, size)

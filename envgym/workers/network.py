@@ -153,7 +153,7 @@ def be_deterministic() -> None:
 
 def add_noise(model: nn.Module, alpha: float, *, rows_are_shared: bool = False) -> None:
     """Add noise to the token embeddings of `model` (from Hugging Face) in training mode. Raises `ConfigError` where
-    ranks share rows (`rows_are_shared`): each would draw different noise.
+    ranks split token sequences (`rows_are_shared`): each would draw different noise.
 
     Source: N. Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (2023), algorithm 1: uniform
     between -m and m, m = alpha / sqrt(T d) for rows of T tokens and d numbers each. Packed rows count as one.

@@ -292,7 +292,7 @@ def _move_optimizer(engine: Any, device: torch.device) -> None:
 
 def muon_library(device: torch.device) -> Any:
     """DeepSpeed's module of Muon, which its ZeRO optimizers import too."""
-    # It compiles the iteration for each shape of a matrix, which takes seconds and does not pay off on a CPU.
+    # It compiles the iteration for each shape of a matrix, which takes seconds and saves nothing on a CPU.
     with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"} if device.type == "cpu" else {}):
         from deepspeed.runtime.zero.muon import muon_optimizer
     return muon_optimizer

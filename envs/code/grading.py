@@ -110,9 +110,8 @@ def _compare(case: CallCase, line: str) -> Result:
         outcome = {}
     if "error" in outcome:
         error = str(outcome["error"])
-        return Result(
-            False, "memory" if error.startswith("MemoryError") else "error", f"{call} raised {_truncate(error)}"
-        )
+        reason = "memory" if error.startswith("MemoryError") else "error"
+        return Result(False, reason, f"{call} raised {_truncate(error)}")
     if "value" in outcome and is_equal(outcome["value"], case.expected):
         return Result(True)
     value = _truncate(str(outcome.get("shown", "something else")))

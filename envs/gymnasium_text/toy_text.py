@@ -69,9 +69,9 @@ class FrozenLakeView(WordView):
     def state(self, observation: Any, reward: float | None) -> str:
         row, column = divmod(int(observation), self.world.ncol)
         lines = [[cell.decode() for cell in line] for line in self.world.desc]
-        under = lines[row][column]
+        cell = lines[row][column]
         lines[row][column] = "P"
-        ending = {"G": "\nYou have reached the goal.", "H": "\nYou have fallen into a hole."}.get(under, "")
+        ending = {"G": "\nYou have reached the goal.", "H": "\nYou have fallen into a hole."}.get(cell, "")
         return "\n".join("".join(line) for line in lines) + ending
 
     def success(self, reward: float, terminated: bool) -> float | None:

@@ -98,9 +98,7 @@ def model_address(url: str) -> tuple[str, int]:
 
 
 def config_of(
-    addresses: Mapping[str, tuple[str, int]],
-    files: Mapping[str, list[tuple[str, Path]]],
-    model: tuple[str, int] | None,
+    addresses: Mapping[str, tuple[str, int]], files: Mapping[str, list[tuple[str, Path]]], model: tuple[str, int] | None
 ) -> dict[str, Any]:
     """NeMo-Gym's config of these servers: for each environment NAME a resources server of that name, and an agent
     server NAME_agent."""

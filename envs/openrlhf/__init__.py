@@ -102,11 +102,8 @@ class RewardFile(OpenRLHFFile):
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Reward | InvalidStep]:
         prompt = prompt_text(task)
         queries = [prompt + last_action(episode).text for episode in episodes]
-        prompts, labels = [prompt] * len(queries), [task.answer] * len(queries)
-        rewards: list[Reward | InvalidStep] = await self.processes.call(
-            "group", queries, prompts, labels, seed_of(episodes), timeout=self.config.call_timeout
-        )
-        return rewards
+        columns = queries, [prompt] * len(queries), [task.answer] * len(queries)
+        return list(await self.processes.call("group", *columns, seed_of(episodes), timeout=self.config.call_timeout))
 
 
 # -- agents -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class OpenRLHFExecutor(MultiTurn):
 
     async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:
         assert sampler is not None, "an agent that uses the policy needs a sampler"
-        file_env: Any = env.env
+        file_env: Any = env.unwrapped
         if not hasattr(file_env, "policy"):
             raise ConfigError(f"agent openrlhf_executor runs files for OpenRLHF, which {env.spec.id} is not")
         file_env.policy = replace(
@@ -41,7 +41,7 @@ class OpenRLHFExecutor(MultiTurn):
 
     async def play(self, env: CheckedEnv, task: Task, transcript: Transcript, *, seed: int) -> Outcome:
         await env.spec.ensure_setup()
-        file_env: Any = env.env
+        file_env: Any = env.unwrapped
         if not file_env.spec.executes:
             try:
                 return await super().play(env, task, transcript, seed=seed)

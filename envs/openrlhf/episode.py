@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envgym.errors import InvalidStep
+from envgym.processes.runtime import close_object
 from envgym.rewards.functions import number
 
 ROUNDING = 1e-6
@@ -75,11 +76,7 @@ class InstanceEpisode:
 
     async def close(self) -> None:
         """Call the instance's `close`, if it has one."""
-        close = getattr(self._instance, "close", None)
-        if callable(close):
-            closing = close()
-            if inspect.isawaitable(closing):
-                await closing
+        await close_object(self._instance)
 
 
 async def _make(instance_class: Any) -> Any:

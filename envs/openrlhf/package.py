@@ -147,11 +147,7 @@ def init_logger(name: str) -> logging.Logger:
 
 
 MATHEMATICS = {"extract_boxed_answer": extract_boxed_answer, "grade_answer": grade_answer}
-AGENT = {
-    "AgentInstanceBase": AgentInstanceBase,
-    "AgentExecutorBase": AgentExecutorBase,
-    "MultiTurnAgentExecutor": MultiTurnAgentExecutor,
-}
+AGENT = {cls.__name__: cls for cls in (AgentInstanceBase, AgentExecutorBase, MultiTurnAgentExecutor)}
 MODULES: dict[str, dict[str, Any]] = {
     "openrlhf": {},
     "openrlhf.utils": MATHEMATICS,

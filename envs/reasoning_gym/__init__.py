@@ -129,15 +129,8 @@ class ReasoningGym(EnvSpec):
     processes: Processes
 
     async def setup(self) -> None:
-        config = self.config
-        settings = {
-            "weights": config.weights,
-            "params": config.params_of,
-            "levels": config.level,
-            "attributes": config.attributes,
-            "seed": config.seed,
-        }
-        self.processes = Processes(HOST, settings, count=config.processes, name="reasoning_gym", environ=SAME_HASHES)
+        settings, count = {"config": self.config}, self.config.processes
+        self.processes = Processes(HOST, settings, count=count, name="reasoning_gym", environ=SAME_HASHES)
         await self.processes.start()
         self.closing.push_async_callback(self.processes.close)
 

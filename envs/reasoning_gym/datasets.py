@@ -17,13 +17,16 @@ import math
 import random
 import re
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envgym.errors import ConfigError, NameNotFound, did_you_mean, needs
 from envgym.hashing import hash_fraction
+
+if TYPE_CHECKING:
+    from . import ReasoningGymConfig
 
 CHUNK = 500
 """Items of one dataset object; the library's own default."""
@@ -66,32 +69,21 @@ def is_held_out(question: str) -> bool:
 class Datasets:
     """Makes item N of a weighted set of datasets, the same one in every process, and scores answers to it.
 
-    `weights` are by dataset name, `levels` the curriculum levels to draw from (empty: the datasets' own settings),
-    `attributes` levels of single attributes, `params` settings by dataset name. Raises `NameNotFound` for
-    unknown datasets and `ConfigError` for unknown settings.
+    Raises `NameNotFound` for unknown datasets and `ConfigError` for unknown settings.
     """
 
-    def __init__(
-        self,
-        weights: Mapping[str, float],
-        params: Mapping[str, Mapping[str, Any]],
-        levels: Sequence[int],
-        attributes: Mapping[str, int],
-        seed: int,
-    ) -> None:
+    def __init__(self, config: ReasoningGymConfig) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         with needs("reasoning-gym", "reasoning-gym", "reasoning_gym"):
             import reasoning_gym.factory as factory
         self._factory = factory
-        self._weights, self._params = weights, params
-        self._levels, self._attributes = levels, attributes
-        self._seed = seed
+        self._config = config
         self._dataset = functools.lru_cache(maxsize=256)(self._make_dataset)
         self._item = functools.lru_cache(maxsize=2048)(self._make_item)
-        for name in weights:
+        for name in config.weights:
             if name not in factory.DATASETS or name == "composite":
                 raise NameNotFound(f"reasoning-gym has no dataset {name!r}.{did_you_mean(name, factory.DATASETS)}")
-            for level in levels or (None,):
+            for level in config.level or (None,):
                 self._dataset(name, level, 0)
 
     def item(self, number: int) -> Item:
@@ -110,9 +102,9 @@ class Datasets:
         Another item replaces an unusable one: the library could not make it, or does not accept its own answer, or the
         question belongs to the other split.
         """
-        rng = random.Random(f"{self._seed} {number}")
-        name = rng.choices(list(self._weights), list(self._weights.values()))[0]
-        level = rng.choice(self._levels) if self._levels else None
+        rng = random.Random(f"{self._config.seed} {number}")
+        name = rng.choices(list(self._config.weights), list(self._config.weights.values()))[0]
+        level = rng.choice(self._config.level) if self._config.level else None
         reason: object = ""
         for attempt in range(TRIES):
             try:
@@ -144,9 +136,9 @@ class Datasets:
 
     def _make_dataset(self, name: str, level: int | None, chunk: int) -> Any:
         """Make a dataset. Chunks are `CHUNK` seeds apart: item N of seed S is item 0 of seed S + N in most datasets."""
-        params = {**self._params.get(name, {}), "seed": self._seed + chunk * CHUNK, "size": CHUNK}
+        params = {**self._config.params_of.get(name, {}), "seed": self._config.seed + chunk * CHUNK, "size": CHUNK}
         try:
-            if level is None and not self._attributes:
+            if level is None and not self._config.attributes:
                 config = self._factory.DATASETS[name][1](**params)
             else:
                 config = dataclasses.replace(self._curriculum(name, level).generate_configuration(), **params)
@@ -167,7 +159,7 @@ class Datasets:
             if level > highest:
                 raise ConfigError(f"dataset {name} has the levels 0 to {highest}, not {level}")
             curriculum.set_global_level(level)
-        for attribute, value in self._attributes.items():
+        for attribute, value in self._config.attributes.items():
             if attribute not in attributes:
                 raise ConfigError(
                     f"the curriculum of {name} has no attribute {attribute!r}, only {', '.join(attributes)}."

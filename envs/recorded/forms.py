@@ -92,11 +92,8 @@ class Reader:
         """Infer the form of a row from its fields."""
         if self._name("chosen", row) and self._name("rejected", row):
             return "preference"
-        if (
-            self._name("steps", row)
-            and isinstance(row[self._name("steps", row)], list)
-            and self._name("step_labels", row)
-        ):
+        steps = self._name("steps", row)
+        if steps and isinstance(row[steps], list) and self._name("step_labels", row):
             return "steps"
         if "outcome" in row and "messages" in row:
             return "episodes"

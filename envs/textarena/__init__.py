@@ -20,6 +20,8 @@ from envgym.types import Action, Message
 from .games import Position
 
 HOST = "envgym.envs.textarena.games:Games"
+SAME_HASHES = {"PYTHONHASHSEED": "0"}
+"""Environment of the processes: some games shuffle the elements of sets of strings."""
 STARTS = 5
 """Maximum starts of a game that the opponent loses before the policy's first turn."""
 
@@ -158,13 +160,8 @@ class TextArenaGame(EnvSpec):
 
     async def setup(self) -> None:
         config = self.config
-        self.games = Processes(
-            HOST,
-            {"name": config.game, "players": config.players},
-            count=config.processes,
-            name="textarena",
-            environ={"PYTHONHASHSEED": "0"},  # some games shuffle what comes out of sets of strings
-        )
+        settings = {"name": config.game, "players": config.players}
+        self.games = Processes(HOST, settings, count=config.processes, name="textarena", environ=SAME_HASHES)
         await self.games.start()
         self.closing.push_async_callback(self.games.close)
         self.players = await self.games.call("number_of_players", timeout=config.call_timeout)

@@ -108,7 +108,7 @@ def test_a_policy_is_trained_on_it(process_model, rows, tiny_model, tmp_path, mo
 def test_a_text_that_no_token_holds_is_refused(tiny_model):
     renderer = make_renderer("auto", load_tokenizer(tiny_model))
     assert all("a" in renderer.text([token]) for token in tokens_with("a", renderer))
-    with pytest.raises(envgym.errors.InvalidStep, match="no token of the policy's tokenizer holds"):
+    with pytest.raises(envgym.errors.InvalidStep, match="no token of the policy's tokenizer contains"):
         tokens_with("a stop that is much longer than any token", renderer)
 
 
@@ -122,5 +122,5 @@ def test_without_a_model_it_says_what_it_wants(rows):
 
 
 def test_another_reward_model_is_refused(tiny_reward_model):
-    with pytest.raises(ConfigError, match="no process reward model"):
+    with pytest.raises(ConfigError, match="is not a process reward model"):
         RewardWorker(RewardModel(model=str(tiny_reward_model))).score([{"before": [], "steps": ["a"], "is_last": True}])

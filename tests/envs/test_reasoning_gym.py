@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from envgym import errors, registry
-from envgym.envs.reasoning_gym import extract_answer, tagged_answer, without_length_ratio
+from envgym.envs.reasoning_gym import ReasoningGymConfig, extract_answer, tagged_answer, without_length_ratio
 from envgym.envs.reasoning_gym.datasets import TEST_START, Datasets, UnsafeExpression, answers_are_data
 from envgym.types import Action, Task
 
@@ -54,9 +54,15 @@ def mixed():
         runner.run(spec.close())
 
 
+def make_datasets(weights, params, levels, attributes, seed):
+    return Datasets(
+        ReasoningGymConfig(dataset=weights, params=params, level=levels, attributes=attributes, seed=seed)
+    )
+
+
 def item(name, number=0, seed=0, **params):
     """An item made here, without a process, and what scores it."""
-    datasets = Datasets({name: 1.0}, {name: params}, [], {}, seed)
+    datasets = make_datasets({name: 1.0}, {name: params}, [], {}, seed)
     return datasets.item(number), lambda answer: datasets.score(number, answer)
 
 
@@ -113,7 +119,7 @@ def test_what_the_library_pays_for_a_share_of_the_characters_is_not_paid():
     ],
 )
 def test_no_answer_is_right_whatever_was_asked(name, wrong):
-    datasets = Datasets({name: 1.0}, {}, [], {}, 0)
+    datasets = make_datasets({name: 1.0}, {}, [], {}, 0)
     for number in range(8):
         right = datasets.item(number).answer
         assert datasets.score(number, right) == 1
@@ -135,7 +141,7 @@ def test_no_answer_is_right_whatever_was_asked(name, wrong):
     ],
 )
 def test_any_answer_of_the_right_form_earns_nothing(name, form):
-    datasets = Datasets({name: 1.0}, {}, [], {}, 0)
+    datasets = make_datasets({name: 1.0}, {}, [], {}, 0)
     for number in range(6):
         right = datasets.item(number).answer
         assert datasets.score(number, right) == 1
@@ -162,7 +168,7 @@ def test_parts_of_the_answer_earn_their_share():
 
 
 def test_a_probability_is_compared_as_a_number():
-    datasets = Datasets({"coin_flip": 1.0}, {}, [], {}, 0)
+    datasets = make_datasets({"coin_flip": 1.0}, {}, [], {}, 0)
     for number in range(8):
         right = float(datasets.item(number).answer)
         assert datasets.score(number, str(right)) == 1
@@ -248,7 +254,7 @@ def test_an_episode(mixed):
 
 
 def test_levels_of_the_curriculum():
-    datasets = Datasets({"chain_sum": 1.0}, {}, [0, 3], {"num_digits": 0}, 0)
+    datasets = make_datasets({"chain_sum": 1.0}, {}, [0, 3], {"num_digits": 0}, 0)
     items = [datasets.item(number) for number in range(40)]
     assert {item.level for item in items} == {0, 3}
 
@@ -257,12 +263,12 @@ def test_levels_of_the_curriculum():
 
     assert terms(3) > terms(0)
     assert all(len(word) == 1 for item in items for word in item.question.split() if word.isdigit())
-    fixed = Datasets({"chain_sum": 1.0}, {"chain_sum": {"min_terms": 9, "max_terms": 9}}, [2], {}, 0).item(0)
+    fixed = make_datasets({"chain_sum": 1.0}, {"chain_sum": {"min_terms": 9, "max_terms": 9}}, [2], {}, 0).item(0)
     assert fixed.question.count("+") + fixed.question.count("-") >= 8
 
 
 def test_several_datasets_with_weights():
-    datasets = Datasets({"gcd": 3.0, "lcm": 1.0}, {"gcd": {"min_numbers": 4, "max_numbers": 4}}, [], {}, 0)
+    datasets = make_datasets({"gcd": 3.0, "lcm": 1.0}, {"gcd": {"min_numbers": 4, "max_numbers": 4}}, [], {}, 0)
     items = [datasets.item(number) for number in range(200)]
     assert 110 < Counter(item.dataset for item in items)["gcd"] < 190
     assert all(item.question.count(",") == 3 for item in items if item.dataset == "gcd")
@@ -284,7 +290,7 @@ def test_several_datasets_with_weights():
 def test_what_does_not_exist_is_one_clear_line(settings, error, says):
     config = make(**settings).config
     with pytest.raises(error, match=says) as caught:
-        Datasets(config.weights, config.params_of, config.level, config.attributes, config.seed)
+        Datasets(config)
     assert "\n" not in str(caught.value)
 
 
@@ -311,7 +317,7 @@ def test_settings_that_contradict_each_other(settings, says):
 def test_without_the_library_the_command_that_installs_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(errors.MissingDependency, match=r"-m pip install 'reasoning-gym>=[\d.]+'$"):
-        Datasets({"chain_sum": 1.0}, {}, [], {}, 0)
+        make_datasets({"chain_sum": 1.0}, {}, [], {}, 0)
 
 
 def test_an_item_is_the_same_in_every_process_and_touches_no_generator_here(mixed):
@@ -343,14 +349,14 @@ def test_train_and_test_share_no_question(mixed):
     spec, run = mixed
     train, test = run(tasks_of(spec, "train", 40)), run(tasks_of(spec, "test", 40))
     assert not {task.id for task in train} & {task.id for task in test}
-    few = Datasets({"coin_flip": 1.0}, {}, [], {}, 0)  # some hundred questions there are
+    few = make_datasets({"coin_flip": 1.0}, {}, [], {}, 0)  # some hundred questions there are
     posed = [{few.item(start + number).question for number in range(300)} for start in (0, TEST_START)]
     assert not posed[0] & posed[1]
     assert len(posed[0]) > len(posed[1]) > 5
 
 
 def test_a_dataset_of_one_question_cannot_hold_any_out():
-    single = Datasets({"count_primes": 1.0}, {"count_primes": {"min_n": 7, "max_n": 7}}, [], {}, 0)
+    single = make_datasets({"count_primes": 1.0}, {"count_primes": {"min_n": 7, "max_n": 7}}, [], {}, 0)
     with pytest.raises(RuntimeError, match="count_primes makes no puzzle with these parameters: there are too few"):
         [single.item(start) for start in (0, TEST_START)]
 
@@ -413,7 +419,7 @@ def test_demonstrations():
         assert score(posed.answer) == 1
     posed, _ = item("rush_hour")
     task = Task("rush_hour-0", posed.question, posed.answer, {"dataset": "rush_hour", "number": 0})
-    with pytest.raises(errors.ConfigError, match="rush_hour gives no answers"):
+    with pytest.raises(errors.ConfigError, match="rush_hour has no answers"):
         make(dataset="rush_hour").demonstrations(task, 0)
 
 
@@ -437,7 +443,7 @@ def test_no_dataset_rewards_nonsense_whatever_it_asks():
 
     rewarded = []
     for name in sorted(set(DATASETS) - {"composite"}):
-        datasets = Datasets({name: 1.0}, {}, [], {}, 0)
+        datasets = make_datasets({name: 1.0}, {}, [], {}, 0)
         items = [datasets.item(number) for number in range(8)]
         for answer in NONSENSE:
             scores = [

@@ -158,7 +158,7 @@ def test_a_process_that_dies_takes_its_games_and_no_others(tic_tac_toe):
             envs = [spec.make() for _ in range(4)]
             for env in envs:
                 observation, _ = await env.reset(seed=0)
-            lost = envs[0].env._session._worker
+            lost = envs[0].unwrapped._session._worker
             os.kill(lost.pid, signal.SIGKILL)
             outcomes = []
             for env in envs:

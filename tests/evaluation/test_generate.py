@@ -126,7 +126,7 @@ def test_other_settings_are_refused_and_named(folder, tiny_model):
     (folder / "slow.py").write_text(SLOW.replace("lower-case", "small"))  # the environment's code is a setting, too
     changed = run(folder, words(tiny_model))
     assert changed.returncode == 2
-    assert re.search("before the code of environment .*slow.py changed", changed.stderr)
+    assert re.search("before the code or the settings of environment .*slow.py changed", changed.stderr)
     assert (folder / "out.jsonl.unfinished" / "episodes.jsonl").read_bytes() == kept
     anew = run(folder, words(tiny_model, "--overwrite", *other, samples=("--best-of", 4)))
     assert (anew.returncode, anew.stderr) == (0, "")
@@ -170,7 +170,7 @@ def test_what_is_kept_goes_on_only_from_the_same_settings_and_weights(tmp_path):
     with pytest.raises(RunError, match=r"rollout.temperature was 1.0 and is 0.5; seed was 0 and is 1\)"):
         unfinished(tmp_path, settings={"rollout": {"temperature": 0.5}, "seed": 1})
     (tmp_path / "model" / "config.json").write_text("{ }")
-    with pytest.raises(RunError, match="other weights"):
+    with pytest.raises(RunError, match="before the model's weights changed"):
         unfinished(tmp_path)
     assert len(unfinished(tmp_path, overwrite=True).journal.originals()) == 0
     assert unfinished(tmp_path).saved == {}
@@ -227,7 +227,7 @@ def test_what_is_kept_goes_on_only_with_the_same_tasks_and_code(tmp_path):
     work.check_tasks("rollout-train-00000", tasks, spec)
     with pytest.raises(RunError, match="are of other tasks"):
         work.check_tasks("rollout-train-00000", tasks[::-1], spec)
-    with pytest.raises(RunError, match="before the code of environment math_verify-v0 changed, or its settings"):
+    with pytest.raises(RunError, match="before the code or the settings of environment math_verify-v0 changed"):
         work.check_tasks("rollout-train-00000", tasks, registry.spec("math_verify", digits=3))
 
 

@@ -244,7 +244,7 @@ def test_pass_at_k_holds_for_many_episodes():
 
 @pytest.mark.parametrize("arguments", [(3, 4, 1), (3, -1, 1), (3, 1, 0)])
 def test_counts_that_cannot_be_are_refused(arguments):
-    with pytest.raises(ValueError, match=rf"n={arguments[0]} .* c={arguments[1]} .* k={arguments[2]}"):
+    with pytest.raises(ValueError, match=rf"c={arguments[1]} .* n={arguments[0]}, .* k={arguments[2]} at least 1"):
         pass_at_k(*arguments)
 
 

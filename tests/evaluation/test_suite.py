@@ -53,7 +53,7 @@ def test_a_file_is_a_suite_too(tmp_path):
     ("text", "said"),
     [
         ("environments: {}\n", "needs environments"),
-        ("samples: 4\ninclude: [arithmetic:smoke]\n", "keeps its own tasks, samples and sampling"),
+        ("samples: 4\ninclude: [arithmetic:smoke]\n", "keep their own tasks, samples and sampling"),
         ("environments: {a/b: math_verify}\n", "without a slash"),
         ("tasks: 3\nsizes: {a: 2}\nenvironments: {a: math_verify}\n", "either `tasks` or `sizes`"),
         ("enviroments: {a: math_verify}\n", "Did you mean 'environments'"),
@@ -90,7 +90,7 @@ def test_files_include_each_other_by_where_they_lie_and_none_itself(tmp_path):
     ("text", "said"),
     [
         ("environments: {sums: {env: math_verify, weight: 0}}\n", "weight 0"),
-        ("include: ['arithmetic:smoke', 'arithmetic:full']\n", "two suites of the name 'arithmetic'"),
+        ("include: ['arithmetic:smoke', 'arithmetic:full']\n", "two suites named 'arithmetic'"),
     ],
 )
 def test_what_only_all_environments_together_show(tmp_path, text, said):

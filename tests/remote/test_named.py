@@ -44,7 +44,7 @@ def test_a_name_stands_for_a_served_environment_until_it_is_removed(game, tmp_pa
     status, out, _ = run("add", "numbers", f"{game.url}/game")
     assert status == 0
     assert "250 train tasks" in out
-    assert "played by multi_turn there, by tool_calling here" in out
+    assert "agent multi_turn there, tool_calling here" in out
     assert "game: Guess a number drawn" in out
     assert str(Path(__file__).parent) not in out
     assert (tmp_path / "config/envgym/environments.yaml").is_file()

@@ -340,7 +340,7 @@ def test_a_trainer_that_is_started_anew_finds_the_servers_again(join, port):
     server = join(port)
 
     async def main() -> None:
-        assert await asyncio.to_thread(server.says, "registers once it can")  # it is there before its trainer
+        assert await asyncio.to_thread(server.says, "the server keeps running, and retries")  # it is there before its trainer
         for _ in range(2):
             assert failures(await roll(spec_at(port), tasks=1, retries=0)) == {}
 
@@ -435,7 +435,7 @@ def test_a_host_that_is_not_allowed_is_not_dialled(join, port):
             setup = asyncio.create_task(spec_at(port, allow=["env-box", "10.0.0.0/8"]).setup())
             server = join(port, "--advertise", url)
             assert await asyncio.to_thread(server.process.wait, 30) == 2
-            assert "dials the hosts in env.allow, and 127.0.0.1 is none of them" in server.log.read_text()
+            assert "dials the hosts in env.allow, and 127.0.0.1 is not one of them" in server.log.read_text()
             setup.cancel()
             await asyncio.wait([setup])
         assert dialled == 0
@@ -630,7 +630,7 @@ def test_a_tokens_quota_bounds_a_servers_room(port, tmp_path):
         ({"allow": ["http://env-box"]}, "env-box"),
         ({"allow": ["10.0.0.0/99"]}, "10.0.0.0/99"),
         ({"listen": None}, "allow and the settings"),
-        ({"listen": None, "allow": []}, "urls says where it is served, or listen"),
+        ({"listen": None, "allow": []}, "set urls, where it is served, or listen"),
         ({"allow": ["env-box:port"]}, "env-box:port"),
         ({"token_file": "own"}, "listen needs listen_token_file beside token_file"),
         ({"listen_tls_cert": "c"}, "TLS takes both files"),

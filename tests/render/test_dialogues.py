@@ -305,7 +305,7 @@ def test_tools_that_come_later_are_shown_in_a_new_row(chat):
 
 def test_a_conversation_that_the_template_refuses_is_one_line(chat):
     dialogue = chat("tekken", "gemma").dialogue()
-    with pytest.raises(InvalidStep, match=r"refuses .* \(System role not supported; its roles: system\): "):
+    with pytest.raises(InvalidStep, match=r"rejects .* \(System role not supported; its roles: system\): "):
         dialogue.start(observed({"role": "system", "content": "Be brief."}))
     with pytest.raises(InvalidStep, match="neither messages nor text"):
         dialogue.start(Observation())

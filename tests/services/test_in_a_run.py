@@ -101,7 +101,7 @@ def test_equal_services_of_several_parts_are_one(tiny_reward_model):
             assert sorted(services.names) == ["opponent", "reward"]
             assert first.clients == second.clients
             assert whole.clients == {}
-            with pytest.raises(InvalidOutcome, match="none is being sampled here"):
+            with pytest.raises(InvalidOutcome, match="no engine samples here"):
                 await first.clients["opponent"].complete("?")
 
     asyncio.run(main())

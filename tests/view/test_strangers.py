@@ -180,7 +180,7 @@ UNREADABLE = {
     "a summary of another": ("AttributeError", lambda run: (run / "summary.json").write_text('{"eval": [1]}')),
     "steps that are elsewhere": ("leads to /etc", lambda run: (
         shutil.rmtree(run / "rollouts"), (run / "rollouts").symlink_to("/etc"))),
-    "a name | of others": ("its name holds", lambda run: None),
+    "a name | of others": ("its name contains", lambda run: None),
 }  # fmt: skip
 """Runs that the list of all calls unreadable, and why."""
 EVERY = {**READABLE, **{name: one[-1] for name, one in (REFUSED | UNREADABLE).items()}}

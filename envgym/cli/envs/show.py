@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 def list_main(arguments: Sequence[str]) -> int:
     parser = Parser(
-        "envs list",
-        "",
-        "List installed environments, and remote ones with a saved name.",
-        "envgym envs list",
+        "envs list", "", "List installed environments, and remote ones with a saved name.", "envgym envs list"
     )
     parser.parse_with_words(arguments)
 

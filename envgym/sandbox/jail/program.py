@@ -31,19 +31,20 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program, the files it starts with, and its limits: seconds, bytes and counts."""
+    """A program, the files it starts with, and its limits: seconds, bytes and counts. The defaults are enough for the empty
+    program that tests each way of isolation."""
 
     source: bytes
     stdin: bytes
     files: Mapping[str, bytes]
-    cpu: float
-    wall: float
-    memory: int
-    output: int
-    disk: int
-    files_at_most: int
-    open_files: int
-    processes: int
+    cpu: float = 10.0
+    wall: float = 30.0
+    memory: int = 2**29
+    output: int = 2**16
+    disk: int = 2**20
+    files_at_most: int = 16
+    open_files: int = 16
+    processes: int = 4
 
 
 @dataclass(frozen=True, slots=True)

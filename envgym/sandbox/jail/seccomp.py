@@ -83,8 +83,7 @@ def _program(column: int, arch: int, namespaces: bool) -> list[bytes]:
         *_unless(_MMAP[column], _deny_values(3, (_MAP_SHARED_ANONYMOUS,), mask=_MAP_SHARED_ANONYMOUS)),
         # Stream pairs are closed; a datagram socket could send to any address of this machine.
         *_unless(
-            _SOCKETPAIR[column],
-            _deny_all_but(0, (_UNIX_FAMILY,)) + _deny_all_but(1, (_STREAM,), mask=_KIND_OF_SOCKET),
+            _SOCKETPAIR[column], _deny_all_but(0, (_UNIX_FAMILY,)) + _deny_all_but(1, (_STREAM,), mask=_KIND_OF_SOCKET)
         ),
     ]
     clone = [_instruction(_LOAD, _argument(0)), _instruction(_ANY_BIT, _NAMESPACES, 0, 1), _deny(errno.EPERM)]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from envgym.cli.errors import Invocation
 from envgym.cli.parser import Parser
 from envgym.disk import lock_holder
 from envgym.errors import printable
-
-if TYPE_CHECKING:
-    from envgym.view.sources import Source
 
 SUMMARY = "list run folders with their results"
 
@@ -37,36 +33,32 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _row(run: Path) -> tuple[str, ...]:
-    from envgym.view.sources import Source
-
     try:
-        cells = _cells(run, lambda folder: Source(folder.name, "run", folder, (run.resolve(),)))
+        cells = _cells(run)
     except Exception as error:  # an untrusted run may contain anything; the others stay in the list
         cells = f"unreadable ({type(error).__name__}; see: envgym view)", "", "", ""
     return tuple(printable(cell) for cell in (run.name, *cells))
 
 
-def _cells(run: Path, source: Callable[[Path], Source]) -> tuple[str, ...]:
-    """The cells of a run's row, from its summary or, before the last of several stages ended, the latest stage's."""
+def _cells(run: Path) -> tuple[str, ...]:
+    """The cells of a run's row, from its summary or, before the last of several stages ended, the latest stage's. A run
+    that is running or was killed has no summary: its steps are those of the latest stage's metrics."""
+    from envgym.monitoring.report import score
+    from envgym.view.sources import Source
+
     files = [*run.glob("metrics.jsonl"), *run.glob("*/metrics.jsonl")]
     last = max(files, key=lambda path: path.lstat().st_mtime, default=run / "metrics.jsonl").parent
-    if (process := lock_holder(run)) is not None:
-        return f"runs on {process}", _steps_so_far(source(last)), "", ""
-    summary = source(run).summary()
+    run_source, stage_source = (Source(folder.name, "run", folder, (run.resolve(),)) for folder in (run, last))
+    process = lock_holder(run)
+    summary = {} if process else run_source.summary()
+    if not process and not summary and stage_source.summary().get("status", "completed") != "completed":
+        summary = stage_source.summary()
     if not summary:
-        summary = source(last).summary()
-        if summary.get("status", "completed") == "completed":
-            return "unfinished", _steps_so_far(source(last)), "", ""
-    from envgym.monitoring.report import score
-
+        steps = max((record["step"] for _, record in stage_source.records()), default=0)
+        return f"runs on {process}" if process else "unfinished", str(steps), "", ""
     scores = summary.get("eval") or {}
     return (
         str(summary.get("status", "?")),
         str(summary.get("steps", "")),
         *(score(scores[moment]) if scores.get(moment) else "" for moment in ("before", "after")),
     )
-
-
-def _steps_so_far(stage: Source) -> str:
-    """The last step in a stage's metrics, for a run without a summary because it was killed or is still running."""
-    return str(max((record["step"] for _, record in stage.records()), default=0))

@@ -326,9 +326,9 @@ def test_what_an_agent_server_may_answer(own_agent):
     assert main().metrics == {"calls": 1.0, "steps": 3.0}
     for answers, kind, says in (
         ({"_ng_failure_class": "transient", "error_message": "out of luck"}, "agent", "out of luck"),
-        ({"mask_sample": True, "failure_kind": "judge_failed"}, "judge_failed", "void"),
+        ({"mask_sample": True, "failure_kind": "judge_failed"}, "judge_failed", "invalid"),
         ({"mask_sample": True, "failure_kind": "mine:no disk", "failure_reason": "full"}, "mine_no_disk", "full"),
-        ({"reward": 0.0, "failure_kind": "judge_failed"}, "judge_failed", "void"),
+        ({"reward": 0.0, "failure_kind": "judge_failed"}, "judge_failed", "invalid"),
         ({"reward": 10**400}, "agent", "as reward"),
         ({"reward": None}, "agent", "None as reward"),
         ({"reward": float("nan")}, "agent", "nan as reward"),
