@@ -11,7 +11,7 @@ from envgym.engine import ChatReply
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidStep, PromptTooLong
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Episode, Limit, Observation, Outcome, Task, Turn, observed_messages
+from envgym.types import Action, Episode, Limit, Outcome, Task, Turn, observed_messages
 
 TOKEN_COUNTS = ("prompt_tokens", "completion_tokens")
 
@@ -47,33 +47,21 @@ class ChatAgent(Agent):
         transcript.messages += observed_messages(observation)
         if not transcript.messages:
             raise InvalidStep("the first observation has neither messages nor text")
-        replies: list[ChatReply] = []
-        outcome = await self._play(env, observation, transcript, replies, sampler)
-        for name in TOKEN_COUNTS:
-            counts = [getattr(reply, name) for reply in replies]
-            if None not in counts:
-                transcript.metrics[name] = sum(counts)
-        return transcript.episode(task, outcome)
-
-    async def _play(
-        self,
-        env: CheckedEnv,
-        observation: Observation,
-        transcript: Transcript,
-        replies: list[ChatReply],
-        sampler: Sampler,
-    ) -> Outcome:
         row, tools = transcript.rows[0], observation.tools
-        while True:
+        replies: list[ChatReply] = []
+        outcome: Outcome | None = None
+        while outcome is None:
             try:
                 offered = tools if self.config.tools else ()
                 reply = await sampler.chat(transcript.messages, offered, observation.sampling)
             except OutOfBudget as limit:
-                return Outcome.truncate(limit.reason)
+                outcome = Outcome.truncate(limit.reason)
+                break
             except PromptTooLong:
                 if not replies:
                     raise
-                return Outcome.truncate(Limit.CONTEXT)
+                outcome = Outcome.truncate(Limit.CONTEXT)
+                break
             replies.append(reply)
             row.turns.append(Turn(None, reply.stop_reason))
             transcript.messages.append(reply.message)
@@ -82,5 +70,10 @@ class ChatAgent(Agent):
             transcript.add_reward(reward, info)
             transcript.messages += observed_messages(observation)
             if terminated or truncated or len(replies) == self.config.max_turns:
-                return Outcome.from_step(terminated, truncated)
+                outcome = Outcome.from_step(terminated, truncated)
             tools = observation.tools or tools
+        for name in TOKEN_COUNTS:
+            counts = [getattr(reply, name) for reply in replies]
+            if None not in counts:
+                transcript.metrics[name] = sum(counts)
+        return transcript.episode(task, outcome)

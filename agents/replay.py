@@ -64,11 +64,9 @@ class Replay(Agent):
     def _limited(self, transcript: Transcript, task: Task) -> Outcome:
         """Truncate rows to the limit, and return the outcome."""
         limit = self.config.max_tokens
-        long_rows = [row for row in transcript.rows if limit is not None and len(row.token_ids) > limit]
-        if not long_rows:
+        if limit is None or all(len(row.token_ids) <= limit for row in transcript.rows):
             return Outcome.finish()
-        assert limit is not None
-        for row in long_rows:
+        for row in transcript.rows:
             row.truncate(limit)
         has_actions = any(segment.role == "action" for row in transcript.rows for segment in row.segments)
         if self.config.too_long == "drop" or not has_actions:

@@ -57,6 +57,8 @@ class EvalResult:
     """95% interval of `score`."""
     n_tasks: int
     """Number of tasks with a score."""
+    n_episodes: int
+    """Number of episodes, with the failed ones."""
     failures: Mapping[str, int]
     """Number of failed episodes by kind. They count in no score."""
     environments: Mapping[str, Mapping[str, Any]]
@@ -128,6 +130,7 @@ def evaluate(
         score=result["score"],
         interval=_interval(result),
         n_tasks=result["n_tasks"],
+        n_episodes=result["n_episodes"],
         failures=result["failures"],
         environments=result["envs"],
         result=result,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
 
 from .settings import DistillConfig
 from .sft import SFT
 
 if TYPE_CHECKING:
-    import torch
+    from .losses import LossAndMetrics
 
 
 class Distill(SFT):
@@ -39,9 +39,7 @@ class Distill(SFT):
             sample.arrays["teacher"], sample.arrays["teacher_ids"] = top_tokens[..., 0], top_tokens[..., 1]
         return samples
 
-    def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
+    def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         import torch
 
         from .losses import cross_entropy, topk_forward_kl

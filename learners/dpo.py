@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample
+from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch, TrainSample
 
 from .pairs import PairLearner, chosen_rejected_sums
 from .settings import DPOConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from envgym.learner import FloatArray
+
+    from .losses import LossAndMetrics
 
 
 class DPO(PairLearner):
@@ -36,9 +36,7 @@ class DPO(PairLearner):
         weight = sum(float(sample.loss_weights.sum()) for sample in answers)
         return super().loss_normalizers(samples) | {"nll": max(1e-8, weight)}
 
-    def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
+    def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         from .losses import dpo_loss, nll_of_chosen, pair_sums
 
         policy = pair_sums(outputs.logprobs, batch)

@@ -9,17 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import Learner, LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import Learner, LearnerConfig, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
 from envgym.types import Objective
 
 from .settings import KTOConfig
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
     from envgym.learner import FloatArray
+
+    from .losses import LossAndMetrics
 
 
 class KTO(Learner):
@@ -66,9 +67,7 @@ class KTO(Learner):
         episodes = {sample.episode_index for sample in samples if sample.objective == Objective.LABEL}
         return super().loss_normalizers(samples) | {Objective.LABEL: max(1.0, float(len(episodes)))}
 
-    def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
+    def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         from .losses import kto_loss, unit_constants, unit_sums
 
         log_ratios = unit_sums(outputs.logprobs, batch) - unit_sums(batch.arrays["reference"], batch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from envgym.learner import MetricSums, Outputs, RowBatch
 
@@ -17,20 +18,29 @@ from .settings import CorrectionConfig, DPOConfig, KLEstimator, KTOConfig, Polic
 
 EPS = 1e-6
 """Remaining probability below which it is taken for rounding error, and 0."""
-ClippedLoss = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+LossAndMetrics = tuple[Tensor, MetricSums]
+"""A loss, summed over the batch or divided by its normalizer, and metrics to log."""
+ClippedLoss = tuple[Tensor, Tensor, Tensor]
 """(losses, clipped_low, clipped_high), [B, T] each, the last two bool."""
 
 # ---------------------------------------------------------------------------------------------------------
 # The policy
 
 
-def actor_loss(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) -> tuple[torch.Tensor, MetricSums]:
+def actor_loss(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) -> LossAndMetrics:
     """The weighted sum over the batch's tokens of the policy's loss, with correction, entropy bonus and KL if
     `config` sets them; and metrics to log."""
     old = old_logprobs(outputs, batch, config)
-    mask, weights, metrics = _masked_weights(old, batch, config.correction)
+    mask, weights = batch.loss_weights > 0, torch.ones_like(batch.loss_weights)
+    metrics: MetricSums = {}
+    if config.correction.kind != "none":
+        counts, sampled = mask, batch.old_logprobs
+        weights, mask = importance_weights(old, sampled, batch.loss_weights, batch.episodes, config.correction)
+        n_counted, n_kept, weight_sum = torch.stack([counts.sum(), mask.sum(), weights.sum()]).tolist()
+        dropped = (n_counted - n_kept, n_counted)
+        metrics = {"correction/weight": (weight_sum, n_kept), "correction/dropped_share": dropped}
 
-    def masked(values: torch.Tensor) -> torch.Tensor:
+    def masked(values: Tensor) -> Tensor:
         # `where`, not a product with the mask: a NaN or infinity at a masked or dropped token must reach neither
         # the loss nor, through a derivative there, the gradient.
         return torch.where(mask, values, 0.0)
@@ -56,7 +66,7 @@ def actor_loss(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) 
     return total, metrics | token_metrics(means, log_ratio, mask) | {"loss": (summed, weight)}
 
 
-def old_logprobs(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) -> torch.Tensor:
+def old_logprobs(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) -> Tensor:
     """The old policy's log-probabilities: the sampler's, or the trainer's at the start of the update."""
     if not config.recomputes:
         return batch.old_logprobs
@@ -64,9 +74,7 @@ def old_logprobs(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig
     return batch.arrays["actor"] if config.scores_actor else outputs.logprobs.detach()
 
 
-def policy_loss(
-    log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, config: PolicyGradientConfig
-) -> ClippedLoss:
+def policy_loss(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyGradientConfig) -> ClippedLoss:
     """The loss named `config.policy_loss`. GSPO's is PPO's with the sequence's `log_ratio`."""
     if config.policy_loss == "cispo":
         return cispo_loss(log_ratio, logprobs, advantages, config.clip_low, config.clip_high)
@@ -76,7 +84,7 @@ def policy_loss(
 
 
 def clipped_policy_loss(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> ClippedLoss:
     """PPO's clipped surrogate, negated: -min(r A, clip(r, 1 - low, 1 + high) A), and with a dual clip c for negative
     advantages -max(that, c A).
@@ -95,7 +103,7 @@ def clipped_policy_loss(
 
 
 def cispo_loss(
-    log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> ClippedLoss:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps its gradient, and only its weight is bounded.
 
@@ -106,16 +114,14 @@ def cispo_loss(
     return losses, ratio < 1 - clip_low, ratio > 1 + clip_high
 
 
-def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> ClippedLoss:
+def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> ClippedLoss:
     """-A log pi, without an old policy. Source: R. Williams, "Simple Statistical Gradient-Following Algorithms for
     Connectionist Reinforcement Learning" (1992)."""
     unclipped = torch.zeros_like(advantages, dtype=torch.bool)
     return -advantages * logprobs, unclipped, unclipped
 
 
-def sequence_log_ratio(
-    log_ratio: torch.Tensor, logprobs: torch.Tensor, weights: torch.Tensor, episodes: torch.Tensor
-) -> torch.Tensor:
+def sequence_log_ratio(log_ratio: Tensor, logprobs: Tensor, weights: Tensor, episodes: Tensor) -> Tensor:
     """GSPO's log-ratio: the mean of the token log-ratios over the whole episode, at each of its tokens.
 
     Its gradient at a token is that of the token's log-probability, so that advantages may differ between tokens; if
@@ -126,7 +132,7 @@ def sequence_log_ratio(
     return means[:, None] + logprobs - logprobs.detach()
 
 
-def episode_means(values: torch.Tensor, weights: torch.Tensor, episodes: torch.Tensor) -> torch.Tensor:
+def episode_means(values: Tensor, weights: Tensor, episodes: Tensor) -> Tensor:
     """[B] the weighted mean of `values` [B, T] over all samples of each sample's episode; 0 without weight.
 
     All samples of an episode must be in the batch. Infinities and NaN do not leave their episode.
@@ -142,8 +148,8 @@ def episode_means(values: torch.Tensor, weights: torch.Tensor, episodes: torch.T
 
 
 def importance_weights(
-    old: torch.Tensor, sampled: torch.Tensor, weights: torch.Tensor, episodes: torch.Tensor, config: CorrectionConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
+    old: Tensor, sampled: Tensor, weights: Tensor, episodes: Tensor, config: CorrectionConfig
+) -> tuple[Tensor, Tensor]:
     """[B, T] the factor of each token's policy loss (no gradient), and [B, T] bool the mask of tokens to train on.
 
     old, sampled [B, T] nats: the trainer's log-probabilities at the start of the update, and the sampler's; weights
@@ -167,20 +173,7 @@ def importance_weights(
     return torch.where(mask, factors, 0.0), mask
 
 
-def _masked_weights(
-    old: torch.Tensor, batch: RowBatch, config: CorrectionConfig
-) -> tuple[torch.Tensor, torch.Tensor, MetricSums]:
-    """The mask of tokens to train on, the factors of their policy loss, and metrics of both."""
-    counts = batch.loss_weights > 0
-    if config.kind == "none":
-        return counts, torch.ones_like(batch.loss_weights), {}
-    factors, mask = importance_weights(old, batch.old_logprobs, batch.loss_weights, batch.episodes, config)
-    n_counted, n_kept, total = torch.stack([counts.sum(), mask.sum(), factors.sum()]).tolist()
-    dropped = (n_counted - n_kept, n_counted)
-    return mask, factors, {"correction/weight": (total, n_kept), "correction/dropped_share": dropped}
-
-
-def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
+def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
     """Per-token estimate, in nats, same shape as the inputs.
 
     With l = log pi - log pi_ref: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, where -l is bounded at 20 so that
@@ -201,7 +194,7 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: KLEs
 # The critic
 
 
-def critic_loss(outputs: Outputs, batch: RowBatch, clip: float | None) -> tuple[torch.Tensor, MetricSums]:
+def critic_loss(outputs: Outputs, batch: RowBatch, clip: float | None) -> LossAndMetrics:
     """The weighted sum over the batch's tokens of the clipped value loss, and metrics to log."""
     counts = batch.loss_weights > 0
     values, old, returns = (
@@ -216,9 +209,7 @@ def critic_loss(outputs: Outputs, batch: RowBatch, clip: float | None) -> tuple[
     return total, {"loss": (summed, weight), "clip_fraction": (n_clipped, n_tokens), "value/mean": (value, n_tokens)}
 
 
-def value_loss(
-    values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """0.5 max((V_c - R)^2, (V - R)^2) per token, V_c = V_old + clip(V - V_old, -clip, clip), and bool: clipped.
 
     All tensors the same shape. Source: the value loss of PPO's reference implementation (OpenAI baselines, `ppo2`).
@@ -230,7 +221,7 @@ def value_loss(
     return 0.5 * torch.maximum(clipped, unclipped), clipped > unclipped
 
 
-def state_values(outputs: torch.Tensor) -> torch.Tensor:
+def state_values(outputs: Tensor) -> Tensor:
     """[B, T] V(s_t): the head's output at t - 1, since its output at t has already seen token t; 0 at t = 0."""
     return torch.cat([torch.zeros_like(outputs[:, :1]), outputs[:, :-1]], 1)
 
@@ -239,7 +230,7 @@ def state_values(outputs: torch.Tensor) -> torch.Tensor:
 # Plain text
 
 
-def cross_entropy(outputs: Outputs, batch: RowBatch) -> tuple[torch.Tensor, tuple[float, float]]:
+def cross_entropy(outputs: Outputs, batch: RowBatch) -> tuple[Tensor, tuple[float, float]]:
     """The weighted sum over the batch's tokens of -log pi; and as a metric that sum and the sum of the weights."""
     nll = torch.where(batch.loss_weights > 0, -batch.loss_weights * outputs.logprobs, 0.0).sum()
     return nll, (float(nll.detach()), float(batch.loss_weights.sum()))
@@ -249,7 +240,7 @@ def cross_entropy(outputs: Outputs, batch: RowBatch) -> tuple[torch.Tensor, tupl
 # MetricSums
 
 
-def token_metrics(means: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, mask: torch.Tensor) -> MetricSums:
+def token_metrics(means: Mapping[str, Tensor], log_ratio: Tensor, mask: Tensor) -> MetricSums:
     """Means over the tokens in `mask`, and statistics of the ratio r to the old policy.
 
     Every tensor is [B, T], and finite where `mask` (bool) is set. `policy/approx_kl` is the estimate
@@ -287,7 +278,7 @@ def token_metrics(means: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, ma
 # Preferences and labels. A unit of a batch is a pair, or an episode; arrays [units] hold one number per unit
 
 
-def unit_sums(values: torch.Tensor, batch: RowBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
+def unit_sums(values: Tensor, batch: RowBatch, rows: Tensor | None = None) -> Tensor:
     """[units] the sum of `values` [B, T] over each unit's tokens of positive weight, in all or `rows` [B] of it."""
     row_sums = torch.where(batch.loss_weights > 0, values, 0.0).sum(1)
     if rows is not None:
@@ -296,19 +287,19 @@ def unit_sums(values: torch.Tensor, batch: RowBatch, rows: torch.Tensor | None =
     return row_sums.new_zeros(len(units)).index_add(0, index, row_sums)
 
 
-def unit_constants(name: str, batch: RowBatch) -> torch.Tensor:
+def unit_constants(name: str, batch: RowBatch) -> Tensor:
     """[units] the value of `batch.arrays[name]`, which is constant over the tokens of a unit."""
     units, index = batch.units.unique(return_inverse=True)
     return batch.arrays[name].new_zeros(len(units)).index_copy(0, index, batch.arrays[name][:, 0])
 
 
-def pair_sums(values: torch.Tensor, batch: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def pair_sums(values: Tensor, batch: RowBatch) -> tuple[Tensor, Tensor]:
     """[pairs] each: the sums of `values` over the chosen and over the rejected answers' tokens of positive weight."""
     is_chosen = batch.arrays["chosen"][:, 0] > 0
     return unit_sums(values, batch, is_chosen), unit_sums(values, batch, ~is_chosen)
 
 
-def ranking_loss(difference: torch.Tensor, margin: torch.Tensor) -> torch.Tensor:
+def ranking_loss(difference: Tensor, margin: Tensor) -> Tensor:
     """-log sigmoid(r_chosen - r_rejected - margin), the shape of `difference`.
 
     Source: L. Ouyang et al. (2022), eq. 1; the margin H. Touvron et al., "Llama 2" (2023), eq. 2. Without a margin it
@@ -317,7 +308,7 @@ def ranking_loss(difference: torch.Tensor, margin: torch.Tensor) -> torch.Tensor
     return -torch.nn.functional.logsigmoid(difference - margin)
 
 
-def dpo_loss(margin: torch.Tensor, config: DPOConfig) -> torch.Tensor:
+def dpo_loss(margin: Tensor, config: DPOConfig) -> Tensor:
     """The loss of pairs from their `margin` m: beta times the log-ratio log pi - log pi_ref of the chosen answer minus
     that of the rejected one.
 
@@ -330,13 +321,13 @@ def dpo_loss(margin: torch.Tensor, config: DPOConfig) -> torch.Tensor:
     return -(1 - config.label_smoothing) * correct - config.label_smoothing * flipped
 
 
-def nll_of_chosen(logprobs: torch.Tensor, batch: RowBatch) -> tuple[torch.Tensor, float]:
+def nll_of_chosen(logprobs: Tensor, batch: RowBatch) -> tuple[Tensor, float]:
     """The weighted sum of -log pi over the chosen answers' tokens, and the sum of their weights."""
     weights = batch.loss_weights * batch.arrays["chosen"]
     return torch.where(weights > 0, -weights * logprobs, 0.0).sum(), float(weights.sum())
 
 
-def kto_loss(log_ratio: torch.Tensor, baseline: torch.Tensor, is_good: torch.Tensor, config: KTOConfig) -> torch.Tensor:
+def kto_loss(log_ratio: Tensor, baseline: Tensor, is_good: Tensor, config: KTOConfig) -> Tensor:
     """w_d (1 - sigmoid(beta (l - z))) of good answers and w_u (1 - sigmoid(beta (z - l))) of bad ones.
 
     l is the `log_ratio` log pi - log pi_ref of an answer, z the `baseline`, `is_good` bool; all one shape. Source: K.
@@ -347,12 +338,12 @@ def kto_loss(log_ratio: torch.Tensor, baseline: torch.Tensor, is_good: torch.Ten
     return torch.where(is_good, desirable, undesirable)
 
 
-def step_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def step_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The binary cross-entropy of `labels` in [0, 1], the shape of both."""
     return torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
 
-def topk_forward_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+def topk_forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """[tokens] the KL of the student's distribution q from the teacher's p, in nats: sum p (log p - log q).
 
     student, teacher [tokens, k]: log-probabilities of the teacher's k most likely tokens. All other tokens count as
@@ -363,7 +354,7 @@ def topk_forward_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tenso
     return (teacher.exp() * (teacher - student)).sum(-1) + rest_kl
 
 
-def remainder(logprobs: torch.Tensor) -> torch.Tensor:
+def remainder(logprobs: Tensor) -> Tensor:
     """The probability mass outside the tokens of the last dimension, 1 - sum exp(logprobs); 0 if below `EPS`."""
     mass = 1 - logprobs.exp().sum(-1)
     return torch.where(mass > EPS, mass, 0.0)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from envgym.learner import Learner, LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import Learner, LearnerConfig, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
 from envgym.types import Objective, Status
 
 from .advantages import (
@@ -26,9 +26,8 @@ from .advantages import (
 from .settings import PolicyGradientConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from .advantages import Mask, TokenArray
+    from .losses import LossAndMetrics
 
 
 class PolicyGradient(Learner):
@@ -129,9 +128,7 @@ class PolicyGradient(Learner):
 
     # -- the loss -----------------------------------------------------------------------------------------
 
-    def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
+    def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         if batch.objective != Objective.CROSS_ENTROPY:
             return self.actor_loss(outputs, batch, normalizers)
         # `pretrain_coef` times the cross-entropy of pre-training text, a mean over its tokens. Source: the PPO-ptx
@@ -142,9 +139,7 @@ class PolicyGradient(Learner):
         total, metric = cross_entropy(outputs, batch)
         return self.config.pretrain_coef * total / normalizers[batch.objective], {"pretrain/loss": metric}
 
-    def actor_loss(
-        self, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
+    def actor_loss(self, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         """The policy-gradient loss of the policy."""
         from .losses import actor_loss
 

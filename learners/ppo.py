@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from envgym.learner import LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample
+from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch, TrainSample
 from envgym.types import Objective
 
 from .advantages import ActionTokens, gae_advantages
@@ -19,9 +19,8 @@ from .policy_gradient import PolicyGradient
 from .settings import Credit, PolicyGradientConfig, RewardKL, Scope
 
 if TYPE_CHECKING:
-    import torch
-
     from .advantages import TokenArray
+    from .losses import LossAndMetrics
 
 
 class PPOConfig(PolicyGradientConfig):
@@ -71,9 +70,7 @@ class PPO(PolicyGradient):
         tokens.write("returns", advantages + values)
         return advantages
 
-    def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
+    def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         if role == "actor":
             return super().loss(role, outputs, batch, normalizers)
         # The critic's: the clipped value loss, aggregated as the policy's loss is; 0 for samples of other objectives.

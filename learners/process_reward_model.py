@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from envgym.learner import Learner, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import Learner, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
 from envgym.types import Objective
 
 if TYPE_CHECKING:
-    import torch
-
     from envgym.learner import FloatArray
+
+    from .losses import LossAndMetrics
 
 
 class ProcessRewardModel(Learner):
@@ -33,11 +33,9 @@ class ProcessRewardModel(Learner):
         for trajectory in (trajectory for group in groups for trajectory in group):
             for row, sample in zip(trajectory.episode.rows, trajectory.samples, strict=True):
                 ends = np.cumsum([len(segment) for segment in row.segments])
-                last_tokens = [
-                    end - 1 for end, segment in zip(ends, row.segments, strict=True) if segment.role == "action"
-                ]
+                indices = [end - 1 for end, segment in zip(ends, row.segments, strict=True) if segment.role == "action"]
                 labels = np.full(len(sample), np.nan, np.float32)
-                for index, turn in zip(last_tokens, row.turns, strict=True):
+                for index, turn in zip(indices, row.turns, strict=True):
                     labels[index] = np.nan if turn.reward is None else turn.reward
                 sample.objective = Objective.LABEL
                 sample.loss_weights = np.isfinite(labels).astype(np.float32)
@@ -46,9 +44,7 @@ class ProcessRewardModel(Learner):
                     samples.append(sample)
         return samples
 
-    def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
+    def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         from .losses import step_loss
 
         counts = batch.loss_weights > 0
@@ -56,7 +52,7 @@ class ProcessRewardModel(Learner):
         losses = step_loss(values, labels)
         n = float(len(losses))
         right = ((values > 0) == (labels > 0.5)).sum()
-        total: torch.Tensor = losses.sum() / normalizers[batch.objective]
+        total = losses.sum() / normalizers[batch.objective]
         return total, {"loss": (float(losses.detach().sum()), n), "step/accuracy": (float(right), n)}
 
     def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from envgym.learner import LearnerConfig, MetricSums, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
 
 from .pairs import PairLearner, chosen_rejected_sums
 from .settings import RewardModelConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from envgym.learner import FloatArray
+
+    from .losses import LossAndMetrics
 
 
 class RewardModel(PairLearner):
@@ -47,9 +47,7 @@ class RewardModel(PairLearner):
         arrays = {**last.arrays, "margin": np.full(len(weights), margin, np.float32)}
         return [replace(last, loss_weights=weights, arrays=arrays)]
 
-    def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
+    def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         from .losses import pair_sums, ranking_loss
 
         chosen_rewards, rejected_rewards = pair_sums(outputs.values, batch)
@@ -76,12 +74,11 @@ class RewardModel(PairLearner):
 
         chosen_rewards, rejected_rewards = chosen_rejected_sums(samples, outputs)
         margin, _ = chosen_rejected_sums(samples, [sample.arrays["margin"] for sample in samples])
+        losses = ranking_loss(torch.from_numpy(chosen_rewards - rejected_rewards), torch.from_numpy(margin))
         rewards = np.concatenate([chosen_rewards, rejected_rewards])
         self._statistics, self._is_held_out = {"mean": float(rewards.mean()), "std": float(rewards.std())}, True
         return {
-            "eval/loss": float(
-                ranking_loss(torch.from_numpy(chosen_rewards - rejected_rewards), torch.from_numpy(margin)).mean()
-            ),
+            "eval/loss": float(losses.mean()),
             "eval/accuracy": float((chosen_rewards > rejected_rewards).mean()),
             "eval/margin": float((chosen_rewards - rejected_rewards).mean()),
             "eval/reward_mean": float(rewards.mean()),

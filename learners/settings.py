@@ -16,9 +16,7 @@ Credit = Literal["episode", "turn"]
 Scope = Literal["batch", "batch_mean", "group", "none"]
 KLEstimator = Literal["k1", "k2", "k3"]
 KLTerm = Literal["reward", "loss"]
-PolicyLoss = Literal["ppo", "gspo", "cispo", "reinforce"]
 Aggregation = Literal["token", "sequence", "constant"]
-CorrectionKind = Literal["none", "tis", "icepop", "seq_mask_tis"]
 
 
 class ShapingConfig(Settings):
@@ -96,7 +94,7 @@ class SquaredKL(KLConfig):
 class CorrectionConfig(Settings):
     """Weights w = pi_trainer / pi_sampler on the policy loss, at the start of the update."""
 
-    kind: CorrectionKind = "none"
+    kind: Literal["none", "tis", "icepop", "seq_mask_tis"] = "none"
     """`tis`: w, at most `high`; `icepop`: w, and tokens with w outside [low, high] are dropped; `seq_mask_tis`: as
     `tis`, and episodes whose geometric mean of w is outside are dropped."""
     low: float = Field(0.5, ge=0)
@@ -133,7 +131,7 @@ class PolicyGradientConfig(LearnerConfig):
     kl: KLConfig = KLConfig()
 
     # The loss.
-    policy_loss: PolicyLoss = "ppo"
+    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
     """`ppo`: clipped ratio of each token; `gspo`: of each episode; `cispo`: bounded weight on log pi; `reinforce`:
     log pi without a ratio."""
     clip_low: float = Field(0.2, gt=0, le=1)
@@ -150,7 +148,7 @@ class PolicyGradientConfig(LearnerConfig):
     correction: CorrectionConfig = CorrectionConfig()
     old_logprobs: Literal["auto", "rollout", "recompute"] = "auto"
     """The old policy of the ratio: `rollout` the sampler's, `recompute` the trainer's at the start of the
-    update. `auto`: the sampler's where a rollout is one optimizer step, unless something needs the trainer's."""
+    update. `auto`: the sampler's if a rollout is one optimizer step and nothing else needs the trainer's."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
     pretrain_coef: float = Field(1.0, ge=0)

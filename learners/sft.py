@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import Learner, LearnerConfig, MetricSums, Outputs, RowBatch, TrainSample, Trajectory
+from envgym.learner import Learner, LearnerConfig, Outputs, RowBatch, TrainSample, Trajectory
 from envgym.types import Objective
 
 from .settings import SFTConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from envgym.learner import FloatArray
+
+    from .losses import LossAndMetrics
 
 
 class SFT(Learner):
@@ -31,9 +31,7 @@ class SFT(Learner):
             sample.drop_sampling_info()
         return samples
 
-    def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
+    def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         from .losses import cross_entropy
 
         total, metric = cross_entropy(outputs, batch)

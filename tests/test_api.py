@@ -133,11 +133,7 @@ def test_classes_become_targets_that_load_the_same_class():
     class Local(Echo):
         pass
 
-    assert [short_name(name) for name in ("__main__:Echo", "a/b.py:Echo", "math_verify")] == [
-        "Echo",
-        "b",
-        "math_verify",
-    ]
+    assert list(map(short_name, ("__main__:Echo", "a/b.py:Echo", "judge"))) == ["Echo", "b", "judge"]
     target = target_of(Echo)
     assert target == "tests.test_api:Echo"
     assert load_class(target, (envgym.Env,), "environment") is Echo

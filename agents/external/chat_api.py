@@ -19,6 +19,8 @@ from aiohttp import web
 from envgym.engine import Generation
 from envgym.types import Message, StopReason, ToolSpec, as_messages
 
+Body = dict[str, Any]
+"""The JSON object of an answer, or of one of its chunks."""
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """The token fields of a message or an output item: all three are present, or none."""
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -92,9 +94,7 @@ class CompletionRequest(PolicyRequest):
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         return cls.from_body(body, messages, tools, limit, "max_tokens")
 
-    def answer(
-        self, message: Message, generation: Generation, context: list[int]
-    ) -> dict[str, Any] | Iterator[dict[str, Any]]:
+    def answer(self, message: Message, generation: Generation, context: list[int]) -> Body | Iterator[Body]:
         """The completion, or its chunks if a stream is requested."""
         completion = Completion(self.body, message, generation, context)
         return completion.chunks() if self.body.get("stream") else completion.body()

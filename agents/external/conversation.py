@@ -92,9 +92,8 @@ class Conversation:
             branch.transcript.start_row(branch.dialogue.start(Observation(mark_after_prompt(messages), tools=tools)))
             self._branches.append(branch)
         else:
-            extend(
-                branch.transcript, branch.dialogue.add_observation(Observation(tuple(messages[len(branch.messages) :])))
-            )
+            observation = Observation(tuple(messages[len(branch.messages) :]))
+            extend(branch.transcript, branch.dialogue.add_observation(observation))
         branch.busy = True
         try:
             context = branch.transcript.context.tolist()

@@ -125,9 +125,8 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._of_url(request)
-        return web.json_response(
-            {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "envgym"}]}
-        )
+        model = {"id": "policy", "object": "model", "owned_by": "envgym"}
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _respond(self, api: Api, request: web.Request) -> web.StreamResponse:
         session, body = await self._authenticated(request)

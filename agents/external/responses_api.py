@@ -19,7 +19,6 @@ from envgym.types import Message, StopReason, TextPart, ToolCall, ToolSpec
 from .chat_api import TOKEN_FIELDS, PolicyRequest, check_settings, refusal
 
 Item = dict[str, Any]
-
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Roles of the API's messages, and the chat template's role for each: a developer is the system."""
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -171,10 +170,8 @@ def output_items(message: Message) -> list[Item]:
     items: list[Item] = []
     calls = [call for call in message.tool_calls if not call.error]
     if message.text or not calls:
-        part = {"type": "output_text", "text": message.text, "annotations": []}
-        items.append(
-            {"type": "message", "id": _id("msg"), "role": "assistant", "status": "completed", "content": [part]}
-        )
+        text = [{"type": "output_text", "text": message.text, "annotations": []}]
+        items.append({"type": "message", "id": _id("msg"), "role": "assistant", "status": "completed", "content": text})
     for call in calls:
         arguments = json.dumps(dict(call.arguments))
         items.append(
@@ -190,14 +187,11 @@ def result_item(message: Message) -> Item:
 
 
 def with_tokens(
-    items: Sequence[Item],
-    prompt_token_ids: Sequence[int],
-    generation_token_ids: Sequence[int],
-    log_probs: Sequence[float],
+    items: Sequence[Item], prompt: Sequence[int], sampled: Sequence[int], logprobs: Sequence[float]
 ) -> list[Item]:
     """The items of one model call with its tokens on the last item: prompt [P], sampled tokens [T], and their
     log-probabilities [T] in nats."""
-    values = ([int(t) for t in prompt_token_ids], [int(t) for t in generation_token_ids], [float(p) for p in log_probs])
+    values = ([int(t) for t in prompt], [int(t) for t in sampled], [float(p) for p in logprobs])
     return [*items[:-1], {**items[-1], **dict(zip(TOKEN_FIELDS, values, strict=True))}]
 
 
@@ -283,7 +277,5 @@ class ResponsesRequest(PolicyRequest):
         if truncated:
             items = [{**item, "status": "incomplete"} for item in items]
         echoed = {name: self.body[name] for name in ECHOED if self.body.get(name) is not None}
-        model = str(self.body.get("model") or "policy")
-        return response(
-            items, truncated=truncated, model=model, tools=self.body.get("tools") or [], usage=usage, **echoed
-        )
+        echoed |= {"model": str(self.body.get("model") or "policy"), "tools": self.body.get("tools") or []}
+        return response(items, truncated=truncated, usage=usage, **echoed)

@@ -142,7 +142,7 @@ def _following_rule(context: str, lengths: Sequence[int]) -> Rule:
             return
         start += len(context)
         for length in lengths:
-            if start + length <= len(text) and _ends_at(text, start + length):
+            if start + length <= len(text) and _is_boundary(text, start + length):
                 yield text[start : start + length]
 
     return rule
@@ -164,7 +164,7 @@ def places(answer: str, text: str) -> list[int]:
     """The indices of `answer` in `text`, at word boundaries: "4" does not occur in "42"."""
     starts, start = [], text.find(answer)
     while start >= 0:
-        if _begins_at(text, start) and _ends_at(text, start + len(answer)):
+        if _is_boundary(text, start) and _is_boundary(text, start + len(answer)):
             starts.append(start)
         start = text.find(answer, start + 1)
     return starts
@@ -174,12 +174,9 @@ def occurs(answer: str, text: str) -> bool:
     return bool(places(answer, text))
 
 
-def _begins_at(text: str, index: int) -> bool:
-    return index == 0 or not (text[index - 1].isalnum() and text[index].isalnum())
-
-
-def _ends_at(text: str, index: int) -> bool:
-    return index >= len(text) or not (text[index - 1].isalnum() and text[index].isalnum())
+def _is_boundary(text: str, index: int) -> bool:
+    """True if a word may begin or end before the character at `index`."""
+    return index in (0, len(text)) or not (text[index - 1].isalnum() and text[index].isalnum())
 
 
 # -- answers ----------------------------------------------------------------------------------------------

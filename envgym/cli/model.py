@@ -25,9 +25,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "adapter into its base, or export a model: see envgym model merge --help and envgym model export --help.",
         "envgym model starter",
     )
-    parser.add_argument(
-        "name", metavar="NAME", help="recipe that makes a model: starter, or a YAML file with new_model"
-    )
+    parser.add_argument("name", metavar="NAME", help="recipe of a model: starter, or a YAML file with new_model")
     options = parser.parse_without_words(arguments, "a model is made as its recipe says")
 
     from envgym.config.recipes import makes_model, recipe_names

@@ -57,9 +57,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     set_sampled_model(config, cli_settings(options, words))
     with open_display() as display:
         display.begin(config.name, f"{config.stages[-1].env.name}, {config.stages[-1].model}")
-        result = collect(
-            config, selection, Path(options.out), display, overwrite=options.overwrite, make_model=make_model
-        )
+        path, overwrite = Path(options.out), options.overwrite
+        result = collect(config, selection, path, display, overwrite=overwrite, make_model=make_model)
     print(aligned(_lines(result, selection, options.out)))
     return 0
 

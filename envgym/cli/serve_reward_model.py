@@ -42,8 +42,6 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         token = f"with the token in {token_file}" if token_file else "without a token"
         print(f"serving {declared.model} at {url} {token} (Ctrl-C ends it)", flush=True)
 
-    host, port, token_file = options.host, options.port, options.token_file
-    asyncio.run(
-        serve_model(declared, host, port, token_file=token_file, open_to_all=options.no_token, on_ready=on_ready)
-    )
+    host, port, file = options.host, options.port, options.token_file
+    asyncio.run(serve_model(declared, host, port, token_file=file, open_to_all=options.no_token, on_ready=on_ready))
     return 0

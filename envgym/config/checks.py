@@ -26,7 +26,9 @@ def complete_stage(stage: StageConfig) -> None:
         stage.agent = Component(name=spec.agent, **stage.agent.settings)
     agent_class, agent_config = stage.agent_config()
     learner_class, learner_config = stage.learner_config()
-    _check_names(stage, learner_config)
+    for setting in settings_of(learner_class.Config, "learner."):
+        if new := RENAMED.get(setting.key):  # in a user's learner, where it would have no effect
+            raise ConfigError(f"{setting.key} is now {new}: rename it in learner {stage.learner.name}")
     _check_roles(stage, learner_class(learner_config).roles, learner_config, samples=agent_class.uses_policy)
     if stage.kind == "train" and learner_class.needs_policy_samples and not agent_class.uses_policy:
         raise ConfigError(
@@ -43,13 +45,6 @@ def complete_stage(stage: StageConfig) -> None:
     stage.env = Component(name=stage.env.name, **spec.config.model_dump(mode="json", exclude={"data"}))
     stage.agent = Component(name=stage.agent.name, **agent_config.model_dump(mode="json"))
     stage.learner = Component(**learner_config.model_dump(mode="json"))
-
-
-def _check_names(stage: StageConfig, config: LearnerConfig) -> None:
-    """Raise an error if a user's learner defines a setting by an old name: it would have no effect."""
-    for setting in settings_of(type(config), "learner."):
-        if setting.key in RENAMED:
-            raise ConfigError(f"{setting.key} is now {RENAMED[setting.key]}: rename it in learner {stage.learner.name}")
 
 
 def _check_staleness(stage: StageConfig, learner_class: type[Learner], config: LearnerConfig) -> None:
@@ -92,7 +87,7 @@ def _check_roles(
             raise ConfigError(f"learner {stage.learner.name} needs a model for its {role}: set roles.{role}.model")
         if role_config.base_url is not None and not role_spec.top_k:
             raise ConfigError(
-                f"roles.{role}.base_url: an API gives a teacher's most likely tokens, but no outputs of a {role}"
+                f"roles.{role}.base_url: an API gives a teacher's most likely tokens, no {role}'s outputs"
             )
         if role_config.lora and not role_spec.trained:
             raise ConfigError(f"roles.{role}.lora: the {role} is not trained, so it has no adapter")

@@ -23,29 +23,24 @@ def rename_settings(
 ) -> dict[str, Any]:
     """The settings of a run, a recipe or a stage with keys renamed by `names`. With `warn`, a `RenamedSetting` warning
     per key. Raises `ConfigError` if a setting has both names."""
-
-    def rename_inner(value: Any) -> Any:
-        if isinstance(value, list):
-            return [rename_inner(item) for item in value]
-        return rename_settings(value, names, warn=warn) if isinstance(value, Mapping) else value
-
-    renamed: dict[str, Any] = dict(settings)
+    renamed: Any = settings
     for old, new in names.items():
-        renamed = _rename(renamed, old, old, new, warn)
-    for key in renamed.keys() & {"stages", "model_settings"}:
-        value = renamed[key]
-        is_named = key == "stages" and isinstance(value, Mapping)  # `stages.NAME.KEY`
-        renamed[key] = {name: rename_inner(stage) for name, stage in value.items()} if is_named else rename_inner(value)
-    return renamed
+        for prefix in ("", "stages.*.", "model_settings."):
+            renamed = _rename(renamed, f"{prefix}{old}", old, new, warn)
+    return dict(renamed)
 
 
 def _rename(settings: Any, path: str, old: str, new: str, warn: bool) -> Any:
-    """The settings, with the key at the dotted `path` renamed from `old` to `new` in its place."""
+    """The settings, with the key at the dotted `path` renamed from `old` to `new` in its place. A `*` in the path
+    stands for every item of a list or mapping."""
     key, _, subpath = path.partition(".")
-    if not isinstance(settings, Mapping) or key not in settings:
+    if key == "*" and isinstance(settings, list):
+        return [_rename(item, subpath, old, new, warn) for item in settings]
+    if not isinstance(settings, Mapping) or key not in (*settings, "*"):
         return settings
     if subpath:
-        return {**settings, key: _rename(settings[key], subpath, old, new, warn)}
+        keys = settings if key == "*" else [key]
+        return {**settings, **{key: _rename(settings[key], subpath, old, new, warn) for key in keys}}
     name = new.rpartition(".")[2]
     if name in settings:
         raise ConfigError(f"{old} and {new} are the same setting: leave out {old}")

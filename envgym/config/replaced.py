@@ -41,8 +41,8 @@ class Replaced:
                 # A saved config holds every default; the old component's defaults are not meant for the new one.
                 defaults = old_class.model_construct().model_dump(mode="json", warnings=False)
                 settings = dict(_without_defaults(defaults, settings))
-            bases = (base for base in old_class.__mro__ if issubclass(base, BaseModel))
-            common = next(base for base in bases if issubclass(new_class, base)).model_fields
+            bases = (base for base in old_class.__mro__ if issubclass(base, BaseModel) and issubclass(new_class, base))
+            common = next(bases).model_fields
         if kind == "learner":
             self._roles = dict.fromkeys(roles, old["name"]) | self._roles
         self._dropped += [(kind, old["name"], key) for key in settings if key not in common]

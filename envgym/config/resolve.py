@@ -88,13 +88,13 @@ def _recipe_layers(recipe: str, from_file: Mapping[str, Any], overrides: Mapping
         raise ConfigError(f"recipe {recipe}: model_settings belong to the model that new_model makes, and it has none")
     if "new_model" in recipe_settings:
         recipe_settings.setdefault("model", recipe)
-    sources = (overrides, from_file, recipe_settings)
-    model = next((source["model"] for source in sources if "model" in source), DEFAULT_MODEL)
+    model = next(
+        (layer["model"] for layer in (overrides, from_file, recipe_settings) if "model" in layer), DEFAULT_MODEL
+    )
     engine = merge(from_file, overrides).get("engine")
     # An API's model is not the local model of that name.
     is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"
-    model_settings = {} if is_api else settings_of_model(model)
-    stages = {"stages": recipe_settings.pop("stages", [])}
+    model_settings, stages = {} if is_api else settings_of_model(model), {"stages": recipe_settings.pop("stages", [])}
     return [Layer(recipe_settings, "recipe"), Layer(model_settings, "model"), Layer(stages, "recipe")]
 
 

@@ -297,9 +297,8 @@ class StageConfig(Settings):
     def learner_config(self) -> tuple[type[Learner], LearnerConfig]:
         """The learner's class and its validated settings."""
         learner_class: type[Learner] = load_component("learner", self.learner.name)
-        return learner_class, validate_settings(
-            learner_class.Config, self.learner.model_dump(), f"learner {self.learner.name}"
-        )
+        settings, label = self.learner.model_dump(), f"learner {self.learner.name}"
+        return learner_class, validate_settings(learner_class.Config, settings, label)
 
     def workers_of(self, role: str) -> WorkersConfig:
         """The settings of a role's workers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from envgym.engine import ChatEngine, ChatReply, ChatRequest, SamplingParams
@@ -82,9 +82,8 @@ class OpenAIEngine(ChatEngine):
         try:
             answer = await self._api.ask(self._body(request), defect=_defect, tries=tries)
         except RequestRejected as error:
-            if error.code == "context_length_exceeded" or (
-                error.status in (400, 413, 422) and TOO_LONG.search(str(error))
-            ):
+            is_named = error.status in (400, 413, 422) and TOO_LONG.search(str(error))
+            if is_named or error.code == "context_length_exceeded":
                 raise PromptTooLong(str(error)) from None
             raise
         choice = first_choice(answer)
@@ -98,16 +97,10 @@ class OpenAIEngine(ChatEngine):
         return ChatReply(message, StopReason.LENGTH if reason in CUT else StopReason.STOP, **usage_of(answer))
 
     def _body(self, request: ChatRequest) -> dict[str, Any]:
-        sampling = request.sampling
-        return self._api.body(
-            mark_after_prompt(request.messages),
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,  # also at 1: servers have defaults of their own
-            tools=[tool.as_dict() for tool in request.tools] or None,
-            top_k=sampling.top_k or None,  # not one of OpenAI's
-            seed=sampling.seed,
-        )
+        # `top_p` also at 1: servers have defaults of their own. `top_k` is not one of OpenAI's parameters.
+        omitted = {"stop_token_ids": None, "top_k": request.sampling.top_k or None}
+        tools = [tool.as_dict() for tool in request.tools] or None
+        return self._api.body(mark_after_prompt(request.messages), **(asdict(request.sampling) | omitted), tools=tools)
 
     def _advice(self, status: int) -> str:
         if status in (401, 403):  # the message already names the key

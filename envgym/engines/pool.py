@@ -158,9 +158,8 @@ class EnginePool:
     async def _call_each(self, method: str, *args: Any, losing: type[WorkerError] = WorkerDied) -> list[Any]:
         """The live engines' answers, possibly none. An engine that raises an error of class `losing` is replaced."""
         members = list(self.members)
-        results = await asyncio.gather(
-            *(getattr(member.client, method)(*args) for member in members), return_exceptions=True
-        )
+        calls = [getattr(member.client, method)(*args) for member in members]
+        results = await asyncio.gather(*calls, return_exceptions=True)
         answers = []
         for member, result in zip(members, results, strict=True):
             if isinstance(result, losing):

@@ -37,7 +37,7 @@ class Sample:
     request: Request
     stop: frozenset[int]
     future: asyncio.Future[Generation]
-    generator: torch.Generator | None
+    generator: torch.Generator
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     versions: list[int] = field(default_factory=list)
@@ -98,8 +98,7 @@ class TransformersEngine:
         return self._steps
 
     async def generate(self, request: Request) -> Generation:
-        sampling = request.sampling
-        generator = None
+        sampling, generator = request.sampling, self._generator
         if sampling.seed is not None:
             generator = torch.Generator(self._device).manual_seed(sampling.seed)
         stop = frozenset((*sampling.stop_token_ids, *self._end_tokens))
@@ -192,7 +191,7 @@ class TransformersEngine:
                 self._steps += 1
                 for row, sample in zip(logits, batch, strict=True):
                     if not sample.finished:
-                        token, logprob = sample_token(row, sample.request.sampling, sample.generator or self._generator)
+                        token, logprob = sample_token(row, sample.request.sampling, sample.generator)
                         sample.token_ids.append(token)
                         sample.logprobs.append(logprob)
                         sample.versions.append(version)

@@ -11,6 +11,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +81,9 @@ class VLLMEngine:
         return self._steps
 
     async def generate(self, request: Request) -> Generation:
-        requested = request.sampling
-        sampling = _sampling_params(
-            max_tokens=requested.max_tokens,
-            temperature=requested.temperature,
-            top_p=requested.top_p,
-            top_k=requested.top_k,
-            seed=requested.seed,
-            stop_token_ids=[*requested.stop_token_ids, *self._end_tokens],
-            ignore_eos=True,  # the end tokens are all among the stop tokens
-            logprobs=0,
-        )
+        stop = {"stop_token_ids": [*request.sampling.stop_token_ids, *self._end_tokens]}
+        # `ignore_eos`: the end tokens are all among the stop tokens.
+        sampling = _sampling_params(**(asdict(request.sampling) | stop), ignore_eos=True, logprobs=0)
         output = (await self._run(request.id, list(request.token_ids), sampling)).outputs[0]
         if output.finish_reason not in STOP_REASONS:
             raise InvalidOutcome("engine", _describe_abort(output.finish_reason), retryable=True)
@@ -301,8 +294,6 @@ def _lora_arguments(rank: int) -> dict[str, Any]:
 
 def _build(spec: EngineSpec) -> Any:
     """Build vLLM's engine. Raises `ConfigError` with the reason if it cannot be built."""
-    import dataclasses
-
     from vllm.platforms import current_platform
 
     if current_platform.is_unspecified():
@@ -313,7 +304,7 @@ def _build(spec: EngineSpec) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    known_names = {field.name for field in dataclasses.fields(EngineArgs)}
+    known_names = {field.name for field in fields(EngineArgs)}
     for name in spec.engine_args:
         if name not in known_names:
             raise ConfigError(f"vLLM has no engine argument {name!r}.{did_you_mean(name, known_names)}")

@@ -91,9 +91,8 @@ def _split_greedy(settings: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]
     """(True for greedy sampling (`rollout.temperature=0`), the settings without that temperature, which a run
     rejects)."""
     rollout = settings.get("rollout")
-    if not isinstance(rollout, Mapping) or isinstance(rollout.get("temperature"), bool):
-        return False, settings
-    if rollout.get("temperature") != 0:
+    temperature = rollout.get("temperature") if isinstance(rollout, Mapping) else None
+    if isinstance(temperature, bool) or temperature != 0:
         return False, settings
     sampled_rollout = {key: value for key, value in rollout.items() if key != "temperature"}
     return True, {**settings, "rollout": sampled_rollout}

@@ -44,10 +44,9 @@ class Mean:
 
     def as_dict(self) -> dict[str, object]:
         """The result for JSON, with None for NaN."""
-        interval = interval_or_none(self.low, self.high)
         return {
             "score": number_or_none(self.score),
-            "ci95": interval,
+            "ci95": interval_or_none(self.low, self.high),
             "stderr": number_or_none(self.stderr),
             "n_tasks": self.n,
         }

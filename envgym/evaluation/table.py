@@ -126,11 +126,7 @@ def _csv_row(name: str, env: Mapping[str, Any]) -> dict[str, Any]:
         "failed": sum(env["failures"].values()),
         "unscored": env["unscored"],
         "truncated": env["truncated"],
-        **{
-            f"{kind}={k}": value
-            for kind in ("pass@k", "pass^k", "majority@k")
-            for k, value in env.get(kind, {}).items()
-        },
+        **{f"{kind}={k}": value for kind in AT_K for k, value in env.get(kind, {}).items()},
         "tokens": env["tokens"],
         "turns": env["turns"],
         "seconds_p50": seconds.get("p50"),

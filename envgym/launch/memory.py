@@ -218,9 +218,8 @@ class MemoryNeeds:
         """The total of every GPU and node in use. Parts that share GPUs in turns with the engine do not add to it."""
         totals = []
         for number, node in enumerate(self._plan.nodes):
-            processes = [
-                (p.name, slot) for p in self._plan.parts for slot in self._slots(p.name) if slot.node == number
-            ]
+            slots = [(part.name, slot) for part in self._plan.parts for slot in self._slots(part.name)]
+            processes = [(name, slot) for name, slot in slots if slot.node == number]
             for gpu in sorted({gpu for _, slot in processes for gpu in slot.gpus}):
                 names = [name for name, slot in processes if gpu in slot.gpus]
                 gpu_bytes = self._gpu_bytes(names)

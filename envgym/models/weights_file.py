@@ -57,14 +57,12 @@ def read_weights(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def split_into_buckets(
-    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors in buckets of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+def split_into_buckets(tensors: Iterable[tuple[str, torch.Tensor]], n_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors in buckets of at most `n_bytes`; a larger tensor is a bucket of its own."""
     bucket: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
+        if bucket and size + tensor.nbytes > n_bytes:
             yield bucket
             bucket, size = {}, 0
         bucket[name] = tensor

@@ -16,13 +16,11 @@ from envgym.learner import TrainSample
 from envgym.render.spelling import IN_APIS
 from envgym.types import Episode, Group, Status, StopReason
 
-Spells = Callable[[str], object]
+Match = Callable[[str], object]
 """True for a completion that spells out a special token as text."""
 
 
-def rollout_metrics(
-    groups: Sequence[Group], *, sampled: bool = True, spells: Spells = IN_APIS.search
-) -> dict[str, Any]:
+def rollout_metrics(groups: Sequence[Group], *, sampled: bool = True, spells: Match = IN_APIS.search) -> dict[str, Any]:
     """Rewards, scores, lengths and failures of a step's groups, in total and per member of a mixture.
 
     Failed episodes, and failed attempts that were retried, are only counted. Episodes that were not `sampled` have no
@@ -38,7 +36,7 @@ def rollout_metrics(
     return record
 
 
-def _outcomes(groups: Sequence[Group], sampled: bool, spells: Spells) -> dict[str, Any]:
+def _outcomes(groups: Sequence[Group], sampled: bool, spells: Match) -> dict[str, Any]:
     episodes = [episode for group in groups for episode in group.episodes]
     finished = [episode for episode in episodes if not episode.failed]
     failed = [episode for group in groups for episode in [*group.episodes, *group.superseded] if episode.failed]
@@ -152,6 +150,5 @@ def check_failures(groups: Sequence[Group], max_share: float) -> None:
     failed = [episode for episode in episodes if episode.failed]
     if failed and len(failed) > max_share * len(episodes):
         (kind, message), _ = Counter((e.outcome.reason, e.outcome.message) for e in failed).most_common(1)[0]
-        raise RolloutFailed(
-            f"{len(failed)} of {len(episodes)} episodes failed; the most common failure is {kind}: {message}"
-        )
+        n_failed = f"{len(failed)} of {len(episodes)} episodes failed"
+        raise RolloutFailed(f"{n_failed}; the most common failure is {kind}: {message}")

@@ -96,9 +96,8 @@ class LiveDisplay(Display):
         self.close()
         table = Table.grid(padding=(0, 2))
         for name, text in summary_lines(summary):
-            table.add_row(
-                Text(name, "bold green" if name == "next" else "bold"), Text(printable(text), overflow="fold")
-            )
+            style = "bold green" if name == "next" else "bold"
+            table.add_row(Text(name, style), Text(printable(text), overflow="fold"))
         self._console.print(Padding(table, (0, 1)))
 
     def close(self) -> None:
@@ -134,9 +133,8 @@ class LiveDisplay(Display):
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         steps = Table.grid(padding=(0, 2))
-        steps.add_row(
-            Text(f"{self._step}/{self._steps}"), ProgressBar(self._steps, self._step, width=30), Text(self._time_left())
-        )
+        bar = ProgressBar(self._steps, self._step, width=30)
+        steps.add_row(Text(f"{self._step}/{self._steps}"), bar, Text(self._time_left()))
         table.add_row(Text("step", "bold"), steps)
         key = self._main_key()
         if self._history:

@@ -12,7 +12,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 from weakref import WeakSet
 
 from aiohttp import web
@@ -94,8 +94,6 @@ async def read_json(request: web.BaseRequest, limit: int, seconds: float) -> byt
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     try:
-        if request.content.is_eof():  # the body came with the head
-            return await request.read()
         incoming = IncomingBody(limit)
         async with asyncio.timeout(seconds):
             async for part in request.content.iter_any():
@@ -200,14 +198,8 @@ class Connections(web.Server):
     def __init__(
         self,
         answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-        max_body: int,
         on_problem: Callable[[Problem], None] = lambda problem: None,
     ) -> None:
-        loop = asyncio.get_running_loop()
-
-        def request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=max_body)
-
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
             try:
                 return await answer(request)
@@ -216,13 +208,12 @@ class Connections(web.Server):
             on_problem(problem)
             return problem_response(problem, request)
 
-        super().__init__(handle, request_factory=request)
-        self._loop_of_connections = loop
+        super().__init__(handle)
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(
             self,
-            loop=self._loop_of_connections,
+            loop=self._loop,
             access_log=None,  # type: ignore[arg-type]  # None means no access log
             keepalive_timeout=KEEPALIVE_SECONDS,
             lingering_time=LINGER_SECONDS,

@@ -102,16 +102,13 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
         raise ConfigError(f"token file {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"token file {path} can be read by others on this machine: chmod 600 {path}")
-    lines = [(number, words) for number, line in enumerate(text.splitlines(), 1) if (words := _words(line))]
+    split_lines = ((number, line.partition("#")[0].split()) for number, line in enumerate(text.splitlines(), 1))
+    lines = [(number, words) for number, words in split_lines if words]
     if not lines:
         raise ConfigError(f"token file {path} holds no token; write one of at least {MIN_LENGTH} characters into it")
     if len(lines) == 1 and len(lines[0][1]) == 1:
         lines = [(lines[0][0], ["default", *lines[0][1]])]
     return lines
-
-
-def _words(line: str) -> list[str]:
-    return line.partition("#")[0].split()
 
 
 def _client(words: list[str], context: str) -> tuple[ServerClient, str]:

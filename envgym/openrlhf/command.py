@@ -100,9 +100,8 @@ def _printed_command(translation: Translation) -> str:
     for word in translation.arguments:
         is_value = words and words[-1].startswith("--") and " " not in words[-1] and "=" not in word
         words[-1:] = [f"{words[-1]} {shlex.quote(word)}"] if is_value else [*words[-1:], shlex.quote(word)]
-    variables = "".join(
-        f"{name}={'…' if 'KEY' in name else shlex.quote(text)} " for name, text in translation.environ.items()
-    )
+    environ = translation.environ.items()
+    variables = "".join(f"{name}={'…' if 'KEY' in name else shlex.quote(text)} " for name, text in environ)
     line = f"{variables}envgym " + " \\\n  ".join(words)
     if translation.save_path is not None:
         line += f"\n{shlex.join(['cp', '-r', str(translation.run / translation.result), str(translation.save_path)])}"

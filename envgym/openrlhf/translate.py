@@ -165,9 +165,7 @@ def _set_placement(flags: Flags, translation: Translation) -> None:
     if flags["colocate_all_models"]:
         settings["colocate"] = "all"
         if flags["async_train"]:
-            translation.notes.append(
-                "--colocate_all_models with --async_train: models share GPUs, engines have separate ones"
-            )
+            translation.notes.append("--colocate_all_models with --async_train: engines have separate GPUs")
             settings["colocate"] = [[*roles.values(), *(["reward"] if has_reward_model else [])]]
         return
     pairs = [["actor", "reference"]] if flags["colocate_actor_ref"] and "ref" in roles else []
@@ -182,7 +180,7 @@ def _set_placement(flags: Flags, translation: Translation) -> None:
 # Programs that do not train
 
 
-def _set_batch_inference(flags: Flags, translation: Translation) -> None:
+def _set_inference(flags: Flags, translation: Translation) -> None:
     """Generate or score episodes, and write them as OpenRLHF's rows."""
     task, file = flags["eval_task"], Path(flags["output_path"])
     if task not in ("generate_vllm", "generate", "rm"):
@@ -244,7 +242,6 @@ def _set_serving(flags: Flags, translation: Translation) -> None:
 
 
 RULES: dict[str, Callable[[Flags, Translation], None]] = {
-    "train_ppo_ray": _set_ppo, "batch_inference": _set_batch_inference, "lora_combiner": _set_merge,
-    "serve_rm": _set_serving,
+    "train_ppo_ray": _set_ppo, "batch_inference": _set_inference, "lora_combiner": _set_merge, "serve_rm": _set_serving
 }  # fmt: skip
 """The rules of a program; `_set_offline` for the programs that train on recorded data."""

@@ -111,14 +111,9 @@ def _end_all(loop: asyncio.AbstractEventLoop) -> None:
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             loop.call_exception_handler({"message": "raised while the loop ends", "exception": error, "task": task})
-    _run_quietly(loop, _close_generators(loop))
+    _run_quietly(loop, wait_for_end({loop.create_task(loop.shutdown_asyncgens())}))
     for task in abandoned_tasks():
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # already reported
-
-
-async def _close_generators(loop: asyncio.AbstractEventLoop) -> None:
-    closing = asyncio.ensure_future(loop.shutdown_asyncgens())
-    await wait_for_end({closing})
 
 
 def _run_quietly(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:

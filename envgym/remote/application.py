@@ -52,7 +52,7 @@ class Application:
     @contextlib.asynccontextmanager
     async def serve_requests(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
         """Answer requests on `listener`; on leaving, let those in flight finish and close every session."""
-        connections = Connections(self._handle, self._limits.max_body, self._count)
+        connections = Connections(self._handle, self._count)
         try:
             async with serve_requests(connections, listener, tls=tls, drain=SHUTDOWN_SECONDS):
                 reaper = asyncio.create_task(self._reap())

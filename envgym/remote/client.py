@@ -36,21 +36,21 @@ class RemoteConfig(EnvConfig):
     """Settings of the connection. The environment's own are set where it is served."""
 
     urls: tuple[str, ...] = ()
-    """Servers of the same environment, beside the one it is named by; sessions are spread over them."""
+    """More servers of the same environment; sessions are distributed over all of them."""
     token_file: Path | None = None
-    """File with the token that the servers ask for; others may not be able to read it. Only its path is saved."""
+    """File with the servers' token, which other users must not be able to read. Only its path is saved."""
     ca_file: Path | None = None
     """Certificates (PEM) that are trusted in place of the system's."""
     timeout: float = Field(default=660.0, gt=0)
-    """Seconds one reset, step or page of tasks may take, all tries together. By default the server's own limits come
-    first: 600 s for a reset or a page, and for a step the environment's `call_timeout`."""
+    """Seconds that a reset, a step or a page of tasks may take, with all retries. The default is above the server's own
+    limits: 600 s for a reset or a page, and for a step the environment's `call_timeout`."""
     reconnect: float = Field(default=30.0, ge=0)
-    """Seconds for which a server that cannot be reached is tried again, before an episode on it fails."""
+    """Seconds of retries at an unreachable server before an episode on it fails."""
     listen: str | None = None
     """HOST:PORT of this machine where further servers may register (`envgym serve --register URL`), also in mid-run."""
     allow: tuple[str, ...] = ()
-    """Hosts that are dialled when a server there registers: names, addresses, and networks such as 10.0.0.0/8; with a
-    port (`env-box:8000`) on that one alone."""
+    """Hosts whose servers may register and are then contacted: names, addresses, and networks such as 10.0.0.0/8; with
+    a port (`env-box:8000`) only on that port."""
     listen_token_file: Path | None = None
     """Servers that may register: lines NAME TOKEN [max_sessions=N], or one token. Only its path is saved."""
     listen_tls_cert: Path | None = None
@@ -58,7 +58,7 @@ class RemoteConfig(EnvConfig):
     listen_tls_key: Path | None = None
     """Its key, as PEM."""
     wait: float = Field(default=600.0, gt=0)
-    """Seconds to wait while no server is there: for the first to register, and after the last has gone."""
+    """Seconds to wait while no server is available: for the first to register, and after the last has left."""
 
     @field_validator("listen")
     @classmethod

@@ -236,8 +236,7 @@ class Listener:
         listener = listen(host.strip("[]"), int(port), refusal=None if self._tokens else refusal)
         if tls is None and not is_loopback(str(listener.getsockname()[0])):
             logger.warning("servers register at %s without TLS: tokens can be read on the way", settings.address)
-        connections = Connections(self._answer, MAX_REGISTRATION)
-        await self._stack.enter_async_context(serve_requests(connections, listener, tls=tls, drain=1.0))
+        await self._stack.enter_async_context(serve_requests(Connections(self._answer), listener, tls=tls, drain=1.0))
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         client = authenticate(request, self._tokens)

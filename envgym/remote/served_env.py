@@ -129,10 +129,7 @@ class ServedEnv:
         reward = as_reward(result)
         if isinstance(reward, Exception):
             return EpisodeVerdict(problem=self.problem_of(reward, "score_group").body)
-        number = None if reward.reward is None else float(reward.reward)
-        score = None if reward.score is None else float(reward.score)
-        metrics = {name: float(value) for name, value in reward.metrics.items()}
-        return EpisodeVerdict(reward=number, score=score, metrics=metrics)
+        return EpisodeVerdict(reward=reward.reward, score=reward.score, metrics=dict(reward.metrics))
 
     async def call(self, work: Awaitable[T], label: str, seconds: Histogram | None = None) -> T:
         """The environment's answer within the limit; its exception as a `Problem`, logged here in full."""

@@ -194,10 +194,14 @@ class Transport:
                 raise RemoteError("connection", f"{self.url}: the connection was closed here")
             self.counters.requests += 1
             try:
-                answer = await self._attempt(method, path, body)
-                if answer.status != 429:
+                answer = await self._send(method, path, body)
+                self.last_answer = clock()
+                if answer.status < 400:
                     return answer.content
-                wait = answer.retry_after
+                failure = await self._error_of(method, path, answer)
+                if answer.status != 429 or isinstance(failure, ServerFull):
+                    raise failure
+                wait = answer.retry_after  # a proxy's 429, which may come as often as the deadline allows
             except RemoteError as error:
                 if error.kind != "connection":
                     raise
@@ -208,21 +212,6 @@ class Transport:
             self.counters.retries += 1
             await asyncio.sleep(wait)
 
-    async def _attempt(self, method: Method, path: str, body: bytes | None) -> Answer:
-        """The answer to one request. Raises an `EnvgymError` for every failure but a proxy's 429, which may come as
-        often as the deadline allows."""
-        answer = await self._send(method, path, body)
-        self.last_answer = asyncio.get_running_loop().time()
-        if answer.status < 400:
-            return answer
-        if answer.status == 404 and path == ENVS and await self._is_openenv():
-            message = "this is a server of OpenEnv, whose protocol is not spoken here: write an Env that calls its"
-            raise RemoteError("refused", f"{self.url}: {message} own client")
-        failure = self._error_of(method, path, answer)
-        if answer.status == 429 and not isinstance(failure, ServerFull):
-            return answer
-        raise failure
-
     async def _is_openenv(self) -> bool:
         """Tell whether a server without envgym's routes is one of OpenEnv."""
         try:
@@ -231,7 +220,10 @@ class Transport:
         except (RemoteError, ValueError, TypeError, KeyError):
             return False
 
-    def _error_of(self, method: Method, path: str, answer: Answer) -> EnvgymError:
+    async def _error_of(self, method: Method, path: str, answer: Answer) -> EnvgymError:
+        if answer.status == 404 and path == ENVS and await self._is_openenv():
+            message = "this is a server of OpenEnv, whose protocol is not spoken here: write an Env that calls its"
+            return RemoteError("refused", f"{self.url}: {message} own client")
         if answer.content_type == "application/problem+json":
             try:
                 return as_error(self.url, ProblemBody.model_validate_json(answer.content))
@@ -287,8 +279,6 @@ class Transport:
                 socket = await self._session.ws_connect(
                     self.url + CHANNEL_PATH, heartbeat=PING_SECONDS, max_msg_size=MAX_MESSAGE
                 )
-        except aiohttp.InvalidURL:
-            return None  # the request raises the error
         except aiohttp.ClientResponseError as error:
             self._disable_channel(f"it answers {error.status}")
             return None
@@ -338,20 +328,16 @@ def as_error(url: str, problem: ProblemBody) -> EnvgymError:
     """The exception for a problem: an error of envgym's that the environment raised, else a `RemoteError`."""
     message = f"{url}: {problem.detail}"
     if problem.kind == "environment-error":
-        return _environment_error(url, problem)
+        if problem.failure:  # the environment itself made the episode invalid
+            return InvalidOutcome(problem.failure, problem.detail, retryable=problem.retryable)
+        if problem.error in ENVIRONMENT_ERRORS:
+            return ENVIRONMENT_ERRORS[problem.error](problem.detail)
+        return RemoteError("environment", f"{url}: the environment raised {problem.error}: {problem.detail}")
     if problem.kind in ("server-full", "quota-exceeded"):
         return ServerFull(message, _pause(problem.retry_after or 1.0))
     if problem.kind == "unauthorized":
         message += " (the setting token_file, --token-file or --register-token-file names the file that holds it)"
     return RemoteError(ERROR_KINDS.get(problem.kind, "refused"), message)
-
-
-def _environment_error(url: str, problem: ProblemBody) -> EnvgymError:
-    if problem.failure:  # the environment itself made the episode invalid
-        return InvalidOutcome(problem.failure, problem.detail, retryable=problem.retryable)
-    if problem.error in ENVIRONMENT_ERRORS:
-        return ENVIRONMENT_ERRORS[problem.error](problem.detail)
-    return RemoteError("environment", f"{url}: the environment raised {problem.error}: {problem.detail}")
 
 
 def _pause(value: str | float) -> float:

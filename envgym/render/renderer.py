@@ -30,17 +30,16 @@ class Renderer(ABC):
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.added_tokens: dict[int, str] = {
-            index: str(token.content) for index, token in tokenizer.added_tokens_decoder.items()
-        }
+        decoder = tokenizer.added_tokens_decoder
+        self.added_tokens: dict[int, str] = {index: str(token.content) for index, token in decoder.items()}
         """Tokens that the tokenizer finds in any text before it splits the rest (special ones among them), by id."""
-        self.speller = Speller(tokenizer.added_tokens_decoder)
+        self.speller = Speller(decoder)
         decodes = getattr(type(tokenizer), "_decode", None)
         # The backend decodes directly where transformers only passes ids on to it: transformers checks each id first,
         # which takes longer than decoding. (Some classes have their own decoding.)
         hands_on = getattr(decodes, "__module__", "") == "transformers.tokenization_utils_tokenizers"
         self._backend = tokenizer.backend_tokenizer if hands_on else None
-        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = {index for index, token in decoder.items() if token.special}
         self._opening: tuple[Observation | None, str, list[int]] = (None, "", [])
         self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 

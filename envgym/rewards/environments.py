@@ -22,7 +22,7 @@ from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
 from envgym.tasks.config import SourceConfig
 from envgym.types import Action, Episode, Message, Observation, Reward, Task, as_messages
 
-from .functions import Parameters, as_reward, as_rewards, call, prompt_text, weighted_sum
+from .functions import RewardFunction, as_reward, as_rewards, call, prompt_text, weighted_sum
 
 TEST_FRACTION = 0.1
 """Fraction of the prompts of a decorator's `tasks` list that is held out."""
@@ -61,26 +61,26 @@ def reward(
     if function is None:
         return functools.partial(reward, batch=batch, tasks=tasks)
     parts = function if isinstance(function, Sequence) else [function]
-    parameters = [Parameters(part) for part in parts]
-    trl_names = [part.function for part in parameters if part.is_trl]
+    functions = [RewardFunction(part) for part in parts]
+    trl_names = [part.name for part in functions if part.is_trl]
     if trl_names and len(trl_names) < len(parts) and not batch:
         raise ConfigError(f"{trl_names[0]} takes lists of completions: all functions must, with batch=True if they do")
     batch = batch or bool(trl_names)
-    if isinstance(function, Sequence):
-        function = weighted_sum(function, parameters, [1.0] * len(function) if weights is None else weights, batch)
+    if isinstance(function, Sequence) or weights is not None:
+        function = weighted_sum(functions, [1.0] * len(parts) if weights is None else weights, batch)
         function.__module__ = sys._getframe(1).f_globals["__name__"]
-    function.__environment__ = _environment(function, parameters, batch, tasks)  # type: ignore[attr-defined]
+    function.__environment__ = _environment(function, functions, batch, tasks)  # type: ignore[attr-defined]
     return function
 
 
 def _environment(
-    function: Callable[..., Any], parameters: Sequence[Parameters], batch: bool, tasks: Rows | None
+    function: Callable[..., Any], functions: Sequence[RewardFunction], batch: bool, tasks: Rows | None
 ) -> type[RewardSpec]:
     content = {
         "__doc__": function.__doc__,
         "__module__": function.__module__,
         "function": staticmethod(function),
-        "parameters": parameters,
+        "functions": functions,
         "rows": staticmethod(tasks) if callable(tasks) else tasks,
     }
     return type(function.__name__, (GroupRewardSpec if batch else RewardSpec,), content)
@@ -91,8 +91,8 @@ def environment_of(path: Path, name: str) -> type[RewardSpec] | None:
     function = getattr(import_target(str(path)), name, None) if name else None
     if not inspect.isfunction(function) or hasattr(function, "__environment__"):
         return None
-    parameters = Parameters(function)
-    return _environment(function, [parameters], True, None) if parameters.is_trl else None
+    scorer = RewardFunction(function)
+    return _environment(function, [scorer], True, None) if scorer.is_trl else None
 
 
 class RewardConfig(DataEnvConfig):
@@ -148,8 +148,8 @@ class RewardSpec(DataEnvSpec):
     config: RewardConfig
     answer_required = False
     function: ClassVar[Callable[..., Any]]
-    parameters: ClassVar[Sequence[Parameters]]
-    """Of the function, or of each of those that it sums."""
+    functions: ClassVar[Sequence[RewardFunction]]
+    """The function itself, or the functions that it sums."""
     rows: ClassVar[Rows | None] = None
 
     _processes: Processes | None = None
@@ -169,8 +169,8 @@ class RewardSpec(DataEnvSpec):
         await super().setup()
         for tasks in (self.tasks(split) for split in ("train", "test")):
             if tasks.size != 0:
-                for parameters in self.parameters:
-                    parameters.check(await tasks.get(0), self._aliases, from_data=self.config.data is not None)
+                for function in self.functions:
+                    function.check(await tasks.get(0), self._aliases, from_data=self.config.data is not None)
         if self.config.processes:
             self._processes = Processes(
                 "envgym.rewards.functions:FunctionHost",
@@ -196,8 +196,8 @@ class RewardSpec(DataEnvSpec):
     def arguments(self, task: Task, action: Action) -> dict[str, Any]:
         """The arguments of the function for one completion."""
         arguments: dict[str, Any] = {}
-        for parameters in self.parameters:
-            arguments |= parameters.arguments(task, action, self._aliases)
+        for function in self.functions:
+            arguments |= function.arguments(task, action, self._aliases)
         return arguments
 
     async def reward_of(self, task: Task, action: Action) -> Reward:

@@ -22,18 +22,18 @@ TRL_ARGUMENTS = ("completions", "prompts", "completion_ids")
 """Parameters of TRL's reward functions: lists with one value per completion."""
 
 
-class Parameters:
-    """The parameter names of a reward function. Raises `ConfigError` for parameters that are not passed by name."""
+class RewardFunction:
+    """A reward function and its parameters. Raises `ConfigError` for parameters that cannot be passed by name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function.__name__
+        self.function, self.name = function, function.__name__
         self._required: list[str] = []
         self._optional: list[str] = []
         self._takes_any = False
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 raise ConfigError(
-                    f"reward function {self.function}: {parameter.name!r} cannot be given by name; a reward function "
+                    f"reward function {self.name}: {parameter.name!r} cannot be given by name; a reward function "
                     f"takes {', '.join(ARGUMENTS)} or fields of the data row, by their names"
                 )
             if parameter.kind == parameter.VAR_KEYWORD:
@@ -53,14 +53,14 @@ class Parameters:
             if self._is_answer(name, task, aliases) and task.answer is None:
                 advice = "set data.answer=FIELD to the field" if from_data else "name their field 'answer'"
                 raise ConfigError(
-                    f"reward function {self.function} takes {name!r}, and the tasks have no answer: {advice} "
+                    f"reward function {self.name} takes {name!r}, and the tasks have no answer: {advice} "
                     f"(they have {', '.join(map(repr, task.fields)) or 'no field but the prompt'})"
                 )
             if name not in names and name not in aliases:
                 unusable = ", ".join(repr(field) for field in task.fields if not _is_parameter(field))
                 by_task = f" (task.fields also has {unusable}, which cannot be parameters)" if unusable else ""
                 raise ConfigError(
-                    f"reward function {self.function} takes {name!r}, which is none of {', '.join(names)}"
+                    f"reward function {self.name} takes {name!r}, which is none of {', '.join(names)}"
                     f"{by_task}.{did_you_mean(name, names)}"
                 )
 
@@ -84,9 +84,9 @@ class Parameters:
         by_alias = {alias: values[name] for alias, name in aliases.items()}
         available = by_alias | (values | dict(task.fields) if self.is_trl else dict(task.fields) | values) | trl
         if missing := [name for name in self._required if name not in available]:
-            raise DataError(f"task {task.id} has no field {missing[0]!r}, which {self.function} takes")
+            raise DataError(f"task {task.id} has no field {missing[0]!r}, which {self.name} takes")
         if task.answer is None and any(self._is_answer(name, task, aliases) for name in self._required):
-            raise DataError(f"task {task.id} has no answer, which {self.function} takes")
+            raise DataError(f"task {task.id} has no answer, which {self.name} takes")
         names = [*self._required, *self._optional]
         if self._takes_any:
             answers = [alias for alias, name in aliases.items() if name == "answer"]
@@ -224,15 +224,13 @@ def number(value: Any, context: str) -> float | None:
 # Several functions
 
 
-def weighted_sum(
-    functions: Sequence[Callable[..., Any]], parameters: Sequence[Parameters], weights: Sequence[float], batch: bool
-) -> Callable[..., Any]:
+def weighted_sum(functions: Sequence[RewardFunction], weights: Sequence[float], batch: bool) -> Callable[..., Any]:
     """One function of several: it returns the weighted sum of their rewards, and each reward as a metric.
 
     A function that returns None for a completion does not count for it; if all do, it gets no reward. The score is the
     first that a function returns. Asynchronous functions run concurrently.
     """
-    names = [part.function for part in parameters]
+    names = [item.name for item in functions]
     if len(weights) != len(names):
         raise ConfigError(f"{len(weights)} weights for {len(names)} reward functions: give each function a weight")
     if len(set(names)) < len(names):
@@ -260,13 +258,14 @@ def weighted_sum(
         return [add(rewards) for rewards in zip(*columns, strict=True)]
 
     def plain(**arguments: Any) -> Any:
-        return total([f(**part.select(arguments)) for f, part in zip(functions, parameters, strict=True)], arguments)
+        return total([item.function(**item.select(arguments)) for item in functions], arguments)
 
     async def asynchronous(**arguments: Any) -> Any:
-        calls = [call(f, part.select(arguments)) for f, part in zip(functions, parameters, strict=True)]
+        calls = [call(item.function, item.select(arguments)) for item in functions]
         return total(await asyncio.gather(*calls), arguments)
 
-    summed: Callable[..., Any] = asynchronous if any(map(inspect.iscoroutinefunction, functions)) else plain
+    is_async = any(inspect.iscoroutinefunction(item.function) for item in functions)
+    summed: Callable[..., Any] = asynchronous if is_async else plain
     summed.__name__, summed.__doc__ = "+".join(names), f"The weighted sum of {', '.join(names)}."
     return summed
 

@@ -191,7 +191,9 @@ class Sandbox:
             async with asyncio.timeout(self.limits.wall_seconds + GRACE_SECONDS):
                 writer.write(request)
                 await writer.drain()
-                return await _read_report(reader)
+                [length] = wire.LENGTH.unpack(await reader.readexactly(wire.LENGTH.size))
+                report, sizes = json.loads(await reader.readexactly(length))
+                return report, [await reader.readexactly(size) for size in sizes]
         except TimeoutError:
             raise InvalidOutcome(KIND, "the supervisor of a program does not answer", retryable=True) from None
         except (asyncio.IncompleteReadError, OSError):
@@ -274,12 +276,6 @@ class _Server:
         if report["way"] == "confined":
             return Isolation("landlock", (_SHARED, _ALSO_SHARED), reason and f"no namespaces: {reason}")
         return Isolation("namespaces", (_SHARED,))
-
-
-async def _read_report(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[bytes]]:
-    [length] = wire.LENGTH.unpack(await reader.readexactly(wire.LENGTH.size))
-    report, sizes = json.loads(await reader.readexactly(length))
-    return report, [await reader.readexactly(size) for size in sizes]
 
 
 def _find_files(package: str) -> dict[str, str]:

@@ -66,23 +66,23 @@ class RewardModel(Service):
     model: str = Field(min_length=1)
     """Folder or hub id, or the folder of a run that trained one."""
     batch_size: int = Field(16, ge=1)
-    """Conversations that go through the model at once."""
+    """Conversations per forward pass."""
     max_length: int | None = Field(None, ge=2)
-    """Longest conversation in tokens; by default the model's own limit."""
+    """Maximum tokens of a conversation; by default the model's own limit."""
     too_long: Literal["fail", "cut"] = "fail"
-    """A longer one fails its episode (`too_long`), or loses its beginning (`cut`), which the metric `cut` counts."""
+    """A longer conversation: `fail` its episode (`too_long`), or `cut` its beginning, which the metric `cut` counts."""
     render: Literal["auto", "raw"] = "auto"
-    """`auto`: by the model's own chat template, where it has one; `raw`: the texts alone, one directly after the other,
-    as it is trained with `render=raw`."""
+    """`auto`: the model's own chat template, if it has one; `raw`: the texts alone, concatenated, for a model that was
+    trained with `render=raw`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the weights; `auto` is bfloat16 on an accelerator and float32 on a CPU."""
     offload: bool = False
-    """The weights wait in the CPU's memory and come to the accelerator layer by layer, by DeepSpeed: slower, and there
-    is room for what else is on it."""
+    """Keep the weights in host memory and move them to the accelerator layer by layer (DeepSpeed): slower, but it
+    leaves the accelerator's memory to others."""
     normalise: bool = False
     """Return (reward - mean) / std with the `mean` and `std` that the model's config must then hold."""
     timeout: float = Field(600.0, gt=0)
-    """Seconds one round of batches may take."""
+    """Timeout of one round of batches, in seconds."""
 
 
 class RewardEndpoint(Service):
@@ -101,34 +101,35 @@ class RewardEndpoint(Service):
     batch_size: int = Field(64, ge=1)
     """Queries in one request at most."""
     concurrency: int = Field(16, ge=1)
-    """Requests in flight at once."""
+    """Maximum number of concurrent requests."""
     timeout: float = Field(60.0, gt=0)
-    """Seconds one try of a request may take."""
+    """Timeout of one attempt of a request, in seconds."""
     tries: int = Field(5, ge=1)
-    """Tries of a request that the network or the server fails."""
+    """Maximum attempts of a request that fails at the network or the server."""
 
 
 class Chat(Service):
     """A language model behind an OpenAI-compatible API. Its client is a `ChatClient`."""
 
     base_url: Url
-    """Address up to and without `/chat/completions`, for example `http://127.0.0.1:8000/v1`."""
+    """Address without `/chat/completions`, for example `http://127.0.0.1:8000/v1`."""
     model: str = Field(min_length=1)
-    """The model's name there."""
+    """The API's name of the model."""
     api_key_env: VariableName = ""
     """Name of the environment variable that holds the API key; empty for none."""
     concurrency: int = Field(16, ge=1)
-    """Requests in flight at once."""
+    """Maximum number of concurrent requests."""
     requests_per_minute: float | None = Field(None, gt=0)
-    """Requests begun in a minute at most, evenly spaced."""
+    """Maximum requests started per minute, evenly spaced."""
     timeout: float = Field(60.0, gt=0)
-    """Seconds one try of a request may take."""
+    """Timeout of one attempt of a request, in seconds."""
     tries: int = Field(5, ge=1)
-    """Tries of a request that the network or the server fails."""
+    """Maximum attempts of a request that fails at the network or the server."""
     cache_dir: str | None = None
-    """Folder that keeps repeatable answers (greedy or seeded) from run to run; within a run they are kept anyway."""
+    """Folder that caches repeatable answers (greedy or seeded) across runs; within a run they are always cached."""
     extra: dict[str, Any] = Field({})
-    """Merged over every request's body; null removes a key (`{"max_tokens": null, "max_completion_tokens": 900}`)."""
+    """Fields to set in every request's body; null removes a key (`{"max_tokens": null, "max_completion_tokens":
+    900}`)."""
 
 
 class Policy(Service):

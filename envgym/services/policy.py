@@ -50,17 +50,11 @@ class PolicyClient(ChatClient):
     async def complete(
         self, messages: Conversation, *, max_tokens: int = 512, temperature: float = 1.0, seed: int | None = None
     ) -> str:
+        sampling = SamplingParams(max_tokens, temperature, seed=seed)
         lockstep = LOCKSTEP.get()  # here, in the task of the episode that asks
-        return await self._in_home_loop(self._sample(messages, max_tokens, temperature, seed, lockstep))
+        return await self._in_home_loop(self._sample(messages, sampling, lockstep))
 
-    async def _sample(
-        self,
-        messages: Conversation,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        lockstep: LockstepBatcher | None,
-    ) -> str:
+    async def _sample(self, messages: Conversation, sampling: SamplingParams, lockstep: LockstepBatcher | None) -> str:
         if self._bound is None:
             raise InvalidOutcome(
                 "service", f"service {self._name} is the policy in training, which no engine samples here"
@@ -69,14 +63,12 @@ class PolicyClient(ChatClient):
         dialogue = bound.renderer.dialogue()
         ids = dialogue.start(Observation(messages=mark_from_others(as_messages(messages))))
         stop = tuple(bound.renderer.stop_token_ids)
-        sampling = SamplingParams(max_tokens, temperature, stop_token_ids=stop)
         with reported_as(PromptTooLong, f"service {self._name}", cause=PromptTooLong):
-            sampling = sampling.within_context(bound.max_model_len, len(ids))
+            sampling = replace(sampling, stop_token_ids=stop).within_context(bound.max_model_len, len(ids))
         self.counters["requests"] += 1
-        digest = hashlib.sha256(json.dumps([bound.seed, seed, ids]).encode()).hexdigest()
-        if seed is None and bound.deterministic:
-            seed = int(digest[:8], 16) >> 1  # the same request gets the same answer
-        sampling = replace(sampling, seed=seed)
+        digest = hashlib.sha256(json.dumps([bound.seed, sampling.seed, ids]).encode()).hexdigest()
+        if sampling.seed is None and bound.deterministic:
+            sampling = replace(sampling, seed=int(digest[:8], 16) >> 1)  # the same request gets the same answer
         # Lockstep batches are sorted by id: the digest comes first in it, so that the order does not depend on timing.
         # The count makes it unique, and decides only between equal requests.
         request = Request(f"{self._name}.{digest[:16]}.{self.counters['requests']:08d}", int_array(ids), sampling)

@@ -91,7 +91,7 @@ class RewardServer:
         self._client = client
         self._tokens = None if token is None else Tokens.from_token(token)
         self.dead = asyncio.Event()
-        self.app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
+        self.app = web.Application(middlewares=[self._guard])
         self.app.router.add_get("/healthz", self._health)
         self.app.router.add_post("/get_reward", self._get_reward)
 

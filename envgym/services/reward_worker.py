@@ -207,5 +207,4 @@ def _freest_device() -> Any:
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    free_bytes = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
-    return torch.device("cuda", free_bytes.index(max(free_bytes)))
+    return torch.device("cuda", max(range(torch.cuda.device_count()), key=lambda gpu: torch.cuda.mem_get_info(gpu)[0]))

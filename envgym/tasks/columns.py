@@ -65,8 +65,7 @@ class TaskReader:
         prompt: str | tuple[Message, ...] = ""
         messages: tuple[Message, ...] = ()
         if prompt_field is not None:
-            value = _value(row, prompt_field, location)
-            prompt, messages = _prompt(value, prompt_field, location, may_be_empty=self._form is not None)
+            prompt, messages = _prompt(row, prompt_field, location, may_be_empty=self._form is not None)
         if source.template is not None:
             prompt = self._fill(source.template, prompt, row, location)
             messages = messages or as_messages(prompt)
@@ -148,9 +147,10 @@ def _value(row: Row, name: str, location: str) -> Any:
 
 
 def _prompt(
-    value: Any, name: str, location: str, *, may_be_empty: bool
+    row: Row, name: str, location: str, *, may_be_empty: bool
 ) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
     """The prompt in the task's form, and as messages."""
+    value = _value(row, name, location)
     try:
         if not isinstance(value, str | list):
             raise TypeError(f"a prompt is text or a list of messages, not {type(value).__name__}")

@@ -67,18 +67,15 @@ class Tool:
         return cls(spec, run, timeout)
 
 
-async def _run_on_thread(
-    name: str, function: Callable[..., Any], positional: list[Any], keywords: Mapping[str, Any]
-) -> Any:
+async def _run_on_thread(name: str, function: Callable[..., Any], args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function on a dedicated thread, so that a hanging one delays no other call."""
     _overdue[:] = [thread for thread in _overdue if thread.busy]
     if len(_overdue) >= MAX_OVERDUE:
-        raise InvalidOutcome(
-            "tool_stuck", f"{MAX_OVERDUE} tool calls are running past their deadline: tool {name!r} is not started"
-        )
+        message = f"{MAX_OVERDUE} tool calls are running past their deadline: tool {name!r} is not started"
+        raise InvalidOutcome("tool_stuck", message)
     thread = DedicatedThread(f"tool {name}")
     try:
-        return await thread.call(function, *positional, **keywords)
+        return await thread.call(function, *args, **kwargs)
     finally:
         thread.end()
         if thread.busy:

@@ -77,17 +77,16 @@ class Listing:
         table = file.read(range(file.metadata.num_row_groups), list(paths.values())).flatten()
         if sum(map(unpacked_size, table.columns)) > LISTED:
             raise DataError(f"{self.path} has lists of more than {LISTED >> 20} MiB: they are not shown")
+        problem = f"{self.path} is not a file of episodes:"
         for name, column in paths.items():  # only these columns are listed
             if column not in table.column_names:
-                raise DataError(f"{self.path} is not a file of episodes: it has no column {column!r}")
+                raise DataError(f"{problem} it has no column {column!r}")
             values = table[column]
             is_whole = name in NUMBERS and pa.types.is_integer(values.type)
             try:
                 self._columns[name] = values if is_whole else values.cast("string" if name in TEXTS else "float64")
             except pa.ArrowException:
-                raise DataError(
-                    f"{self.path} is not a file of episodes: its column {column!r} has another type"
-                ) from None
+                raise DataError(f"{problem} its column {column!r} has another type") from None
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
         self._starts = array("q", itertools.accumulate(sizes, initial=0))[:-1]
 

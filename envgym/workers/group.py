@@ -55,7 +55,11 @@ class WorkerGroup:
         try:
             group = cls(spec, await asyncio.gather(*starting))
         except BaseException:
-            await _close_started(starting)
+            for start in starting:
+                start.cancel()
+            for result in await asyncio.gather(*starting, return_exceptions=True):
+                if not isinstance(result, BaseException):
+                    await result.close()
             raise
         try:
             if load_after is not None and await group._handles[0].call("device_type") != "cpu":
@@ -193,12 +197,3 @@ class WorkerGroup:
     def _close_soon(self) -> None:
         """Begin to end all ranks without waiting, so that the caller gets the error immediately."""
         self._closing += [asyncio.ensure_future(handle.close()) for handle in self._handles]
-
-
-async def _close_started(starting: Sequence[asyncio.Future[WorkerHandle]]) -> None:
-    """End all workers after one failed to start, including workers that are still starting."""
-    for start in starting:
-        start.cancel()
-    for result in await asyncio.gather(*starting, return_exceptions=True):
-        if not isinstance(result, BaseException):
-            await result.close()

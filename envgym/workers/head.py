@@ -35,11 +35,8 @@ class Rescaling:
     def from_config(cls, config: Any) -> Rescaling:
         """The rescaling that a Hugging Face config describes."""
         config = config.get_text_config()
-        scale = 1.0
-        if getattr(config, "logit_scale", None):  # Cohere
-            scale *= config.logit_scale
-        if getattr(config, "logits_scaling", None):  # Granite
-            scale /= config.logits_scaling
+        scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+        scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
         return cls(scale, getattr(config, "final_logit_softcapping", None) or None)  # Gemma
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:

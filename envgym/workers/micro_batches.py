@@ -9,6 +9,7 @@ together; but attention must then know where rows end. Flash kernels do; elsewhe
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -176,14 +177,9 @@ def _split_padded(shapes: Sequence[_Shape], n: int) -> list[Share]:
     A binary search for the smallest budget with which a greedy split has at most `n` shares. The greedy split is
     optimal for a sorted list, and monotone in the budget.
     """
-    low, high = 1, sum(shape.samples for shape in shapes) * shapes[0].longest
-    while low < high:
-        middle = (low + high) // 2
-        if len(_greedy_ranges(shapes, middle)) <= n:
-            high = middle
-        else:
-            low = middle + 1
-    return [list(range(start, stop)) for start, stop in _greedy_ranges(shapes, high)]
+    max_budget = sum(shape.samples for shape in shapes) * shapes[0].longest
+    budget = bisect_left(range(max_budget), True, lo=1, key=lambda budget: len(_greedy_ranges(shapes, budget)) <= n)
+    return [list(range(start, stop)) for start, stop in _greedy_ranges(shapes, budget)]
 
 
 def _greedy_ranges(shapes: Sequence[_Shape], budget: int) -> list[tuple[int, int]]:

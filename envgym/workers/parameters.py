@@ -69,9 +69,8 @@ def averaged_parameters(
         return average.full_tensor(name, device).to(parameter.dtype) if name in average else full_tensor(parameter)
 
     if adapter is not None:
-        yield from adapter.parameters(read, merged=True)
-        return
-    yield from ((name, read(name, parameter)) for name, parameter in model.named_parameters())
+        return adapter.parameters(read, merged=True)
+    return ((name, read(name, parameter)) for name, parameter in model.named_parameters())
 
 
 def as_in_checkpoints(

@@ -72,10 +72,8 @@ class ModelState(WeightExport):
         """Write the exact weights, optimizer and random states. Every rank writes its own part. Without `waits` copies
         are written in the background, until `finish_save`."""
         self._writer.blocking = waits
-        frozen_too = self.adapter is None  # an adapter's base is loaded from its model folder
-        self.engine.save_checkpoint(
-            folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=not frozen_too
-        )
+        without_base = self.adapter is not None  # an adapter's base is loaded from its model folder
+        self.engine.save_checkpoint(folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=without_base)
         state: dict[str, Any] = {**self._layout, "random": checkpoint.random_states()}
         if self.average is not None:
             state["average"] = self.average.state()

@@ -106,12 +106,10 @@ def make_task(id: str, family: Family, parameters: Mapping[str, Any], n_tests: i
     return Task(id=id, prompt=prompt, answer=code, fields=fields)
 
 
-def _tests(
-    family: Family, function: Callable[..., Any], n_tests: int, rng: random.Random
-) -> list[dict[str, Any]] | None:
+def _tests(family: Family, solve: Callable[..., Any], n_tests: int, rng: random.Random) -> list[dict[str, Any]] | None:
     for _ in range(_TRIES):
         arguments = [[_KINDS[kind](case, rng) for kind in family.inputs.values()] for case in range(n_tests)]
-        tests = [{"call": family.name, "args": args, "expected": function(*_copy(args))} for args in arguments]
+        tests = [{"call": family.name, "args": args, "expected": solve(*_copy(args))} for args in arguments]
         [(_, n_equal)] = Counter(repr(test["expected"]) for test in tests).most_common(1)
         if n_equal <= MAX_EQUAL_SHARE * n_tests:
             return tests

@@ -65,7 +65,8 @@ class Numeral:
 
 def read(text: str) -> Numeral | None:
     """Read `text`, in plain notation, as a numeral; None if it is none."""
-    text = _cleaned(text)
+    text = text.replace("{,}", ",").replace("{.}", ".").replace(r"\%", "%").replace(r"\$", "$")
+    text = _EMPHASIS.sub(r"\1", text).strip()
     name = ""
     if match := _NAME.match(text):
         name, text = match[1], text[match.end() :]
@@ -102,11 +103,6 @@ def holds(problem: str, number: Numeral) -> bool:
     """True if the problem holds this number in this form, whatever its sign: `.750` is the `0.75` to be converted."""
     numerals = filter(None, (read(match[0]) for match in _ANY.finditer(problem)))
     return any(numeral.form == number.form and abs(numeral.value) == abs(number.value) for numeral in numerals)
-
-
-def _cleaned(text: str) -> str:
-    text = text.replace("{,}", ",").replace("{.}", ".").replace(r"\%", "%").replace(r"\$", "$")
-    return _EMPHASIS.sub(r"\1", text).strip()
 
 
 def _unwrapped(text: str) -> str:

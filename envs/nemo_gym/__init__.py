@@ -32,14 +32,8 @@ if TYPE_CHECKING:
 
 RESERVED_ROUTES = {"seed_session", "verify", "reset", "step", "close", "close_session", "aggregate_metrics"}
 """Routes of the server itself, never a tool's."""
-NO_METRICS = {
-    "reward",
-    "mask_sample",
-    "terminated",
-    "truncated",
-    "supports_explicit_close",
-    "supports_step_idempotency",
-}
+EXCLUDED = {"reward", "mask_sample", "terminated", "truncated", "supports_explicit_close", "supports_step_idempotency"}
+"""Fields of an answer that are no metrics."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 
 
@@ -202,7 +196,7 @@ class Flow(ABC):
         """The numbers in an answer without the reward and the row's own fields, which servers send back."""
         components = answer.get("reward_components")
         parts = {f"reward_{name}": n for name, n in components.items()} if isinstance(components, Mapping) else {}
-        return numbers({**answer, **parts}, NO_METRICS | self.row.keys())
+        return numbers({**answer, **parts}, EXCLUDED | self.row.keys())
 
 
 class ToolsFlow(Flow):

@@ -83,7 +83,8 @@ class NeMoGym(Agent):
             async with asyncio.timeout(self.config.timeout), client.http_client() as http:
                 url, endpoint = await self._addresses(http, row)
                 async with endpoint.session(conversation) as access:
-                    body = _with_ticket(row, access.ticket)
+                    metadata = {**(row[PARAMS].get("metadata") or {}), TICKET: access.ticket}
+                    body = {**row, PARAMS: {**row[PARAMS], "metadata": metadata}}
                     answer = await client.post_json(http, f"{url}/run", body, kind="agent", seconds=None)
         except TimeoutError:
             message = f"the agent server took longer than {self.config.timeout:g} s"
@@ -169,11 +170,6 @@ def check_contiguous(conversation: Conversation, answer: Mapping[str, Any]) -> N
     sampled = [[prefix, list(action.token_ids)] for action, prefix in actions_of(rows[0])]
     if repeated and [[item.get(name) for name in TOKEN_FIELDS[:2]] for item in repeated] != sampled:
         raise InvalidOutcome("not_contiguous", "the tokens in the agent server's answer are not those that we sampled")
-
-
-def _with_ticket(row: Mapping[str, Any], ticket: str) -> dict[str, Any]:
-    params = row[PARAMS]
-    return {**row, PARAMS: {**params, "metadata": {**(params.get("metadata") or {}), TICKET: ticket}}}
 
 
 _ENDPOINTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], Endpoint]]

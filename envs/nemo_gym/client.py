@@ -128,9 +128,8 @@ async def find_resources_server(head: str, name: str | None, http: HttpClient) -
     """
     config = await head_config(head, http)
     entries = servers(config, "resources_servers")
-    addresses = {
-        name: address for name, settings in entries.items() if (address := address_of(settings, config)) is not None
-    }
+    located = {name: address_of(settings, config) for name, settings in entries.items()}
+    addresses = {name: address for name, address in located.items() if address is not None}
     names = ", ".join(addresses) or "none at all"
     if name is None and len(addresses) != 1:
         raise ConfigError(f"{head}: which resources server? set env.server to one of {names}")

@@ -253,9 +253,8 @@ def environment_of(path: Path, name: str) -> type[EnvSpec] | None:
     if name:
         is_function = isinstance(defined.get(name), ast.FunctionDef | ast.AsyncFunctionDef)
         is_agent = isinstance(defined.get(name), ast.ClassDef) and name != INSTANCE and INSTANCE in defined
-        is_reward = (name == FUNCTION and name in defined) or (
-            is_function and _parameters(defined[name])[:3] == PARAMETERS
-        )
+        takes_columns = is_function and _parameters(defined[name])[:3] == PARAMETERS
+        is_reward = takes_columns or (name == FUNCTION and name in defined)
     else:
         is_agent = EXECUTOR in defined or INSTANCE in defined
         is_reward = FUNCTION in defined

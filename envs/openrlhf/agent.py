@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from envgym.agent import OutOfBudget, Sampler
@@ -13,6 +13,8 @@ from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.rollout.transcript import Transcript
 from envgym.types import Episode, Limit, Message, Outcome, Row, StopReason, Task, float_array
+
+from . import Policy
 
 ROLES = {"prompt": "user", "feedback": "user", "action": "assistant"}
 
@@ -30,13 +32,8 @@ class OpenRLHFExecutor(MultiTurn):
         file_env: Any = env.unwrapped
         if not hasattr(file_env, "policy"):
             raise ConfigError(f"agent openrlhf_executor runs files for OpenRLHF, which {env.spec.id} is not")
-        file_env.policy = replace(
-            file_env.policy,
-            tokenizer=self.renderer.tokenizer,
-            sampling=asdict(sampler.sampling),
-            max_length=sampler.max_model_len,
-            max_steps=self.config.max_turns,
-        )
+        tokenizer, sampling, limit = self.renderer.tokenizer, asdict(sampler.sampling), sampler.max_model_len
+        file_env.policy = Policy(tokenizer, sampling, max_length=limit, max_steps=self.config.max_turns)
         return await super().run(env, task, sampler, seed=seed)
 
     async def play(self, env: CheckedEnv, task: Task, transcript: Transcript, *, seed: int) -> Outcome:

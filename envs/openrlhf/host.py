@@ -20,6 +20,8 @@ from . import package
 from .episode import InstanceEpisode, InstanceStep, finite_logs, flat, plain, valid_score
 from .llm_engine import EngineProxy, QueueProxy, Run, SamplingParams, overrides
 
+Prompt = str | list[dict[str, Any]]
+"""Text, or chat messages."""
 CONSTRUCTOR_ARGUMENTS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
 """Constructor arguments of the older interface's executors, by name."""
 
@@ -159,12 +161,7 @@ class AgentHost:
         self._tokenizer = tokenizer
 
     async def start_execute(
-        self,
-        key: str,
-        prompt: str | list[dict[str, Any]],
-        label: Any,
-        sampling: dict[str, Any],
-        limits: dict[str, int | None],
+        self, key: str, prompt: Prompt, label: Any, sampling: dict[str, Any], limits: dict[str, int | None]
     ) -> None:
         """Start an episode's `execute`. `limits` are `max_length` and `max_steps`."""
         if not isinstance(prompt, str):

@@ -38,11 +38,8 @@ class ProcessRewardModelEnv(Env):
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         self.prompt, self.steps, self.lowest_reward = as_messages(self.task.prompt), list[str](), 1.0
+        self.sampling = {"stop": self.config.separator}
         return Observation(messages=tuple(self.prompt), sampling=self.sampling), {}
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        return {"stop": self.config.separator}
 
     async def step(self, action: Action) -> StepResult:
         continues = action.stop_reason is StopReason.STOP and self.config.separator in action.text

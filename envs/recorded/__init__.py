@@ -71,9 +71,8 @@ class RecordedSpec(DataEnvSpec):
     gives_rewards = False
 
     async def setup(self) -> None:
-        self._reader = Reader(
-            self.config.form, self.config.fields, self.config.teach, self.config.separator, self.config.template
-        )
+        config = self.config
+        self._reader = Reader(config.form, config.fields, config.teach, config.separator, config.template)
         await super().setup()
 
     @property

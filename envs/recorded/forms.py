@@ -199,9 +199,8 @@ class Reader:
         if not turns:
             raise DataError(f"{context}: there is no turn of the assistant to train on")
         start = turns[0] if self.teach == "all" else turns[-1]
-        return Record(
-            _prompt(messages[:start], context), (Variant(_ends_with_answer(messages[start:], context)),), tools=tools
-        )
+        answer = Variant(_ends_with_answer(messages[start:], context))
+        return Record(_prompt(messages[:start], context), (answer,), tools=tools)
 
     def _read_prompt(self, row: Row, context: str) -> tuple[Message, ...]:
         """The prompt of a row whose answer is in another field."""

@@ -55,9 +55,7 @@ def mixed():
 
 
 def make_datasets(weights, params, levels, attributes, seed):
-    return Datasets(
-        ReasoningGymConfig(dataset=weights, params=params, level=levels, attributes=attributes, seed=seed)
-    )
+    return Datasets(ReasoningGymConfig(dataset=weights, params=params, level=levels, attributes=attributes, seed=seed))
 
 
 def item(name, number=0, seed=0, **params):

@@ -130,7 +130,7 @@ def test_other_settings_are_refused_and_named(folder, tiny_model):
     assert (folder / "out.jsonl.unfinished" / "episodes.jsonl").read_bytes() == kept
     anew = run(folder, words(tiny_model, "--overwrite", *other, samples=("--best-of", 4)))
     assert (anew.returncode, anew.stderr) == (0, "")
-    assert "kept from before" not in anew.stdout
+    assert "episodes are reused" not in anew.stdout
     # --best-of keeps one of each group, and --overwrite is needed to replace a file.
     assert len(read_episodes(folder / "out.jsonl")) == TASKS
     finished = run(folder, words(tiny_model))

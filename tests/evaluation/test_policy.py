@@ -287,5 +287,5 @@ def test_an_endless_environment_needs_a_number_of_tasks(tiny_model, folder):
 
 def test_from_python_a_suite_is_an_argument(tiny_model, folder):
     result = api.evaluate(settings(tiny_model, evals_dir="own"), suite=SUITE, quiet=True)
-    assert result["suite"] == "suite"
-    assert len(list(Path("own").glob("*/result.json"))) == 1
+    assert result.to_dict()["suite"] == "suite"
+    assert list(Path("own").glob("*/result.json")) == [result.folder / "result.json"]

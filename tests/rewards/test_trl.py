@@ -182,12 +182,12 @@ def test_rewards_are_summed_by_weight_and_logged_by_function(play):
 
 def test_functions_of_single_completions_are_summed_as_well(play):
     def brevity(completion):
-        return 1 / (1 + len(completion.split()))
+        return envgym.Reward(1 / (1 + len(completion.split())), score=0.25)
 
     def right(completion, answer):
         return envgym.Reward(float(completion == str(answer)), score=0.5)
 
-    summed = envgym.reward([brevity, right], tasks=[{"prompt": "1 + 1?", "answer": 2}] * 2)
+    summed = envgym.reward([right, brevity], tasks=[{"prompt": "1 + 1?", "answer": 2}] * 2)
     [group] = play(summed.__environment__("mine"), None, ("2", "3 or so"))
     assert rewards([group]) == [0.5 + 1.0, 0.25]
     assert group.episodes[0].metrics == {"brevity": 0.5, "right": 1.0}

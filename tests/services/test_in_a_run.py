@@ -63,7 +63,7 @@ def test_an_evaluation_is_paid_by_a_reward_model(tiny_model, tiny_reward_model, 
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     env = {"name": "reward_model", "models": str(tiny_reward_model)}
     result = evaluate(tiny_model, env=env, data={"path": "prompts.jsonl", "test_fraction": 0.5})
-    assert (result["n_tasks"], result["failures"]) == (6, {})
+    assert (result.n_tasks, result.failures) == (6, {})
 
 
 def test_self_play_is_repeatable_in_a_deterministic_run(tiny_model, folder):
@@ -76,8 +76,8 @@ def test_self_play_is_repeatable_in_a_deterministic_run(tiny_model, folder):
         import torch
 
         torch.use_deterministic_algorithms(False)
-    assert first["failures"] == {}
-    assert first["score"] == again["score"] != other["score"]
+    assert first.failures == {}
+    assert first.score == again.score != other.score
 
 
 def test_equal_services_of_several_parts_are_one(tiny_reward_model):
@@ -120,8 +120,8 @@ def test_a_failed_judgement_is_a_failure_of_its_kind_and_no_zero(tiny_model, ser
             return await asyncio.to_thread(evaluate, tiny_model, env=env, data=data)
 
     result = asyncio.run(main())
-    assert result["failures"] == {"judge": result["n_episodes"]}
-    assert result["score"] is None
+    assert result.failures == {"judge": result.n_episodes}
+    assert result.score is None
 
 
 JUDGED = """

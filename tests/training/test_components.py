@@ -120,7 +120,7 @@ def test_the_engine_has_capacity_for_all_concurrent_episodes(start):
     asyncio.run(main())
 
 
-def test_episodes_at_once():
+def test_max_concurrency():
     def episodes(**rollout):
         return max_concurrency(resolve({"env": "math_verify", "rollout": rollout, "eval": {"tasks": 300}}).stages[0])
 

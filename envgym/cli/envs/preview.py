@@ -85,9 +85,8 @@ async def _show(spec: EnvSpec, agent: Agent, task: Task, seed: int, member: int,
     for row in episode.rows:
         weights = [weight for segment in row.segments for weight in segment.loss_weights]
         n_trained = sum(weight > 0 for weight in weights)
-        console.print(
-            f"recording {member + 1}: {n_trained} of {len(weights)} tokens are trained on{reward}", style="bold"
-        )
+        text = f"recording {member + 1}: {n_trained} of {len(weights)} tokens are trained on{reward}"
+        console.print(text, style="bold")
         _show_row(row, agent, console)
         if not n_trained:
             raise ConfigError(f"task {task.key}: no token would be trained on")

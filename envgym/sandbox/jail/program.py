@@ -31,8 +31,8 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program, the files it starts with, and its limits: seconds, bytes and counts. The defaults are enough for the empty
-    program that tests each way of isolation."""
+    """A program, the files it starts with, and its limits: seconds, bytes and counts. The defaults are enough for the
+    empty program that tests each way of isolation."""
 
     source: bytes
     stdin: bytes

@@ -68,14 +68,12 @@ def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
     return "", errors
 
 
-def _fork(
-    way: str, host: Host, connection: socket.socket, unused_socket: socket.socket, *, has_left: bool = True
-) -> None:
-    """Fork a supervisor that answers one request and closes its copy of `unused_socket`."""
+def _fork(way: str, host: Host, connection: socket.socket, unused: socket.socket, *, has_left: bool = True) -> None:
+    """Fork a supervisor that answers one request and closes its copy of the `unused` socket."""
     if os.fork() != 0:
         return
     try:
-        unused_socket.close()
+        unused.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         answer: tuple[dict[str, Any], bytes, bytes]
         try:

@@ -104,9 +104,8 @@ def _watch(run: Run) -> None:
     deadline = run.started + run.program.wall
     next_check = run.started + CHECK_SECONDS
     while not run.reason:
-        readable = {
-            descriptor for descriptor, _ in poll.poll(1000 * max(0.0, min(deadline, next_check) - time.monotonic()))
-        }
+        seconds = max(0.0, min(deadline, next_check) - time.monotonic())
+        readable = {descriptor for descriptor, _ in poll.poll(1000 * seconds)}
         for stream in readable & {run.status, *run.output}:
             if not _read(run, stream):
                 poll.unregister(stream)
