@@ -58,8 +58,8 @@ def register(
     """Register an environment: an `Env` or `EnvSpec` subclass, a function that `envgym.reward` decorates, or the target
     of an import (`"module:Name"`).
 
-    `kwargs`, Gymnasium's, and `settings` are its default settings. Registering an id again replaces it, with a warning.
-    Raises `ConfigError` for a malformed id, and for a name with and without versions.
+    Its default settings come from `kwargs`, as in Gymnasium, and from `settings`. Registering an id again replaces it,
+    with a warning. Raises `ConfigError` for a malformed id, and for a name with and without versions.
     """
     id = check_new_id(id, _registrations())
     if id in _registered:

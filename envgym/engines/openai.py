@@ -30,7 +30,7 @@ QUESTION = Message("user", "Reply with the word OK.")
 
 
 class OpenAIEngine(ChatEngine):
-    """Posts to `BASE_URL/chat/completions`, from one event loop.
+    """Posts to `BASE_URL/chat/completions`, and is used within one event loop.
 
     A request that fails by the network or the server is retried, up to `api.tries` tries in all. `counters` counts
     requests, retries, failures, prompt_tokens, completion_tokens. Raises `ConfigError` if the key's variable is unset.
@@ -98,9 +98,9 @@ class OpenAIEngine(ChatEngine):
 
     def _body(self, request: ChatRequest) -> dict[str, Any]:
         # `top_p` also at 1: servers have defaults of their own. `top_k` is not one of OpenAI's parameters.
-        omitted = {"stop_token_ids": None, "top_k": request.sampling.top_k or None}
+        changes = {"stop_token_ids": None, "top_k": request.sampling.top_k or None}
         tools = [tool.as_dict() for tool in request.tools] or None
-        return self._api.body(mark_after_prompt(request.messages), **(asdict(request.sampling) | omitted), tools=tools)
+        return self._api.body(mark_after_prompt(request.messages), **(asdict(request.sampling) | changes), tools=tools)
 
     def _advice(self, status: int) -> str:
         if status in (401, 403):  # the message already names the key
@@ -114,7 +114,8 @@ class OpenAIEngine(ChatEngine):
 
 
 def _defect(answer: Any) -> str:
-    """The reason why an answer is unusable, as a predicate of the server's name; "" for a usable one."""
+    """The reason why a response is unusable, as the rest of a sentence that begins with the server's name; "" if it is
+    usable."""
     choice = first_choice(answer)
     if choice is None:
         error = answer.get("error") if isinstance(answer, dict) else None

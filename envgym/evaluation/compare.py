@@ -124,7 +124,8 @@ def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
         ]
         envs[name] = EnvComparison(paired, env_a["weight"], clusters, flips)
     if not any(env.weight for env in envs.values()):
-        raise RunError(f"{a.path} and {b.path} have no task with a score in common: {'; '.join(notes) or 'no env'}")
+        reasons = "; ".join(notes) or "they share no environment"
+        raise RunError(f"{a.path} and {b.path} share no task that has a score in both: {reasons}")
     return Comparison(str(a.path), str(b.path), envs, unpaired, notes)
 
 

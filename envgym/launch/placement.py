@@ -123,7 +123,7 @@ def _check_transfer(transfer: str, plan: Plan) -> None:
 
 
 def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True) -> list[StagePart]:
-    """The parts of a stage that run in separate processes."""
+    """The parts of one training stage, each of which runs in processes of its own."""
 
     def part(name: str, workers: Sequence[str], gpus: float = 1.0, *, in_turns: bool = False) -> StagePart:
         config = stage.placement.get(name, PlacementConfig())

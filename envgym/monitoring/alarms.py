@@ -119,8 +119,7 @@ def sentence(name: str, record: Mapping[str, Any]) -> str | None:
 class Alarms:
     """The alarms of a run, updated with one record of metrics after the other."""
 
-    def __init__(self, alarms: Sequence[Alarm] = ALARMS) -> None:
-        self._alarms = alarms
+    def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
         self._active: set[str] = set()
         self.counts: Counter[str] = Counter()
@@ -129,7 +128,7 @@ class Alarms:
     def observe(self, record: Mapping[str, Any]) -> list[RaisedAlarm]:
         """Add a step's record. Returns the alarms that are raised at it."""
         raised = []
-        for alarm in self._alarms:
+        for alarm in ALARMS:
             for key in record:
                 role = key.removesuffix(alarm.metric)  # empty, or as in critic/grad_norm
                 if not key.endswith(alarm.metric) or not ROLE.fullmatch(role):

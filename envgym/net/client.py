@@ -35,8 +35,8 @@ Kind = Literal["url", "unreachable", "lost", "timeout", "unusable"]
 
 
 class NoAnswer(Exception):
-    """A request without a usable answer. The message is a predicate of the server's name; `reason` is the operating
-    system's part of it, and `wait` the pause in seconds that the server asked for.
+    """A request without a usable answer. The message completes a sentence that begins with the server's name; `reason`
+    is the operating system's part of it, and `wait` the pause in seconds that the server asked for.
 
     With the kinds `url` and `unreachable` nothing was sent; with the others the whole request may have arrived.
     """
@@ -147,7 +147,7 @@ class Unreachable(InvalidOutcome):
 
 
 class JsonCaller:
-    """Posts JSON to one service, from one event loop.
+    """Posts JSON to one service, and is used within one event loop.
 
     `secret` is sent as a bearer token and appears in no message. `requests_per_minute` spaces requests evenly.
     When a server asks for a pause, all requests observe it. Every `Deadline` pauses while a request waits for either.

@@ -1,7 +1,7 @@
 """Processes that end together: children and programs that die with their parent, and process families that a guard
 kills once their owner is gone.
 
-Also a program, which imports nothing of envgym:
+This module also runs as a program, and imports nothing of envgym:
 
     family.py run PARENT PROGRAM [ARGUMENT …]    becomes PROGRAM, which then dies with PARENT
     family.py guard PID …                        kills the families of PIDs once its input has ended

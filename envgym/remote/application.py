@@ -37,7 +37,7 @@ class Application:
     """The routes over some environments, and their sessions."""
 
     def __init__(self, specs: Mapping[str, EnvSpec], limits: ServerLimits, tokens: Tokens | None) -> None:
-        self._counts = ServerMetrics(lambda: self.sessions.open_by_env())
+        self._counts = ServerMetrics()
         self._environments = {
             name: ServedEnv(name, spec, limits.call_seconds, self._counts) for name, spec in specs.items()
         }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
@@ -13,10 +11,9 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class ServerMetrics:
-    """Counters, gauges and histograms of one server; `open_sessions` returns their number by environment."""
+    """Counters, gauges and histograms of one server."""
 
-    def __init__(self, open_sessions: Callable[[], Mapping[str, float]]) -> None:
-        self._open_sessions = open_sessions
+    def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()  # a separate one: a process may have several servers
 
         def counter(name: str, help: str, *labels: str) -> Counter:
@@ -25,7 +22,7 @@ class ServerMetrics:
         def seconds(name: str, help: str) -> Histogram:
             return Histogram(f"envgym_{name}_seconds", help, ["env"], registry=registry, buckets=SECONDS)
 
-        self._open = Gauge("envgym_sessions", "Sessions that are open.", ["env"], registry=registry)
+        self.open_sessions = Gauge("envgym_sessions", "Sessions that are open.", ["env"], registry=registry)
         self.opened_sessions = counter("sessions_opened", "Sessions opened.", "env")
         self.closed_sessions = counter(
             "sessions_closed", "Sessions closed, by the client, by their lease or at the end.", "env", "by"
@@ -39,6 +36,4 @@ class ServerMetrics:
 
     def text(self) -> bytes:
         """All metrics, in Prometheus's text format of version 0.0.4."""
-        for env, sessions in self._open_sessions().items():
-            self._open.labels(env).set(sessions)
         return generate_latest(self._registry)

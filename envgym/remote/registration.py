@@ -100,7 +100,8 @@ _Key = tuple[str, str]
 
 @dataclass(slots=True)
 class _RegisteredServer:
-    """A registered server, and its process's `instance`; `timer` ends its lease."""
+    """A registered server. `instance` identifies the server's process; `timer` removes the server when its lease
+    ends."""
 
     replica: Replica
     instance: str

@@ -97,7 +97,8 @@ class Leases:
 
 
 class Replica:
-    """One server of the environment, from one event loop. It gets sessions in proportion to its capacity and `weight`.
+    """A client of one of the environment's servers, used within one event loop. The server gets sessions in proportion
+    to its capacity and `weight`.
 
     Episodes here hold `in_use` of its slots. `capacity` is the estimate of the slots for this client (None: unknown);
     `stated_capacity` is the server's statement, which other clients may use up.

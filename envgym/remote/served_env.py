@@ -132,7 +132,8 @@ class ServedEnv:
         return EpisodeVerdict(reward=reward.reward, score=reward.score, metrics=dict(reward.metrics))
 
     async def call(self, work: Awaitable[T], label: str, seconds: Histogram | None = None) -> T:
-        """The environment's answer within the limit; its exception as a `Problem`, logged here in full."""
+        """Await a call of the environment within its time limit. Raises the environment's exception as a `Problem`, and
+        logs it in full on the server."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         deadline = asyncio.timeout(self._call_seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import Counter
@@ -184,16 +185,14 @@ class Sessions:
         self._sessions: dict[tuple[str, str], EnvSession] = {}
         self._by_env: Counter[str] = Counter()
         self._by_client: Counter[str] = Counter()
+        for name in environments:
+            metrics.open_sessions.labels(name).set_function(functools.partial(self._by_env.__getitem__, name))
         self.is_draining = False
         self._session_closed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._sessions)
-
-    def open_by_env(self) -> dict[str, float]:
-        """The number of sessions of each environment."""
-        return {name: float(self._by_env[name]) for name in self._environments}
 
     def environment(self, name: str) -> ServedEnv:
         """The environment called `name`, or the only one for an empty name. Raises a 404 `Problem`."""

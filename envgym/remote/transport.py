@@ -93,7 +93,8 @@ class Counters:
 
 
 class Transport:
-    """Calls to one server from one event loop. Every call may be sent twice: the protocol makes that harmless.
+    """Calls one server, and is used within one event loop. Every call may be sent twice: the protocol makes that
+    harmless.
 
     Small requests of sessions share one WebSocket (`channel`): a message there costs much less than a request, and
     sessions need no connection each.

@@ -71,9 +71,8 @@ def first_choice(answer: Any) -> Mapping[str, Any] | None:
 def usage_of(answer: Any) -> dict[str, int | None]:
     """`prompt_tokens` and `completion_tokens`; None where the API gives no valid number."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
-    counts = {
-        name: usage.get(name) if isinstance(usage, dict) else None for name in ("prompt_tokens", "completion_tokens")
-    }
+    usage = usage if isinstance(usage, dict) else {}
+    counts = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
     return {name: count if type(count) is int and 0 <= count < 2**31 else None for name, count in counts.items()}
 
 

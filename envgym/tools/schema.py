@@ -58,7 +58,9 @@ class Parameters:
         self.description, descriptions = _docstring(function)
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise ConfigError(f"{noun} takes {parameter}: a tool has a fixed number of named parameters")
+                raise ConfigError(
+                    f"{noun} has the parameter {parameter}: a tool's parameters must be named and of a fixed number"
+                )
             if parameter.name not in hints:
                 raise ConfigError(f"{noun}: parameter {parameter.name!r} needs a type, as in {parameter.name}: str")
             if parameter.kind == parameter.POSITIONAL_ONLY:

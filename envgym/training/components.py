@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Components:
     """The components that the loop drives. `engine` and `sync` are None if the agent replays, `pretraining` if no text
-    is mixed in. Each of the learner's roles has a group of ranks in `workers`, or its API in `apis`."""
+    is mixed in. Each of the learner's roles has a group of ranks in `workers`, or a remote service in `apis`."""
 
     learner: Learner
     runner: Runner

@@ -44,12 +44,8 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak FLOPs per second of the named device; None if unknown, as for float32."""
     if dtype not in ("bfloat16", "float16"):
         return None
-    return next((flops for name, flops in PEAK_FLOPS.items() if _is_named(device_name, name)), None)
-
-
-def _is_named(device_name: str, part: str) -> bool:
-    """True if the name contains `part` as whole words ("A10" is not in "NVIDIA A100")."""
-    return f" {part} " in f" {device_name.replace('-', ' ').replace('/', ' ')} "
+    words = f" {device_name.replace('-', ' ').replace('/', ' ')} "  # compared whole: "A10" is not in "NVIDIA A100"
+    return next((flops for name, flops in PEAK_FLOPS.items() if f" {name} " in words), None)
 
 
 def add(total: MetricSums, sums: MetricSums) -> None:

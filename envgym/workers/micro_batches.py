@@ -45,10 +45,12 @@ def micro_batches(
     mean, or times the costliest unit), or if that saves padding (see `MIN_SAVING`). The result is a pure function of
     the arguments.
     """
-    units = _units(samples)
-    if not units:
+    units_by_key: dict[int, Unit] = {}
+    for sample in samples:
+        units_by_key.setdefault(sample.microbatch_key, []).append(sample)
+    if not units_by_key:
         return [[] for _ in range(n_ranks)]
-    units.sort(key=_longest, reverse=True)  # stable, so equal lengths keep their order
+    units = sorted(units_by_key.values(), key=_longest, reverse=True)  # stable, so equal lengths keep their order
     shapes = [_Shape(len(unit), _longest(unit), cost(unit, packed=True)) for unit in units]
     shares = _minimize_shares(shapes, tokens_per_microbatch, n_ranks, packed)
     cheapest = min(units, key=lambda unit: cost(unit, packed=packed))
@@ -77,13 +79,6 @@ def is_padding(batch: Sequence[TrainSample]) -> bool:
     return not any(sample.loss_weights.any() for sample in batch)
 
 
-def _units(samples: Sequence[TrainSample]) -> list[Unit]:
-    units: dict[int, Unit] = {}
-    for sample in samples:
-        units.setdefault(sample.microbatch_key, []).append(sample)
-    return list(units.values())
-
-
 def _longest(samples: Sequence[TrainSample]) -> int:
     return max(len(sample) for sample in samples)
 
@@ -102,8 +97,8 @@ Share = list[int]
 
 
 def _minimize_shares(shapes: Sequence[_Shape], budget: int, n_ranks: int, packed: bool) -> list[Share]:
-    """The smallest number of micro-batches that fits, the same for each rank; if padded, a few more where that saves
-    padding. An empty share stands for a padding micro-batch."""
+    """The smallest number of micro-batches that keeps each within the token budget, the same for every rank; with
+    padding, a few more if that saves padding. An empty share stands for a padding micro-batch."""
     unit_costs = [_cost(shapes, [index], packed) for index in range(len(shapes))]
     max_cost, filler = max(unit_costs), min(unit_costs)
     split = _split_packed if packed else _split_padded

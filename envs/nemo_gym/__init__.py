@@ -62,7 +62,7 @@ class NemoGymConfig(DataEnvConfig):
         if self.url and self.head:
             raise ValueError("give url or head, not both")
         if self.server and not self.head:
-            raise ValueError("server is a name at a head server: give head as well")
+            raise ValueError("env.server names a server of a head server: set env.head to its address as well")
         return self
 
 

@@ -1,4 +1,4 @@
-"""NeMo-Gym's protocol: the fields of rows and answers, and the config that names its servers."""
+"""NeMo-Gym's protocol: the fields of data rows and responses, and the configuration that names NeMo-Gym's servers."""
 
 from __future__ import annotations
 

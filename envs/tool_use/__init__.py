@@ -114,7 +114,7 @@ class ToolUse(DataEnvSpec):
         return TaskList(held_out_tasks(hops, digits))
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """The calls and the answer, or a turn that gives up; the seed decides."""
+        """Demonstrate the calls and the answer, or one turn that gives up, depending on `seed`."""
         if self.config.data is not None:
             return super().demonstrations(task, seed)
         rng = random.Random(f"{task.id} {seed}")
@@ -219,7 +219,7 @@ def value_of(task: Task, key: int) -> int:
 
 
 def demonstration(task: Task, *, calls: bool, rng: random.Random) -> list[str | Message]:
-    """The turns that solve `task` by calling the tool, or a turn that gives up."""
+    """Demonstrate how `task` is solved by calling the tool, or one turn that gives up."""
     if not calls:
         return [rng.choice(UNAIDED)]
     turns: list[str | Message] = []

@@ -138,7 +138,8 @@ def test_each_fails_for_its_own_reason(animal):
     check, said = FAILING[animal]
     report = examine(animal)
     assert not report.passed
-    assert {f.check for f in report.findings if f.verdict is CheckVerdict.FAILED} == {check}, "\n".join(map(str, report.findings))
+    failed = {f.check for f in report.findings if f.verdict is CheckVerdict.FAILED}
+    assert failed == {check}, "\n".join(map(str, report.findings))
     assert said in finding(report, check).message
     assert finding(report, check).advice
     assert not any("(episodes)" in finding.message for finding in report.findings)  # nothing repeats it

@@ -99,7 +99,7 @@ def test_the_suites_difference_is_weighted(play):
 
 def test_other_problems_are_not_paired(play):
     a, b = play("a", 1.0, 0.0), play("b", 1.0, 0.0, seed=1)
-    with pytest.raises(RunError, match=r"no task with a score in common.*another seed"):
+    with pytest.raises(RunError, match=r"share no task that has a score in both.*another seed"):
         compare(a, b)
 
 

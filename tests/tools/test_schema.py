@@ -251,7 +251,7 @@ def unknown(x: "NoSuchType"):  # noqa: F821
     ("function", "message"),
     [
         (untyped, r"tool 'untyped': parameter 'x' needs a type, as in x: str"),
-        (anything, r"tool 'anything' takes \*words: str: a tool has a fixed number of named parameters"),
+        (anything, r"tool 'anything' has the parameter \*words: str: a tool's parameters must be named"),
         (options, r"tool 'options' takes \*\*options: int"),
         (callback, r"tool 'callback': parameter 'then' is a Callable, which has no JSON schema"),
         (instance, r"tool 'instance': parameter 'shop' is a Signature, which has no JSON schema"),

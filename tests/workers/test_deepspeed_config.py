@@ -166,7 +166,7 @@ GROUP = {"env": "math_verify", "learner": "grpo"}
         ),
         ({"learner": {"name": "grpo", "muon_lr": 0.1}}, "muon_lr is for optimizer=muon"),
         ({"learner": {"name": "grpo", "muon_lr": 0.1, "optimizer": "muon", "lr": 0}}, "muon_lr follows the schedule"),
-        ({"learner": {"name": "grpo", "warmup_ratio": 0.1, "warmup_steps": 3}}, "give one of them"),
+        ({"learner": {"name": "grpo", "warmup_ratio": 0.1, "warmup_steps": 3}}, "set one of them"),
         ({"learner": {"name": "grpo", "freeze": ["lm_head", "("]}}, r"'\(' is no regular expression"),
         ({"learner": {"name": "grpo", "ema_decay": 1.0}}, "ema_decay"),
     ],
