@@ -9,10 +9,9 @@ from pydantic import Field
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome
-from envgym.render import Dialogue
 from envgym.rollout.scripted import action_of
 from envgym.rollout.transcript import Transcript
-from envgym.types import Episode, Limit, Message, Observation, Outcome, Task
+from envgym.types import Episode, Limit, Observation, Outcome, Task
 
 from .token_level import extend
 
@@ -46,7 +45,9 @@ class Replay(Agent):
         rewards = recording.rewards or [None] * (last + 1)
         for number, (turn, reward) in enumerate(zip(recording.turns, rewards, strict=True)):
             if recording.is_single_turn and number < last:
-                transcript.add_demonstration(piece(dialogue, turn))
+                # A part of an answer, without an end of turn.
+                text = turn if isinstance(turn, str) else turn.text
+                transcript.add_demonstration(dialogue.add_observation(Observation(text=text)).token_ids)
                 transcript.add_reward(reward, {})
                 continue
             token_ids = dialogue.add_demonstration(turn)
@@ -72,9 +73,3 @@ class Replay(Agent):
         if self.config.too_long == "drop" or not has_actions:
             raise InvalidOutcome("too_long", f"{task.key}: the recording has more than agent.max_tokens={limit} tokens")
         return Outcome.truncate(Limit.LENGTH)
-
-
-def piece(dialogue: Dialogue, turn: str | Message) -> list[int]:
-    """The tokens of a part of an answer, without an end of turn."""
-    text = turn if isinstance(turn, str) else turn.text
-    return dialogue.add_observation(Observation(text=text)).token_ids

@@ -102,16 +102,14 @@ def clipped_policy_loss(
     return losses, clipped & (ratio < 1), clipped & (ratio > 1)
 
 
-def cispo_loss(
-    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> ClippedLoss:
+def cispo_loss(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float) -> ClippedLoss:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps its gradient, and only its weight is bounded.
 
     Source: MiniMax, "MiniMax-M1" (2025).
     """
     ratio = log_ratio.detach().clamp(-20.0, 20.0).exp()
-    losses = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
-    return losses, ratio < 1 - clip_low, ratio > 1 + clip_high
+    losses = -ratio.clamp(1 - low, 1 + high) * advantages * logprobs
+    return losses, ratio < 1 - low, ratio > 1 + high
 
 
 def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> ClippedLoss:

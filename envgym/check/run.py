@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import faulthandler
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -17,7 +15,7 @@ from envgym.loading import absolute_target, is_file_target, is_user_file
 from envgym.processes.local import LocalRuntime, LocalWorker
 from envgym.registry import spec
 from envgym.remote.client import RemoteEnvSpec
-from envgym.services import start_services
+from envgym.services.start import start_services, temporary_runtime
 
 from . import endings, episodes, latency, leak, repeatability, scores, tasks
 from .play import call_limit
@@ -61,26 +59,20 @@ async def check_environment(
     an import path or a URL. Raises `EnvgymError` if the environment cannot be set up.
     """
     report, start = Report(absolute_target(name) if is_file_target(name) else name), time.monotonic()
-    logs = tempfile.mkdtemp(prefix="envgym-check-")
     arguments = {"name": report.env, "settings": dict(settings or {}), "setup_seconds": setup_seconds}
-    examination = _Examination(report, LocalRuntime(logs), arguments, logs)
-    try:
-        for checks in GROUPS:
-            for finding in await examination.findings(checks):
-                report.findings.append(finding)
-                if on_finding is not None:
-                    on_finding(finding)
-            if checks == episodes.CHECKS and not examination.can_play:
-                break  # all other checks need episodes
-    except EnvgymError as error:
-        if logs in str(error):
-            logs = ""  # the error names one of them: keep them
-        raise
-    finally:
-        await examination.close()
-        if logs:
-            shutil.rmtree(logs, ignore_errors=True)
-        report.seconds = time.monotonic() - start
+    async with temporary_runtime("check") as (runtime, logs):
+        examination = _Examination(report, runtime, arguments, logs)
+        try:
+            for checks in GROUPS:
+                for finding in await examination.findings(checks):
+                    report.findings.append(finding)
+                    if on_finding is not None:
+                        on_finding(finding)
+                if checks == episodes.CHECKS and not examination.can_play:
+                    break  # all other checks need episodes
+        finally:
+            await examination.close()
+    report.seconds = time.monotonic() - start
     return report
 
 
@@ -166,7 +158,6 @@ class _Examination:
         """Kill the processes, with everything that the environment left in them."""
         for worker in self._workers:
             await worker.kill()
-        await self._runtime.close()
 
     def _skip_reason(self, checks: tuple[str, ...]) -> str:
         """The reason to skip these checks because an earlier one failed; empty if there is none."""

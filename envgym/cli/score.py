@@ -72,7 +72,9 @@ def _lines(result: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
     numbers = [number for number in ("score", "reward") if result[number].earlier or result[number].new]
     for number in numbers:
         change = result[number]
-        lines.append((number, f"{_change(change)}   95% intervals{_coverage(change, result['judged'])}"))
+        is_partial = 0 < change.episodes < result["judged"]
+        coverage = f", of the {change.episodes} episodes that have both" if is_partial else ""
+        lines.append((number, f"{_change(change)}   95% intervals{coverage}"))
         if number == numbers[0]:
             lines += [(f"  {name}", _change(part[number])) for name, part in result["parts"].items()]
     lines.append(("changed", f"{result['changed']} episodes"))
@@ -86,10 +88,6 @@ def _lines(result: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
 
 def _change(change: Change) -> str:
     return f"{_mean(change.earlier)}  ->  {_mean(change.new)}"
-
-
-def _coverage(change: Change, n_scored: int) -> str:
-    return f", of the {change.episodes} episodes that have both" if 0 < change.episodes < n_scored else ""
 
 
 def _mean(mean: Mean | None) -> str:

@@ -150,10 +150,9 @@ class TransformersEngine:
             peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(path), self._model)
             self._model.eval()
             self._has_adapter = True
-        tensors = load_file(Path(path, "adapter_model.safetensors"))
-        result = peft.set_peft_model_state_dict(
-            self._model, {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
-        )
+        saved = load_file(Path(path, "adapter_model.safetensors"))
+        tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}
+        result = peft.set_peft_model_state_dict(self._model, tensors)
         if result.unexpected_keys:
             raise WorkerError(f"{path!r} holds no adapter of this model: {result.unexpected_keys[:3]}")
         self._version = version

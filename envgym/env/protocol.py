@@ -143,10 +143,13 @@ class Env(ABC):
     """The shared part of the environment."""
     task: Task
     """The task of the episode, set before `reset`. For an environment without tasks it holds no more than the seed."""
-    rng: random.Random
-    """Python's generator of this instance, seeded before `reset`; do not use the global one. `np_random` is NumPy's."""
     _np_random: numpy.random.Generator | int | None = None
     """Its seed before its first use."""
+
+    @functools.cached_property
+    def rng(self) -> random.Random:
+        """Python's generator of this instance, seeded before `reset`. `np_random` is NumPy's. Never use global ones."""
+        return random.Random()
 
     @functools.cached_property
     def config(self) -> Any:

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 import json
-import random
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -154,9 +153,8 @@ class EnvSpec:
             raise ConfigError(f"environment {self.id} names no Env class")
         env = self._env_class.__new__(self._env_class)
         env.spec = self
-        env.rng = random.Random()
         arguments = {name: getattr(self.config, name) for name in self._arguments}
-        env.__init__(**arguments)  # type: ignore[misc]  # after `spec` and `rng` are set: it may read them
+        env.__init__(**arguments)  # type: ignore[misc]  # after `spec` is set: it may read it
         return CheckedEnv(env, self)
 
     @functools.cached_property

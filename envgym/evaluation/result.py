@@ -59,7 +59,8 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
     scores, rewards = _values_by_group(groups, "score"), _values_by_group(groups, "reward")
     clusters = _clusters(groups, cluster)
     successes = {id: [float(score >= success - 1e-9) for score in values] for id, values in scores.items()}
-    rate, (within, between) = clustered_mean(successes, clusters).as_dict(), within_between_variance(scores)
+    rate = clustered_mean(successes, clusters).as_dict()
+    variance_within, variance_between = within_between_variance(scores)
     limits = Counter(episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED)
     return {
         **clustered_mean(scores, clusters).as_dict(),
@@ -67,7 +68,7 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
         "success": {"threshold": success, "rate": rate["score"], "ci95": rate["ci95"]},
         **_metrics_at_k(groups, scores, successes),
         "tasks_at_k": {str(k): sum(len(won) >= k for won in successes.values()) for k in ks(_samples(groups))},
-        "variance": {"within": number_or_none(within), "between": number_or_none(between)},
+        "variance": {"within": number_or_none(variance_within), "between": number_or_none(variance_between)},
         "n_episodes": len(episodes),
         "failures": dict(Counter(episode.outcome.reason for episode in episodes if episode.failed)),
         "unscored": sum(episode.score is None for episode in finished),

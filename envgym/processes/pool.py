@@ -7,6 +7,7 @@ random generators and terminal, and imports nothing into the run's process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import CallTimeout, InvalidOutcome, WorkerDied, WorkerError
+from envgym.errors import CallTimeout, EnvgymError, InvalidOutcome, WorkerDied, WorkerError
 
 from .local import LocalRuntime, LocalWorker
 
@@ -218,6 +219,16 @@ class ProcessSession:
     async def call(self, method: str, *args: Any) -> Any:
         """Run a method in the session's process, without a timeout; see `Process.call`."""
         return await self._process.call(method, *args, worker=self._worker)
+
+    async def close(self, method: str, *args: Any) -> None:
+        """Run a last method if the process is alive, and end the session. A process that has died has no state left, so
+        errors are ignored."""
+        try:
+            if self.alive:
+                with contextlib.suppress(EnvgymError):
+                    await self.call(method, *args)
+        finally:
+            self.end()
 
     def end(self) -> None:
         if not self._is_closed:

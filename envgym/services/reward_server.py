@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -26,12 +24,12 @@ from envgym.net.listening import listen, stop_signals, until_stopped, url_of
 from envgym.net.problems import Problem
 from envgym.net.server import authenticate, read_json, serve_requests, to_problem
 from envgym.net.tokens import Tokens, new_token_file, read_secret
-from envgym.processes.local import LocalRuntime
 from envgym.types import as_messages
 
 from .client import Conversation, RewardClient
 from .declarations import RewardModel
 from .reward import RewardModelClient
+from .start import temporary_runtime
 
 MAX_BODY = 32 * 2**20
 """Bytes of a request."""
@@ -65,9 +63,7 @@ async def serve_model(
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(listen(host, port, refusal=REFUSAL if open_to_all else None))
         stopping = stack.enter_context(stop_signals())
-        logs = tempfile.mkdtemp(prefix="envgym-reward-model-")
-        runtime = LocalRuntime(logs)
-        stack.push_async_callback(runtime.close)
+        runtime, logs = await stack.enter_async_context(temporary_runtime("reward-model"))
         client = RewardModelClient(declared, "reward-model", runtime)
         stack.push_async_callback(client.close)
         if await until_stopped(client.start(), stopping):
@@ -81,7 +77,6 @@ async def serve_model(
                 raise RunError(
                     f"the reward model's process ended without being asked to (log: {logs}/reward-model.log)"
                 )
-    shutil.rmtree(logs, ignore_errors=True)
 
 
 class RewardServer:

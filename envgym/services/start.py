@@ -7,10 +7,10 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from envgym.errors import ConfigError, WorkerError
+from envgym.errors import ConfigError, EnvgymError
 from envgym.processes.local import LocalRuntime
 
 from .client import Client
@@ -74,28 +74,35 @@ async def start_services(
 
     Raises `EnvgymError` for an environment or a service that cannot be set up.
     """
-    logs = tempfile.mkdtemp(prefix="envgym-services-") if runtime is None else ""
-    workers = LocalRuntime(logs) if runtime is None else runtime
     clients: dict[str, Client] = {}
     services = Services(clients)
+    async with AsyncExitStack() as stack:
+        if runtime is None:
+            runtime, _ = await stack.enter_async_context(temporary_runtime("services"))
+        stack.push_async_callback(services.close)
+        _make_clients(spec, clients, runtime, deterministic)
+        await stack.enter_async_context(spec)
+        # Before the environment's teardown, so that no service outlives what it calls.
+        stack.push_async_callback(services.close)
+        if eager:
+            await services.start()
+        yield services
+
+
+@asynccontextmanager
+async def temporary_runtime(name: str) -> AsyncIterator[tuple[LocalRuntime, str]]:
+    """A runtime for processes of this machine, and the folder of their logs, which is deleted at the end, except after
+    an error that names it."""
+    logs = tempfile.mkdtemp(prefix=f"envgym-{name}-")
+    runtime, is_named = LocalRuntime(logs), False
     try:
-        _make_clients(spec, clients, workers, deterministic)
-        async with spec:
-            try:
-                if eager:
-                    await services.start()
-                yield services
-            finally:
-                # Before the environment's teardown, so that no service outlives what it calls.
-                await services.close()
-    except WorkerError:
-        logs = ""  # keep them: the error names one
+        yield runtime, logs
+    except EnvgymError as error:
+        is_named = logs in str(error)
         raise
     finally:
-        await services.close()
-        if runtime is None:
-            await workers.close()
-        if logs:
+        await runtime.close()
+        if not is_named:
             shutil.rmtree(logs, ignore_errors=True)
 
 

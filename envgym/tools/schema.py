@@ -59,7 +59,7 @@ class Parameters:
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise ConfigError(
-                    f"{noun} has the parameter {parameter}: a tool's parameters must be named and of a fixed number"
+                    f"{noun} has the parameter {parameter}: a tool needs a fixed number of named parameters"
                 )
             if parameter.name not in hints:
                 raise ConfigError(f"{noun}: parameter {parameter.name!r} needs a type, as in {parameter.name}: str")

@@ -86,9 +86,8 @@ async def grade(sandbox: Sandbox, code: str, cases: Sequence[Case]) -> SuiteResu
 
 async def _calls(sandbox: Sandbox, code: str, cases: Sequence[CallCase]) -> list[Result]:
     calls = [{"function": case.function, "args": case.args, "kwargs": case.kwargs} for case in cases]
-    execution = await sandbox.run(
-        _DRIVER.read_text(encoding="utf-8"), files={REQUEST: json.dumps({"calls": calls}), SOLUTION: code}
-    )
+    files = {REQUEST: json.dumps({"calls": calls}), SOLUTION: code}
+    execution = await sandbox.run(_DRIVER.read_text(encoding="utf-8"), files=files)
     lines = execution.stdout.splitlines()
     results = [_compare(case, line) for case, line in zip(cases, lines, strict=False)]
     if len(results) < len(cases):

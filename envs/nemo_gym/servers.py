@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -76,15 +77,16 @@ class ResourcesServer:
 
     def add_to(self, app: web.Application) -> None:
         app.cleanup_ctx.append(self._closing_sessions)
-        app.router.add_post("/seed_session", self._seed_session)
+        app.router.add_post("/seed_session", partial(self._begin, {}))
         app.router.add_post("/verify", self._verify)
-        app.router.add_post("/reset", self._reset)
+        # The first observation is in the row's input.
+        app.router.add_post("/reset", partial(self._begin, {"observation": None, "info": {}}))
         app.router.add_post("/step", self._step)
         app.router.add_post("/{tool}", self._tool)  # last, so that the other routes take precedence
 
     # -- sessions -------------------------------------------------------------------------------------------
 
-    async def _open(self, request: web.Request) -> None:
+    async def _begin(self, answer: Item, request: web.Request) -> web.Response:
         row = await body_of(request)
         place = place_of(row, self._name)
         if len(self._sessions) + self._opening >= self._max_sessions:
@@ -97,6 +99,7 @@ class ResourcesServer:
         previous, self._sessions[SESSION_ID.get()] = self._sessions.get(SESSION_ID.get()), episode
         if previous is not None:
             await previous.close()
+        return web.json_response(answer)
 
     def _session(self) -> ServedEpisode:
         episode = self._sessions.get(SESSION_ID.get())
@@ -130,10 +133,6 @@ class ResourcesServer:
 
     # -- the tools flow -------------------------------------------------------------------------------------
 
-    async def _seed_session(self, request: web.Request) -> web.Response:
-        await self._open(request)
-        return web.json_response({})
-
     async def _tool(self, request: web.Request) -> web.Response:
         """A tool's result, as text that NeMo-Gym's agents pass to the policy unmodified."""
         episode, name = self._session(), request.match_info["tool"]
@@ -159,10 +158,6 @@ class ResourcesServer:
                 await self._close(SESSION_ID.get())
 
     # -- the gymnasium flow ---------------------------------------------------------------------------------
-
-    async def _reset(self, request: web.Request) -> web.Response:
-        await self._open(request)
-        return web.json_response({"observation": None, "info": {}})  # it is in the row's input
 
     async def _step(self, request: web.Request) -> web.Response:
         episode, row = self._session(), await body_of(request)

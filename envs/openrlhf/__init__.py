@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field
 
 from envgym.env import Env, EnvSpec, Info, StepResult
-from envgym.errors import EnvgymError, InvalidStep
+from envgym.errors import InvalidStep
 from envgym.hashing import text_hash
 from envgym.processes.pool import Processes, ProcessSession
 from envgym.registry import spec_from_json
@@ -187,14 +186,8 @@ class AgentEnv(Env):
 
     async def close(self) -> None:
         session, self._session = self._session, None
-        if session is None:
-            return
-        try:
-            if session.alive:
-                with contextlib.suppress(EnvgymError):
-                    await session.call("close_episode", self._key)
-        finally:
-            session.end()
+        if session is not None:
+            await session.close("close_episode", self._key)
 
     @property
     def _is_chat(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import uuid
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
-from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
+from envgym.errors import ConfigError, InvalidOutcome
 from envgym.processes.pool import Processes, ProcessSession
 from envgym.services import ChatOrPolicy, Service
 from envgym.types import Action, Message
@@ -131,12 +130,9 @@ class TextArenaEnv(Env):
 
     async def close(self) -> None:
         """End the game."""
-        if self._session is not None:
-            with contextlib.suppress(EnvgymError):  # a process that has died took the game with it
-                if self._session.alive:
-                    await self._call("end")
-            self._session.end()
-            self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close("end", self._key)
 
     def _score(self, reward: float) -> float:
         """1 for a win, 0 for a loss; in a game for one player the reward itself, clipped to [0, 1]."""

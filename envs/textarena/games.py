@@ -33,9 +33,7 @@ MOVE_SECONDS = 2.0
 _BRACKETS = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _ROLES = re.compile(r"\[(?:Player \d+|GAME|Game)\]")
 _OFFERED = re.compile(r"(?:available|valid|legal|possible|playable|options)[^\n]*", re.IGNORECASE)
-_VARIABLE = re.compile(
-    r"(?P<squares>(?<![a-z0-9])(?:[a-j]\d)+(?![a-z0-9]))|\d+|<[^<>]+>|\b(?-i:[A-Z])\b", re.IGNORECASE
-)
+_VARIED = re.compile(r"(?P<squares>(?<![a-z0-9])(?:[a-j]\d)+(?![a-z0-9]))|\d+|<[^<>]+>|\b(?-i:[A-Z])\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +242,7 @@ def candidates(transcript: str, rng: random.Random) -> list[str]:
 def vary(example: str, rng: random.Random) -> str:
     """A move of the form of an example, with other numbers, squares (`e2e4`) and values for placeholders (`X`)."""
     limit, side = rng.choice((3, 9, 20)), rng.choice((5, 8, 10))
-    return _VARIABLE.sub(
+    return _VARIED.sub(
         lambda match: _squares(match[0], side, rng) if match["squares"] else str(rng.randint(0, limit)), example
     )
 

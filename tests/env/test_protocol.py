@@ -286,6 +286,11 @@ def test_generators_are_seeded_as_gymnasiums(cls):
     assert shared
 
 
+def test_an_instance_without_a_spec_has_generators_too():
+    observation, _ = asyncio.run(SeedsAsDocumented().reset(seed=5))
+    assert observation.endswith(f" {random.Random(5).random()}")
+
+
 def test_numpy_is_imported_when_it_is_used():
     code = "import sys, envgym.env, envgym.registry; print('numpy' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

@@ -148,7 +148,10 @@ def test_rows_of_every_form_keep_their_tools(row, write):
         ({"prompt": "1 + 2?", "completion": "3"}, {"template": "{} {worth}"}, "env.template names a field 'worth'"),
         ('{"prompt": "1 + 2?", "compl', {}, "not JSON"),
         pytest.param(
-            {"prompt": "1 + 2?", "completion": "3" * 50_000_000}, {}, "50,000,006 characters, over the limit", id="50 MB"
+            {"prompt": "1 + 2?", "completion": "3" * 50_000_000},
+            {},
+            "50,000,006 characters, over the limit",
+            id="50 MB",
         ),
     ],
 )

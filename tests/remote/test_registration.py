@@ -340,7 +340,7 @@ def test_a_trainer_that_is_started_anew_finds_the_servers_again(join, port):
     server = join(port)
 
     async def main() -> None:
-        assert await asyncio.to_thread(server.says, "the server keeps running, and retries")  # it is there before its trainer
+        assert await asyncio.to_thread(server.says, "keeps running, and retries")  # started before its trainer
         for _ in range(2):
             assert failures(await roll(spec_at(port), tasks=1, retries=0)) == {}
 

@@ -251,8 +251,8 @@ def unknown(x: "NoSuchType"):  # noqa: F821
     ("function", "message"),
     [
         (untyped, r"tool 'untyped': parameter 'x' needs a type, as in x: str"),
-        (anything, r"tool 'anything' has the parameter \*words: str: a tool's parameters must be named"),
-        (options, r"tool 'options' takes \*\*options: int"),
+        (anything, r"tool 'anything' has the parameter \*words: str: a tool needs a fixed number"),
+        (options, r"tool 'options' has the parameter \*\*options: int"),
         (callback, r"tool 'callback': parameter 'then' is a Callable, which has no JSON schema"),
         (instance, r"tool 'instance': parameter 'shop' is a Signature, which has no JSON schema"),
         (unknown, r"tool 'unknown': its types cannot be resolved: name 'NoSuchType' is not defined"),

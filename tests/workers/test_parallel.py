@@ -390,7 +390,12 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] *
         ("llama", {"num_attention_heads": 6, "hidden_size": 48}, 4, "does not divide the 6 attention heads"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 2, "dynamic rope"),
         ("llama", {"rope_parameters": LONG_ROPE, "max_position_embeddings": 64}, 2, "longrope rope"),
-        ("jamba", {"num_experts": 1, "num_experts_per_tok": 1, "use_mamba_kernels": False}, 2, "by other means than transformers'"),
+        (
+            "jamba",
+            {"num_experts": 1, "num_experts_per_tok": 1, "use_mamba_kernels": False},
+            2,
+            "by other means than transformers'",
+        ),
     ],
 )
 def test_models_whose_rows_cannot_be_cut_are_refused(architecture, config, size, message):
@@ -418,7 +423,12 @@ def test_a_layer_that_mixes_tokens_without_attention_is_noticed(monkeypatch):
         ("llama", {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}, 4, "6 attention heads"),
         ("llama", {"num_key_value_heads": 1}, 2, "does not divide the 1 key and value heads"),
         ("gpt2", GPT2, 2, "no plan for it"),
-        ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}, 2, "cannot split layers"),
+        (
+            "qwen3_moe",
+            {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+            2,
+            "cannot split layers",
+        ),
     ],
 )
 def test_models_whose_layers_cannot_be_cut_are_refused(architecture, config, size, message):

@@ -10,7 +10,7 @@ import math
 import secrets
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from envgym.cli.parser import ENV, Parser, make_spec
@@ -19,7 +19,7 @@ from envgym.processes import event_loop
 from envgym.registry import load_component
 from envgym.rollout.runner import run_episode, score_group
 from envgym.rollout.scripted import PlayedTurn, ScriptedEpisode
-from envgym.types import Action, Episode, Group, Observation, Task, ToolCall, ToolSpec
+from envgym.types import Action, Episode, Group, Observation, Task, ToolCall
 
 from .show import choose_task, example_call, first_line, lines_of, signature
 
@@ -88,7 +88,9 @@ class ByHand(ScriptedEpisode):
     async def reset(self, env: CheckedEnv) -> Observation:
         observation = await super().reset(env)
         _show(self._console, observation)
-        _show_tools(self._console, observation.tools)
+        for tool in observation.tools:
+            self._console.print(f"tool {signature(tool)}", style="bold green")
+            self._console.print(f"  {first_line(tool)}\n  {example_call(tool, CALL)}")
         self._console.print(HOW, style="dim")
         return observation
 
@@ -132,12 +134,6 @@ def _show(console: Console, observation: Observation) -> None:
     for role, text in lines_of(observation):
         console.print(f"{role}:", style="bold cyan")
         console.print(printable(text))
-
-
-def _show_tools(console: Console, tools: Iterable[ToolSpec]) -> None:
-    for tool in tools:
-        console.print(f"tool {signature(tool)}", style="bold green")
-        console.print(f"  {first_line(tool)}\n  {example_call(tool, CALL)}")
 
 
 # ---------------------------------------------------------------------------------------------------------

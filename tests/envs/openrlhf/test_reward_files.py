@@ -146,10 +146,10 @@ def test_prompts_as_raw_text_for_a_base_model(play, ok, reward_file, task):
 BREAKS = {
     "raise KeyError('gold')": ("environment", "KeyError: 'gold'"),
     "return {'scores': [1, 1]}": ("invalid_environment", "no 'rewards', only scores"),
-    "return [1.0]": ("invalid_environment", "1 values for 2 answers"),
+    "return [1.0]": ("invalid_environment", "1 values for 2 completions"),
     "return ['good', 'bad']": ("invalid_environment", ": it must be a finite number"),
     "return None": ("invalid_environment", "no 'rewards'"),
-    "return {'rewards': [1, 1], 'scores': [1]}": ("invalid_environment", "1 values for 2 answers"),
+    "return {'rewards': [1, 1], 'scores': [1]}": ("invalid_environment", "1 values for 2 completions"),
     "raise SystemExit(3)": ("crash", "exit status 3"),
     "import os; os.abort()": ("crash", "SIGABRT"),
 }
