@@ -235,20 +235,16 @@ def load_env_class(target: str | type[Any]) -> type[Any]:
     if isinstance(target, type):
         return target
     file, name = split_target(target)
-    if is_file_target(file):
-        for adapter in entry_points("envgym.files").values():
-            adapt = load_function(adapter, "adapter of files")
-            if (spec_class := adapt(Path(file).expanduser().resolve(), name)) is not None:
-                return check_class(spec_class, target, (EnvSpec,), "environment")
     if set(_IMPORTS.findall(_source(file))) == {"verifiers"}:  # a file that imports both is assumed to be an adapter
         raise ConfigError(
             f"{target} is written for verifiers, whose environments and tasksets are not supported: write an Env "
             "that poses its tasks and calls its rewards (docs/environments.md)"
         )
     if is_file_target(file):
-        adapt = load_function("envgym.rewards:environment_of", "adapter of functions")
-        if (spec_class := adapt(Path(file), name)) is not None:
-            return check_class(spec_class, target, (EnvSpec,), "environment")
+        for adapter in entry_points("envgym.files").values():
+            adapt = load_function(adapter, "adapter of files")
+            if (spec_class := adapt(Path(file).expanduser().resolve(), name)) is not None:
+                return check_class(spec_class, target, (EnvSpec,), "environment")
     return load_class(target, (EnvSpec, Env), "environment")
 
 

@@ -125,13 +125,9 @@ def mismatched_sample(prompt_from: TrainSample, answer_from: TrainSample) -> Tra
     prompt_end, answer_start = (last_run(sample.loss_weights > 0) for sample in (prompt_from, answer_from))
     token_ids = np.concatenate([prompt_from.token_ids[:prompt_end], answer_from.token_ids[answer_start:]])
     weights = np.concatenate([np.zeros(prompt_end, np.float32), answer_from.loss_weights[answer_start:]])
+    unsampled = np.full(len(token_ids), np.nan, np.float32)
     return replace(
-        prompt_from,
-        token_ids=token_ids,
-        loss_weights=weights,
-        old_logprobs=np.full(len(token_ids), np.nan, np.float32),
-        temperatures=None,
-        arrays={},
+        prompt_from, token_ids=token_ids, loss_weights=weights, old_logprobs=unsampled, temperatures=None, arrays={}
     )
 
 

@@ -94,5 +94,5 @@ def _split_greedy(settings: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]
     temperature = rollout.get("temperature") if isinstance(rollout, Mapping) else None
     if isinstance(temperature, bool) or temperature != 0:
         return False, settings
-    sampled_rollout = {key: value for key, value in rollout.items() if key != "temperature"}
+    sampled_rollout = {key: value for key, value in settings["rollout"].items() if key != "temperature"}
     return True, {**settings, "rollout": sampled_rollout}

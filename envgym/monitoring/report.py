@@ -59,16 +59,12 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
     """The result of a run, from its `summary.json` with `run` (its folder) and, if drawn, `picture`."""
     seconds, tokens, evals = summary["seconds"], summary["tokens"], summary["eval"]
     lines = [("run", f"{summary['status']}: {summary['steps']} steps in {duration(seconds['total'])}")]
-    for name, first_key, last_key in (("held-out", "before", "after"), ("greedy", "greedy_before", "greedy_after")):
-        parts = [
-            f"{label} {score(evals[key])}"
-            for label, key in (("before", first_key), ("after", last_key))
-            if key in evals
-        ]
+    for name, first, last in (("held-out", "before", "after"), ("greedy", "greedy_before", "greedy_after")):
+        parts = [f"{label} {score(evals[key])}" for label, key in (("before", first), ("after", last)) if key in evals]
         if parts:
-            last = evals[last_key if last_key in evals else first_key]
-            intervals = ", 95% intervals" if "score" in last else ""
-            lines.append((name, f"{'  ->  '.join(parts)}   {tasks_behind(last)} tasks{intervals}"))
+            latest = evals[last if last in evals else first]
+            intervals = ", 95% intervals" if "score" in latest else ""
+            lines.append((name, f"{'  ->  '.join(parts)}   {tasks_behind(latest)} tasks{intervals}"))
     lines += _members(evals.get("after", evals.get("before", {})))
     if best := summary.get("best"):
         lines.append(("best", f"{best['metric']} {best['value']:.4g} at step {best['step']}   checkpoints/best"))
@@ -92,10 +88,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
 
 def _members(evaluation: Evaluation) -> list[Line]:
     """The scores of a mixture's members."""
-    return [
-        (f"  {name}", f"{score(result)}   {tasks_behind(result)} tasks")
-        for name, result in evaluation.get("envs", {}).items()
-    ]
+    envs = evaluation.get("envs", {})
+    return [(f"  {name}", f"{score(result)}   {tasks_behind(result)} tasks") for name, result in envs.items()]
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> str:

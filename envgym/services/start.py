@@ -77,10 +77,9 @@ async def start_services(
     clients: dict[str, Client] = {}
     services = Services(clients)
     async with AsyncExitStack() as stack:
-        if runtime is None:
-            runtime, _ = await stack.enter_async_context(temporary_runtime("services"))
+        workers = runtime or (await stack.enter_async_context(temporary_runtime("services")))[0]
         stack.push_async_callback(services.close)
-        _make_clients(spec, clients, runtime, deterministic)
+        _make_clients(spec, clients, workers, deterministic)
         await stack.enter_async_context(spec)
         # Before the environment's teardown, so that no service outlives what it calls.
         stack.push_async_callback(services.close)

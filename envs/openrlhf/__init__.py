@@ -288,6 +288,6 @@ def _is_trl(node: ast.AST | None) -> bool:
     return is_function and any(name.startswith("completion") for name in _parameters(node))
 
 
-def _parameters(node: ast.AST) -> tuple[str, ...]:
+def _parameters(node: ast.AST | None) -> tuple[str, ...]:
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     return tuple(argument.arg for argument in (*node.args.posonlyargs, *node.args.args))

@@ -73,10 +73,8 @@ class OpenRLHFExecutor(MultiTurn):
         if result["ranges"] is not None and result["tokens"] is not None:
             transcript.rows = declared_rows(transcript.rows, result["tokens"], result["ranges"])
         set_rewards(transcript, result)
-        transcript.messages = [
-            Message(ROLES[segment.role], self.renderer.text(segment.token_ids))
-            for segment in transcript.rows[-1].segments
-        ]
+        texts = [(segment.role, self.renderer.text(segment.token_ids)) for segment in transcript.rows[-1].segments]
+        transcript.messages = [Message(ROLES[role], text) for role, text in texts]
         if isinstance(limit, OutOfBudget):
             return Outcome.truncate(limit.reason)
         return Outcome.truncate(Limit.ENVIRONMENT) if result["truncated"] else Outcome.finish()

@@ -183,10 +183,8 @@ class Run:
         if generation is None:
             raise OutOfRoom("the context or the episode's token budget is used up")
         ids = list(generation["token_ids"])
-        logprobs = [
-            {id: SimpleNamespace(logprob=logprob, rank=None, decoded_token=None)}
-            for id, logprob in zip(ids, generation["logprobs"], strict=True)
-        ]
+        pairs = zip(ids, generation["logprobs"], strict=True)
+        logprobs = [{id: SimpleNamespace(logprob=value, rank=None, decoded_token=None)} for id, value in pairs]
         output = SimpleNamespace(
             index=0,
             text=self._tokenizer.decode(ids, skip_special_tokens=True),

@@ -110,12 +110,8 @@ class TextArenaEnv(Env):
             return str(await self._call("random_move"))
         conversation = self._conversations.setdefault(position.player, [])
         conversation.append(Message("user", position.text))
-        move = await self.spec.clients["opponent"].complete(
-            conversation,
-            max_tokens=config.opponent_max_tokens,
-            temperature=config.opponent_temperature,
-            seed=self.rng.getrandbits(31),
-        )
+        sampling = {"max_tokens": config.opponent_max_tokens, "temperature": config.opponent_temperature}
+        move = await self.spec.clients["opponent"].complete(conversation, **sampling, seed=self.rng.getrandbits(31))
         conversation.append(Message("assistant", move))
         return str(move)
 

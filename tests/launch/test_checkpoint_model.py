@@ -203,7 +203,7 @@ def test_a_checkpoint_whose_base_is_gone_is_refused(copied):
     config = copied / "config.yaml"
     model = resolve(file=config).stages[0].model
     config.write_text(config.read_text().replace(model, str(copied / "gone")))
-    with pytest.raises(ConfigError, match=r"of no use without the model it began with: model folder .*gone does not"):
+    with pytest.raises(ConfigError, match=r"without the model that its run started from: model folder .*gone does not"):
         model_of(checkpoint)
 
 
@@ -213,7 +213,7 @@ def test_a_later_stage_needs_what_the_one_before_left(copied, tmp_path):
     checkpoint = tmp_path / "2-grpo" / "checkpoints" / "step_000003"
     shutil.copytree(copied / "checkpoints" / "step_000003", checkpoint)
     shutil.rmtree(checkpoint / "model", ignore_errors=True)
-    with pytest.raises(ConfigError, match=r"without the model it began with: stage:sft has left no model in .*1-sft"):
+    with pytest.raises(ConfigError, match=r"without the model that its run started from: stage:sft has left no model in .*1-sft"):
         model_of(checkpoint)
 
 

@@ -47,10 +47,8 @@ def leave_host_namespaces(way: str) -> None:
         proc = os.open("/proc", os.O_PATH)
         _map_users(proc, user, group)
         os.close(proc)
-    linux.unshare(
-        linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP,
-        "network, IPC, host name and control group namespaces",
-    )
+    flags = linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
+    linux.unshare(flags, "network, IPC, host name and control group namespaces")
     socket.sethostname("sandbox")
 
 

@@ -558,7 +558,7 @@ def test_a_server_that_is_down_is_one_line(path):
     ("settings", "says"),
     [
         ({"url": "http://x", "head": "http://x"}, "give url or head, not both"),
-        ({"server": "x"}, "give head as well"),
+        ({"server": "x"}, "set env.head"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, says):
