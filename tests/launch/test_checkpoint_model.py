@@ -213,7 +213,7 @@ def test_a_later_stage_needs_what_the_one_before_left(copied, tmp_path):
     checkpoint = tmp_path / "2-grpo" / "checkpoints" / "step_000003"
     shutil.copytree(copied / "checkpoints" / "step_000003", checkpoint)
     shutil.rmtree(checkpoint / "model", ignore_errors=True)
-    with pytest.raises(ConfigError, match=r"without the model that its run started from: stage:sft has left no model in .*1-sft"):
+    with pytest.raises(ConfigError, match=r"model that its run started from: stage:sft has left no model in .*1-sft"):
         model_of(checkpoint)
 
 
