@@ -60,7 +60,8 @@ class DPO(PairLearner):
 
     def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss`; `eval/accuracy`, the share of pairs with a positive margin; and `eval/margin`, the mean margin
-        (log-ratio of the chosen answer minus that of the rejected one) in nats times `beta`."""
+        (log-ratio of the chosen answer minus that of the rejected one) in nats times `beta`. `outputs` are the policy's
+        log-probabilities, [T] per sample; samples with one `microbatch_key` are a pair."""
         import torch
 
         from .losses import dpo_loss

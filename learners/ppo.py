@@ -71,9 +71,11 @@ class PPO(PolicyGradient):
         return advantages
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
+        """The actor's policy loss or the critic's clipped value loss. `normalizers` divide each objective's loss
+        sum."""
         if role == "actor":
             return super().loss(role, outputs, batch, normalizers)
-        # The critic's: the clipped value loss, aggregated as the policy's loss is; 0 for samples of other objectives.
+        # The critic's loss is aggregated as the policy's is. Pre-training text trains only the actor.
         if batch.objective != Objective.POLICY_GRADIENT:
             return outputs.values.new_zeros(()), {}
         from .losses import critic_loss

@@ -44,6 +44,7 @@ class RepeatedEpisode(CheckedEpisode):
     step_is_answered = False
 
     async def reset(self, env: CheckedEnv) -> Observation:
+        """Run the turns once, take a step after the end, and reset the instance again for the second run."""
         first_run = ScriptedEpisode(self.task, self.seed, self._script)
         await first_run.play(env)
         self.has_ended_before = first_run.has_ended
@@ -54,6 +55,7 @@ class RepeatedEpisode(CheckedEpisode):
 
 
 async def _check_reset_after_end(subject: Subject) -> Finding:
+    """The finding on a step after the end, which must raise an error, and on an instance that is reset after it."""
     for number, task in enumerate(await subject.tasks(2)):
         for script in subject.scripts(task).values():
             original = await subject.play(task, number, script)
@@ -65,11 +67,13 @@ async def _check_reset_after_end(subject: Subject) -> Finding:
             if repeated.step_is_answered:
                 advice = "raise ResetNeeded from a step after the end"
                 return failure("a step after the end returns a result instead of raising an error", advice)
-            return _reset_again(subject, original, repeated)
+            return _compare_after_reset(subject, original, repeated)
     return not_applicable("no episode came to an end")
 
 
-def _reset_again(subject: Subject, original: CheckedEpisode, repeated: CheckedEpisode) -> Finding:
+def _compare_after_reset(subject: Subject, original: CheckedEpisode, repeated: CheckedEpisode) -> Finding:
+    """Compare `original`, the episode of a new instance, with `repeated`, the same turns after a reset. Only if the
+    checks `seed` and `generators` passed: otherwise two episodes may differ in any case."""
     if repeated.failed and not original.failed:
         return failure(
             f"an instance cannot be reset again: {repeated.problem()}",
@@ -79,7 +83,8 @@ def _reset_again(subject: Subject, original: CheckedEpisode, repeated: CheckedEp
     if repeatable and (problem := difference(original.record(), repeated.record())):
         advice = "let reset set everything that an episode changes"
         return failure(f"an instance that is reset gives another episode than a new one: {problem}", advice)
-    return ok("a step after the end raises an error; the instance can be reset, and then behaves as a new one")
+    comparison = "and then behaves as a new one" if repeatable else "and was not compared with a new one"
+    return ok(f"a step after the end raises an error; the instance can be reset, {comparison}")
 
 
 async def _check_close(subject: Subject) -> Finding:
@@ -111,7 +116,8 @@ LEFT_BEHIND = ("left behind",)
 
 
 async def check_left_behind(subject: Subject) -> list[Finding]:
-    """Threads, processes and open files after teardown; the calling process must have closed its own environment."""
+    """The finding on threads, processes and open files that remain after teardown. The calling process must have closed
+    its own environment."""
     if sys.platform != "linux":
         return [not_applicable("it needs Linux's /proc")]
     await _cycle(subject)  # resources that a library creates once, on its first use, are no leak

@@ -50,8 +50,8 @@ def episodes_finding(subject: Subject) -> Finding:
         return failure(message, "a call must return within env.call_timeout, close within seconds")
     if broken := [episode for episode in episodes if episode.failed and not episode.wrong_types]:
         first = broken[0]
-        position = f" in turn {len(first.turns) + 1}" if first.last_call == "step" else ""
-        message = f"{len(broken)} of {len(episodes)} failed, the first ({first.script}){position}: {first.problem()}"
+        place = f" in turn {len(first.turns) + 1}" if first.last_call == "step" else ""
+        message = f"{len(broken)} of {len(episodes)} failed, the first ({first.script_name}){place}: {first.problem()}"
         if all(episode.no_service for episode in broken) and subject.needs_services:
             return not_applicable(message)
         if first.hangs:
@@ -62,7 +62,7 @@ def episodes_finding(subject: Subject) -> Finding:
     turns = sum(len(episode.turns) for episode in episodes)
     endless = [episode for episode in episodes if not episode.has_ended and len(episode.turns) == MAX_TURNS]
     message = f"{len(episodes)} episodes, {turns} turns"
-    if len(endless) == len([episode for episode in episodes if episode.script != "demonstration"]):
+    if len(endless) == len([episode for episode in episodes if episode.script_name != "demonstration"]):
         advice = "set a limit of turns and return truncated=True at it: a policy may never solve the task"
         return warning(f"{message}; none ended within {MAX_TURNS} turns", advice)
     return ok(message)
@@ -90,7 +90,7 @@ async def tools_finding(subject: Subject) -> Finding:
     specs = {tool.name: tool for episode in subject.episodes if episode.opening for tool in episode.opening.tools}
     if not specs:
         return not_applicable("there are no tools")
-    if mistakes := [f"{tool.name}: {reason}" for tool in specs.values() if (reason := _wrong_tool(tool))]:
+    if mistakes := [f"{tool.name}: {reason}" for tool in specs.values() if (reason := _tool_mistake(tool))]:
         return failure(join_first(mistakes), "give the arguments as a JSON schema of type object")
     [task] = await subject.tasks(1)
     calls = [
@@ -116,7 +116,8 @@ async def tools_finding(subject: Subject) -> Finding:
 TYPES = {"object", "array", "string", "integer", "number", "boolean", "null"}
 
 
-def _wrong_tool(tool: ToolSpec) -> str:
+def _tool_mistake(tool: ToolSpec) -> str:
+    """The first mistake in a tool's name or parameters; empty if there is none."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", tool.name):
         return "its name may only have letters, digits, _ and -"
     try:
@@ -125,10 +126,10 @@ def _wrong_tool(tool: ToolSpec) -> str:
         return f"not JSON ({error})"
     if tool.parameters.get("type") != "object":
         return f"its parameters are of type {tool.parameters.get('type')!r}, not 'object'"
-    return _wrong_schema(tool.parameters)
+    return _schema_mistake(tool.parameters)
 
 
-def _wrong_schema(schema: object) -> str:
+def _schema_mistake(schema: object) -> str:
     """The first mistake in a tool's JSON schema; empty if there is none."""
     if isinstance(schema, bool):
         return ""
@@ -150,4 +151,4 @@ def _wrong_schema(schema: object) -> str:
     parts = [*properties.values(), *schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]
     parts += [schema[key] for key in ("items", "additionalProperties") if key in schema]
     parts += schema.get("$defs", {}).values()
-    return next((reason for part in parts if (reason := _wrong_schema(part))), "")
+    return next((reason for part in parts if (reason := _schema_mistake(part))), "")

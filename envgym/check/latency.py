@@ -24,6 +24,7 @@ SECONDS = 4.0
 
 
 async def check(subject: Subject) -> list[Finding]:
+    """The findings on latency and event loop. Both are not applicable if an episode fails before the first step."""
     clock = Clock(SECONDS)
     resets: list[float] = []
     steps: list[float] = []
@@ -48,6 +49,7 @@ async def check(subject: Subject) -> list[Finding]:
 
 
 def _latency(resets: list[float], steps: list[float]) -> Finding:
+    """The finding on durations: a warning if the median reset or step takes longer than `SLOW_SECONDS`."""
     message = ", ".join(
         f"{call} {_duration(statistics.median(seconds))} (at most {_duration(max(seconds))})"
         for call, seconds in (("reset", resets), ("step", steps))
@@ -59,6 +61,7 @@ def _latency(resets: list[float], steps: list[float]) -> Finding:
 
 
 def _event_loop(subject: Subject, hold_seconds: dict[str, float]) -> Finding:
+    """The finding on the calls (`reset`, `step`) that block the event loop, by the longest time of each."""
     if subject.is_remote:
         return not_applicable("it runs on its server")
     worst = max(hold_seconds, key=lambda call: hold_seconds[call])

@@ -41,6 +41,7 @@ Rule = Callable[[str], Iterable[str]]
 
 
 async def check(subject: Subject) -> list[Finding]:
+    """The finding on reference answers (or those that demonstrations end with) in the first observation."""
     texts: list[str] = []
     answers: list[str] = []
     in_info = 0
@@ -59,7 +60,8 @@ async def check(subject: Subject) -> list[Finding]:
 
 
 def leak_finding(texts: Sequence[str], answers: Sequence[str], in_info: int = 0) -> Finding:
-    """The finding on problems and their reference answers."""
+    """A failure if a rule, chosen on half of the `texts`, finds the answers of the other half; a warning if answers
+    occur anywhere in their own texts. `in_info`: the number of tasks with the answer in the info of reset."""
     if len(set(answers)) == 1:
         return not_applicable("all answers are the same")
     rng = random.Random(0)
@@ -118,6 +120,8 @@ def choose_rule(texts: Sequence[str], answers: Sequence[str]) -> tuple[str, Rule
 
 
 def _rules(texts: Sequence[str], answers: Sequence[str]) -> Iterable[tuple[str, Rule]]:
+    """Candidate rules as (description, function of a text): the text after a common context, a word or number at a
+    position, the last line."""
     lengths = sorted({len(answer) for answer in answers})
     for length in CONTEXTS:
         contexts: Counter[str] = Counter()
@@ -149,6 +153,7 @@ def _following_rule(context: str, lengths: Sequence[int]) -> Rule:
 
 
 def _position_rule(position: int, pattern: str) -> Rule:
+    """The match of `pattern` number `position` (negative: from the end), as it is and without punctuation around it."""
     compiled = re.compile(pattern)
 
     def rule(text: str) -> Iterable[str]:

@@ -40,12 +40,12 @@ class CheckedEpisode(ScriptedEpisode):
         task: Task,
         seed: int,
         script: Script,
-        name: str = "",
+        script_name: str = "",
         call_context: CallContext = nullcontext,
     ) -> None:
         super().__init__(task, seed, script)
         self.spec = spec
-        self.script = name
+        self.script_name = script_name
         self.last_call = "reset"
         """The last called method."""
         self.seconds: list[float] = []
@@ -60,7 +60,7 @@ class CheckedEpisode(ScriptedEpisode):
     async def play_out(self) -> None:
         """Run it on a new instance."""
         self.result = await run_episode(self.spec, self.task, self.play, EPISODE_SECONDS)
-        self.result.id = f"check/{self.task.key}:{self.script}"
+        self.result.id = f"check/{self.task.key}:{self.script_name}"
 
     async def reset(self, env: CheckedEnv) -> Observation:
         self._watch_close(env)
@@ -73,7 +73,7 @@ class CheckedEpisode(ScriptedEpisode):
         return turn
 
     async def _call(self, method: str, work: Coroutine[Any, Any, T]) -> T:
-        """Await a call within the limit."""
+        """Await a call within the limit and the call context; record its duration in `seconds`."""
         self.last_call = method
         async with self._call_context():
             start = time.monotonic()

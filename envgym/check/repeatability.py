@@ -29,6 +29,7 @@ CONCURRENT = 4
 
 
 async def check(subject: Subject) -> list[Finding]:
+    """The findings on repeated episodes (seed), on the variety of problems, and on the global generators."""
     tasks = await subject.tasks(TASKS)
     await _play(subject, tasks[:1])  # imports and caches of the first episode are no difference
     first, touched = await _play(subject, tasks)
@@ -89,7 +90,7 @@ async def _check_repeat(subject: Subject, tasks: Sequence[Task], first: dict[str
 
 
 async def _problems(subject: Subject) -> Finding:
-    """Another task or seed gives another problem."""
+    """The finding on variety: another task or seed must give another problem."""
     if subject.spec.tasks(subject.split).size == 1:
         return not_applicable("there is one task")
     tasks = await subject.tasks(PROBLEMS)
@@ -124,7 +125,7 @@ async def _problems(subject: Subject) -> Finding:
 async def _generators(
     subject: Subject, tasks: Sequence[Task], first: dict[str, CheckedEpisode], touched: list[str]
 ) -> Finding:
-    """The process's own generators are neither used nor seeded."""
+    """The finding on the process's own generators, which must be neither used nor seeded."""
     if subject.is_remote:
         return not_applicable("it runs on its server")
     second, also_touched = await _play(subject, tasks, keys=list(first), global_seed=2)
@@ -207,6 +208,8 @@ async def check_isolation(subject: Subject) -> list[Finding]:
 
 
 async def _check_concurrency(subject: Subject) -> Finding:
+    """The finding on isolation: episodes with interleaved calls, then concurrent ones, must equal those run one at a
+    time."""
     n_episodes = min(CONCURRENT, subject.spec.concurrency_bound() or CONCURRENT)
     if n_episodes < 2:
         return not_applicable("episodes do not run concurrently (env.concurrency)")
@@ -228,8 +231,8 @@ async def _check_concurrency(subject: Subject) -> Finding:
 
 
 def _surroundings(variables: dict[str, str], subject: Subject) -> Finding:
-    """The working directory and the environment variables are unchanged, except variables that a library sets once,
-    in the first episode."""
+    """The finding on the working directory, which is restored, and the environment variables; variables that a library
+    sets once, in the first episode, do not count."""
     if subject.is_remote:
         return not_applicable("it runs on its server")
     new_variables = dict(os.environ)

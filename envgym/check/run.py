@@ -170,6 +170,8 @@ class _Examination:
         return ""
 
     async def _run(self, checks: tuple[str, ...]) -> list[Finding]:
+        """Run a group of checks. If its process dies, hangs or raises an error, the first check fails, the others are
+        not applicable, and the process is killed."""
         try:
             if checks == OTHER_PROCESS:
                 return [await self._compare_processes()]
@@ -212,6 +214,7 @@ class _Examination:
         return worker
 
     async def _compare_processes(self) -> Finding:
+        """The finding on the same episodes in the process of the checks and in a new one with another hash seed."""
         verdicts = self._report.verdicts()
         first, second = await asyncio.gather(self._call("collect_records", verdicts), self._start("2"))
         try:

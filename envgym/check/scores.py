@@ -67,6 +67,7 @@ class ScoredEpisodes:
 
 
 async def check(subject: Subject) -> list[Finding]:
+    """The findings on rewards and scores of trivial completions, a prompt injection, noise and demonstrations."""
     scored = await _collect(subject)
     if scored.mistake:
         advice = "score_group may not raise for any completions"
@@ -86,6 +87,8 @@ async def check(subject: Subject) -> list[Finding]:
 
 
 async def _collect(subject: Subject) -> ScoredEpisodes:
+    """Run the trivial completions, the injection and the demonstrations of some tasks. Failed episodes are omitted; the
+    last error is recorded."""
     scored = ScoredEpisodes()
     async for number, task in subject.numbered_tasks(TASKS, SECONDS, MIN_TASKS):
         trivial = (silence, random_text(number), random_tokens(number), parrot)
@@ -171,6 +174,8 @@ def _no_rewards_finding(subject: Subject, scored: ScoredEpisodes) -> Finding:
 
 
 def _reward_range(subject: Subject, scored: ScoredEpisodes) -> Finding:
+    """The finding on rewards: a warning without a scale (neither scores nor rewards in [0, 1]), or if nothing was
+    rewarded."""
     rewards = [episode.reward for episode in scored.episodes if episode.reward is not None]
     if not rewards:
         return not_applicable("no rewards are given, only scores")
@@ -188,6 +193,7 @@ def _reward_range(subject: Subject, scored: ScoredEpisodes) -> Finding:
 
 
 def _trivial(noise: Mapping[str, float], has_scores: bool) -> Finding:
+    """The finding on `noise`, the mean score of each kind of trivial completion."""
     if not noise:
         return not_applicable("none of them could be scored")
     if not has_scores:
@@ -203,6 +209,8 @@ def _trivial(noise: Mapping[str, float], has_scores: bool) -> Finding:
 
 
 def _injection(talk: float | None, noise: Mapping[str, float], has_scores: bool) -> Finding:
+    """The finding on `talk`, the mean score of the injection (None: it has none), against the trivial completions' in
+    `noise`."""
     if talk is None:
         return not_applicable("it could not be scored")
     if not has_scores:

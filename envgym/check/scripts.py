@@ -112,7 +112,7 @@ def call_of(tool: ToolSpec, rng: random.Random, words: Sequence[str]) -> ToolCal
 def value_of(schema: Mapping[str, Any], rng: random.Random, words: Sequence[str], depth: int = 0) -> Any:
     """A random value of a JSON schema, of the kinds that tools use; None for other schemas."""
     if "const" in schema or schema.get("enum"):
-        return schema.get("const") or rng.choice(schema["enum"])
+        return schema["const"] if "const" in schema else rng.choice(schema["enum"])
     if choices := schema.get("anyOf") or schema.get("oneOf"):
         return value_of(rng.choice(choices), rng, words, depth + 1)
     kind = schema.get("type")

@@ -96,7 +96,8 @@ class Subject:
             yield number, task
 
     def demonstrations(self, task: Task) -> list[list[str | Message]]:
-        """All variants of a task's demonstration; empty if the environment has none."""
+        """All variants of a task's demonstration; empty if the environment has none, or raises an error (recorded in
+        `demonstration_error`)."""
         key = task_hash(task)  # ids may not be unique, which another check reports
         if key not in self._demonstrations:
             variants: dict[str, list[str | Message]] = {}

@@ -23,14 +23,14 @@ SAMPLE = 500
 
 async def check(subject: Subject) -> list[Finding]:
     train, test = await subject.tasks(SAMPLE, "train"), await subject.tasks(SAMPLE, "test")
-    described = settings(subject)
+    described = settings_finding(subject)
     hashed = not_applicable("the settings cannot be written (settings)")
     if described.verdict is not CheckVerdict.FAILED:
-        hashed = fingerprints(subject)
-    return [described, await tasks(subject, train, test), splits(train, test), hashed]
+        hashed = fingerprints_finding(subject)
+    return [described, await tasks_finding(subject, train, test), splits_finding(train, test), hashed]
 
 
-def settings(subject: Subject) -> Finding:
+def settings_finding(subject: Subject) -> Finding:
     """The finding on settings: their JSON must rebuild an equal environment."""
     try:
         text = subject.spec.to_json()
@@ -50,7 +50,7 @@ def settings(subject: Subject) -> Finding:
     return ok(f"rebuilt from {text:.100}")
 
 
-async def tasks(subject: Subject, train: Sequence[Task], test: Sequence[Task]) -> Finding:
+async def tasks_finding(subject: Subject, train: Sequence[Task], test: Sequence[Task]) -> Finding:
     """The finding on sizes and ids of tasks, and on tasks that change."""
     mistakes: list[str] = []
     sizes = []
@@ -73,7 +73,7 @@ async def tasks(subject: Subject, train: Sequence[Task], test: Sequence[Task]) -
     return ok(message) if train else warning(message, "there are no training tasks")
 
 
-def splits(train: Sequence[Task], test: Sequence[Task]) -> Finding:
+def splits_finding(train: Sequence[Task], test: Sequence[Task]) -> Finding:
     """The finding on splits: no held-out task may be a training task."""
     if not train or not test:
         return not_applicable(f"there are no {'held-out' if train else 'training'} tasks")
@@ -93,7 +93,7 @@ def splits(train: Sequence[Task], test: Sequence[Task]) -> Finding:
     return ok(f"none of {len(test)} held-out tasks is among {len(train)} training tasks")
 
 
-def fingerprints(subject: Subject) -> Finding:
+def fingerprints_finding(subject: Subject) -> Finding:
     """The finding on fingerprints, which tell whether two scores are comparable."""
     try:
         first, second = subject.spec.fingerprint(), subject.spec.fingerprint()

@@ -76,7 +76,7 @@ def _check_roles(
     for role, role_spec in roles.items():
         workers, lora = stage.workers_of(role), stage.lora_of(role, role_spec)
         workers.check(role, learner_config if role_spec.trained else None)
-        lora.check(role, workers, samples=samples and role == "actor")
+        lora.check(role, workers, is_sampled=samples and role == "actor")
         if role_spec.trained and workers.offload_parameters and samples and stage.takes_turns(role):
             raise ConfigError(
                 f"workers.offload_parameters of the {role}, which shares GPUs with the engine in turns: DeepSpeed "

@@ -62,7 +62,8 @@ class EngineClient:
         await self._handle.close()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of `HostedEngine`."""
+        """Call a method of `HostedEngine`. Raises `WorkerDied` if it hangs: after `CALL_SECONDS`, or earlier if other
+        engines have moved meanwhile."""
         time = asyncio.get_running_loop().time
         start, looks = time(), 0
         calling = asyncio.create_task(self._handle.call(method, *args))
@@ -78,7 +79,7 @@ class EngineClient:
         return answer
 
     async def _wait_for(self, method: str, *args: Any) -> Any:
-        """Make a call that has no deadline as long as the engine takes steps."""
+        """Make a call that has no deadline as long as the engine takes steps; then it raises `WorkerDied`."""
         try:
             async with asyncio.timeout(None) as limit:
                 self._waiting.add(limit)

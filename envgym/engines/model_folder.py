@@ -22,7 +22,7 @@ def check_model_folder(model: str) -> None:
     try:
         architectures = json.loads(config.read_bytes()).get("architectures") or []
     except (ValueError, AttributeError):
-        raise ConfigError(f"{str(config)!r} is not valid JSON") from None
+        raise ConfigError(f"{str(config)!r} is not a JSON object") from None
     if architectures and not any(name.endswith(("LM", "LMHeadModel", "Generation")) for name in architectures):
         raise ConfigError(f"{model!r} holds a {architectures[0]}, which is not a causal language model")
 

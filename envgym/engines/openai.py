@@ -79,6 +79,7 @@ class OpenAIEngine(ChatEngine):
         await self._api.close()
 
     async def _ask(self, request: ChatRequest, *, tries: int | None = None) -> ChatReply:
+        """The server's reply. Raises `PromptTooLong`, `RequestRejected`, or `InvalidOutcome` if there is none."""
         try:
             answer = await self._api.ask(self._body(request), defect=_defect, tries=tries)
         except RequestRejected as error:
@@ -103,6 +104,7 @@ class OpenAIEngine(ChatEngine):
         return self._api.body(mark_after_prompt(request.messages), **(asdict(request.sampling) | changes), tools=tools)
 
     def _advice(self, status: int) -> str:
+        """The remedy for a rejected request, as the rest of a sentence."""
         if status in (401, 403):  # the message already names the key
             return f" in ${self._key_variable}" if self._key_variable else " (engine.api_key_env names its variable)"
         if status in (404, 405):

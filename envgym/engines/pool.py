@@ -11,6 +11,7 @@ from typing import Any
 
 from envgym.engine import EngineInfo, Generation, Request
 from envgym.errors import EnvgymError, InvalidOutcome, WorkerDied, WorkerError
+from envgym.processes.cancellation import start_task
 from envgym.processes.deadline import pause_timeouts
 
 from .client import EngineClient
@@ -125,7 +126,7 @@ class EnginePool:
     # -- choice of an engine -------------------------------------------------------------------------------------
 
     async def _live_members(self) -> list[PoolMember]:
-        """The live engines; waits for a replacement while there is none."""
+        """The live engines; waits for a replacement while there is none. Raises `WorkerDied` if there will be none."""
         while not self.members:
             if self._broken is not None:
                 raise self._broken
@@ -134,6 +135,9 @@ class EnginePool:
         return self.members
 
     async def _choose(self, request_id: str) -> PoolMember:
+        """The engine for a request: in turn, if `round_robin`; else that of the conversation's earlier turns, that of
+        its group unless it is overloaded, or the least loaded. Raises `InvalidOutcome` if the conversation's engine has
+        died."""
         live = await self._live_members()
         if self._round_robin:
             self._n_requests += 1
@@ -179,28 +183,29 @@ class EnginePool:
 
     # -- deaths --------------------------------------------------------------------------------------------------
 
-    def _lose(self, member: PoolMember, why: str) -> None:
+    def _lose(self, member: PoolMember, reason: str) -> None:
+        """Remove a dead engine and start another in the background; after too many deaths the pool is broken
+        instead."""
         if member not in self.members:  # another call has noticed already
             return
         self.members.remove(member)
         self.deaths += 1
         if self.deaths > MOST_DEATHS * self._count:
-            self._broken = WorkerDied(f"{why}; {self.deaths} engines have died: see their logs")
+            self._broken = WorkerDied(f"{reason}; {self.deaths} engines have died: see their logs")
             self._notify()
             return
-        self._note(f"{why}; starting another")
-        task = asyncio.create_task(self._replace(member, why))
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
+        self._note(f"{reason}; starting another")
+        start_task(self._replace(member, reason), self._replacing)
 
-    async def _replace(self, member: PoolMember, why: str) -> None:
+    async def _replace(self, member: PoolMember, reason: str) -> None:
+        """Close a removed engine and start another in its place. If that fails, the pool is broken."""
         try:
             await member.client.close()
             client = await self._start(member.number)
             if self.join is not None:
                 await self.join(client)
         except EnvgymError as error:
-            self._broken = WorkerDied(f"{why}; another one could not be started: {error}")
+            self._broken = WorkerDied(f"{reason}; another one could not be started: {error}")
         else:
             self._add(member.number, client)
         self._notify()

@@ -170,6 +170,7 @@ class TransformersEngine:
             self._sampling.cancel()
 
     async def _sample_while_busy(self) -> None:
+        """Sample the waiting requests, batch by batch. An error fails the requests of its batch."""
         while self._waiting:
             await self._may_step.wait()
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]

@@ -190,6 +190,7 @@ class VLLMEngine:
             self._waiting.pop(name, None)
 
     async def _step_while_busy(self) -> None:
+        """Take steps while requests are unfinished, and deliver their outputs. An error fails all requests."""
         try:
             while self._engine.has_unfinished_requests():
                 await self._may_step.wait()
@@ -222,6 +223,7 @@ class WeightReader:
     model_runner: Any
 
     def begin_reload(self) -> None:
+        """Prepare the layers for new weights."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         model = self.model_runner.get_model()
@@ -235,6 +237,7 @@ class WeightReader:
         self.model_runner.get_model().load_weights(iter(read_bucket(bucket).items()))
 
     def end_reload(self) -> None:
+        """Repack the layers after the last weights."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

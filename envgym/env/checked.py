@@ -86,7 +86,7 @@ class CheckedEnv(Env):
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise InvalidStep(f"{self.spec.id}: reset must return (observation, info), not {describe(result)}")
         self._playing = True
-        return self._observation(result[0]), result[1]
+        return self._checked_observation(result[0]), result[1]
 
     async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
         if not self._playing:
@@ -104,11 +104,12 @@ class CheckedEnv(Env):
         except ValueError as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
         if type(terminated) is not bool or type(truncated) is not bool:
-            self._note_flags({"terminated": terminated, "truncated": truncated})
+            self._check_flags({"terminated": terminated, "truncated": truncated})
         self._playing = not (terminated or truncated)
-        return self._observation(observation), reward, bool(terminated), bool(truncated), info
+        return self._checked_observation(observation), reward, bool(terminated), bool(truncated), info
 
-    def _note_flags(self, flags: Mapping[str, Any]) -> None:
+    def _check_flags(self, flags: Mapping[str, Any]) -> None:
+        """Raise `InvalidStep` for a coroutine, and remember another flag that is no bool for `envgym check`."""
         if any(inspect.iscoroutine(flag) for flag in flags.values()):  # a coroutine is true
             values = describe(tuple(flags.values()))
             raise InvalidStep(f"{self.spec.id}: terminated and truncated are true or false, not {values}")
@@ -167,7 +168,8 @@ class CheckedEnv(Env):
         tasks = self.spec.tasks("train")
         return await tasks.get(random.Random(seed).randrange(tasks.index_bound))
 
-    def _observation(self, value: Any) -> Observation:
+    def _checked_observation(self, value: Any) -> Observation:
+        """Convert an observation. Raises `InvalidStep` for another type and for a text over `MAX_CHARACTERS`."""
         try:
             observation = as_observation(value)
             size = len(observation.text or "") + sum(len(message.text) for message in observation.messages)

@@ -17,20 +17,20 @@ def reward_as_score(reward: float | None) -> float | None:
     return min(1.0, max(0.0, reward))
 
 
-def withdraw_scores(episodes: Iterable[Episode], unscored: set[str]) -> list[Episode]:
-    """Clear reward-derived scores in environments that have given a reward outside [0, 1]. Returns the changed
-    episodes.
+def withdraw_scores(episodes: Iterable[Episode], envs_without_scores: set[str]) -> list[Episode]:
+    """Clear reward-derived scores in environments that have given a reward outside [0, 1]. Earlier calls' episodes keep
+    their scores. Returns the changed ones, to be recorded again.
 
-    Otherwise a game with the rewards 1 and -1 would have scores of its winners only. `unscored` holds the ids of these
-    environments, and is updated.
+    Otherwise a game with the rewards 1 and -1 would have scores of its winners only. `envs_without_scores` holds the
+    ids of these environments, and is updated.
     """
     finished = [episode for episode in episodes if not episode.failed]
-    unscored |= {
+    envs_without_scores |= {
         episode.env
         for episode in finished
         if episode.score is None and episode.reward is not None and reward_as_score(episode.reward) is None
     }
-    changed = [episode for episode in finished if episode.score_is_reward and episode.env in unscored]
+    changed = [episode for episode in finished if episode.score_is_reward and episode.env in envs_without_scores]
     for episode in changed:
         episode.score, episode.score_is_reward = None, False
     return changed

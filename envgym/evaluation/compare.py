@@ -148,6 +148,7 @@ def _result(folder: EvalFolder) -> dict[str, Any]:
 
 
 def _notes(a: EvalFolder, b: EvalFolder, results: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[str]:
+    """Notes on environments in one evaluation only, and on differences in code, settings, weights and model."""
     result_a, result_b = results
     notes = [f"{name}: not in {b.path}" for name in result_a["envs"] if name not in names]
     notes += [f"{name}: not in {a.path}" for name in result_b["envs"] if name not in names.values()]

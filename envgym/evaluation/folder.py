@@ -40,7 +40,7 @@ class EvalFolder(ResumableFolder):
         self.config_file = path / "config.yaml"
         self.result_file = path / "result.json"
         self.csv_file = path / "result.csv"
-        self.inspect = path / "inspect"
+        self.inspect_folder = path / "inspect"
         self.suite: str | None = None
         """The name of the suite; None for a single environment."""
         self._parts: list[dict[str, Any]] = []

@@ -112,7 +112,7 @@ def collect(
     folder = UnfinishedFile(path, overwrite=overwrite)
     with folder.open(_settings(config, selection)):
         start = time.monotonic()
-        groups = event_loop.run(_play(part, selection, folder, display, make_model))
+        groups = event_loop.run(_run_selection(part, selection, folder, display, make_model))
         seconds = time.monotonic() - start
         saved = [episode for group in groups for episode in group.episodes]
         if selection.best:
@@ -133,9 +133,11 @@ def collect(
     }
 
 
-async def _play(
+async def _run_selection(
     part: Part, selection: Selection, folder: UnfinishedFile, display: Display, make_model: MakeModel
 ) -> list[Group]:
+    """Run the episodes of the selected tasks; those saved in `folder` are reused."""
+
     async def choose(part: Part, spec: EnvSpec) -> list[Task]:
         return await selection.tasks(spec, display)
 

@@ -22,7 +22,7 @@ Scorer = Callable[[Sequence[Sequence[Trajectory]]], Awaitable[None]]
 RunGroups = Callable[[Sequence[Task], SamplingPlan], Awaitable[list[Group]]]
 
 
-def has_held_out(spec: EnvSpec, *, required: bool) -> bool:
+def check_held_out(spec: EnvSpec, *, required: bool) -> bool:
     """True if the environment has held-out tasks. Raises `EnvgymError` if it has none and they are `required`."""
     try:
         exists = spec.tasks("test").size != 0
@@ -38,8 +38,8 @@ def has_held_out(spec: EnvSpec, *, required: bool) -> bool:
 class HeldOut:
     """The first `config.tasks` tasks of the environment's test split, on which a policy is evaluated."""
 
-    def __init__(self, play: RunGroups, spec: EnvSpec, sampling: SamplingParams, config: EvalConfig) -> None:
-        self._play = play
+    def __init__(self, run_groups: RunGroups, spec: EnvSpec, sampling: SamplingParams, config: EvalConfig) -> None:
+        self._run_groups = run_groups
         self._spec = spec
         self._sampling = sampling
         self._config = config
@@ -50,21 +50,21 @@ class HeldOut:
     async def tasks(self) -> list[Task]:
         if not self._tasks:
             test = self._spec.tasks("test")
-            has_held_out(self._spec, required=True)
+            check_held_out(self._spec, required=True)
             count = self._config.tasks if test.size is None else min(self._config.tasks, test.size)
             self._tasks = await tasks_at(test, range(count))
         return self._tasks
 
     async def evaluate_sampled(self) -> dict[str, Any]:
         """Evaluate at the training temperature, with `config.samples` episodes per task."""
-        groups = await self._play(await self.tasks(), SamplingPlan("eval", self._sampling, self._config.samples))
+        groups = await self._run_groups(await self.tasks(), SamplingPlan("eval", self._sampling, self._config.samples))
         self.warning = score_warning(self._spec, groups)
         return result_of(groups)
 
     async def evaluate_greedily(self) -> dict[str, Any]:
         """Evaluate by greedy sampling (the most likely token), with one episode per task."""
         sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
-        groups = await self._play(await self.tasks(), SamplingPlan("eval-greedy", sampling, 1))
+        groups = await self._run_groups(await self.tasks(), SamplingPlan("eval-greedy", sampling, 1))
         return {**result_of(groups), "greedy": True}
 
     async def evaluate_recorded(self, learner: Learner, actor: WorkerGroup, score: Scorer) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class HeldOut:
         plan = SamplingPlan("eval", self._sampling, self._spec.recordings_per_task)
         groups = [
             replace(g, episodes=[e for e in g.episodes if not e.failed])
-            for g in await self._play(await self.tasks(), plan)
+            for g in await self._run_groups(await self.tasks(), plan)
         ]
         trajectory_groups = trajectories([group for group in groups if len(group.episodes) == plan.samples])
         await score(trajectory_groups)

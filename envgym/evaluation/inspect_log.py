@@ -54,7 +54,7 @@ def inspect_log(env: str, result: Mapping[str, Any], groups: Sequence[Group]) ->
         (episode for group in groups for episode in group.episodes),
         key=lambda episode: (episode.group_id, episode.member),
     )
-    samples = [_sample(episode, epoch, model, created) for episode, epoch in _epochs(episodes)]
+    samples = [_inspect_sample(episode, epoch, model, created) for episode, epoch in _epochs(episodes)]
     scored: dict[str, list[float]] = {}
     for episode in episodes:
         task_scores = scored.setdefault(episode.task.key, [])
@@ -148,16 +148,19 @@ def _epochs(episodes: Sequence[Episode]) -> list[tuple[Episode, int]]:
     return [(e, groups[e.task.key].index(e.group_id) * repeats + e.member + 1) for e in episodes]
 
 
-def _sample(episode: Episode, epoch: int, model: str, created: str) -> dict[str, Any]:
+def _inspect_sample(episode: Episode, epoch: int, model: str, created: str) -> dict[str, Any]:
+    """An episode as a sample of inspect_ai."""
     task, outcome, usage = episode.task, episode.outcome, _usage(episode)
     prompt = task.prompt if isinstance(task.prompt, str) else ""
     messages = episode.messages or list(() if isinstance(task.prompt, str) else task.prompt)
-    n_prompt = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
+    turns = [turn for row in episode.rows for turn in row.turns]
+    # The prompt may have examples by the assistant: the policy's turns are the last ones.
+    assistant_indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    n_prompt = next(iter(assistant_indices[-len(turns) :] if turns else ()), len(messages))
     messages_json = [
         _message(message, f"{episode.id}-{index}", "input" if index < n_prompt else None)
         for index, message in enumerate(messages)
     ]
-    turns = [turn for row in episode.rows for turn in row.turns]
     sample: dict[str, Any] = {
         "uuid": _uuid(created, episode.env, episode.id),
         "id": task.key,
@@ -190,6 +193,7 @@ def _sample(episode: Episode, epoch: int, model: str, created: str) -> dict[str,
     if outcome.status is Status.TRUNCATED:
         kind = LIMITS.get(outcome.reason, "custom")
         context = max((len(row) for row in episode.rows), default=0)
+        # The limit itself is not recorded: its usage stands for it.
         usage_at_limit = {"token": usage["output_tokens"], "context": context, "time": episode.seconds}.get(
             kind, len(turns)
         )

@@ -91,6 +91,8 @@ def run_evaluation(
 async def _run(
     folder: EvalFolder, parts: Sequence[Part], retry_failed: bool, display: Display, make_model: MakeModel
 ) -> dict[str, Any]:
+    """Run the missing episodes of all parts and write the results. An interrupted run leaves a result of status
+    `running`."""
     stage = parts[0].stage
     start = time.monotonic()
     folder.journal.open()
@@ -127,7 +129,7 @@ async def _run(
     }
     result |= {"status": "completed", **_totals(parts, groups, envs), "envs": envs}
     write_atomically(folder.csv_file, csv_table(result))
-    write_inspect_logs(folder.inspect, result, groups)
+    write_inspect_logs(folder.inspect_folder, result, groups)
     folder.write_result(result)
     return result
 

@@ -258,6 +258,7 @@ class Change:
 
 
 def _summary(saved: Sequence[Episode], episodes: Sequence[Episode]) -> dict[str, Any]:
+    """`rescore`'s summary without `env` and `seconds`."""
     pairs = [(old, new) for old, new in zip(saved, episodes, strict=True) if not old.failed]
     finished = [new for _, new in pairs if not new.failed]
     parts: dict[str, list[tuple[Episode, Episode]]] = {}

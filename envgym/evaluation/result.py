@@ -54,6 +54,7 @@ def result_of(groups: Sequence[Group], *, success: float = 1.0, cluster: str | N
 
 
 def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> dict[str, Any]:
+    """`result_of` without the members of a mixture."""
     episodes = [episode for group in groups for episode in group.episodes]
     finished = [episode for episode in episodes if not episode.failed]
     scores, rewards = _values_by_group(groups, "score"), _values_by_group(groups, "reward")
@@ -149,6 +150,7 @@ def _clusters(groups: Sequence[Group], field: str | None) -> dict[str, str]:
 
 
 def _metrics_at_k(groups: Sequence[Group], scores: Values, successes: Values) -> dict[str, dict[str, float]]:
+    """`pass@k`, `pass^k` and, if episodes have answers, `majority@k`, each by k as text."""
     votes = {
         group.id: [episode.answer for episode in group.episodes if not episode.failed and episode.score is not None]
         for group in groups

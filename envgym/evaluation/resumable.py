@@ -134,6 +134,8 @@ class UnfinishedFile(ResumableFolder):
             yield
 
     def _open(self, settings: Mapping[str, Any]) -> None:
+        """Load the saved episodes, or call `on_mismatch` if they cannot be used; write the settings and open the
+        journal."""
         try:
             self.saved = self.journal.originals()
         except DataError as error:

@@ -57,6 +57,7 @@ def _with_members(name: str, env: Mapping[str, Any]) -> list[tuple[str, Mapping[
 
 
 def _lines(result: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
+    """Label and text of the lines about the whole evaluation."""
     label, target = ("suite", result["suite"]) if result["suite"] else ("env", next(iter(result["envs"])))
     weighed = [env for env in result["envs"].values() if env["weight"]]
     lines = [("model", result["model"])]

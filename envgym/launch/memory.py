@@ -112,7 +112,7 @@ def rank_memory(
     width = 4 if dtype == "float32" else 2
     numbers = sizes.parameters / settings.tensor_parallel
     ranks = max(1, settings.ranks // settings.tensor_parallel)
-    stage = settings.runs_as(dtype, trained=learner is not None)
+    stage = settings.effective_zero_stage(dtype, trained=learner is not None)
     parts = {"weights": numbers * width / (ranks if stage == 3 else 1)}
     host = 0.0
     if learner is not None:

@@ -26,6 +26,14 @@ class StillRunning(Exception):
     """Code ignored its cancellation and was abandoned."""
 
 
+def start_task(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[T]]) -> asyncio.Task[T]:
+    """Start a task that is in `tasks` until it ends; the event loop itself would not hold it."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` in a separate task and return its result. Raises `StillRunning` if it ignores a `Deadline` in it or
     the cancellation of this call."""

@@ -52,9 +52,9 @@ class Deadline:
     def expired(self) -> bool:
         return self._timeout.expired() or self._is_overrun
 
-    def overruns(self) -> bool:
-        """True if its time is over but its timer cannot fire, because the running code blocks the loop. Then it counts
-        as expired. Callable from any thread."""
+    def expire_if_overrun(self) -> bool:
+        """Count as expired if its time is over but its timer cannot fire, because the running code blocks the loop.
+        Returns whether it does. Callable from any thread."""
         if self._pauses == 0 and self._timer is not None and self._timer.when() < self._loop.time():
             self._is_overrun = True
         return self._is_overrun

@@ -17,6 +17,7 @@ from typing import Any
 
 from envgym.errors import CallTimeout, EnvgymError, InvalidOutcome, WorkerDied, WorkerError
 
+from .cancellation import start_task
 from .local import LocalRuntime, LocalWorker
 
 PING_SECONDS = 10.0
@@ -75,9 +76,7 @@ class Processes:
         try:
             return await process.call(method, *args, timeout=timeout)
         finally:
-            giving_back = asyncio.create_task(self._give_back(process))  # the caller need not wait
-            self._giving_back.add(giving_back)
-            giving_back.add_done_callback(self._giving_back.discard)
+            start_task(self._give_back(process), self._giving_back)  # the caller need not wait
 
     async def session(self) -> ProcessSession:
         """A session in the process with the fewest sessions."""

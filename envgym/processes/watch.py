@@ -77,7 +77,7 @@ class LoopWatch:
             if deadline is not None:
                 break
             inner.append(frame)
-        if deadline is None or not deadline.overruns():
+        if deadline is None or not deadline.expire_if_overrun():
             return
         frame = next((frame for frame in inner if is_user_file(frame.f_code.co_filename)), frames[0])
         location = f"{frame.f_code.co_name} ({frame.f_code.co_filename}, line {frame.f_lineno})"

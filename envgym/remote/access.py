@@ -59,7 +59,8 @@ def parse_address(url: str) -> Address:
 
 
 def access(servers: list[str], token_file: Path | None, ca_file: Path | None) -> Access:
-    """Access to all of `servers`. Raises `ConfigError` for files that cannot be used."""
+    """Access to all of `servers`. Warns of a token that is sent without TLS. Raises `ConfigError` for files that cannot
+    be used."""
     headers = {}
     if token_file is not None:
         headers["Authorization"] = f"Bearer {read_token(token_file.expanduser())}"

@@ -75,7 +75,7 @@ def call_of_message(
 
 
 def _call(route: Route, call: Call, url: URL) -> Call:
-    """The call with its query and its body parsed."""
+    """The call with its query and its body parsed. Raises a `Problem` if they are invalid."""
     if route.query is not None:
         if len(url.query) > len(set(url.query)):
             raise Problem(422, "invalid-request", "a parameter of the query comes twice")

@@ -81,6 +81,7 @@ class Application:
                 await asyncio.gather(*(channel.finish() for channel in list(self._channels)))
 
     async def _reap(self) -> None:
+        """Close the sessions whose lease has expired, again and again."""
         loop, seconds = asyncio.get_running_loop(), self._limits.lease_seconds / 10
         while True:
             wake_time = loop.time() + seconds

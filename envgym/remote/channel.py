@@ -19,6 +19,8 @@ import aiohttp
 from aiohttp import web
 from pydantic import Field, TypeAdapter
 
+from envgym.processes.cancellation import start_task
+
 from .wire import Answer, Method
 
 CHANNEL_PATH = "/v1/channel"
@@ -105,6 +107,8 @@ class _Outbox(Generic[H]):
             self.writing = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
+        """Send the waiting items until there are none. If the connection breaks, they are dropped and `on_broken` is
+        called."""
         try:
             while self.items:
                 await self._socket.send_bytes(_pack(self._adapter, self._next()))
@@ -116,6 +120,7 @@ class _Outbox(Generic[H]):
             self.writing = None
 
     def _next(self) -> list[tuple[H, bytes]]:
+        """Remove and return the items of the next message."""
         items, size, number = self.items, 0, 0
         for number, (_, body) in enumerate(items, 1):
             size += len(body)
@@ -196,9 +201,7 @@ class ChannelServer:
             if message.type is not aiohttp.WSMsgType.BINARY:
                 return
             for head, body in _unpack(_REQUESTS, message.data):
-                task = asyncio.create_task(self._answer(head, body))
-                self._working.add(task)
-                task.add_done_callback(self._working.discard)
+                start_task(self._answer(head, body), self._working)
             await asyncio.sleep(0)  # start the tasks and send finished answers: the other end works at the same time
             while self._is_full and not self._socket.closed:  # closing does not end the wait: hence its timeout
                 await asyncio.wait(self._busy, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED)

@@ -194,7 +194,8 @@ class RemoteEnvSpec(EnvSpec):
             await replicas.close()
 
     def tasks(self, split: str) -> TaskSet:
-        """The tasks of `split` on the server, read in pages. Raises `ConfigError` for an unknown split."""
+        """The tasks of `split`, read from the servers on demand. Raises `ConfigError` for a split that is unknown or
+        that the server cannot read, and `EnvgymError` before the first connection."""
         if split not in self._task_sets:
             splits = self.description.splits
             if split not in splits:
@@ -228,8 +229,8 @@ class RemoteEnvSpec(EnvSpec):
         return RemoteEnv(self)
 
     async def ask_any(self, model: type[B], method: Method, path: str, body: BaseModel | None = None) -> B:
-        """A server's answer to a request below the environment's own path. If one fails the others
-        are asked, and after the last one all of them again, for `reconnect` seconds."""
+        """A server's answer to a request below the environment's own path. If one fails the others are asked, and after
+        the last one all of them again, for `reconnect` seconds. Raises `RemoteError`."""
         replicas, config, clock = self.replicas, self.config, asyncio.get_running_loop().time
         content = None if body is None else encode(body)
         if content is not None and len(content) > MAX_BODY:

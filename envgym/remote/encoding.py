@@ -58,6 +58,7 @@ def encodable_info(info: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
 
 
 def _entries(info: Mapping[str, Any], depth: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """`encodable_info` at a depth. Raises `RecursionError` below the maximum depth."""
     entries: dict[str, Any] = {}
     dropped: list[str] = []
     for key, value in info.items():
@@ -84,6 +85,7 @@ def _next_depth(depth: int) -> int:
 
 
 def _json_value(value: Any, depth: int) -> Any:
+    """The value in JSON's own types. Raises an error for a value that JSON cannot represent."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

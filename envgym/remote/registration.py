@@ -151,6 +151,8 @@ class RegisteredServers:
         return ""
 
     async def _add(self, key: _Key, registration: ServerRegistration, client: ServerClient) -> None:
+        """Connect to a registered server and use it, in place of its earlier instance. Raises `EnvgymError` if it
+        cannot be used."""
         self._remove(key, "was restarted")
         parts = urlsplit(registration.url)
         if self._is_guarded and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
@@ -228,6 +230,7 @@ class Listener:
                     await listener._stack.aclose()
 
     async def _listen(self) -> None:
+        """Open the socket and answer registrations. Raises `ConfigError`."""
         settings = self._settings
         host, _, port = settings.address.rpartition(":")
         refusal = "without env.listen_token_file: whoever can reach it could pose as an environment"
@@ -240,6 +243,7 @@ class Listener:
         await self._stack.enter_async_context(serve_requests(Connections(self._answer), listener, tls=tls, drain=1.0))
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
+        """Register a server with all environments; the answer has the reasons of those that do not use it."""
         client = authenticate(request, self._tokens)
         if request.method != "POST" or not request.path.endswith(PATH):
             raise Problem(404, "not-found", f"servers register here: envgym serve E --register URL (POST {PATH})")
@@ -251,6 +255,8 @@ class Listener:
         return web.Response(body=answer, content_type="application/json", headers={"Server": SERVER})
 
     def _check(self, registration: ServerRegistration) -> ServerRegistration:
+        """The registration, its URL without a path. Raises a `Problem` for another version, an unusable URL, or a host
+        that is not allowed."""
         if registration.version != VERSION:
             detail = f"the server speaks version {registration.version} of the protocol, the trainer version {VERSION}"
             raise Problem(409, "invalid-request", f"{detail}: install the same envgym on both sides")

@@ -115,6 +115,7 @@ class RemoteEnv(CheckedEnv):
         return RemoteError("timeout", f"{self._replica.address}: {message}")
 
     async def _open_at(self, replica: Replica, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
+        """Open a session at `replica`. Raises `ServerFull` or another `RemoteError`."""
         patience = 0.0 if self.spec.replicas.has_other(replica) else self.spec.config.reconnect
         name = (await self.spec.describe(replica, patience)).name
         self._session, self._next_step = uuid.uuid4().hex, 0
@@ -224,6 +225,7 @@ class RemoteTasks(TaskSet):
         return await self._reading.result((start, count), lambda: self._fetch(start, count))
 
     async def _fetch(self, start: int, count: int) -> tuple[Task, ...]:
+        """Read tasks from a server; a full page is cached. Raises `RemoteError` if it sends too few."""
         page = await self._ask(TaskPage, "GET", f"/tasks?split={self._split}&start={start}&count={count}")
         expected = count if self._size is None else min(count, self._size - start)
         if len(page.tasks) < expected:

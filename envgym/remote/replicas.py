@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from envgym.errors import ConfigError, EnvgymError
 from envgym.net.retries import pauses
 from envgym.net.shared_calls import SharedCalls
+from envgym.processes.cancellation import start_task
 
 from .access import Address
 from .encoding import encode
@@ -68,6 +69,7 @@ class Leases:
             await asyncio.wait([task])
 
     async def _send_heartbeats(self) -> None:
+        """Renew the leases of idle sessions forever; report a server that has not answered for a lease."""
         loop = asyncio.get_running_loop()
         last_sign = loop.time()
         while True:
@@ -134,6 +136,8 @@ class Replica:
         return await self._asking.result(ENVS, lambda: self._describe(seconds + patience, patience), closed=closed)
 
     async def _describe(self, seconds: float, patience: float) -> EnvDescription:
+        """Ask for the description, and set it, the lease's duration and the capacity. Raises `EnvgymError` if it is
+        unusable or another than expected."""
         served = await self.transport.ask(EnvList, "GET", ENVS, seconds=seconds, patience=patience)
         description = self._choose(served)
         if self.expected is not None:
@@ -145,6 +149,8 @@ class Replica:
         return description
 
     def _choose(self, served: EnvList) -> EnvDescription:
+        """The description of this replica's environment. Raises `ConfigError` for another version, or a name that is
+        not one of the server's."""
         if served.version != VERSION:
             raise ConfigError(
                 f"{self.address} speaks version {served.version} of the protocol, this envgym version {VERSION}: "
@@ -284,9 +290,7 @@ class Replicas:
         for replica in [replica for replica in self._replicas if replica.is_retired]:
             if replica.in_use == 0 and not replica.transport.is_busy:
                 self._replicas.remove(replica)
-                closing = asyncio.create_task(replica.close())
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+                start_task(replica.close(), self._closing)
 
     @property
     def servers(self) -> tuple[Replica, ...]:
@@ -373,6 +377,8 @@ class Replicas:
             self._grow_after(error.retry_after, replica)
 
     def _grow_after(self, seconds: float, replica: Replica) -> None:
+        """After `seconds`, raise a full server's capacity by a step, and again until it is the stated one."""
+
         def grow() -> None:
             del self._growing[replica]
             capacity, limit = replica.capacity, replica.stated_capacity
@@ -391,6 +397,8 @@ class Replicas:
         return [replica for replica in self._replicas if not replica.is_retired]
 
     def _pick_free(self) -> Replica | None:
+        """The server with a free slot and the lowest load, or None. One that is down is taken only after its pause, or
+        if all are."""
         time = asyncio.get_running_loop().time()
         usable = [server for server in self._active if not server.is_down or server.try_at <= time]
         candidates = [server for server in usable or self._active if server.has_free_slot]

@@ -128,6 +128,7 @@ def document(envs: Sequence[str], *, tokens: bool) -> bytes:
 
 
 def _operation(route: Route, envs: Sequence[str], tokens: bool) -> dict[str, Any]:
+    """OpenAPI's description of a route."""
     operation: dict[str, Any] = {
         "operationId": route.name,
         "summary": route.summary,

@@ -47,6 +47,7 @@ class ServedEnv:
         self._verdicts: OrderedDict[bytes, asyncio.Task[bytes]] = OrderedDict()
 
     async def describe(self) -> EnvDescription:
+        """The description that clients get."""
         return EnvDescription(
             name=self.name,
             # Of a file the name alone, since clients need not know this machine's folders.
@@ -61,6 +62,7 @@ class ServedEnv:
         )
 
     async def _split(self, name: str) -> Split:
+        """The size and hash of a split, or the error of reading it."""
         with UsersCode() as reading:
             tasks = self.spec.tasks(name)
             if name not in self._task_hashes:
@@ -113,6 +115,8 @@ class ServedEnv:
             del self._verdicts[key]
 
     async def _score(self, group: GroupToScore, episodes: Sequence[Episode]) -> bytes:
+        """The encoded `Verdicts` of a group. Raises a `Problem` for an exception of the environment."""
+
         async def score() -> bytes:
             rewards = await self.spec.score_group(group.task, episodes)
             if rewards is None:

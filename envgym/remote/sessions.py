@@ -14,7 +14,7 @@ from envgym.env.boundary import UsersCode
 from envgym.net.problems import Problem, ProblemKind
 from envgym.net.server import RETRY_SECONDS
 from envgym.net.tokens import ServerClient
-from envgym.processes.cancellation import is_shutdown
+from envgym.processes.cancellation import is_shutdown, start_task
 from envgym.types import Action
 
 from .admission import ServerLimits
@@ -147,6 +147,8 @@ class EnvSession:
                 logger.exception("session %s: the environment did not close", self.id)
 
     async def _open(self, opening: Opening) -> bytes:
+        """Make the instance and reset it; an encoded `Opened`."""
+
         async def reset() -> bytes:
             env = self._env = self.served.spec.make()
             options = {**opening.options, "task": opening.task}
@@ -160,6 +162,7 @@ class EnvSession:
         return await self.served.call(reset(), "reset", self._metrics.reset_seconds)
 
     async def _take_step(self, action: Action) -> bytes:
+        """Take a step; an encoded `Stepped`. Raises a `Problem` for an exception of the environment."""
         if self._env is None:  # its constructor raised, which the client knows
             raise Problem(409, "step-conflict", "the session did not open")
         start = time.monotonic()
@@ -224,6 +227,7 @@ class Sessions:
         return session
 
     def _check_capacity(self, client: ServerClient, env: ServedEnv) -> None:
+        """Raise a `Problem` if the client's quota is used up or no slot is free."""
         quota, limit, bound = client.max_sessions, self._limits.max_sessions, env.spec.concurrency_bound()
         if quota is not None and self._by_client[client.name] >= quota:
             raise _full_problem("quota-exceeded", f"this client's quota of {quota} sessions is used up")
@@ -254,12 +258,11 @@ class Sessions:
         if session is None:
             return
         # A separate task: the environment is closed completely even if the caller stops waiting.
-        closing = asyncio.create_task(self._end(session, client, closed_by))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        closing = start_task(self._end(session, client, closed_by), self._closing)
         await asyncio.shield(closing)
 
     async def _end(self, session: EnvSession, client: str, closed_by: str) -> None:
+        """Close a session that is no longer listed, then free its slot."""
         try:
             await session.close()
         finally:

@@ -17,6 +17,7 @@ from envgym.net.problems import ProblemBody
 from envgym.net.retries import pauses
 from envgym.net.server import MAX_BODY
 from envgym.net.shared_calls import SharedCalls
+from envgym.processes.cancellation import start_task
 from envgym.processes.deadline import Deadline
 
 from .access import DIAL_SECONDS, Access, connection_failure
@@ -188,6 +189,8 @@ class Transport:
             del self._waiting[deadline]
 
     async def _call(self, method: Method, path: str, body: bytes | None, patience: float) -> bytes:
+        """Send a request until it succeeds; a lost connection is retried for `patience` seconds. Raises as `call`
+        does."""
         clock = asyncio.get_running_loop().time
         waits, give_up_at = pauses(FIRST_PAUSE, LONGEST_PAUSE), 0.0
         while True:
@@ -222,6 +225,7 @@ class Transport:
             return False
 
     async def _error_of(self, method: Method, path: str, answer: Answer) -> EnvgymError:
+        """The exception for an answer of status 400 or above."""
         if answer.status == 404 and path == ENVS and await self._is_openenv():
             message = "this is a server of OpenEnv, whose protocol is not spoken here: write an Env that calls its"
             return RemoteError("refused", f"{self.url}: {message} own client")
@@ -236,6 +240,7 @@ class Transport:
         return RemoteError(kind, f"{self.url}: {message}; check the address, its port and its path")
 
     async def _send(self, method: Method, path: str, body: bytes | None) -> Answer:
+        """Send a request once, over the channel if possible. Raises `RemoteError` of kind `connection` if it fails."""
         if path.startswith("/v1/sessions") and len(body or b"") <= CHANNEL_BODY:
             channel = await self._channel()
             if channel is not None:
@@ -275,6 +280,7 @@ class Transport:
         return await self._dialling.result(CHANNEL_PATH, self._dial, closed=closed)
 
     async def _dial(self) -> ChannelClient | None:
+        """Open the channel; None, and no attempt for a while, if the server takes no WebSocket."""
         try:
             async with asyncio.timeout(DIAL_SECONDS):
                 socket = await self._session.ws_connect(
@@ -289,9 +295,7 @@ class Transport:
             self._disable_channel(f"no answer within {DIAL_SECONDS:g} s")
             return None
         asking = self._asking = ChannelClient(socket)
-        listening = asyncio.create_task(self._listen(asking))
-        self._listening.add(listening)
-        listening.add_done_callback(self._listening.discard)
+        start_task(self._listen(asking), self._listening)
         return asking
 
     def _disable_channel(self, why: str) -> None:
@@ -299,6 +303,7 @@ class Transport:
         self._no_channel_until = asyncio.get_running_loop().time() + NO_CHANNEL_SECONDS
 
     async def _listen(self, asking: ChannelClient) -> None:
+        """Deliver the answers of a channel until it ends; disable channels if there were none."""
         try:
             has_answers = await asking.listen()
         except ValueError:

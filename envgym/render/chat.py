@@ -71,6 +71,8 @@ class ChatDialogue(Dialogue):
         return f"<think>\n{content}" if self._opens_thought and closed and "<think>" not in thought else content
 
     def _demonstration(self, turn: Message) -> str:
+        """The text of a recorded turn, as the template writes the policy's, with the end of the turn. Adds the policy's
+        previous turn to the text first."""
         self._take_last_turn()
         end = self._template.end_of_turn or self.renderer.tokenizer.eos_token or ""
         if self._raw:
@@ -126,6 +128,8 @@ class ChatDialogue(Dialogue):
         return True
 
     def _extend(self, observation: Observation) -> Extension:
+        """Add an observation of messages; a fork if the template does not continue the text so far. Raises
+        `InvalidStep`, or `TurnRefused` if the policy's last turn is the reason."""
         if self._raw:
             raise InvalidStep(
                 "an observation of messages follows one of raw text, and the chat template cannot continue it: "

@@ -40,7 +40,7 @@ class Dialogue(ABC):
         self._call_ids: set[str] = set()
 
     def start(self, observation: Observation) -> list[int]:
-        """Token ids of the first observation, up to where the policy's turn begins."""
+        """Begin with the first observation. Returns its token ids, up to where the policy's turn begins."""
         self.tools = observation.tools
         escaped = replace(observation, messages=self.renderer.escape(observation.messages))
         text, token_ids = self.renderer.opening(escaped)

@@ -58,7 +58,8 @@ class Template:
         return result
 
     def assistant(self, content: str, calls: Sequence[ToolCall] = ()) -> ChatMessage:
-        """An assistant's message."""
+        """An assistant's message in the form that this template takes; calls that it cannot write become text in
+        `content`."""
         if not calls:
             return {"role": "assistant", "content": content}
         if self._calls is None:
@@ -153,6 +154,7 @@ class Template:
             return ""
 
     def _render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], open_turn: bool) -> str:
+        """Apply the template. Raises `InvalidStep` for any of its errors."""
         if self._wants_parts:
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
         try:

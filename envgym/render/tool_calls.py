@@ -27,12 +27,12 @@ class Reading:
 
     content: str
     calls: tuple[ToolCall, ...] = ()
-    remainder: str = ""
+    text_after: str = ""
 
     @property
     def is_complete(self) -> bool:
         """True if there is no other text than content and calls, and every call could be read."""
-        return not self.remainder.strip() and not any(call.error for call in self.calls)
+        return not self.text_after.strip() and not any(call.error for call in self.calls)
 
 
 Format = Callable[[str, Mapping[str, ToolSpec]], Reading]
@@ -70,7 +70,8 @@ def parse_json(text: str, pos: int) -> tuple[Any, int, str]:
 
 
 def to_call(value: Any, *keys: str) -> ToolCall:
-    """Convert a JSON object with its arguments under one of `keys` to a call."""
+    """Convert a JSON object with its arguments under one of `keys` to a call; any other value to a call with an
+    `error`."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return malformed_call(f'A tool call is a JSON object with "name", a string, and "{keys[0]}".')
@@ -82,7 +83,7 @@ def to_call(value: Any, *keys: str) -> ToolCall:
 
 
 def parse_call(text: str, pos: int, *keys: str) -> tuple[ToolCall, int]:
-    """Parse the call written as a JSON object at `pos`; return it and its end."""
+    """Parse the call written as a JSON object at `pos`; return it, perhaps with an `error`, and its end."""
     value, end, error = parse_json(text, pos)
     return (malformed_call(error) if error else to_call(value, *keys)), end
 
@@ -107,22 +108,23 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def read_calls(text: str, read: Format, tools: Sequence[ToolSpec], *, thinking: bool) -> Reading:
+def read_calls(text: str, reader: Format, tools: Sequence[ToolSpec], *, thinking: bool) -> Reading:
     """Find the tool calls in a turn's text, special tokens included.
 
     Thoughts (up to the last `</think>`) hold no calls; `thinking` is True if the prompt opened a thought.
     """
-    thoughts, thought, answer = text.rpartition("</think>")
-    if not thought and (thinking or "<think>" in text):
+    thoughts, end_mark, answer = text.rpartition("</think>")
+    if not end_mark and (thinking or "<think>" in text):
         return Reading(text)
     by_name = {tool.name: tool for tool in tools}
-    reading = read(answer, by_name)
+    reading = reader(answer, by_name)
     calls = tuple(_check_name(call, by_name) for call in reading.calls)
-    return Reading(thoughts + thought + reading.content, calls, reading.remainder)
+    return Reading(thoughts + end_mark + reading.content, calls, reading.text_after)
 
 
 def parse_api_call(name: Any, arguments: Any, tools: Sequence[ToolSpec]) -> ToolCall:
-    """Parse a call in the form of OpenAI-compatible APIs: the tool's name, and its arguments as JSON text."""
+    """Parse a call in the form of OpenAI-compatible APIs: the tool's name, and its arguments as JSON text (none: {}).
+    An unusable call gets an `error`."""
     if not isinstance(name, str) or not name:
         return malformed_call("A tool call names a tool.")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
@@ -135,6 +137,7 @@ def parse_api_call(name: Any, arguments: Any, tools: Sequence[ToolSpec]) -> Tool
 
 
 def _check_name(call: ToolCall, tools: Mapping[str, ToolSpec]) -> ToolCall:
+    """The call; with an `error` and no arguments if no tool has its name."""
     if call.error or call.name in tools:
         return call
     error = f"There is no tool {call.name[:80]!r}; the tools are: {', '.join(tools)}."
@@ -159,7 +162,7 @@ def write_hermes(content: str, calls: Sequence[ToolCall]) -> str:
 
 def read_hermes(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, once for each call."""
-    calls, remainder = [], []
+    calls, texts_after = [], []
     first = pos = text.find("<tool_call>")
     while pos >= 0:
         call, end = parse_call(text, pos + len("<tool_call>"), "arguments")
@@ -169,8 +172,8 @@ def read_hermes(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
         calls.append(call)
         end_of_call = close + len("</tool_call>") if close >= 0 else len(text)
         pos = text.find("<tool_call>", end_of_call)
-        remainder.append(text[end_of_call : pos if pos >= 0 else None])
-    return Reading(text[:first] if calls else text, tuple(calls), "".join(remainder))
+        texts_after.append(text[end_of_call : pos if pos >= 0 else None])
+    return Reading(text[:first] if calls else text, tuple(calls), "".join(texts_after))
 
 
 def read_llama(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
@@ -199,7 +202,7 @@ def read_mistral(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
     call, `name[ARGS]{…}`."""
     content, *parts = text.split("[TOOL_CALLS]")
     calls: list[ToolCall] = []
-    remainder = []
+    texts_after = []
     for part in parts:
         start = skip_space(part, 0)
         if part.startswith(("[", "{"), start):
@@ -213,8 +216,8 @@ def read_mistral(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
             value, end, error = parse_json(part, len(head))
             call = {"name": name, "arguments": value}
             calls.append(malformed_call(error, name) if error else to_call(call, "arguments"))
-        remainder.append("" if calls and calls[-1].error else part[end:])
-    return Reading(content, tuple(calls), "".join(remainder))
+        texts_after.append("" if calls and calls[-1].error else part[end:])
+    return Reading(content, tuple(calls), "".join(texts_after))
 
 
 def read_deepseek(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
@@ -223,7 +226,7 @@ def read_deepseek(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
     head, *parts = text.split("<｜tool▁call▁begin｜>")
     if not parts:
         return Reading(text)
-    calls, remainder = [], []
+    calls, texts_after = [], []
     for part in parts:
         body, closed, tail = part.partition("<｜tool▁call▁end｜>")
         first, _, second = body.partition("<｜tool▁sep｜>")
@@ -237,8 +240,8 @@ def read_deepseek(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
             calls.append(malformed_call("The tool call does not end after its JSON.", name))
         else:
             calls.append(to_call({"name": name, "arguments": value}, "arguments"))
-        remainder.append(tail.replace("<｜tool▁calls▁end｜>", ""))
-    return Reading(head.removesuffix("<｜tool▁calls▁begin｜>"), tuple(calls), "".join(remainder))
+        texts_after.append(tail.replace("<｜tool▁calls▁end｜>", ""))
+    return Reading(head.removesuffix("<｜tool▁calls▁begin｜>"), tuple(calls), "".join(texts_after))
 
 
 # -- Tags: arguments are not quoted, so that only a tool's schema distinguishes the string 5 from the number ------
@@ -282,8 +285,9 @@ def _name_and_pairs(name: str, text: str, pair: re.Pattern[str]) -> tuple[str, P
 def _read_tags(
     text: str, tools: Mapping[str, ToolSpec], parse: Callable[[str], tuple[str, Pairs] | None], form: str
 ) -> Reading:
+    """Read `<tool_call>` blocks with `parse`, which returns None for a malformed one; `form` is shown in its error."""
     content, *parts = text.split("<tool_call>")
-    calls, remainder = [], []
+    calls, texts_after = [], []
     for part in parts:
         block, closed, tail = part.partition("</tool_call>")
         parsed = parse(block) if closed else None
@@ -291,8 +295,8 @@ def _read_tags(
             calls.append(malformed_call(f"A tool call has the form <tool_call>{form}</tool_call>."))
         else:
             calls.append(_call(*parsed, tools))
-        remainder.append(tail)
-    return Reading(content, tuple(calls), "".join(remainder))
+        texts_after.append(tail)
+    return Reading(content, tuple(calls), "".join(texts_after))
 
 
 def _call(name: str, pairs: Iterable[tuple[str, str]], tools: Mapping[str, ToolSpec]) -> ToolCall:
@@ -307,7 +311,8 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def _convert(text: str, schema: Any) -> Any:
-    """Convert an argument to the type in its schema: a string unmodified, other types from JSON."""
+    """Convert an argument to the type in its schema: a string stays, other types are read from JSON. A text that is no
+    JSON stays."""
     declared = schema.get("type") if isinstance(schema, Mapping) else None
     types = {declared} if isinstance(declared, str) else set(declared or ())
     if types == {"string"}:
@@ -351,9 +356,9 @@ def find_format(turn: Callable[[dict[str, Any]], str]) -> tuple[CallForm, Format
         for as_text in (False, True):
             form = partial(_with_calls, placeholder, as_text)
             text = turn(form("", [EXAMPLE]))
-            for read in FORMATS:
-                reading = read(text, tools)
+            for reader in FORMATS:
+                reading = reader(text, tools)
                 calls = [(call.name, call.arguments) for call in reading.calls]
                 if reading.is_complete and calls == [(EXAMPLE.name, EXAMPLE.arguments)]:
-                    return form, read
+                    return form, reader
     return None

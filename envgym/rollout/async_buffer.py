@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from envgym.processes.cancellation import start_task
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Episode, Group, Outcome, Task
 
@@ -101,9 +102,7 @@ class AsyncRollouts:
                 group = f"step-{self.version + 1:06d}-{self._count:08d}"
                 self._count, self._budget = self._count + 1, self._budget - 1
                 self._in_flight[group] = task
-                job = asyncio.create_task(self._run_group(group, task))
-                self._jobs.add(job)
-                job.add_done_callback(self._jobs.discard)
+                start_task(self._run_group(group, task), self._jobs)
 
     async def _run_group(self, name: str, task: Task) -> None:
         try:

@@ -87,7 +87,7 @@ class Runner:
         self.seed = seed
         self.deterministic = deterministic
         self._fingerprints: dict[int, dict[str, str]] = {}
-        self.unscored: set[str] = set()
+        self.envs_without_scores: set[str] = set()
         """Environments that have given a reward outside [0, 1]."""
         self._task_hash: tuple[Task | None, str] = (None, "")
         self._slots = asyncio.Semaphore(config.concurrency)
@@ -178,9 +178,10 @@ class Runner:
         return await asyncio.gather(*(score_group(self.spec, group, seconds) for group in groups))
 
     def withdraw_scores(self, groups: Iterable[Group]) -> list[Episode]:
-        """Clear reward-derived scores in environments that have given a reward outside [0, 1]. Returns the changed
-        episodes."""
-        return withdraw_scores((episode for group in groups for episode in group.episodes), self.unscored)
+        """Clear reward-derived scores in environments that have given a reward outside [0, 1], in this call or before.
+        Returns the changed episodes."""
+        episodes = (episode for group in groups for episode in group.episodes)
+        return withdraw_scores(episodes, self.envs_without_scores)
 
     async def _run_member(
         self, group: Group, member: int, plan: SamplingPlan, batcher: LockstepBatcher | None

@@ -12,6 +12,7 @@ from envgym.agent import OutOfBudget
 from envgym.engine import ChatEngine, ChatReply, ChatRequest, Engine, Generation, Request, SamplingParams
 from envgym.errors import InvalidOutcome
 from envgym.hashing import derived_seed
+from envgym.processes.cancellation import start_task
 from envgym.types import Limit, Message, Span, ToolSpec, int_array, timed
 
 
@@ -49,9 +50,7 @@ class LockstepBatcher:
             return
         batch, self._waiting = sorted(self._waiting, key=lambda item: item[0].id), []
         for request, future in batch:  # tasks start in creation order, so the engine gets the batch sorted
-            task = asyncio.create_task(self._forward(request, future))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            start_task(self._forward(request, future), self._tasks)
 
     async def _forward(self, request: Request, future: asyncio.Future[Generation]) -> None:
         try:

@@ -206,6 +206,7 @@ class Sandbox:
         return server if server is not None and server.alive() else await asyncio.to_thread(self._start)
 
     def _start(self) -> _Server:
+        """The server, which is started unless it is alive. The first start sets `isolation` and logs it."""
         with self._lock:
             if self._server is None or not self._server.alive():
                 self._server = _Server(self._packages, self._ways)
@@ -234,7 +235,7 @@ class _Server:
             )  # fmt: skip
             server_end.close()
             try:
-                self.isolation = self._greet(packages, ways)
+                self.isolation = self._choose_isolation(packages, ways)
             except (EOFError, OSError) as error:
                 self.close()
                 reason = _last_line(errors) or f"{type(error).__name__} {error}".strip()
@@ -265,7 +266,8 @@ class _Server:
             self._process.kill()
             self._process.wait()
 
-    def _greet(self, packages: Mapping[str, str], ways: Sequence[str]) -> Isolation:
+    def _choose_isolation(self, packages: Mapping[str, str], ways: Sequence[str]) -> Isolation:
+        """Send the settings; receive the isolation that works here. Raises `ConfigError` if there is none."""
         self._control.settimeout(START_SECONDS)
         self._control.sendall(wire.pack({"packages": packages, "ways": ways, "temporary": tempfile.gettempdir()}))
         report, _ = wire.receive(self._control)

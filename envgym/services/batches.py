@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from envgym.errors import WorkerError
+from envgym.processes.cancellation import start_task
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -53,14 +54,13 @@ class Batcher(Generic[Item, Result]):
         self._waiting = []
 
     async def _pump(self) -> None:
+        """Send the waiting items in batches, as slots become free, until there are none."""
         while self._waiting:
             await self._slots.acquire()
             await self._fill()
             self._waiting = [entry for entry in self._waiting if not entry[1].done()]  # a caller's deadline has passed
             batch, self._waiting = self._waiting[: self._size], self._waiting[self._size :]
-            task = asyncio.create_task(self._deliver(sorted(batch, key=lambda entry: repr(entry[0]))))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            start_task(self._deliver(sorted(batch, key=lambda entry: repr(entry[0]))), self._tasks)
 
     async def _fill(self) -> None:
         for _ in range(WINDOWS):
@@ -70,6 +70,7 @@ class Batcher(Generic[Item, Result]):
                 return
 
     async def _deliver(self, batch: list[tuple[Item, asyncio.Future[Result]]]) -> None:
+        """Send a batch, and give each caller its result or error."""
         try:
             results: Sequence[Result | Exception] = await self._send([item for item, _ in batch]) if batch else []
         except asyncio.CancelledError:

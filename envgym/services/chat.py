@@ -107,6 +107,7 @@ class OpenAIChatClient(ChatClient):
         await self._api.close()
 
     async def _complete_once(self, body: Mapping[str, Any]) -> str:
+        """The answer to a request: a stored one, that of an equal request in flight, or a new one."""
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
         if (text := self._stored(key)) is not None:
             self.counters["cached"] += 1
@@ -116,6 +117,7 @@ class OpenAIChatClient(ChatClient):
         return await self._asking.result(key, lambda: self._ask_and_store(key, body))
 
     async def _ask_and_store(self, key: str, body: Mapping[str, Any]) -> str:
+        """Ask for an answer, and store it in memory and in the cache folder; a failed write is only counted."""
         text = await self._ask(body)
         self._store(key, text)
         if self._cache is not None:
@@ -136,6 +138,7 @@ class OpenAIChatClient(ChatClient):
     # -- stored answers ---------------------------------------------------------------------------------
 
     def _stored(self, key: str) -> str | None:
+        """The answer from memory or the cache folder, or None."""
         if key in self._answers:
             self._answers.move_to_end(key)
             return self._answers[key]

@@ -55,6 +55,8 @@ class PolicyClient(ChatClient):
         return await self._in_home_loop(self._sample(messages, sampling, lockstep))
 
     async def _sample(self, messages: Conversation, sampling: SamplingParams, lockstep: LockstepBatcher | None) -> str:
+        """The policy's answer to a conversation. Raises `InvalidOutcome` if no policy is bound, `PromptTooLong` for a
+        conversation that leaves no room."""
         if self._bound is None:
             raise InvalidOutcome(
                 "service", f"service {self._name} is the policy in training, which no engine samples here"

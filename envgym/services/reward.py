@@ -74,6 +74,8 @@ class RewardModelClient(RewardClient):
         return await self._runtime.start(target, arguments, name=self._name, environ=environ)
 
     async def _send(self, texts: list[Text]) -> list[Assessment | Exception]:
+        """Score texts in the worker; an error is returned in place of each text that cannot be scored. Raises
+        `InvalidOutcome` if the call fails."""
         worker = await self._worker()
         self.counters["requests"] += len(texts)
         self.counters["rounds"] += 1
@@ -94,6 +96,7 @@ class RewardModelClient(RewardClient):
         return [self._assessment(*result) for result in scored]
 
     def _assessment(self, reward: float | None, tokens: int, cut: bool) -> Assessment | Exception:
+        """The assessment of a reward, or the error (returned) of a text that could not be scored."""
         label = f"reward model {self._declared.model}"
         if reward is None and not tokens:
             return InvalidOutcome("service", f"{label}: there is nothing to score, the text is empty")
@@ -155,6 +158,7 @@ class RewardEndpointClient(RewardClient):
         await asyncio.gather(*(caller.close() for caller in self._callers.values()))
 
     def _query(self, conversation: Conversation, label: Any) -> Query:
+        """The query for a conversation: a text unmodified; messages as they are or, with a template, as one text."""
         template = self._declared.template
         if isinstance(conversation, str):
             return Query(conversation, "", label)
@@ -168,6 +172,7 @@ class RewardEndpointClient(RewardClient):
         return Query(prefix.replace("{prompt}", prompt) + answer + suffix.replace("{prompt}", prompt), prompt, label)
 
     async def _send(self, queries: list[Query]) -> Sequence[Assessment | Exception]:
+        """Send queries to the next server. If it rejects several together, each is sent alone."""
         url = next(self._next_url)
         try:
             return await self._ask(url, queries)

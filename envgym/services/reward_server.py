@@ -94,6 +94,7 @@ class RewardServer:
         return web.json_response({"status": "ok"})
 
     async def _get_reward(self, request: web.Request) -> web.Response:
+        """Score all queries of a request; one that cannot be scored fails the request."""
         conversations = await self._queries(request)
         # Each into the common queue, so that small requests of many clients share batches.
         assessed = await asyncio.gather(
@@ -112,6 +113,7 @@ class RewardServer:
         return web.json_response({"rewards": rewards, "scores": scores, "extra_logs": logs})
 
     async def _queries(self, request: web.Request) -> list[Conversation]:
+        """The conversations in a request. Raises an HTTP error for a body that is malformed or too large."""
         try:
             body = json.loads(await read_json(request, MAX_BODY, READ_SECONDS))
         except (ValueError, RecursionError):
@@ -126,7 +128,8 @@ class RewardServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Admit requests with the token, and answer every error in one form; the server keeps running."""
+        """Admit requests with the token (`/healthz` needs none), and answer every error in one form; the server keeps
+        running."""
         try:
             if self._tokens is None or request.path != "/healthz":
                 authenticate(request, self._tokens)

@@ -75,6 +75,7 @@ class RewardWorker:
         return results
 
     def _encode(self, text: Text) -> list[int]:
+        """The token ids of a conversation, text, or answer in steps (a dict); empty for an empty text."""
         tokenizer = self._tokenizer
         if isinstance(text, dict):
             return self._encode_steps(as_messages(text["before"]), text["steps"], is_last=text["is_last"])
@@ -118,6 +119,7 @@ class RewardWorker:
         return ids[len(ids) - self._max_length :]
 
     def _forward(self, batch: Sequence[list[int]]) -> list[float]:
+        """The rewards of token sequences, not normalized."""
         import torch
 
         padding = self._config.pad_token_id if self._renderer is None else None
@@ -146,7 +148,7 @@ def as_text(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _find_model(name: str) -> str:
-    """The model's folder, or its name on the hub, for libraries to load."""
+    """The model's folder, or its name on the hub, for libraries to load. Raises `ConfigError` if there is none."""
     path = Path(name).expanduser()
     if path.is_dir():
         return str(policy_of_run(path))

@@ -151,6 +151,7 @@ def _with_parts(spec: EnvSpec) -> Iterator[EnvSpec]:
 
 
 def _client(declared: Service, name: str, runtime: Runtime, deterministic: bool) -> Client:
+    """A new client of a declared service, not started yet. Raises `ConfigError` for another kind of service."""
     if isinstance(declared, RewardModel):
         from .reward import RewardModelClient
 

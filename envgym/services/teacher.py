@@ -44,6 +44,8 @@ class ApiTeacher:
         return list(await asyncio.gather(*(self._ask(sample.token_ids.tolist()) for sample in samples)))
 
     async def _ask(self, token_ids: list[int]) -> NDArray[np.float32]:
+        """[T, k, 2]: (log-probability, id) of the most likely tokens at each position; zeros at the first. Raises
+        `InvalidOutcome` for an unusable answer."""
         import numpy as np
 
         body = {"model": self._model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": self._top_k}

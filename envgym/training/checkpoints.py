@@ -98,7 +98,7 @@ class Checkpoints:
             "buffer": self._buffer.state(),
             "pretraining": None if pretraining is None else pretraining.state(),
             "learner": self._components.learner.state_dict(),
-            "unscored": sorted(self._components.runner.unscored),
+            "unscored": sorted(self._components.runner.envs_without_scores),
             "supply": None if self._async_rollouts is None else self._async_rollouts.state(),
         }
 
@@ -115,7 +115,7 @@ class Checkpoints:
             folder = self._folder.new_checkpoint()
             try:
                 for role in self._components.trained_roles:
-                    await self._components.workers[role].save_state(str(folder / role), waits=not self._background)
+                    await self._components.workers[role].save_state(str(folder / role), blocking=not self._background)
             except (EnvgymError, OSError):
                 shutil.rmtree(folder, ignore_errors=True)  # it may have filled the disk
                 raise
@@ -153,7 +153,7 @@ class Checkpoints:
             if components.pretraining is not None:
                 components.pretraining.load_state(state["pretraining"])
             components.learner.load_state_dict(state["learner"])
-            components.runner.unscored |= set(state.get("unscored", ()))
+            components.runner.envs_without_scores |= set(state.get("unscored", ()))
             if self._async_rollouts is not None:
                 self._async_rollouts.load_state(state["supply"], progress.step)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

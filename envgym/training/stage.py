@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import CheckpointDamaged, ConfigError, RunError, WorkerError, cannot_write, extend_message
-from envgym.evaluation.held_out import has_held_out
+from envgym.evaluation.held_out import check_held_out
 from envgym.launch.components import StageContext, stage_context
 from envgym.launch.memory import check_episodes
 from envgym.launch.models import fetch_model
@@ -96,7 +96,7 @@ async def _set_up(
     display.phase(f"setting up {stage.env.name}")
     state.context = await stack.enter_async_context(stage_context(config, stage, folder))
     spec = state.context.spec
-    state.has_held_out = has_held_out(spec, required=bool(stage.eval.every))
+    state.has_held_out = check_held_out(spec, required=bool(stage.eval.every))
     check_recordings(stage, spec)
     steps_of(stage, spec.tasks("train").size)  # rejects `epochs` of endless tasks early
     check_episodes(stage, spec)

@@ -98,16 +98,16 @@ class Adapter:
                 json.dumps({"quantize": self._quantize, "dtype": dtype}) + "\n", encoding="utf-8"
             )
 
-    def parameters(self, read: ReadTensor, *, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's parameters, read by `read`, under their names without an adapter. `merged`: with the adapter
-        added to them."""
+    def parameters(self, read: ReadTensor, *, with_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters, read by `read`, under their names without an adapter. `with_adapter`: with the
+        adapter added to them."""
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name or ".original_module." in name:
                 continue
             owner, _, leaf = name.rpartition(".")
             layer = owner.removesuffix(".base_layer")
             tensor = read(name, parameter)
-            if merged and leaf == "weight" and layer in self._layers:
+            if with_adapter and leaf == "weight" and layer in self._layers:
                 tensor = (tensor.float() + self._delta(layer, read).to(tensor.device)).to(tensor.dtype)
             yield _strip_peft(name), tensor
 

@@ -96,6 +96,7 @@ def read_rank(folder: str, role: str, rank: int) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
+    """The reason why a file cannot be read, in one phrase."""
     # Without a filename the error is about an offset past the end of the file.
     if isinstance(error, OSError) and error.filename:
         return error.strerror or str(error)

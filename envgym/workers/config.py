@@ -70,7 +70,7 @@ class WorkersConfig(Settings):
         """True if the parameters of a model are split over the ranks (ZeRO 3)."""
         return self.zero_stage == 3 or (self.offload_parameters and not trained)
 
-    def runs_as(self, dtype: str, *, trained: bool) -> int:
+    def effective_zero_stage(self, dtype: str, *, trained: bool) -> int:
         """The ZeRO stage of a model with weights of this number format.
 
         Gradients of micro-batches must be summed in float32: in bfloat16 the sum of 256 was measured 2% off. DeepSpeed

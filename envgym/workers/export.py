@@ -32,22 +32,25 @@ class WeightExport:
     _files: list[str]
     _sender: Any = None
 
-    def begin_export(self, bucket_bytes: int, prefix: str, checkpoint: bool = False) -> None:
-        """Begin to export all parameters to files named `prefix`-NUMBER, which `next_bucket` writes and `end_export`
-        removes. Parameters have their names in the transformers model or, with `checkpoint`, in its checkpoints.
+    def begin_export(self, bucket_bytes: int, prefix: str, checkpoint_names: bool = False) -> None:
+        """Begin to export all parameters, under their names in the transformers model or, with `checkpoint_names`, in
+        its checkpoints.
 
-        A tied head is omitted, as in checkpoints, and so is an adapter, which has a separate file.
+        Files are named `prefix`-NUMBER.safetensors, written on rank 0. `next_bucket` gathers and writes one, and keeps
+        the last two; `end_export` removes the rest. A tied head is omitted, as in checkpoints, and so is an adapter,
+        which has a separate file.
         """
-        parameters = self._parameters(merged=False)
+        parameters = self._parameters(with_adapter=False)
         self._buckets = enumerate(
             split_into_buckets(
-                as_in_checkpoints(self.network.model, parameters) if checkpoint else parameters, bucket_bytes
+                as_in_checkpoints(self.network.model, parameters) if checkpoint_names else parameters, bucket_bytes
             )
         )
         self._prefix, self._files = prefix, []
 
     def next_bucket(self) -> Bucket | None:
-        """Write the next bucket, on rank 0; None after the last. Engines have read all buckets but the previous one."""
+        """Gather the next bucket and write it on rank 0; None after the last, and on other ranks. Engines must have
+        read all buckets but the previous one: older files are removed."""
         number, tensors = next(self._buckets, (0, None))
         if tensors is None or self.rank:
             return None
@@ -104,8 +107,8 @@ class WeightExport:
         """The next chunk, with handles by GPU; None after the last. Engines must have read the previous chunk."""
         return next(self._buckets, None)
 
-    def _parameters(self, *, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        return full_parameters(self.network.model, self.adapter, self.rank, merged=merged)
+    def _parameters(self, *, with_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        return full_parameters(self.network.model, self.adapter, self.rank, with_adapter=with_adapter)
 
 
 class Parameters:
@@ -125,6 +128,7 @@ class Parameters:
         return int(max(tensor.nbytes for _, tensor in self._meta_tensors()))
 
     def _meta_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors without data, in the names, shapes and order of iteration."""
         parameters = self._model.named_parameters()
         return as_in_checkpoints(
             self._model,

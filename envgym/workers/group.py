@@ -143,10 +143,10 @@ class WorkerGroup:
         """Write the moving average of the weights as a Hugging Face model folder, without the tokenizer."""
         await self.on_all("save_average", folder)
 
-    async def save_state(self, folder: str, *, waits: bool = True) -> None:
-        """Write the exact weights, optimizer and random states. Without `waits` copies are written in the background
+    async def save_state(self, folder: str, *, blocking: bool = True) -> None:
+        """Write the exact weights, optimizer and random states. Unless `blocking`, copies are written in the background
         until `finish_save`, and training may continue."""
-        await self._on_each("save_state", [(folder,)] * len(self._handles), waits=waits)
+        await self._on_each("save_state", [(folder,)] * len(self._handles), blocking=blocking)
 
     async def load_state(self, folder: str) -> None:
         """Restore the state of `save_state`."""

@@ -127,18 +127,20 @@ class _Logprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         graph: bool,
         needs_grad: bool,
     ) -> tuple[torch.Tensor, ...]:
+        """[N, K] log-probabilities and, if `entropy`, [N] entropies: log sum exp over slices of the vocabulary, one
+        after the other. `graph`: entropies get gradients too."""
         temperatures = temperatures.to(torch.promote_types(weight.dtype, torch.float32))
         divide = bool((temperatures != 1).any())
         vocabulary = _Vocabulary(states, weight, bias, targets, temperatures, rescaling, divide)
         target_logits = torch.zeros_like(targets, dtype=temperatures.dtype)
         total = torch.full_like(temperatures, -math.inf)  # log sum exp of the slices so far
         mean = torch.zeros_like(temperatures)  # sum p z, likewise
-        keep = needs_grad and len(vocabulary.slices) == 1  # then nothing is computed twice
+        stored = needs_grad and len(vocabulary.slices) == 1  # then nothing is computed twice
         for part in vocabulary.slices:
             logits = vocabulary.logits(part)
             target_logits += vocabulary.at_targets(logits, part)
             max_logits = logits.amax(1)
-            powers = (logits - max_logits[:, None] if keep or entropy else logits.sub_(max_logits[:, None])).exp_()
+            powers = (logits - max_logits[:, None] if stored or entropy else logits.sub_(max_logits[:, None])).exp_()
             slice_sum = powers.sum(1)
             slice_total = max_logits + slice_sum.log()
             new_total = torch.logaddexp(total, slice_total)
@@ -147,7 +149,7 @@ class _Logprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
                 mean = mean * (total - new_total).exp() + slice_mean * (slice_total - new_total).exp()
             total = new_total
         ctx.vocabulary, ctx.total, ctx.graph = vocabulary, total, entropy and graph
-        ctx.logits = logits if keep else None
+        ctx.logits = logits if stored else None
         logprobs = target_logits - total[:, None]
         if not entropy:
             return (logprobs,)
@@ -161,6 +163,7 @@ class _Logprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """The gradients of states, weight and bias. Logits of several slices are computed a second time."""
         vocabulary, weight = ctx.vocabulary, ctx.vocabulary.weight
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # d z / d logit = scale / temperature, applied per row instead of per logit.
@@ -254,9 +257,9 @@ class _Vocabulary:
 # The scalar head
 
 
-def with_scalar_head(config: Any) -> Any:
-    """Change `config` (from Hugging Face) to a model with a scalar head; returns the class that loads it, which
-    initializes a head missing from the checkpoint from the global generator."""
+def configure_scalar_head(config: Any) -> Any:
+    """Configure a scalar head in `config` (from Hugging Face), in place. Returns the class that loads the model; it
+    draws a head missing from the checkpoint from the global generator."""
     import transformers
 
     config.num_labels = 1

@@ -51,11 +51,12 @@ class ModelLearning(ModelState):
         return self._logprobs
 
     def step(self, lr: float) -> dict[str, float]:
-        """Take the optimizer step with the accumulated gradient.
+        """Take the optimizer step with the accumulated gradient, and update the moving average of the weights. Raises
+        `RunError` for a gradient that is not finite.
 
-        Returns `grad_norm`, the gradient's global norm before clipping (not with Muon, where DeepSpeed only
-        has the norm of orthogonalised updates); in float16 also `loss_scale` and `overflow`: 1 if it overflowed, then
-        the step was skipped and there is no norm.
+        Returns `grad_norm`, the gradient's global norm before clipping (not with Muon, where DeepSpeed only has the
+        norm of orthogonalised updates); in float16 also `loss_scale` and `overflow`: 1 if it overflowed, then the step
+        was skipped and there is no norm.
         """
         assert self.learner is not None
         zero.set_learning_rate(self.engine, lr)
@@ -73,8 +74,9 @@ class ModelLearning(ModelState):
     def _loss(
         self, samples: Sequence[TrainSample], normalizers: Mapping[str, float], share_of_tokens: float
     ) -> tuple[torch.Tensor, MetricSums]:
-        """A micro-batch's share of the step's loss, over all its objectives. One forward pass has all samples, sorted
-        by objective: `order` are their indexes."""
+        """A micro-batch's share of the step's loss, over all its objectives. Appends the log-probabilities to
+        `_logprobs`. Raises `RunError` if the loss is not finite. One forward pass has all samples, sorted by objective:
+        `order` are their indexes."""
         assert self.learner is not None
         parts: dict[str, list[int]] = {}
         for index, sample in enumerate(samples):

@@ -42,14 +42,15 @@ class LoraConfig(Settings):
     """`4bit` is QLoRA: the frozen weights are stored in 4 bits (NormalFloat, double quantisation), and computed with in
     `workers.dtype`."""
 
-    def check(self, role: str, workers: WorkersConfig, *, samples: bool) -> None:
-        """Raise `ConfigError` for contradictory settings. `samples`: the role is a policy that generates episodes."""
+    def check(self, role: str, workers: WorkersConfig, *, is_sampled: bool) -> None:
+        """Raise `ConfigError` for contradictory settings. `is_sampled`: the role is the policy that generates
+        episodes."""
         if not self.rank:
             unused = next((name for name, value in LoraConfig() if getattr(self, name) != value), None)
             if unused:
                 raise ConfigError(f"lora.{unused} of the {role} has no effect without an adapter: set lora.rank")
             return
-        if self.dropout and samples:
+        if self.dropout and is_sampled:
             raise ConfigError(
                 f"lora.dropout={self.dropout:g} would train another policy than the one that is sampled: set it to 0"
             )

@@ -49,6 +49,7 @@ def merge_adapter(adapter: str, target: str, *, base: str | None = None, note: C
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
+    """The adapter's config. Raises `ConfigError` unless the folder holds a LoRA adapter in peft's form."""
     if not folder.is_dir():
         raise ConfigError(f"there is no adapter folder {folder}")
     if not (folder / ADAPTER_CONFIG).is_file():
@@ -68,7 +69,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _find_base(base: str, adapter: str, note: Callable[[str], None]) -> str:
-    """The name or folder of the base, as libraries load it."""
+    """The name or folder of the base, as libraries load it. Raises `ConfigError` if there is none."""
     path = Path(base).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -82,6 +83,7 @@ def _find_base(base: str, adapter: str, note: Callable[[str], None]) -> str:
 
 
 def _merge(folder: Path, config: Mapping[str, Any], base: str) -> Any:
+    """The base model with the adapter merged into its weights. Raises `ConfigError` if they do not fit together."""
     with needs("torch", "train", "merging an adapter"):
         import torch
         import transformers

@@ -81,8 +81,8 @@ def peak_memory(device: torch.device) -> float:
 def mismatch(logprobs: torch.Tensor, old_logprobs: torch.Tensor, current: torch.Tensor) -> MetricSums:
     """Mismatch between the trainer's and the sampler's log-probabilities under the same weights.
 
-    logprobs, old_logprobs [B, T] nats (old ones NaN where nothing was sampled), current [B] bool. `k3` is
-    Schulman's estimate of KL(sampler || trainer), r - 1 - log r with r = trainer / sampler.
+    logprobs, old_logprobs [B, T] nats (old ones NaN where nothing was sampled), current [B] bool: rows that these
+    weights sampled. `k3` is Schulman's estimate of KL(sampler || trainer), r - 1 - log r with r = trainer / sampler.
     Empty if there are no such tokens.
     """
     compared = old_logprobs.isfinite() & current[:, None]

@@ -143,7 +143,8 @@ class ModelWorker(ModelLearning):
                 add_noise(model, alpha, rows_are_shared=self.settings.ranks_per_row > 1)
 
     def _wrap(self, model: nn.Module, slices: Slices, config: Mapping[str, Any], *, partitioned: bool) -> None:
-        """Wrap the model in its `TokenNetwork`, and that in DeepSpeed's engine if it is trained or partitioned."""
+        """Wrap the model in its `TokenNetwork` (`network`), and that in DeepSpeed's engine if it is trained or
+        partitioned (`engine`); start the moving average."""
         role = self.spec.role_spec
         self.network = TokenNetwork(
             model,
@@ -242,7 +243,8 @@ class ModelWorker(ModelLearning):
     # -- what `load` needs ----------------------------------------------------------------------------------
 
     def _balances_experts(self, model: torch.nn.Module) -> bool:
-        """True if the load-balancing loss applies. A critic may be dense while the policy has experts."""
+        """True if the load-balancing loss applies. A model with a scalar head may be dense. Raises `ConfigError` for
+        another model without experts, and with sequence parallelism."""
         if self.learner is None or not self.learner.config.moe_aux_coef:
             return False
         if self.settings.sequence_parallel > 1:

@@ -20,7 +20,7 @@ from envgym.errors import ConfigError, EnvgymError
 from envgym.models import is_path
 
 from .adapter import quantization, tame_quantized
-from .head import LogprobHead, Rescaling, scalar_head, with_scalar_head
+from .head import LogprobHead, Rescaling, configure_scalar_head, scalar_head
 from .parameters import n_experts
 from .sequence_parallel import Slices
 
@@ -199,7 +199,7 @@ def load_model(
     transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(name)
-        factory = with_scalar_head(config) if head == "scalar" else transformers.AutoModelForCausalLM
+        factory = configure_scalar_head(config) if head == "scalar" else transformers.AutoModelForCausalLM
         # Without flash kernels transformers itself takes sdpa for the models that know it.
         kind = flash_attention(config, factory, dtype) if attention == "auto" else attention
         options = {"config": config, "dtype": dtype, "attn_implementation": kind}

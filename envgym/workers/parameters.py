@@ -41,12 +41,12 @@ def n_numbers(parameter: nn.Parameter) -> int:
 
 
 def full_parameters(
-    model: nn.Module, adapter: Adapter | None, rank: int, *, merged: bool
+    model: nn.Module, adapter: Adapter | None, rank: int, *, with_adapter: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The full parameters of a model (from Hugging Face), one at a time. Ranks other than 0 take part in gathering and
-    get tensors on the meta device. A tied head is not repeated. `merged`: the adapter, if any, is added to them."""
+    get tensors on the meta device. A tied head is not repeated. `with_adapter`: an adapter is added to them."""
     if adapter is not None:
-        parameters = adapter.parameters(lambda _, p: full_tensor(p), merged=merged)
+        parameters = adapter.parameters(lambda _, p: full_tensor(p), with_adapter=with_adapter)
         yield from ((name, numbers if rank == 0 else numbers.to("meta")) for name, numbers in parameters)
         return
     for name, parameter in model.named_parameters():
@@ -69,7 +69,7 @@ def averaged_parameters(
         return average.full_tensor(name, device).to(parameter.dtype) if name in average else full_tensor(parameter)
 
     if adapter is not None:
-        return adapter.parameters(read, merged=True)
+        return adapter.parameters(read, with_adapter=True)
     return ((name, read(name, parameter)) for name, parameter in model.named_parameters())
 
 

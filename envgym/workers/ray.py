@@ -47,6 +47,8 @@ class Host:
     """The actor: one worker object and the calls that run on it."""
 
     def __init__(self, name: str, log: str, directory: str, path: list[str], keep_threads: bool) -> None:
+        """Prepare the actor's process: output to the file `log`, the controller's folder and import path. Unless
+        `keep_threads`, the number of threads is left to the worker."""
         import ray
 
         Path(log).parent.mkdir(parents=True, exist_ok=True)
@@ -212,8 +214,8 @@ class RayRuntime:
         """The reserved GPUs of each node, by Ray's numbers."""
 
     def nodes(self, *, only_free: bool = False) -> list[tuple[str, int, int]]:
-        """The cluster's nodes that take workers: name, GPUs (with `free`, only unreserved ones), bytes of memory. This
-        node comes first, then by name; `reserve` and slots use indexes of this list."""
+        """The cluster's nodes that take workers: name, GPUs (with `only_free`, only unreserved ones), bytes of memory.
+        This node comes first, then by name; `reserve` and slots use indexes of this list."""
         ray = self._ray()
         this_node = ray.get_runtime_context().get_node_id()
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].keys() & {"CPU", "GPU"}]
@@ -236,6 +238,7 @@ class RayRuntime:
         await asyncio.shield(self._reserving)
 
     async def _reserve(self, bundles: list[int]) -> None:
+        """Create the placement group, wait for it, and record the numbers of its GPUs."""
         ray = self._ray()
         from ray.util.placement_group import placement_group
 
@@ -311,7 +314,8 @@ class RayRuntime:
             self._guard = None
 
     def _ray(self) -> Any:
-        """The `ray` module, connected."""
+        """The `ray` module, connected: to the cluster of `RAY_ADDRESS`, or to a new local one, which is ended with this
+        process."""
         with needs("ray", "ray", "runtime=ray"):
             import ray
         if not ray.is_initialized():

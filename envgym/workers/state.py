@@ -54,7 +54,7 @@ class ModelState(WeightExport):
 
         `config_extras` are further entries of its config.
         """
-        tensors = dict(self._parameters(merged=True))
+        tensors = dict(self._parameters(with_adapter=True))
         if self.rank == 0:
             self.network.model.config.update(dict(config_extras or {}))
             self.network.model.save_pretrained(folder, state_dict=tensors)
@@ -68,10 +68,10 @@ class ModelState(WeightExport):
         if self.rank == 0:
             self.network.model.save_pretrained(folder, state_dict=tensors)
 
-    def save_state(self, folder: str, *, waits: bool = True) -> None:
-        """Write the exact weights, optimizer and random states. Every rank writes its own part. Without `waits` copies
-        are written in the background, until `finish_save`."""
-        self._writer.blocking = waits
+    def save_state(self, folder: str, *, blocking: bool = True) -> None:
+        """Write the exact weights, optimizer and random states. Every rank writes its own part. Unless `blocking`,
+        copies are written in the background, until `finish_save`."""
+        self._writer.blocking = blocking
         without_base = self.adapter is not None  # an adapter's base is loaded from its model folder
         self.engine.save_checkpoint(folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=without_base)
         state: dict[str, Any] = {**self._layout, "random": checkpoint.random_states()}
@@ -89,7 +89,7 @@ class ModelState(WeightExport):
         dtype = str(self.dtype).removeprefix("torch.")
         return {
             "world_size": self.settings.ranks,
-            "zero_stage": self.settings.runs_as(dtype, trained=self.trained),
+            "zero_stage": self.settings.effective_zero_stage(dtype, trained=self.trained),
             "tensor_parallel": self.settings.tensor_parallel,
         }
 

@@ -46,14 +46,14 @@ def prepare(network: nn.Module, model: nn.Module) -> None:
 
 def n_numbers(parameter: nn.Parameter) -> int:
     """Number of numbers in a parameter, all ranks' parts included."""
-    if _cut_along(parameter) is None:
+    if _split_dim(parameter) is None:
         return int(getattr(parameter, "ds_numel", parameter.numel()))  # ds_numel: of a parameter partitioned by ZeRO 3
     return int(torch.Size(_layout(parameter)["original_shape"]).numel())
 
 
 def gather_parts(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
     """The full tensor, from each rank's `part` [shape of the parameter on this rank]. A collective call."""
-    dim = _cut_along(parameter)
+    dim = _split_dim(parameter)
     if dim is None:
         return part
     sizes, group = _layout(parameter)["partition_sizes"], _group()
@@ -67,8 +67,8 @@ def gather_parts(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The norm of the whole model's gradient, a scalar, from the `.grad` of each rank's parts."""
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    grads_of_parts = [parameter.grad for parameter in trained if _cut_along(parameter) is not None]
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if _cut_along(parameter) is None])
+    grads_of_parts = [parameter.grad for parameter in trained if _split_dim(parameter) is not None]
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if _split_dim(parameter) is None])
     if not grads_of_parts:
         return norm
     square = torch.nn.utils.get_total_norm(grads_of_parts).square()
@@ -76,7 +76,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return (norm.square() + square).sqrt()
 
 
-def _cut_along(parameter: nn.Parameter) -> int | None:
+def _split_dim(parameter: nn.Parameter) -> int | None:
     """The dimension along which AutoTP has split a parameter; None: every rank has all of it."""
     dim: int | None = _layout(parameter).get("partition_dim")
     return dim

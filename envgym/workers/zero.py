@@ -36,7 +36,7 @@ def config(
     settings: WorkersConfig, learner: LearnerConfig | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
     """DeepSpeed's JSON for these settings, with the user's own merged over it. No learner: the model is not trained."""
-    stage = settings.runs_as(str(dtype).removeprefix("torch."), trained=learner is not None)
+    stage = settings.effective_zero_stage(str(dtype).removeprefix("torch."), trained=learner is not None)
     # A GPU copies from pinned memory at full speed; without a GPU pinning has no use.
     on_cpu = {"device": "cpu", "pin_memory": device.type == "cuda"}
     zero: dict[str, Any] = {"stage": stage}
@@ -82,7 +82,8 @@ def config(
 
 
 def join_process_group(address: str | None, rank: int, world_size: int, device: torch.device) -> None:
-    """Meet the other ranks at `host:port`; a single rank needs no address."""
+    """Meet the other ranks at `host:port`; a single rank needs no address. Raises `RunError` if this process is already
+    in a group of another size."""
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(device.index or 0)}
@@ -309,6 +310,7 @@ def read(path: str, map_location: Any = None, *, mapped: bool = False) -> Any:
 
 
 def _library() -> Any:
+    """DeepSpeed, without its notes in the log. Raises `MissingDependency`."""
     try:
         import deepspeed
     except ModuleNotFoundError as error:

@@ -93,6 +93,7 @@ def _pairs(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read(item: Any, entry_point: str) -> list[Case]:
+    """The cases of one test. Raises `DataError` if it cannot be used."""
     if isinstance(item, str):
         calls = calls_in(item, entry_point)
         if calls is not None:
@@ -146,6 +147,8 @@ def _is_no_op(statement: ast.stmt) -> bool:
 
 
 def _call(statement: ast.stmt, names: dict[str, str]) -> Call | None:
+    """The call in `assert f(…) == value` and the value; None for any other statement. `names` replaces names of
+    functions."""
     match statement:
         case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right])):
             call, value = (left, right) if isinstance(left, ast.Call) else (right, left)

@@ -57,6 +57,8 @@ def decode(value: Any) -> Any:
 
 
 def main() -> None:
+    """Run the request in this folder with the solution: tests, then calls. Prints the token after the tests, and a line
+    of JSON per call."""
     with open(REQUEST, encoding="utf-8") as file:
         request = json.load(file)
     os.unlink(REQUEST)
@@ -82,6 +84,7 @@ def main() -> None:
 
 
 def _outcome(solution: Any, call: dict[str, Any]) -> dict[str, Any]:
+    """The encoded value of a call and its `repr`, or its error."""
     try:
         function = getattr(solution, call["function"], None)
         if function is None and hasattr(solution, "Solution"):

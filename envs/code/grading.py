@@ -85,6 +85,7 @@ async def grade(sandbox: Sandbox, code: str, cases: Sequence[Case]) -> SuiteResu
 
 
 async def _calls(sandbox: Sandbox, code: str, cases: Sequence[CallCase]) -> list[Result]:
+    """Run all calls in one program; those after its early end are `skipped`."""
     calls = [{"function": case.function, "args": case.args, "kwargs": case.kwargs} for case in cases]
     files = {REQUEST: json.dumps({"calls": calls}), SOLUTION: code}
     execution = await sandbox.run(_DRIVER.read_text(encoding="utf-8"), files=files)
@@ -146,6 +147,7 @@ def _canonical(value: Any) -> Any:
 
 
 async def _output(sandbox: Sandbox, code: str, case: OutputCase) -> Result:
+    """Run the program on an input and compare what it prints, line by line."""
     execution = await sandbox.run(code, case.stdin)
     prefix = f"with the input {_truncate(case.stdin)!r}"
     if execution.reason != "ok":
@@ -163,6 +165,7 @@ def _lines(text: str) -> list[str]:
 
 
 async def _asserts(sandbox: Sandbox, code: str, case: AssertCase) -> Result:
+    """Run assertions; they pass only if the driver prints a token that the solution cannot know."""
     token = secrets.token_hex(16)
     request = json.dumps({"token": token, "calls": []})
     files = {REQUEST: request, SOLUTION: code, TESTS: case.code}

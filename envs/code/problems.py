@@ -107,6 +107,7 @@ def make_task(id: str, family: Family, parameters: Mapping[str, Any], n_tests: i
 
 
 def _tests(family: Family, solve: Callable[..., Any], n_tests: int, rng: random.Random) -> list[dict[str, Any]] | None:
+    """Tests with drawn arguments; None if too many results are equal in every draw."""
     for _ in range(_TRIES):
         arguments = [[_KINDS[kind](case, rng) for kind in family.inputs.values()] for case in range(n_tests)]
         tests = [{"call": family.name, "args": args, "expected": solve(*_copy(args))} for args in arguments]

@@ -150,6 +150,7 @@ class GymnasiumText(EnvSpec):
             return [view.write(action) for action in actions[: self.config.max_turns]]
 
     def _try_out(self) -> None:
+        """Make an instance once. Raises `EnvgymError` if its observations or actions cannot be text."""
         game = self.new_game(Task("trial"))
         try:
             view_of(game)

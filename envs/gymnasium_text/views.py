@@ -193,7 +193,7 @@ def reader_of(space: Any) -> Reader:
 
 
 def _integer(space: Any) -> Reader:
-    """Read an action of a Discrete space: the last integer of the answer."""
+    """Hint and reader for a Discrete space: the last integer of the answer, or None if it is no action."""
     first = int(space.start)
     last = first + int(space.n) - 1
 
@@ -205,7 +205,8 @@ def _integer(space: Any) -> Reader:
 
 
 def _vector(space: Any, bounds: str) -> Reader:
-    """Read an action of several numbers (Box, MultiDiscrete, MultiBinary): the last ones of the answer."""
+    """Hint and reader for a space of several numbers (Box, MultiDiscrete, MultiBinary): the last ones of the answer, or
+    None if they are no action."""
     count = math.prod(map(int, space.shape))
     counted, last = "one number", "number in your answer counts"
     if count != 1:

@@ -126,7 +126,7 @@ class JudgeSpec(DataEnvSpec):
 
     async def _ask(self, prompt: str, read: Callable[[str], Parsed | None], form: str, seed: int) -> Parsed:
         """Ask the judge until `read` can parse its reply, and return the result. An unreadable reply is answered with a
-        reminder of its `form`."""
+        reminder of its `form`. Raises `InvalidOutcome` after `asks` of them, or if the judge fails."""
         client: ChatClient = self.clients["judge"]
         messages = [Message("user", prompt)]
         reminder = f"That cannot be read. Reply with nothing but one line of JSON: {form}."

@@ -15,7 +15,7 @@ from envgym.processes.pool import Processes
 
 from .answers import looks_costly
 
-HOST = "envgym.envs.math_verify.worker:Worker"
+WORKER_CLASS = "envgym.envs.math_verify.worker:Worker"
 CACHE_SIZE = 4096
 SLICE = 0.25
 """Seconds of CPU time that every answer gets immediately; most take a tenth of it. An answer that needs more is graded
@@ -94,6 +94,7 @@ class Grader:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
     async def _grade_once(self, key: Question) -> Grade:
+        """The grade of a question: a cached one, that of an equal question in progress, or a new one."""
         if key in self._grades:
             self._grades[key] = grade = self._grades.pop(key)  # moves to the end: the cache drops the oldest use
             return grade
@@ -141,10 +142,11 @@ class Grader:
         return None if correct is None else Grade(correct)
 
     async def _pool(self, lane: int) -> Processes:
+        """The lane's processes, started at the first use."""
         async with self._starting[lane]:
             if lane not in self._pools:
                 settings = {"niceness": _LOW_PRIORITY if lane else 0}
-                pool = Processes(HOST, settings, count=self._counts[lane], name=f"math_verify-{lane}")
+                pool = Processes(WORKER_CLASS, settings, count=self._counts[lane], name=f"math_verify-{lane}")
                 await pool.start()
                 self._pools[lane] = pool
             return self._pools[lane]

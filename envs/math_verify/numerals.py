@@ -172,7 +172,8 @@ def _end_of_number(text: str) -> int:
 
 
 def _unsigned(text: str) -> tuple[Fraction, Form, bool, bool] | None:
-    """The value of a number without a sign, its form, whether it is exact, and whether it is reduced."""
+    """The value of a number without a sign, its form, whether it is exact, and whether it is reduced; None for other
+    text."""
     if _DECIMAL_NUMBER.fullmatch(text):
         return _decimal(text), "digits", "." not in text.rstrip("."), True
     if match := _POWER_OF_TEN.fullmatch(text):

@@ -97,6 +97,8 @@ class Child:
 
 
 def _serve(connection: Connection, host_end: Connection, parent: int) -> None:
+    """Grade answers until killed: by the host (`Child.end`), by the death of its parent, or by SIGPROF after `cpu`
+    seconds of CPU time for one answer (0: no limit)."""
     host_end.close()
     die_with(parent)
     for stream in (1, 2):  # parsers print

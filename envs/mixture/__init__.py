@@ -63,6 +63,7 @@ class Mixture(EnvSpec):
         self._task_sets: dict[str, TaskSet] = {}
 
     def _make_member(self, name: str, member: MixtureMember) -> EnvSpec:
+        """Make a member's spec. Its errors name the member; a mixture as a member is a `ConfigError`."""
         try:
             spec = registry.spec(member.env, **(member.model_extra or {}))
         except UnknownKey as error:  # with a hint of the member's own settings
@@ -100,7 +101,7 @@ class Mixture(EnvSpec):
 
     @property
     def agent(self) -> str:  # type: ignore[override]
-        """The agent that can run every member."""
+        """The agent that can run every member. Raises `ConfigError` if there is none."""
         self._require_members()
         agent_of = {name: spec.agent for name, spec in self.members.items()}
         agents = set(agent_of.values())

@@ -118,7 +118,8 @@ class NemoGym(DataEnvSpec):
         return form
 
     def flow(self, task: Task) -> Flow:
-        """A new session for `task`, in the server's flow."""
+        """A new session for `task`, in the server's flow. Raises `ConfigError` for a task that is no row of
+        NeMo-Gym."""
         from .client import ResourcesSession
 
         if PARAMS not in task.fields:
@@ -212,7 +213,7 @@ class ToolsFlow(Flow):
         self.turns += 1
         self._output += responses_api.output_items(_message(action))
         truncated = action.stop_reason is StopReason.LENGTH
-        results = [] if truncated else [await self._result(call) for call in action.tool_calls]
+        results = [] if truncated else [await self._call_tool(call) for call in action.tool_calls]
         if results and self.turns < self.max_turns:
             return results, 0.0, False, False, {"metrics": dict(self._counts)}
         verdict = await self.session.ask("verify", self.body(self._output, action))
@@ -220,7 +221,8 @@ class ToolsFlow(Flow):
         info = {"answer": action.text.strip() or None, "metrics": {**self._counts, **self.metrics(verdict)}}
         return results, reward, not results, bool(results), info
 
-    async def _result(self, call: ToolCall) -> Message:
+    async def _call_tool(self, call: ToolCall) -> Message:
+        """Call a tool on the server and count it. Returns its result, or the error of a call that is not sent."""
         self._counts["tool_calls"] += 1
         if call.error or call.name not in self.tools:
             self._counts["tool_malformed"] += 1
@@ -256,16 +258,18 @@ class GymnasiumFlow(Flow):
         answer = await self.session.ask("step", body, repeatable=self._idempotent)
         info = _info(answer, "step")
         reward, ends = _reward(answer, "step"), answer.get("terminated") is True
-        messages = [*self._results(info, turn), *_observation(answer, "step")]
+        messages = [*self._tool_messages(info, turn), *_observation(answer, "step")]
         truncated = answer.get("truncated") is True or (not ends and self.turns >= self.max_turns)
         metrics = self.metrics({**info, **answer})
         return messages, reward, ends, truncated, {"answer": action.text.strip() or None, "metrics": metrics}
 
-    def _results(self, info: Mapping[str, Any], turn: Message) -> list[Message]:
-        """The results of the server's tools, and the errors of unreadable calls, which it never got."""
+    def _tool_messages(self, info: Mapping[str, Any], turn: Message) -> list[Message]:
+        """An error for each call that could not be read (the server got it only as text), then the results of the calls
+        that the server ran. Raises `InvalidOutcome` for another form of `tool_outputs`."""
         names = {call.id: call.name for call in turn.tool_calls}
         results = [self.result(call.id, call.name, f"Error: {call.error}") for call in turn.tool_calls if call.error]
-        for output in info.get("tool_outputs") or ():
+        outputs = info.get("tool_outputs") or []
+        for output in outputs if isinstance(outputs, list) else [repr(outputs)]:
             if not isinstance(output, Mapping) or not isinstance(output.get("output"), str):
                 raise InvalidOutcome("server_protocol", f"the server's tool_outputs hold {output!r:.80}")
             id = str(output.get("call_id"))

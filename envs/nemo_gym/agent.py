@@ -96,6 +96,8 @@ class NeMoGym(Agent):
         return self._episode(task, conversation, answer)
 
     def _episode(self, task: Task, conversation: Conversation, answer: Mapping[str, Any]) -> Episode:
+        """The episode from the agent server's answer and the sampled turns. Raises `InvalidOutcome` if it has failed or
+        has no reward."""
         if failure := answer.get(protocol.FAILURE_CLASS):
             message = f"the agent server says it failed ({failure}): {protocol.failure_reason(answer)}"
             raise InvalidOutcome("agent", message)

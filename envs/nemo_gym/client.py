@@ -48,7 +48,8 @@ class ResourcesSession:
         self._http = http_client(connections, keeps_cookies=True)
 
     async def ask(self, route: str, body: Mapping[str, Any], *, repeatable: bool = False) -> dict[str, Any]:
-        """POST to a route of the server, and return the JSON object of its answer.
+        """POST to a route of the server, and return the JSON object of its answer. Raises `InvalidOutcome` for anything
+        else.
 
         `repeatable`: the request carries an id, so that it is sent once more if it was lost.
         """
@@ -64,7 +65,7 @@ class ResourcesSession:
         return _object(text, f"{self._url}/{route}", "server_protocol")
 
     async def post(self, route: str, body: Mapping[str, Any]) -> tuple[int, str]:
-        """Status and text of the server's answer to a POST."""
+        """Status and text of the server's answer to a POST. Raises `InvalidOutcome` if there is none."""
         # Quoted, since `/` and `..` in a tool's name would lead to another route.
         url, content = f"{self._url}/{quote(route, safe='')}", json.dumps(dict(body)).encode()
         try:
@@ -92,6 +93,7 @@ async def post_json(http: HttpClient, url: str, body: Any, *, kind: str, seconds
 
 
 def _object(text: str, url: str, kind: str) -> dict[str, Any]:
+    """The JSON object in a text. Raises `InvalidOutcome` of this kind for anything else."""
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
@@ -156,6 +158,7 @@ async def flow_of(url: str, http: HttpClient, preferred: FlowName | None = None)
 
 
 async def _get(url: str, http: HttpClient) -> tuple[int, str]:
+    """Status and text of the answer to a GET. Raises `ConfigError` if there is none."""
     try:
         answer = await http.exchange("GET", url, seconds=LOOKUP_SECONDS)
     except NoAnswer as failure:

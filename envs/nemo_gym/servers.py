@@ -87,6 +87,7 @@ class ResourcesServer:
     # -- sessions -------------------------------------------------------------------------------------------
 
     async def _begin(self, answer: Item, request: web.Request) -> web.Response:
+        """Start an episode of the row's task in the session, in place of an earlier one. `answer` is the response."""
         row = await body_of(request)
         place = place_of(row, self._name)
         if len(self._sessions) + self._opening >= self._max_sessions:
@@ -146,7 +147,8 @@ class ResourcesServer:
         return web.Response(text="\n\n".join(message.text for message in observed_messages(turn.observation)))
 
     async def _verify(self, request: web.Request) -> web.Response:
-        """The result of a whole `Response`. Its calls have their rewards; its last message is the last action."""
+        """The result of a whole `Response`. Its calls have their rewards; its last message is the last action. Closes
+        the session."""
         episode, row = self._session(), await body_of(request)
         action = _action(row)
         async with episode.lock:
@@ -160,6 +162,7 @@ class ResourcesServer:
     # -- the gymnasium flow ---------------------------------------------------------------------------------
 
     async def _step(self, request: web.Request) -> web.Response:
+        """The environment's answer to a `Response`. Closes the session at the end of the episode."""
         episode, row = self._session(), await body_of(request)
         action = _action(row)
         async with episode.lock:
@@ -224,6 +227,8 @@ class AgentServer:
         return web.json_response(aggregate(results))
 
     async def _run(self, request: web.Request) -> web.Response:
+        """Run a row's episode with the model server's policy. A failure is answered as a failed row, with status
+        200."""
         row = await body_of(request)
         if self._model_server is None:
             raise web.HTTPServiceUnavailable(text="/run needs a policy: serve with --model-server URL")
@@ -317,6 +322,7 @@ def aggregate(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _statistics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean, max, min, median and standard deviation of each field, over the rows that have it."""
     summary: dict[str, float] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if name in row]

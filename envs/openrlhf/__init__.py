@@ -146,6 +146,7 @@ class AgentEnv(Env):
         self._key = uuid.uuid4().hex
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        """The first observation: the agent's own or, before `execute` runs the episode, the prompt."""
         self.score = None
         *messages, last = as_messages(self.task.prompt)
         if self.spec.executes and self.policy.tokenizer is not None:  # `execute` comes next

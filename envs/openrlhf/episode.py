@@ -47,6 +47,8 @@ class InstanceEpisode:
         return episode
 
     async def step(self, action_text: str) -> InstanceStep:
+        """The agent's step. Updates text, score, metrics and sampling parameters. Raises `InvalidStep` for a malformed
+        result."""
         states = {
             "observation_text": self.text,
             "action_text": action_text,

@@ -200,7 +200,8 @@ class AgentHost:
 
 
 def read_result(result: Any) -> dict[str, Any]:
-    """The result of `execute` as plain numbers: reward, score, metrics, truncated, tokens, ranges, turn_rewards."""
+    """The result of `execute` as plain numbers: reward, score, metrics, truncated, tokens, ranges, turn_rewards. Raises
+    `InvalidStep` for a malformed result."""
     if not isinstance(result, Mapping) or "reward" not in result:
         raise InvalidStep(f"execute must return a dict with 'reward' (and observation_tokens, …), not {result!r:.80}")
     score = number(result.get("scores"), "execute returned the scores")

@@ -161,7 +161,8 @@ class Run:
         return InvalidStep(f"llm_engine.generate raised {cause}; execute then raised {type(error).__name__}: {error}")
 
     async def generate(self, token_ids: list[int], params: Any) -> SimpleNamespace:
-        """Sample, from any thread and event loop."""
+        """Sample, from any thread and event loop. Raises `OutOfRoom`, or another error, which is also stored as
+        `request_error`."""
         if self._is_over:
             raise RuntimeError("the episode of this request has ended")
         try:

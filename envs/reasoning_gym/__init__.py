@@ -15,7 +15,7 @@ from envgym.types import Action, Message, Task
 
 from .datasets import TEST_START
 
-HOST = "envgym.envs.reasoning_gym.datasets:Datasets"
+DATASETS_CLASS = "envgym.envs.reasoning_gym.datasets:Datasets"
 GENERATE_SECONDS = 120.0
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
 """Environment of the processes: some datasets write text in the order of sets of strings."""
@@ -130,7 +130,7 @@ class ReasoningGym(EnvSpec):
 
     async def setup(self) -> None:
         settings, count = {"config": self.config}, self.config.processes
-        self.processes = Processes(HOST, settings, count=count, name="reasoning_gym", environ=SAME_HASHES)
+        self.processes = Processes(DATASETS_CLASS, settings, count=count, name="reasoning_gym", environ=SAME_HASHES)
         await self.processes.start()
         self.closing.push_async_callback(self.processes.close)
 

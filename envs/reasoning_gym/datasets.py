@@ -100,7 +100,7 @@ class Datasets:
         """(dataset, level, the library's entry, a right answer).
 
         Another item replaces an unusable one: the library could not make it, or does not accept its own answer, or the
-        question belongs to the other split.
+        question belongs to the other split. Raises `RuntimeError` after `TRIES` of them.
         """
         rng = random.Random(f"{self._config.seed} {number}")
         name = rng.choices(list(self._config.weights), list(self._config.weights.values()))[0]
@@ -122,6 +122,7 @@ class Datasets:
         raise RuntimeError(f"dataset {name} makes no puzzle with these parameters: {reason}")
 
     def _generate(self, name: str, level: int | None, number: int) -> dict[str, Any]:
+        """The library's entry `number`. Seeds the global generators, from which some datasets draw."""
         import numpy as np
 
         random.seed(number)
@@ -130,13 +131,14 @@ class Datasets:
             entry: dict[str, Any] = self._dataset(name, level, 0)[number]
         except IndexError:
             # Most datasets make item N from seed + N, without end. A few prepare `size` items in advance.
-            chunk, index = divmod(number, CHUNK)
-            entry = self._dataset(name, level, chunk)[index]
+            chunk_index, index = divmod(number, CHUNK)
+            entry = self._dataset(name, level, chunk_index)[index]
         return entry
 
-    def _make_dataset(self, name: str, level: int | None, chunk: int) -> Any:
-        """Make a dataset. Chunks are `CHUNK` seeds apart: item N of seed S is item 0 of seed S + N in most datasets."""
-        params = {**self._config.params_of.get(name, {}), "seed": self._config.seed + chunk * CHUNK, "size": CHUNK}
+    def _make_dataset(self, name: str, level: int | None, chunk_index: int) -> Any:
+        """Make a dataset object. Most continue without end, so chunk 0 serves all their items. One that prepares only
+        `size` items needs chunk N // `CHUNK` for item N (`_generate`)."""
+        params = self._config.params_of.get(name, {}) | {"seed": self._config.seed + chunk_index * CHUNK, "size": CHUNK}
         try:
             if level is None and not self._config.attributes:
                 config = self._factory.DATASETS[name][1](**params)
@@ -150,6 +152,7 @@ class Datasets:
             raise ConfigError(f"dataset {name}: {' '.join(str(error).split()) or 'invalid parameters'}") from None
 
     def _curriculum(self, name: str, level: int | None) -> Any:
+        """The curriculum at `level` and the configured attributes. Raises `ConfigError` if it has none of these."""
         if not self._factory.has_curriculum(name):
             raise ConfigError(f"dataset {name} has no curriculum: unset the level")
         curriculum = self._factory.create_curriculum(name)
@@ -199,7 +202,7 @@ def score_answer(name: str, dataset: Any, answer: str, entry: Entry) -> float:
         return 0.0  # some scorers take the distance to NaN or infinity for none
     scorer = CORRECTED.get(name, dataset.score_answer)
     try:
-        with answers_are_data():
+        with restricted_eval():
             score = float(scorer(answer, copy.deepcopy(entry)))  # some scorers modify the entry
     except (Exception, SystemExit):  # an answer on which the scorer fails is wrong
         return 0.0
@@ -245,7 +248,7 @@ class UnsafeExpression(ValueError):
 
 
 @contextmanager
-def answers_are_data() -> Iterator[None]:
+def restricted_eval() -> Iterator[None]:
     """In the block, `eval` raises `UnsafeExpression` for anything but data."""
     builtins.eval = _safe_eval
     try:
@@ -255,15 +258,16 @@ def answers_are_data() -> Iterator[None]:
 
 
 def _safe_eval(source: Any, globals: Any = None, locals: Any = None) -> Any:
+    """`eval` for data only. Raises `UnsafeExpression` for anything else."""
     if not isinstance(source, str):
         raise UnsafeExpression("compiled code")
     source = source.strip()
     names = {**(globals or {}), **(locals or {})}
-    _check(ast.parse(source, mode="eval").body, names)
+    _check_is_data(ast.parse(source, mode="eval").body, names)
     return _eval(source, {"__builtins__": {}, **names})
 
 
-def _check(node: ast.AST, names: Mapping[str, Any]) -> None:
+def _check_is_data(node: ast.AST, names: Mapping[str, Any]) -> None:
     """Raise `UnsafeExpression` unless an expression is arithmetic on numbers and sympy's symbols and functions."""
     if isinstance(node, ast.Name):
         if not _is_mathematics(names.get(node.id)):
@@ -277,7 +281,7 @@ def _check(node: ast.AST, names: Mapping[str, Any]) -> None:
     elif not isinstance(node, ALLOWED):
         raise UnsafeExpression(type(node).__name__)
     for part in ast.iter_child_nodes(node):
-        _check(part, names)
+        _check_is_data(part, names)
 
 
 def _check_exponent(exponent: ast.AST) -> None:

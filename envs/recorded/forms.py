@@ -77,6 +77,7 @@ class Reader:
     template: str | None = None
 
     def read(self, row: Row, context: str) -> Record:
+        """The record of a row. Raises `DataError` for a row of another form."""
         form = self.form if self.form != "auto" else self.guess(row, context)
         read: Callable[[Row, str], Record] = getattr(self, f"_{form}")
         try:
@@ -120,6 +121,7 @@ class Reader:
         return self._split(messages, context, tools=self._tools(row, context))
 
     def _preference(self, row: Row, context: str) -> Record:
+        """Two answers, chosen (reward 1) and rejected (0), to a prompt that may be their common beginning."""
         names = (self._require(side, row, context) for side in ("chosen", "rejected"))
         chosen, rejected = (_messages_of(row[name], context) for name in names)
         prompt = self._read_prompt(row, context) if self._name("prompt", row) or self._name("messages", row) else ()
@@ -132,7 +134,7 @@ class Reader:
             raise DataError(f"{context}: the chosen answer is the rejected one: there is nothing to prefer")
         margin = row[name] if (name := self._name("margin", row)) else 0.0
         variants = tuple(
-            Variant(_ends_with_answer(side, context), (*[None] * (_n_turns(side) - 1), reward))
+            Variant(_checked_answer(side, context), (*[None] * (_n_turns(side) - 1), reward))
             for side, reward in ((chosen, 1.0), (rejected, 0.0))
         )
         return Record(_prompt(prompt, context), variants, _number(margin, "margin", context), self._tools(row, context))
@@ -146,6 +148,7 @@ class Reader:
         return _with_rewards(demonstrated, float(label))
 
     def _steps(self, row: Row, context: str) -> Record:
+        """An answer in steps, with a reward per labelled step."""
         steps, labels = (row[self._require(name, row, context)] for name in ("steps", "step_labels"))
         prompt = None
         if isinstance(steps, str):  # one text, in which the separator ends each step
@@ -169,6 +172,7 @@ class Reader:
         return Record((), (Variant((Message("assistant", text),)),), is_text=True)
 
     def _episodes(self, row: Row, context: str) -> Record:
+        """An episode that envgym saved. The policy's turns count as text by others."""
         if row["outcome"]["status"] == "failed":
             raise DataError(f"{context}: the episode failed: remove it, there is nothing to train on")
         messages = _messages(row["messages"], context)
@@ -199,7 +203,7 @@ class Reader:
         if not turns:
             raise DataError(f"{context}: there is no turn of the assistant to train on")
         start = turns[0] if self.teach == "all" else turns[-1]
-        answer = Variant(_ends_with_answer(messages[start:], context))
+        answer = Variant(_checked_answer(messages[start:], context))
         return Record(_prompt(messages[:start], context), (answer,), tools=tools)
 
     def _read_prompt(self, row: Row, context: str) -> tuple[Message, ...]:
@@ -218,6 +222,7 @@ class Reader:
         return prompt
 
     def _tools(self, row: Row, context: str) -> tuple[Mapping[str, Any], ...]:
+        """The tools in a row; empty if it has none."""
         name = self._name("tools", row)
         value = row[name] if name else None
         if value is None:
@@ -233,6 +238,7 @@ class Reader:
         return next((name for name in FIELDS[field] if name in row), "")
 
     def _require(self, field: str, row: Row, context: str) -> str:
+        """The name of the field in the row. Raises `DataError` if the row lacks it."""
         if name := self._name(field, row):
             return name
         names = self.names.get(field) or " or ".join(FIELDS[field][:3])
@@ -281,8 +287,9 @@ def _prompt(messages: Sequence[Message], context: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _ends_with_answer(messages: Sequence[Message], context: str) -> tuple[Message, ...]:
-    """Check that the first and last messages are the assistant's, and that none of its turns is empty."""
+def _checked_answer(messages: Sequence[Message], context: str) -> tuple[Message, ...]:
+    """The messages. Raises `DataError` unless the first and last are the assistant's, none of its turns is empty, and
+    no two follow each other."""
     if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
         raise DataError(f"{context}: an answer begins and ends with a turn of the assistant")
     for message, next_message in itertools.pairwise(messages):

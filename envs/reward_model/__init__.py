@@ -54,7 +54,7 @@ class WeightedEndpoint(RewardEndpoint):
 
 
 def _as_list(key: str) -> Any:
-    """Accept a single entry for a list, and a plain name for settings with only `key`."""
+    """A validator that accepts a single entry for a list, and a plain name for settings with only `key`."""
 
     def expand(value: Any) -> Any:
         entries = [value] if isinstance(value, str | Mapping) else value

@@ -18,7 +18,7 @@ from envgym.types import Action, Message
 
 from .games import Position
 
-HOST = "envgym.envs.textarena.games:Games"
+GAMES_CLASS = "envgym.envs.textarena.games:Games"
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
 """Environment of the processes: some games shuffle the elements of sets of strings."""
 STARTS = 5
@@ -67,9 +67,9 @@ class TextArenaEnv(Env):
         await self.close()
         seed = self.rng.getrandbits(31) if seed is None else seed
         seat = self.config.seat
-        self._seat = random.Random(f"seat {seed}").randrange(self.spec.players) if seat is None else seat
+        self._seat = random.Random(f"seat {seed}").randrange(self.spec.n_players) if seat is None else seat
         self._turns = 0
-        self._session = await self.spec.games.session()
+        self._session = await self.spec.processes.session()
         for start in range(STARTS):
             self._key = uuid.uuid4().hex
             self._conversations: dict[int, list[Message]] = {}
@@ -105,6 +105,7 @@ class TextArenaEnv(Env):
         return position
 
     async def _opponent_move(self, position: Position) -> str:
+        """A move of the opponent, which as a model has a conversation per seat."""
         config = self.config
         if config.opponent == "random":
             return str(await self._call("random_move"))
@@ -133,7 +134,7 @@ class TextArenaEnv(Env):
     def _score(self, reward: float) -> float:
         """1 for a win, 0 for a loss; in a game for one player the reward itself, clipped to [0, 1]."""
         bounded = min(max(reward, -1.0), 1.0)
-        return max(bounded, 0.0) if self.spec.players == 1 else (bounded + 1) / 2
+        return max(bounded, 0.0) if self.spec.n_players == 1 else (bounded + 1) / 2
 
 
 class TextArenaGame(EnvSpec):
@@ -143,22 +144,23 @@ class TextArenaGame(EnvSpec):
     Config = TextArenaConfig
     config: TextArenaConfig
 
-    games: Processes
-    players: int
+    processes: Processes
+    n_players: int
 
     @property
     def services(self) -> Mapping[str, Service]:
         return {} if self.config.opponent == "random" else {"opponent": self.config.opponent}
 
     async def setup(self) -> None:
+        """Start the processes that hold the games, and check the policy's seat (None: drawn for each task)."""
         config = self.config
         settings = {"name": config.game, "players": config.players}
-        self.games = Processes(HOST, settings, count=config.processes, name="textarena", environ=SAME_HASHES)
-        await self.games.start()
-        self.closing.push_async_callback(self.games.close)
-        self.players = await self.games.call("number_of_players", timeout=config.call_timeout)
-        if config.seat is not None and config.seat >= self.players:
-            raise ConfigError(f"{self.id}: {config.game} has the seats 0 to {self.players - 1}, not {config.seat}")
+        self.processes = Processes(GAMES_CLASS, settings, count=config.processes, name="textarena", environ=SAME_HASHES)
+        await self.processes.start()
+        self.closing.push_async_callback(self.processes.close)
+        self.n_players = await self.processes.call("number_of_players", timeout=config.call_timeout)
+        if config.seat is not None and config.seat >= self.n_players:
+            raise ConfigError(f"{self.id}: {config.game} has the seats 0 to {self.n_players - 1}, not {config.seat}")
 
 
 def without_thoughts(text: str) -> str:

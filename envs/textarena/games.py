@@ -89,10 +89,10 @@ class Games:
         self._make = textarena.make
         self._name = name
         self._games: dict[str, Game] = {}
-        self.players = self._find_players(players)
+        self.n_players = self._find_n_players(players)
 
     def number_of_players(self) -> int:
-        return self.players
+        return self.n_players
 
     def start(self, key: str, seat: int, seed: int) -> Position:
         """Start game `key` with the policy on `seat`."""
@@ -102,7 +102,7 @@ class Games:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         game = Game(self._make(self._name), seat, generators, random.Random(f"opponent {seed}"))
-        game.env.reset(num_players=self.players, seed=seed)
+        game.env.reset(num_players=self.n_players, seed=seed)
         game.generators = random.getstate(), np.random.get_state()
         self._games[key] = game
         return self._position(game)
@@ -132,8 +132,9 @@ class Games:
         """Forget game `key`."""
         self._games.pop(key, None)
 
-    def _find_players(self, players: int | None) -> int:
-        """The given number of players, or two, or one, or the fewest that the game accepts."""
+    def _find_n_players(self, players: int | None) -> int:
+        """The given number of players, or two, or one, or the fewest that the game accepts. Raises `ConfigError` if it
+        cannot be played."""
         reason = ""
         for number in [players] if players is not None else [2, 1, *range(3, MOST_PLAYERS + 1)]:
             try:
@@ -159,6 +160,7 @@ class Games:
         return Position(player, self._new_messages(game, player, observations))
 
     def _final_position(self, game: Game) -> Position:
+        """Close the game; its end with rewards, and the seats that lost by an invalid move."""
         rewards, info = game.env.close()
         text = self._new_messages(game, game.seat, game.world.state.observations.get(game.seat, []))
         reason = str(info.get(game.seat, {}).get("reason") or "")
@@ -169,7 +171,8 @@ class Games:
         return Position(game.seat, text, True, rewards, invalid_seats)
 
     def _new_messages(self, game: Game, player: int, observations: Any) -> str:
-        """The messages to a player as text, without the player's own moves and all boards but the last."""
+        """The messages to a player as text, without the player's own moves and all boards but the last. Adds the text
+        to the player's transcript."""
         names = game.world.state.role_mapping
         boards = [index for index, (_, _, kind) in enumerate(observations) if getattr(kind, "name", "") == "GAME_BOARD"]
         lines = [

@@ -237,6 +237,7 @@ def is_held_out(key: int) -> bool:
 
 
 def _task(id: str, hops: Sequence[int], digits: int, *, held_out: bool) -> Task:
+    """The task with this id: a function of the arguments."""
     rng = random.Random(f"lookup {id}")
     n_hops = rng.choice(list(hops))
     key = -1

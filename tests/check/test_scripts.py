@@ -1,6 +1,8 @@
 """Scripts that play an environment without a policy."""
 
-from envgym.check.scripts import monkey
+import random
+
+from envgym.check.scripts import monkey, value_of
 from envgym.types import Observation, ToolSpec
 
 
@@ -13,3 +15,8 @@ def test_a_monkey_calls_the_tools_that_it_was_offered_also_where_they_are_not_re
     assert called
     assert set(called) == {"look"}
     assert any(action.text for action in later if not action.tool_calls)
+
+
+def test_a_constant_of_a_schema_may_be_false():
+    constants = [0, False, None, "x"]
+    assert [value_of({"const": value}, random.Random(0), ["word"]) for value in constants] == constants

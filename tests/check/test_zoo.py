@@ -151,14 +151,14 @@ def test_the_advice_on_a_reset_that_raises_is_about_resets():
     assert "reset may not raise" in ask("returns.py:RaisesInReset", "episodes").advice
 
 
-def ask(animal, check):
-    """The finding of one check, in this process, as if all before it had gone well."""
+def ask(animal, check, verdict=CheckVerdict.OK):
+    """The finding of one check, in this process, as if all before it had this verdict."""
     settings = {"size": 3} if "Settings" in animal else {}
     [(group, run)] = [(group, run) for group, run in GROUPS.items() if check in group]
 
     async def main():
         subject = Subject(spec(f"{ZOO}/{animal}", **settings), f"{ZOO}/{animal}", settings)
-        subject.verdicts = dict.fromkeys(CHECKS, CheckVerdict.OK)
+        subject.verdicts = dict.fromkeys(CHECKS, verdict)
         async with start_services(subject.spec):
             return dict(zip(group, await run(subject), strict=True))[check]
 
@@ -181,6 +181,11 @@ def test_the_check_that_looks_for_it_finds_it(animal, check, said, verdict):
     assert found.verdict is verdict
     assert said in found.message
     assert found.advice
+
+
+def test_an_episode_that_was_not_compared_after_a_reset_is_not_called_the_same():
+    assert "behaves as a new one" in ask("healthy.py:Sums", "after the end").message
+    assert "was not compared" in ask("repeats.py:ResetsHalf", "after the end", CheckVerdict.WARNING).message
 
 
 def test_a_healthy_one_gives_each_check_nothing_to_find():

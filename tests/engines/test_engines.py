@@ -305,7 +305,8 @@ def test_nothing_is_sampled_for_requests_that_were_given_up(engine, new_policy):
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])
 def test_a_model_that_does_not_load(kind, tmp_path):
     (tmp_path / "empty").mkdir()
-    for folder, config in (("bad", "{"), ("bert", '{"architectures": ["BertForSequenceClassification"]}')):
+    bert = '{"architectures": ["BertForSequenceClassification"]}'
+    for folder, config in (("bad", "{"), ("list", "[]"), ("bert", bert)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(config)
 
@@ -316,7 +317,8 @@ def test_a_model_that_does_not_load(kind, tmp_path):
     for name, said in (
         ("absent", "no model folder"),
         ("empty", "no config.json"),
-        ("bad", "not valid JSON"),
+        ("bad", "not a JSON object"),
+        ("list", "not a JSON object"),
         ("bert", "not a causal language model"),
     ):
         if kind == "vllm" or name == "absent":

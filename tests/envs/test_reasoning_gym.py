@@ -12,7 +12,7 @@ import pytest
 
 from envgym import errors, registry
 from envgym.envs.reasoning_gym import ReasoningGymConfig, extract_answer, tagged_answer, without_length_ratio
-from envgym.envs.reasoning_gym.datasets import TEST_START, Datasets, UnsafeExpression, answers_are_data
+from envgym.envs.reasoning_gym.datasets import TEST_START, Datasets, UnsafeExpression, restricted_eval
 from envgym.types import Action, Task
 
 TARGET = "envgym.envs.reasoning_gym:ReasoningGym"
@@ -201,7 +201,7 @@ def test_a_puzzle_of_24_needs_the_numbers_it_gives():
 def test_an_answer_is_not_run(program):
     import sympy
 
-    with answers_are_data():
+    with restricted_eval():
         with pytest.raises(UnsafeExpression):
             eval(program)
         with pytest.raises((UnsafeExpression, ValueError, SyntaxError)):
@@ -213,7 +213,7 @@ def test_data_is_read():
     import sympy
 
     x = sympy.Symbol("x")
-    with answers_are_data():
+    with restricted_eval():
         assert eval("[[1, 2], ['a', -0x3]]") == [[1, 2], ["a", -3]]
         assert sympy.parse_expr("x**2*sin(x) + sqrt(2)*pi/2 + C", local_dict={"x": x}).has(x)
 

@@ -277,7 +277,7 @@ def test_one_who_plays_alone():
 
     async def games():
         async with make("GuessTheNumber-v0") as spec:
-            assert spec.players == 1
+            assert spec.n_players == 1
             return [await play(spec, policy, seed) for seed in range(5)]
 
     for seen, rewards, terminated, _, info in asyncio.run(games()):
@@ -290,7 +290,7 @@ def test_one_who_plays_alone():
 def test_three_players():
     async def games():
         async with make("ThreePlayerTicTacToe-v0", seat=1) as spec:
-            assert spec.players == 3
+            assert spec.n_players == 3
             return [await play(spec, lambda _: "[0 0]", seed) for seed in range(2)]
 
     for _, rewards, terminated, *_ in asyncio.run(games()):
@@ -331,7 +331,7 @@ def test_word_lists_that_are_not_here_are_asked_for(monkeypatch):
     games = Games("TicTacToe-v0", 2)
     monkeypatch.setattr(games, "_make", none)
     with pytest.raises(errors.ConfigError, match=r"python -m nltk\.downloader words"):
-        games._find_players(None)
+        games._find_n_players(None)
 
 
 def test_without_the_library_the_command_that_installs_it_is_said(monkeypatch):

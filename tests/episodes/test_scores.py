@@ -165,7 +165,8 @@ def test_a_run_that_goes_on_knows_whose_rewards_are_no_scores(tmp_path):
     def checkpoints(unscored):
         nothing = SimpleNamespace(state=dict, load_state=lambda state: None, roles={})
         nothing.state_dict, nothing.load_state_dict = nothing.state, nothing.load_state
-        components = Components(nothing, SimpleNamespace(unscored=unscored), {}, SamplingParams(max_tokens=1))
+        runner = SimpleNamespace(envs_without_scores=unscored)
+        components = Components(nothing, runner, {}, SamplingParams(max_tokens=1))
         return Checkpoints(CheckpointConfig(), RunFolder(tmp_path), components, Progress(), nothing, nothing)
 
     after: set[str] = set()

@@ -195,6 +195,20 @@ def test_failed_and_unscored_episodes_have_no_score_and_truncated_ones_say_their
     assert samples["coffee", 3]["output"]["usage"] == {"input_tokens": 40, "output_tokens": 9, "total_tokens": 49}
 
 
+def test_examples_in_a_prompt_are_input_and_no_completion():
+    prompt = (Message("user", "1 + 1?"), Message("assistant", "2"), Message("user", "2 + 2?"))
+    task = Task("sum", prompt, "4")
+    answered, failed = tool_episode(0), episode("shop/00000", 1, task, Outcome.fail("timeout", ""))
+    answered.task, answered.messages = task, [*prompt, Message("assistant", "4")]
+    answered.rows = [row(4, 2)]
+    answered, failed = log_of([Group("shop/00000", task, [answered, failed])])["samples"]
+    assert [message["source"] for message in answered["messages"]] == ["input", "input", "input", "generate"]
+    assert answered["input"] == answered["messages"][:3]
+    assert answered["output"]["choices"][0]["message"]["content"] == "4"
+    assert [message["source"] for message in failed["input"]] == ["input"] * 3
+    assert failed["output"]["choices"] == []
+
+
 def test_results_are_the_evaluation_s_own():
     groups = all_kinds()
     log, result = log_of(groups), result_of(groups)

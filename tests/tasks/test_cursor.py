@@ -329,7 +329,7 @@ def trainer_of(skip):
         return policy.play(tasks)
 
     spec = SimpleNamespace(tasks=lambda split: task_set(20))
-    runner = SimpleNamespace(spec=spec, agent=OneAgent, roll_out=play, unscored=set())
+    runner = SimpleNamespace(spec=spec, agent=OneAgent, roll_out=play, envs_without_scores=set())
     learner = SimpleNamespace(min_group_size=2, roles={}, state_dict=dict)
     components = Components(learner, runner, {}, SamplingParams(max_tokens=4))
     return Trainer(config, config.stages[0], components, RunFolder(Path("unused")), SimpleNamespace(rollout=None))

@@ -228,7 +228,7 @@ def test_only_the_policy_is_trained_on_text_which_is_dealt_out_to_the_optimizer_
         state_dict=dict,
     )
     spec = SimpleNamespace(tasks=lambda split: TaskList([Task("t")]))
-    runner = SimpleNamespace(spec=spec, agent=SimpleNamespace(uses_policy=True), unscored=set())
+    runner = SimpleNamespace(spec=spec, agent=SimpleNamespace(uses_policy=True), envs_without_scores=set())
     workers = {"actor": Worker(), "critic": Worker()}
     pretraining = Pretraining(config, renderer, 0)
     components = Components(learner, runner, workers, SamplingParams(max_tokens=4), pretraining=pretraining)

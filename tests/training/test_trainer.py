@@ -76,7 +76,7 @@ class World:
         self.spec = SimpleNamespace(tasks=lambda split: tasks, recordings_per_task=1)
         self.spec.spec_for = lambda task: SimpleNamespace(scores_groups=False)
         self.agent = SimpleNamespace(uses_policy=True, renderer=NoRenderer())
-        self.unscored: set[str] = set()
+        self.envs_without_scores: set[str] = set()
         self.has_learned = threading.Event()
         self.may_write = asyncio.Event()
         self.may_write.set()
@@ -105,7 +105,7 @@ class World:
     async def step(self, lr: float) -> dict[str, float]:
         return {"grad_norm": 1.0}
 
-    async def save_state(self, path: str, *, waits: bool) -> None:
+    async def save_state(self, path: str, *, blocking: bool) -> None:
         pass
 
     async def on_all(self, method: str) -> None:
@@ -188,7 +188,7 @@ def test_no_checkpoint_is_saved_of_a_worker_that_died_while_it_learned(folder):
 
 def test_the_first_death_is_reported_if_the_policy_cannot_be_saved(folder):
     class Dead(World):
-        async def save_state(self, path: str, *, waits: bool) -> None:
+        async def save_state(self, path: str, *, blocking: bool) -> None:
             raise WorkerDied("actor-0 has ended")
 
     with pytest.raises(WorkerDied, match="actor-0 was killed"):
@@ -297,7 +297,7 @@ def test_a_loop_resumes_with_its_whole_state(folder):
     trainer.components.learner.coefficient = 1 / 7
     trainer.groups.buffer.add([finished_group("a"), finished_group("b")])
     asyncio.run(trainer.groups.cursor.next(1))
-    trainer.components.runner.unscored.add("game")
+    trainer.components.runner.envs_without_scores.add("game")
     state = trainer.checkpoints.state()
     checkpoint = save_checkpoint(trainer, state)
     resumed = trainer_of(folder)

@@ -271,11 +271,11 @@ def test_targets_that_cannot_be(make_worker, targets, message):
 )
 def test_settings_that_contradict_each_other(settings, workers, message):
     with pytest.raises(ConfigError, match=message):
-        LoraConfig(**settings).check("actor", WorkersConfig(**workers), samples=True)
+        LoraConfig(**settings).check("actor", WorkersConfig(**workers), is_sampled=True)
 
 
 def test_dropout_is_for_recorded_data():
-    LoraConfig(rank=4, dropout=0.1).check("actor", WorkersConfig(), samples=False)
+    LoraConfig(rank=4, dropout=0.1).check("actor", WorkersConfig(), is_sampled=False)
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_a_checkpoint_is_of_the_moment_it_was_begun_though_it_is_written_later(
     step(worker_a, 0)
     saved = weights_of(worker_a, tmp_path)
     monkeypatch.setattr(checkpoint, "write", when_the_disk_is_free)
-    worker_a.save_state(str(tmp_path / "state"), waits=False)
+    worker_a.save_state(str(tmp_path / "state"), blocking=False)
     step(worker_a, 1)
     assert not list((tmp_path / "state").glob("*.pt"))
     disk.set()
@@ -329,7 +329,7 @@ def test_a_disk_that_is_full_is_told_of_when_the_save_ends(make_worker, tmp_path
 
     monkeypatch.setattr(torch, "save", raise_disk_full)
     worker = make_worker()
-    worker.save_state(str(tmp_path / "state"), waits=False)
+    worker.save_state(str(tmp_path / "state"), blocking=False)
     with pytest.raises(RunError, match="No space left"):
         asyncio.run(worker.finish_save())
     with pytest.raises(RunError, match="No space left"):

@@ -76,7 +76,7 @@ def learn(make_rows, normalizers):
 
 
 def numbers(worker):
-    return {name: tensor.float().clone() for name, tensor in worker._parameters(merged=True)}
+    return {name: tensor.float().clone() for name, tensor in worker._parameters(with_adapter=True)}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_model_that_only_scores_goes_though_it_is_split_unless_it_is_on_the_ho
 def test_a_state_of_deepspeeds_own_optimizer_for_bfloat16_goes_on(make_worker, learn, tmp_path, monkeypatch):
     """As runs wrote it when stages 0 and 1 still ran as 1."""
     with monkeypatch.context() as patch:
-        patch.setattr(WorkersConfig, "runs_as", lambda settings, dtype, *, trained: 1)
+        patch.setattr(WorkersConfig, "effective_zero_stage", lambda settings, dtype, *, trained: 1)
         initial = make_worker(dtype="bfloat16")
         assert type(initial.engine.optimizer).__name__ == "BF16_Optimizer"
         learn(initial, 0)

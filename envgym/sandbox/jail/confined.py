@@ -136,6 +136,7 @@ def _grants(path: str, hidden_paths: Collection[str]) -> Iterator[tuple[str, int
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
+    """Grant `rights` at and below `path`; a missing path is skipped."""
     try:
         descriptor = os.open(path, os.O_PATH)
     except FileNotFoundError:

@@ -34,14 +34,15 @@ _DEVICES = ("null", "random", "urandom")
 _ROOT_BYTES = 2**20  # of folders, links and places to mount on; the standard input comes on top
 
 
-def leave_host_namespaces(way: str) -> None:
+def leave_host_namespaces(isolation: str) -> None:
     """Leave this machine's network, IPC, host name and control groups, once for all programs of a server.
 
-    Programs cannot communicate there: the filter of system calls allows neither sockets nor IPC. One network namespace
-    per program would cost up to seconds while many are created and removed. `root` has the right to do this; `user`
-    does it in a user namespace, if the kernel lets everybody create one.
+    The server calls it before its programs, which inherit the namespaces; so does each trial of an isolation. Programs
+    cannot communicate there: the filter of system calls allows neither sockets nor IPC. One network namespace per
+    program would cost up to seconds while many are created and removed. `root` has the right to do this; `user` first
+    creates a user namespace, in which this user is called nobody, if the kernel lets everybody create one.
     """
-    if way == "user":
+    if isolation == "user":
         user, group = os.geteuid(), os.getegid()
         linux.unshare(linux.CLONE_NEWUSER, "user namespaces")
         proc = os.open("/proc", os.O_PATH)
@@ -53,7 +54,8 @@ def leave_host_namespaces(way: str) -> None:
 
 
 def become_init(way: str, program: Program, host: Host, streams: Streams) -> None:
-    """Build the jail, start the program in it, wait, and write its end to the status stream. Never returns.
+    """Build the jail, start the program in it, wait, and write its end to the status stream. `way` is the isolation.
+    Never returns.
 
     When this process ends, the kernel kills whatever still lives in the namespace.
     """
@@ -86,6 +88,7 @@ def become_init(way: str, program: Program, host: Host, streams: Streams) -> Non
 
 
 def _start(program: Program, host: Host, stdin: int, streams: Streams) -> None:
+    """Become the program in the child of process 1; report errors until it runs. Never returns."""
     try:
         os.setsid()
         os.umask(0o022)

@@ -55,8 +55,9 @@ _DENIED, _DENIED_WITHOUT_NAMESPACES = _denied("always"), _denied("without namesp
 def install(*, namespaces: bool) -> None:
     """Filter this process and all it starts, from now on. Needs the no-new-privileges flag.
 
-    Without `namespaces` it also denies to start processes, signal others, and change owners and modes of files.
-    Raises `OSError` if the kernel has no filters, or for an architecture without a list.
+    `namespaces`: the process has separate namespaces. Otherwise the filter also denies to start processes, signal
+    others, and change owners and modes of files. Raises `OSError` if the kernel has no filters, or for an architecture
+    without a list.
     """
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:

@@ -20,6 +20,8 @@ _DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
 def main() -> None:
+    """Choose the isolation, report it, and fork a supervisor for each connection that the control socket sends, until
+    it closes."""
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # so that no file opened later becomes a standard stream
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
@@ -69,7 +71,8 @@ def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
 
 
 def _fork(way: str, host: Host, connection: socket.socket, unused: socket.socket, *, has_left: bool = True) -> None:
-    """Fork a supervisor that answers one request and closes its copy of the `unused` socket."""
+    """Fork a supervisor that answers one request and closes its copy of the `unused` socket. `has_left`: this process
+    has already left the host's namespaces."""
     if os.fork() != 0:
         return
     try:

@@ -96,7 +96,8 @@ def _become_program(way: str, folder: str, program: Program, host: Host, pipes: 
 
 
 def _watch(run: Run) -> None:
-    """Wait until the program ends or exceeds a limit."""
+    """Wait until the program ends or exceeds a limit, which becomes its `reason`. Raises `Abandoned` once the caller
+    hangs up."""
     pidfd = os.pidfd_open(run.process)
     poll = select.poll()
     for descriptor in (pidfd, run.caller.fileno(), run.status, *run.output):
@@ -129,7 +130,8 @@ def _watch(run: Run) -> None:
 
 
 def _read(run: Run, stream: int) -> bool:
-    """Read available output; False at the end of the stream. Output over the limit is dropped."""
+    """Read available output; False at the end of the stream. Output over the limit is dropped, and a reason to end the
+    program."""
     chunk = os.read(stream, _CHUNK)
     if stream == run.status:
         run.notes += chunk
@@ -142,7 +144,8 @@ def _read(run: Run, stream: int) -> bool:
 
 
 def _end(process: int) -> tuple[int, int, Any]:
-    """Kill the program's processes and wait for their end: process 1 ends last."""
+    """Kill the program's processes and wait for their end: process 1 ends last. Returns the result of `wait4`; raises
+    `TimeoutError`."""
     os.kill(process, signal.SIGKILL)
     deadline = time.monotonic() + END_SECONDS
     while True:
@@ -224,6 +227,7 @@ def usage(root: int, n_enough: int, memory_enough: int) -> tuple[int, int, float
 
 
 def _tree(root: int, n_enough: int) -> list[int]:
+    """The processes from `root` down; the search stops at the first over `n_enough`."""
     processes = [root]
     for process in processes:  # grows as children are found
         if len(processes) > n_enough:

@@ -21,12 +21,13 @@ def pack(header: dict[str, Any], pieces: Sequence[bytes] = ()) -> bytes:
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
     """Wait for a header and its pieces. Raises `EOFError` where the other side hangs up before."""
-    [length] = LENGTH.unpack(_exactly(connection, LENGTH.size))
-    header, sizes = json.loads(_exactly(connection, length))
-    return header, [_exactly(connection, size) for size in sizes]
+    [length] = LENGTH.unpack(_receive_exactly(connection, LENGTH.size))
+    header, sizes = json.loads(_receive_exactly(connection, length))
+    return header, [_receive_exactly(connection, size) for size in sizes]
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """Receive `size` bytes. Raises `EOFError` if the connection ends before."""
     data = bytearray()
     while len(data) < size:
         chunk = connection.recv(min(size - len(data), 2**20))

@@ -436,6 +436,14 @@ def test_an_episode_of_the_gymnasium_flavour(serving, path):
     assert server.sessions == [None, "s1", "s1"]
 
 
+@pytest.mark.parametrize("outputs", [5, True, "yes", {"output": "yes"}, [5], [{"output": None}]])
+def test_tool_outputs_of_another_form_are_no_reward(serving, path, outputs):
+    server = gymnasium_server({"reward": 1, "terminated": True, "info": {"tool_outputs": outputs}})
+    with pytest.raises(InvalidOutcome, match="tool_outputs hold") as failure:
+        episode(serving, server, path, [turn("I look.", LOOK)])
+    assert failure.value.kind == "server_protocol"
+
+
 def test_an_episode_ends_at_the_turns_allowed(serving, path):
     server = gymnasium_server({"observation": "Go on.", "reward": 0.5})
     _, [last] = episode(serving, server, path, [turn("x")], max_turns=1)
