@@ -54,7 +54,7 @@ def find(name):
 def test_a_hub_that_never_answers_is_given_up_in_one_line(silent_hub, caplog):
     with pytest.raises(ConfigError, match=r"no model folder org/name here, and .* hub cannot be reached .*a folder"):
         find("org/name")
-    with pytest.raises(DataError, match=r"no file org/data, and .* cannot be had: the hub cannot be reached"):
+    with pytest.raises(DataError, match=r"no file org/data, and no data set .* be loaded: the hub cannot be reached"):
         open_rows("org/data")
     [told] = [record.getMessage() for record in caplog.records if record.name == "envgym.tasks.hub"]
     assert told.startswith("looking for org/data on the Hugging Face hub, for up to ")
