@@ -123,8 +123,7 @@ def evaluate(
 
     evaluation = new_evaluation(_plain_settings(settings, overrides), suite=suite)
     with Display() if quiet else open_display() as display:
-        run_evaluation(evaluation, display, make_model=make_model)
-    result = evaluation.read_result() or {}
+        result = run_evaluation(evaluation, display, make_model=make_model)
     return EvalResult(
         folder=evaluation.path,
         score=result["score"],

@@ -88,9 +88,7 @@ def _recipe_layers(recipe: str, from_file: Mapping[str, Any], overrides: Mapping
         raise ConfigError(f"recipe {recipe}: model_settings belong to the model that new_model makes, and it has none")
     if "new_model" in recipe_settings:
         recipe_settings.setdefault("model", recipe)
-    model = next(
-        (layer["model"] for layer in (overrides, from_file, recipe_settings) if "model" in layer), DEFAULT_MODEL
-    )
+    model = {"model": DEFAULT_MODEL, **recipe_settings, **from_file, **overrides}["model"]
     engine = merge(from_file, overrides).get("engine")
     # An API's model is not the local model of that name.
     is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"

@@ -27,21 +27,17 @@ class RewardFunction:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.name = function, function.__name__
-        self._required: list[str] = []
-        self._optional: list[str] = []
-        self._takes_any = False
-        for parameter in inspect.signature(function).parameters.values():
+        parameters = inspect.signature(function).parameters.values()
+        for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 raise ConfigError(
                     f"reward function {self.name}: {parameter.name!r} cannot be given by name; a reward function "
                     f"takes {', '.join(ARGUMENTS)} or fields of the data row, by their names"
                 )
-            if parameter.kind == parameter.VAR_KEYWORD:
-                self._takes_any = True
-            elif parameter.default is parameter.empty:
-                self._required.append(parameter.name)
-            else:
-                self._optional.append(parameter.name)
+        by_name = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+        self._takes_any = len(by_name) < len(parameters)
+        self._required = [parameter.name for parameter in by_name if parameter.default is parameter.empty]
+        self._optional = [parameter.name for parameter in by_name if parameter.default is not parameter.empty]
         self.is_trl = not {*self._required, *self._optional}.isdisjoint(TRL_ARGUMENTS)
         """True for a function in TRL's form, in which a data field wins over an argument of envgym's."""
 
@@ -76,13 +72,15 @@ class RewardFunction:
             "completion": text, "prompt": prompt_text(task), "answer": task.answer, "task": task,
             "messages": [*messages, Message("assistant", text)], "action": action,
         }  # fmt: skip
-        trl = {
-            "completions": text if is_text else [{"role": "assistant", "content": text}],
-            "prompts": task.prompt if is_text else [message.as_dict() for message in messages],
-            "completion_ids": list(action.token_ids),
-        }
         by_alias = {alias: values[name] for alias, name in aliases.items()}
-        available = by_alias | (values | dict(task.fields) if self.is_trl else dict(task.fields) | values) | trl
+        if self.is_trl:
+            available = by_alias | values | dict(task.fields) | {
+                "completions": text if is_text else [{"role": "assistant", "content": text}],
+                "prompts": task.prompt if is_text else [message.as_dict() for message in messages],
+                "completion_ids": list(action.token_ids),
+            }  # fmt: skip
+        else:
+            available = by_alias | dict(task.fields) | values
         if missing := [name for name in self._required if name not in available]:
             raise DataError(f"task {task.id} has no field {missing[0]!r}, which {self.name} takes")
         if task.answer is None and any(self._is_answer(name, task, aliases) for name in self._required):
@@ -90,7 +88,7 @@ class RewardFunction:
         names = [*self._required, *self._optional]
         if self._takes_any:
             answers = [alias for alias, name in aliases.items() if name == "answer"]
-            names += [*task.fields, *((*answers, *trl) if self.is_trl else values)]
+            names += [*task.fields, *((*answers, *TRL_ARGUMENTS) if self.is_trl else values)]
         return {name: available[name] for name in names if name in available}
 
     def select(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:

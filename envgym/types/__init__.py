@@ -30,6 +30,7 @@ from .messages import (
     TextPart,
     ToolCall,
     ToolSpec,
+    add_instruction,
     as_messages,
     as_observation,
     int_array,
@@ -39,6 +40,5 @@ from .messages import (
 __all__ = [
     "Action", "Episode", "Group", "Limit", "Message", "Objective", "Observation", "Outcome", "Reward", "Role", "Row",
     "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn", "VersionSpan",
-    "as_messages", "as_observation", "float_array", "int_array", "observed_messages",
-    "timed",
+    "add_instruction", "as_messages", "as_observation", "float_array", "int_array", "observed_messages", "timed",
 ]  # fmt: skip

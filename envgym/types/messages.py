@@ -116,6 +116,17 @@ class Message:
         return result
 
 
+def add_instruction(prompt: str | Sequence[Message], instruction: str, separator: str = "\n\n") -> list[Message]:
+    """The prompt's messages with an instruction at the end of the last one, if the user's, else as a new message. An
+    empty instruction adds nothing."""
+    messages = list(as_messages(prompt))
+    if instruction:
+        if messages and messages[-1].role == "user":
+            instruction = f"{messages.pop().text}{separator}{instruction}"
+        messages.append(Message("user", instruction))
+    return messages
+
+
 def as_messages(prompt: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
     """Normalize a prompt: a string becomes one user message, mappings become `Message`.
 

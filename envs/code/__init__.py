@@ -15,7 +15,7 @@ from envgym.errors import DataError
 from envgym.sandbox import Limits, Sandbox
 from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from envgym.tasks.columns import ANSWER_FIELDS, PROMPT_FIELDS
-from envgym.types import Action, Message, Task, as_messages
+from envgym.types import Action, Message, Task, add_instruction, as_messages
 
 from .cases import Case, read_cases
 from .grading import SuiteResult, grade
@@ -58,12 +58,7 @@ class CodeEnv(Env):
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         self.cases = self.spec.cases(self.task)
         self.attempts_left = self.config.attempts
-        messages = list(as_messages(self.task.prompt))
-        if instruction := self.config.instruction:
-            if messages and messages[-1].role == "user":
-                instruction = f"{messages.pop().text}\n\n{instruction}"
-            messages.append(Message("user", instruction))
-        return messages, {}
+        return add_instruction(self.task.prompt, self.config.instruction), {}
 
     async def step(self, action: Action) -> StepResult:
         self.attempts_left -= 1

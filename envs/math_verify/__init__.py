@@ -14,7 +14,7 @@ from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import missing_package
 from envgym.hashing import hash_fraction
 from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
-from envgym.types import Action, Message, Task, as_messages
+from envgym.types import Action, Message, Task, add_instruction, as_messages
 
 from . import forms
 from .answers import boxed, grade_by_text, reference
@@ -52,12 +52,7 @@ class MathVerifyEnv(Env):
     config: MathVerifyConfig
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        messages = list(as_messages(self.task.prompt))
-        if instruction := self.config.instruction:
-            if messages and messages[-1].role == "user":
-                instruction = f"{messages.pop().text}\n{instruction}"
-            messages.append(Message("user", instruction))
-        return messages, {}
+        return add_instruction(self.task.prompt, self.config.instruction, separator="\n"), {}
 
     async def step(self, action: Action) -> StepResult:
         problem = "\n".join(message.text for message in as_messages(self.task.prompt))

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
 from envgym.errors import CallTimeout, ConfigError, InvalidOutcome
 from envgym.processes.pool import Processes
-from envgym.types import Action, Message, Task
+from envgym.types import Action, Message, Task, add_instruction
 
 from .datasets import TEST_START
 
@@ -86,9 +86,7 @@ class ReasoningGymEnv(Env):
     config: ReasoningGymConfig
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        question = str(self.task.prompt)
-        instruction = self.config.instruction
-        return [Message("user", f"{question}\n\n{instruction}" if instruction else question)], {}
+        return add_instruction(str(self.task.prompt), self.config.instruction), {}
 
     async def step(self, action: Action) -> StepResult:
         answer = extract_answer(action.text)
