@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .rewards import Reward, reward
     from .tasks import DataEnvConfig, DataEnvSpec
     from .tools import McpServer, Tool, ToolEnv, ToolEnvConfig
-    from .types import Action, Episode, Message, Observation, StopReason, Task, ToolCall
+    from .types import Action, Episode, Message, Observation, Outcome, StopReason, Task, ToolCall
 
     __version__: str
 
@@ -33,16 +33,17 @@ _NAMES = {
     "rewards": ("Reward", "reward"),
     "tasks": ("DataEnvConfig", "DataEnvSpec"),
     "tools": ("McpServer", "Tool", "ToolEnv", "ToolEnvConfig"),
-    "types": ("Action", "Episode", "Message", "Observation", "StopReason", "Task", "ToolCall"),
+    "types": ("Action", "Episode", "Message", "Observation", "Outcome", "StopReason", "Task", "ToolCall"),
 }
 """The public names of each module."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Action", "Agent", "DataEnvConfig", "DataEnvSpec", "Env", "EnvConfig", "EnvSpec", "EnvgymError", "Episode",
-    "EvalResult", "InvalidOutcome", "Learner", "McpServer", "Message", "Observation", "Reward", "SeededTasks",
-    "StepInfo", "StopReason", "Task", "TaskList", "TaskSet", "Tool", "ToolCall", "ToolEnv", "ToolEnvConfig",
-    "TrainResult", "__version__", "evaluate", "list_ids", "make", "register", "registry", "reward", "spec", "train",
+    "EvalResult", "InvalidOutcome", "Learner", "McpServer", "Message", "Observation", "Outcome", "Reward",
+    "SeededTasks", "StepInfo", "StopReason", "Task", "TaskList", "TaskSet", "Tool", "ToolCall", "ToolEnv",
+    "ToolEnvConfig", "TrainResult", "__version__", "evaluate", "list_ids", "make", "register", "registry", "reward",
+    "spec", "train",
 ]  # fmt: skip
 
 

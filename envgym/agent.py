@@ -58,7 +58,7 @@ class Agent(ABC):
 
     `run` returns an episode with `task`, `outcome`, `rows`, `reward`, `score`, `answer`, `metrics` and `messages`; the
     runner adds ids, group, seed and times. Exceptions of the environment or the engine may pass through: the runner
-    turns them into a failed episode.
+    turns them into a failed episode. The types in these signatures are in `envgym.agent` and `envgym.types`.
     """
 
     Config: ClassVar[type[AgentConfig]] = AgentConfig

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config.resolve import resolve
 from .config.words import nest_keys
-from .disk import cache_folder, publish, work_folder
-from .errors import ConfigError, DataError, reported_as
-from .hashing import text_hash
+from .errors import ConfigError
 from .loading import MAIN, importing, target_of
 from .monitoring.display import Display
 from .monitoring.terminal import open_display
@@ -39,6 +36,10 @@ class TrainResult:
     """The same after training."""
     interval: tuple[float, float] | None
     """95% interval of `score`."""
+    initial_reward: float | None
+    """Mean reward on held-out tasks before training. Rewards outside [0, 1] are no scores."""
+    reward: float | None
+    """The same after training."""
     summary: Mapping[str, Any] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,17 +52,21 @@ class EvalResult:
 
     folder: Path
     """The evaluation's folder."""
+    model: str
+    """The policy; the starter policy if the settings name none."""
     score: float | None
     """Mean score over all environments, by their weights; None if one of them has no score."""
     interval: tuple[float, float] | None
     """95% interval of `score`."""
+    reward: float | None
+    """Mean reward; None if there are several environments."""
     n_tasks: int
     """Number of tasks with a score."""
     n_episodes: int
     """Number of episodes, with the failed ones."""
     failures: Mapping[str, int]
     """Number of failed episodes by kind. They count in no score."""
-    environments: Mapping[str, Mapping[str, Any]]
+    environments: Mapping[str, Mapping[str, Any]] = field(repr=False)
     """The result of each environment by its name (`envgym.evaluation.result.result_of`)."""
     result: Mapping[str, Any] = field(repr=False)
 
@@ -105,6 +110,8 @@ def train(
         initial_score=evals.get("before", {}).get("score"),
         score=evals.get("after", {}).get("score"),
         interval=_interval(evals.get("after", {})),
+        initial_reward=_mean_reward(evals.get("before", {})),
+        reward=_mean_reward(evals.get("after", {})),
         summary=summary,
     )
 
@@ -126,8 +133,10 @@ def evaluate(
         result = run_evaluation(evaluation, display, make_model=make_model)
     return EvalResult(
         folder=evaluation.path,
+        model=result["model"],
         score=result["score"],
         interval=_interval(result),
+        reward=_mean_reward(*(env for env in result["envs"].values() if env["weight"])),
         n_tasks=result["n_tasks"],
         n_episodes=result["n_episodes"],
         failures=result["failures"],
@@ -141,37 +150,28 @@ def _interval(result: Mapping[str, Any]) -> tuple[float, float] | None:
     return None if low is None or high is None else (low, high)
 
 
+def _mean_reward(*results: Mapping[str, Any]) -> float | None:
+    """The mean reward in the result of a single environment. Where rewards are scores it is the score."""
+    reward: float | None = results[0].get("reward", results[0]).get("score") if len(results) == 1 else None
+    return reward
+
+
 def _plain_settings(settings: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with targets in place of classes and functions, and files in place of data sets."""
+    """Nested settings with targets in place of classes and functions."""
     if location := importing.get():
         raise ConfigError(
             f'{location} starts a run while it is imported: put the call below `if __name__ == "__main__":`'
         )
-    return nest_keys((key, _plain(value, key)) for key, value in {**(settings or {}), **overrides}.items())
+    if not isinstance(settings, Mapping | None):
+        raise ConfigError(f"settings are a mapping, or keywords such as env=… and model=…, not {settings!r:.60}")
+    return nest_keys((key, _plain(value)) for key, value in {**(settings or {}), **overrides}.items())
 
 
-def _plain(value: Any, key: str) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _plain(item, str(name)) for name, item in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, type) or inspect.isfunction(value):
         return target_of(value)
     if isinstance(value, Path):
         return str(value)
-    is_rows = isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value)
-    name = key.rpartition(".")[2]
-    if name in ("data", "path", "test_path") and (is_rows or hasattr(value, "column_names")):
-        path = _save_rows(value)
-        return {"path": path} if name == "data" else path
-    return [_plain(item, "") for item in value] if isinstance(value, list | tuple) else value
-
-
-def _save_rows(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Write rows as JSONL into the cache, under the hash of their content, and return the file's path."""
-    with reported_as(DataError, "a row of `data` cannot be written as JSON", cause=TypeError):
-        text = "".join(json.dumps(dict(row)) + "\n" for row in rows)
-    final = cache_folder("rows") / text_hash(text)
-    if not final.is_dir():
-        with work_folder(final) as folder:
-            (folder / "rows.jsonl").write_text(text, encoding="utf-8")
-            publish(folder, final)
-    return str(final / "rows.jsonl")
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -251,7 +251,10 @@ class LearnerConfig(Settings):
 
 
 class Learner(ABC):
-    """Subclass, set `Config` and `roles`, write `prepare` and `loss`. Nothing here may import torch at the top."""
+    """Subclass, set `Config` and `roles`, write `prepare` and `loss`. Nothing here may import torch at the top.
+
+    The types in these signatures are in `envgym.learner`.
+    """
 
     Config: ClassVar[type[LearnerConfig]] = LearnerConfig
 

@@ -61,6 +61,8 @@ def register(
     Its default settings come from `kwargs`, as in Gymnasium, and from `settings`. Registering an id again replaces it,
     with a warning. Raises `ConfigError` for a malformed id, and for a name with and without versions.
     """
+    if "max_episode_steps" in settings:
+        raise ConfigError("max_episode_steps: the agent limits an episode, by agent.max_turns")
     id = check_new_id(id, _registrations())
     if id in _registered:
         warnings.warn(f"environment {id!r} is registered again, and replaced", stacklevel=2)
@@ -96,13 +98,17 @@ def is_installed(id: str) -> bool:
     return any(parse_env_id(key)[:2] == name for key in _registrations())
 
 
-def spec(name: str, /, **kwargs: Any) -> EnvSpec:
+def spec(name: str | type[Env] | type[EnvSpec] | Callable[..., Any], /, **kwargs: Any) -> EnvSpec:
     """The spec of the environment `name`, with the settings `kwargs`.
 
     `name` is an id, a file (`file.py`, `file.py:Class`), an import path (`package.module:Class`), or a URL. A scheme
-    wins over a module of the same name; `python:package.module:Class` is always an import path.
+    wins over a module of the same name; `python:package.module:Class` is always an import path. A class, or a function
+    that `envgym.reward` decorates, may stand for its name.
     Raises `NameNotFound` or `VersionNotFound` for an unknown name, and `ConfigError` for invalid settings.
     """
+    if not isinstance(name, str):
+        label = getattr(name, "__name__", f"{name!r:.60}")
+        return _build(label, check_class(name, label, (EnvSpec, Env), "environment"), kwargs)
     if name.startswith("python:"):
         return _build(name, name.removeprefix("python:"), kwargs)
     scheme, colon, _ = name.partition(":")
@@ -126,7 +132,7 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
     return _build(name, name, kwargs)
 
 
-def make(name: str, /, **kwargs: Any) -> CheckedEnv:
+def make(name: str | type[Env] | type[EnvSpec] | Callable[..., Any], /, **kwargs: Any) -> CheckedEnv:
     """A new instance of the environment `name`, with the settings `kwargs`; see `spec` for names.
 
     It has a spec of its own, which its `close` closes too: use `spec(…).make()` for several instances of one spec.

@@ -11,7 +11,8 @@ import yaml
 import envgym
 from envgym.api import _plain_settings
 from envgym.cli import main
-from envgym.errors import ConfigError, DataError
+from envgym.config.resolve import resolve
+from envgym.errors import ConfigError, DataError, EnvgymError
 from envgym.loading import load_class, short_name, target_of
 
 PROGRAM = """
@@ -156,7 +157,64 @@ def test_settings_may_hold_classes_and_data(tmp_path, monkeypatch):
     path = Path(settings["data"]["path"])
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
     dataset = datasets.Dataset.from_list(rows)
-    assert _plain_settings({"stages": [{"data": dataset}]}, {}) == {"stages": [{"data": {"path": str(path)}}]}
+    config = resolve(_plain_settings({"env": "math_verify", "stages": [{"data": dataset, "learner": "grpo"}]}, {}))
+    assert config.stages[0].data == {"path": str(path)}
     assert settings["data"]["test_path"] != str(path)
-    with pytest.raises(DataError, match="a row of `data` cannot be written as JSON: Object of type set"):
+    with pytest.raises(DataError, match="a row of data cannot be written as JSON: Object of type set"):
         _plain_settings({"data": [{"prompt": {1}}]}, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"env": Echo()}, r"'env' is a name, .* In Python it may also be a class or a reward function; envgym.reward"),
+        ({"env": [Echo, Echo]}, r"envgym.reward\(\[f, g\]\) makes one of several"),
+        ({"env": Echo, "learner": 5}, "'learner' is a name, .* In Python it may also be a class$"),
+        (
+            {"env": Echo, "data": [{"question": "q"}]},
+            r"takes no data \(an Env class does with spec_class = ",
+        ),
+        ({"env": "math_verify", "data": []}, "data has no rows"),
+        ({"env": "math_verify", "data": ["a"]}, "a row of data is a mapping, .* not 'a'"),
+        ({"env": "math_verify", "data": "nowhere.jsonl"}, "data.path: there is no file or folder nowhere.jsonl"),
+        ({"env": "math_verify", "data.path": []}, "data has no rows"),
+        ("path/of/model", "settings are a mapping, or keywords such as env=… and model=…, not 'path/of/model'"),
+    ],
+)
+def test_what_cannot_be_a_setting_is_reported_with_what_can(settings, says, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EnvgymError, match=says):
+        envgym.train(settings, quiet=True)
+
+
+def test_the_folder_of_an_evaluation_is_no_model(tmp_path):
+    (tmp_path / "config.yaml").write_text("parts: []\n")
+    with pytest.raises(ConfigError, match="holds no model, and is not the folder of a run"):
+        envgym.evaluate(env=Echo, model=tmp_path, quiet=True, evals_dir=str(tmp_path / "evals"))
+
+
+class Elsewhere(envgym.Agent):
+    async def run(self, env, task, sampler, *, seed):
+        return "five"
+
+
+class Signed(Echo):
+    async def step(self, action):
+        return None, -2.0, True, False, {}
+
+
+def test_rewards_that_are_no_scores_are_in_the_result(tmp_path, tiny_model, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings = {"engine.kind": "transformers", "eval.tasks": 2, "eval.samples": 1, "rollout.max_tokens": 2}
+    result = envgym.evaluate(settings, env=Signed, model=tiny_model, debug=True)
+    assert (result.score, result.reward, result.model) == (None, -2.0, str(tiny_model))
+    assert "has rewards outside [0, 1] and therefore no score" in "".join(capsys.readouterr())
+
+
+def test_an_agent_that_returns_no_episode_is_reported(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = {"engine.kind": "transformers", "eval.tasks": 2, "eval.samples": 1}
+    result = envgym.evaluate(settings, env=Echo, agent=Elsewhere, model=tiny_model, debug=True, quiet=True)
+    assert result.failures == {"environment": result.n_episodes}
+    episode = json.loads((result.folder / "episodes.jsonl").read_text().splitlines()[0])
+    assert episode["outcome"]["message"] == "TypeError: the agent must return an Episode, not 'five'"

@@ -77,7 +77,8 @@ def with_suggestion(error: UnknownKey, stage: Mapping[str, Any]) -> UnknownKey:
     """The error for an unknown key, with suggestions from the settings of a run with this stage: first keys with the
     same last part elsewhere, then similarly spelled siblings."""
     if error.key == "data":  # known to every environment that takes data
-        return UnknownKey(error.message, error.key, " It takes no data.", error.names)
+        hint = " It takes no data (an Env class does with spec_class = envgym.DataEnvSpec)."
+        return UnknownKey(error.message, error.key, hint, error.names)
     keys = known_keys(stage)
     suggestions = similar_keys(error.key, keys)
     if not suggestions and not error.hint:

@@ -10,6 +10,7 @@ import yaml
 
 from envgym.errors import ConfigError
 from envgym.settings import deep_merge
+from envgym.tasks.config import data_settings
 from envgym.yaml_files import DuplicateKey, load_yaml
 
 AUTO = "auto"
@@ -53,12 +54,18 @@ def nest_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`deep_merge`, but a component with another name drops the settings of the old one."""
+    if "data" in overrides:
+        overrides = {**overrides, "data": data_settings(overrides["data"])}
     components = {}
     for key in COMPONENTS:
         if key in overrides:
             value, old = component_mapping(overrides[key]), component_mapping(base.get(key) or {})
             if not isinstance(value, Mapping):
-                raise ConfigError(f"key {key!r} is a name, or a name and settings, not {value!r:.60}")
+                hint = " or a reward function; envgym.reward([f, g]) makes one of several" if key == "env" else ""
+                raise ConfigError(
+                    f"key {key!r} is a name, or a name and settings, not {value!r:.60}. In Python it may also be a "
+                    f"class{hint}"
+                )
             components[key] = value if changes_name(old, value) else deep_merge(old, value)
     return {**deep_merge(base, overrides), **components}
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
 
-from envgym.errors import InvalidStep, ResetNeeded
+from envgym.errors import ConfigError, InvalidStep, ResetNeeded
 from envgym.processes.deadline import call_in_time
 from envgym.processes.threads import DedicatedThread
-from envgym.types import Action, Observation, Span, Task, as_observation, timed
+from envgym.types import Action, Observation, Span, Task, as_action, as_observation, timed
 
 from .protocol import Env, Info
 
@@ -33,7 +33,8 @@ class CheckedEnv(Env):
     five-tuple with a finite reward (or None) and a score in [0, 1], and `ResetNeeded` for a step out of order. Metrics
     that are not finite numbers are dropped and counted (`invalid_metrics`).
 
-    `unwrapped` is the author's instance; unknown public attributes are looked up there. `async with env:` closes it.
+    `step` also takes text. `unwrapped` is the author's instance; unknown public attributes are looked up there.
+    `async with env:` closes it.
     """
 
     owns_spec = False
@@ -88,9 +89,10 @@ class CheckedEnv(Env):
         self._playing = True
         return self._checked_observation(result[0]), result[1]
 
-    async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
+    async def step(self, action: Action | str) -> tuple[Observation, float | None, bool, bool, Info]:
         if not self._playing:
             raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
+        action = as_action(action)
         with timed(self.spans, "environment"):
             result = await self._call(self.env.step, action)
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
@@ -166,6 +168,8 @@ class CheckedEnv(Env):
 
     async def _draw_task(self, seed: int | None) -> Task:
         tasks = self.spec.tasks("train")
+        if not tasks:
+            raise ConfigError(f"environment {self.spec.id} has no training tasks")
         return await tasks.get(random.Random(seed).randrange(tasks.index_bound))
 
     def _checked_observation(self, value: Any) -> Observation:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError, create_model
 
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, reported_as
 from envgym.hashing import source_hash, text_hash
 from envgym.settings import settings_error
 from envgym.types import Episode, Message, Reward, Task
@@ -169,10 +169,21 @@ class EnvSpec:
             if not self._is_set_up:
                 try:
                     await self.setup()
+                    self._check_tasks()
                 except BaseException:
                     await self.closing.aclose()
                     raise
                 self._is_set_up = True
+
+    def _check_tasks(self) -> None:
+        """Raise `ConfigError` if `tasks` returns anything but a task set. An error in `tasks` is raised at its use."""
+        try:
+            tasks: object = self.tasks("train")
+        except Exception:
+            return
+        if not isinstance(tasks, TaskSet):
+            kind = type(tasks).__name__
+            raise ConfigError(f"environment {self.id}: tasks returns a task set, envgym.TaskList(…) say, not a {kind}")
 
     async def close(self) -> None:
         """Run `teardown` if `setup` ran, and close the resources that it registered."""
@@ -199,6 +210,11 @@ def _settings_of(
 ) -> tuple[type[EnvConfig], list[str]]:
     """The settings class of an environment, and the names of the settings that are arguments of `__init__`."""
     config_class: type[EnvConfig] = getattr(env_class, "Config", None) or default
+    if not issubclass(config_class, EnvConfig):
+        raise ConfigError(f"{context}: its class Config must be a subclass of envgym.EnvConfig")
+    if env_class is not None:
+        with reported_as(ConfigError, f"{context}: reset must take seed and options", cause=TypeError):
+            inspect.signature(env_class.reset).bind(None, seed=None, options=None)
     if env_class is None or env_class.__init__ is object.__init__:
         return config_class, []
     fields: dict[str, Any] = {}

@@ -116,7 +116,7 @@ async def _run(
                 name, count = run.part.name, f" ({number} of {len(parts)})" if len(parts) > 1 else ""
                 display.phase(f"evaluating {name}{count}")
                 groups[name] = await run.run_episodes(folder, display)
-                if warning := score_warning(run.spec, groups[name]):
+                if run.part.env.weight and (warning := score_warning(run.spec, groups[name])):
                     display.note(warning)
                 tasks = text_hash(" ".join(map(task_hash, run.tasks)))
                 fingerprints[name] = {**run.spec.fingerprint(), "tasks": tasks}

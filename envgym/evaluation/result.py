@@ -88,11 +88,18 @@ MIN_RANKS = 4
 
 
 def score_warning(spec: EnvSpec, groups: Sequence[Group]) -> str:
-    """A warning if the score may not measure the policy, else "": the environment judges a group's completions
-    together, and every task has the same mean reward, as ranks have (a single task: its rewards look like ranks).
+    """A warning if there are rewards but no score, or if the score may not measure the policy, else "".
 
-    Tasks with a failed episode are ignored, because ranks among fewer have another mean.
+    It may not if the environment judges a group's completions together and every task has the same mean reward, as
+    ranks have (a single task: its rewards look like ranks). Tasks with a failed episode are ignored, because ranks
+    among fewer have another mean.
     """
+    finished = [episode for group in groups for episode in group.episodes if not episode.failed]
+    if finished and all(episode.score is None and episode.reward is not None for episode in finished):
+        return (
+            f"{spec.id} has rewards outside [0, 1] and therefore no score: compare the mean reward, or let step return "
+            'a score in info["score"]'
+        )
     jointly_scored = [group for group in groups if spec.spec_for(group.task).scores_groups]
     valid = [group for group in jointly_scored if not any(episode.failed for episode in group.episodes)]
     task_rewards = [rewards for rewards in _values_by_group(valid, "reward").values() if rewards]

@@ -17,7 +17,7 @@ from envgym.env.checked import check_numbers, posed_task
 from envgym.errors import ResetNeeded
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.deadline import pause_timeouts
-from envgym.types import Action, Observation, Task, timed
+from envgym.types import Action, Observation, Task, as_action, timed
 
 from .encoding import encode
 from .replicas import Replica, Replicas
@@ -127,12 +127,10 @@ class RemoteEnv(CheckedEnv):
                 replica.description = None  # it may have become another server: ask again before the next session
             raise
 
-    async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
+    async def step(self, action: Action | str) -> tuple[Observation, float | None, bool, bool, Info]:
         if self._session is None:
             raise ResetNeeded(f"{self.spec.id}: call reset before step")
-        if not isinstance(action, Action):
-            raise TypeError(f"{self.spec.id}: step takes an envgym.Action, not {action!r:.80}")
-        step = encode(Step(step_id=self._next_step, action=action))
+        step = encode(Step(step_id=self._next_step, action=as_action(action)))
         self._next_step += 1  # only now: an action that cannot be sent is no step
         path = f"/v1/sessions/{self._session}/step"
         stepped = await self._ask(Stepped, "POST", path, step, self.spec.config.reconnect)

@@ -51,8 +51,9 @@ def reward(
     asynchronous. It returns a number, None for no reward, or an `envgym.Reward` (or a mapping with its fields).
 
     With `batch` it is called once for all completions of a task, takes lists and returns one. So is a function that
-    takes `completions`, `prompts` or `completion_ids`, as TRL's reward functions do. `tasks` are the rows to use
-    without `data.path`: a list, of which a fraction is held out, or a function of the split (`train`, `test`).
+    takes `completions`, `prompts` or `completion_ids`, as TRL's reward functions do. Its environment gives the reward
+    when the group has ended, so `step` returns None. `tasks` are the rows to use without `data.path`: a list of
+    mappings, of which a fraction is held out, or a function of the split (`train`, `test`).
 
     The function itself is returned. A file with one such function is an environment, as are `file.py:name` and an
     `envgym.register`ed function. A list of functions makes one function that returns the weighted sum of their rewards;
@@ -223,8 +224,8 @@ class RewardSpec(DataEnvSpec):
         tasks = _read(rows or (), self.name)
         keys = [prompt_key(task) for task in tasks]
         held_out = {key for key in keys if key < TEST_FRACTION * KEYS}
-        if len(set(keys)) > 1:  # with a handful of prompts the fraction may be none or all: keep one on either side
-            held_out = (held_out | {min(keys)}) - {max(keys)}
+        # With a handful of prompts the fraction may be none or all: keep one on either side, a single one for training.
+        held_out = (held_out | {min(keys)}) - {max(keys)}
         return {
             "train": [task for task, key in zip(tasks, keys, strict=True) if key not in held_out],
             "test": [task for task, key in zip(tasks, keys, strict=True) if key in held_out],
@@ -275,8 +276,11 @@ def seed_of(episodes: Sequence[Episode]) -> int:
 
 
 def _read(rows: Iterable[Mapping[str, Any]], name: str) -> list[Task]:
-    reader = TaskReader(SourceConfig(), answer_required=False)
-    tasks = [reader.read(dict(row), f"{name}:{number}", f"{name}-{number}")[0] for number, row in enumerate(rows, 1)]
+    reader, tasks = TaskReader(SourceConfig(), answer_required=False), []
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{name}: tasks=… is a list of mappings, or a function of the split; it has {row!r:.60}")
+        tasks.append(reader.read(dict(row), f"{name}:{number}", f"{name}-{number}")[0])
     if not tasks:
         raise DataError(f"{name}: there are no rows in tasks=…")
     return tasks

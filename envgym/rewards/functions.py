@@ -26,6 +26,8 @@ class RewardFunction:
     """A reward function and its parameters. Raises `ConfigError` for parameters that cannot be passed by name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        if not callable(function) or isinstance(function, type) or not hasattr(function, "__name__"):
+            raise ConfigError(f"envgym.reward takes a function, or a list of them, not {function!r:.60}")
         self.function, self.name = function, function.__name__
         parameters = inspect.signature(function).parameters.values()
         for parameter in parameters:
@@ -229,6 +231,8 @@ def weighted_sum(functions: Sequence[RewardFunction], weights: Sequence[float], 
     first that a function returns. Asynchronous functions run concurrently.
     """
     names = [item.name for item in functions]
+    if not names:
+        raise ConfigError("envgym.reward was given an empty list of functions")
     if len(weights) != len(names):
         raise ConfigError(f"{len(weights)} weights for {len(names)} reward functions: give each function a weight")
     if len(set(names)) < len(names):

@@ -20,6 +20,7 @@ from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.env.boundary import UsersCode
+from envgym.env.checked import describe
 from envgym.episodes.scores import reward_as_score, withdraw_scores
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from envgym.hashing import derived_seed, task_hash
@@ -281,7 +282,9 @@ async def run_episode(
                 await env.acquire()
             start = time.monotonic()  # waiting for a slot does not count as the episode's time
             result = await run_to_end(_run_with_deadline(spec, run(env), timeout, f"{name}: an episode"))
-    if result is None:
+            if not isinstance(result, Episode | Outcome):
+                raise TypeError(f"the agent must return an Episode, not {describe(result)}")
+    if not isinstance(result, Episode | Outcome):
         result = _failure(spec, call.error)
     episode = Episode(id="", task=task, outcome=result) if isinstance(result, Outcome) else result
     episode.seconds = time.monotonic() - start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Self
@@ -15,7 +17,9 @@ from pydantic import (
     model_validator,
 )
 
-from envgym.errors import DataError
+from envgym.disk import cache_folder, publish, work_folder
+from envgym.errors import DataError, reported_as
+from envgym.hashing import text_hash
 from envgym.loading import is_file_target
 from envgym.settings import Settings
 
@@ -108,6 +112,11 @@ class DataConfig(SourceConfig):
     sources: dict[str, MixedSourceConfig] = Field({})
     """Several sources: `sources.NAME.path`, `sources.NAME.weight`, …"""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, value: Any) -> Any:
+        return data_settings(value)
+
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
         if bool(self.path) == bool(self.sources):
@@ -137,6 +146,42 @@ class DataConfig(SourceConfig):
         super().check_paths(key)
         for name, source in self.sources.items():
             source.check_paths(f"{key}.sources.{name}")
+
+
+def data_settings(value: Any) -> Any:
+    """The settings `data` in their full form. They may be a path, or rows: a list of mappings or a data set of the
+    `datasets` package. So may `path` and `test_path`. Rows are written to a file in the cache.
+
+    Raises `DataError` for a list of anything but mappings, and for rows that are not JSON.
+    """
+    if not isinstance(value, Mapping):
+        return {"path": _as_path(value)} if isinstance(value, str | Path) or _holds_rows(value) else value
+    paths = {name: _as_path(value[name]) for name in ("path", "test_path") if name in value}
+    return {**value, **paths}
+
+
+def _holds_rows(value: Any) -> bool:
+    return isinstance(value, list | tuple) or hasattr(value, "column_names")
+
+
+def _as_path(value: Any) -> Any:
+    """A path as text; rows as the path of a file that holds them, named by the hash of its content."""
+    if not _holds_rows(value):
+        return str(value) if isinstance(value, Path) else value
+    lines = []
+    for row in value:
+        if not isinstance(row, Mapping):
+            raise DataError(f'a row of data is a mapping, {{"question": "…", "answer": "…"}} say, not {row!r:.60}')
+        with reported_as(DataError, "a row of data cannot be written as JSON", cause=TypeError):
+            lines.append(json.dumps(dict(row)) + "\n")
+    if not lines:
+        raise DataError("data has no rows")
+    folder = cache_folder("rows") / text_hash(text := "".join(lines))
+    if not folder.is_dir():
+        with work_folder(folder) as new_folder:
+            (new_folder / "rows.jsonl").write_text(text, encoding="utf-8")
+            publish(new_folder, folder)
+    return str(folder / "rows.jsonl")
 
 
 def is_generator(path: str) -> bool:

@@ -74,6 +74,8 @@ class ToolEnv(Env):
         config = self.config
         if not isinstance(config, ToolEnvConfig):
             raise ConfigError(f"environment {self.spec.id}: its Config must be a subclass of ToolEnvConfig")
+        if not callable(self.tools):
+            raise ConfigError(f"environment {self.spec.id}: tools is a method that returns them: def tools(self): …")
         tools = await self._open(await _resolve(self.tools()))
         self.toolbox = ToolBox(tools, timeout=config.tool_timeout, max_chars=config.max_result_chars)
         self._calls_left = config.max_calls

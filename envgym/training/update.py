@@ -53,6 +53,8 @@ class Update:
             samples = learner.prepare(groups)
             if not samples:
                 raise RunError(f"step {progress.step + 1}: the learner prepared no samples to train on")
+            if not all(isinstance(sample, TrainSample) for sample in samples):
+                raise learner.wrong_return(learner.prepare, f"{samples!r:.60}, which must be a list of TrainSample")
             progress.record |= learner.metrics(samples)
             text = [] if pretraining is None else await pretraining.next()
         logged = []

@@ -31,6 +31,7 @@ from .messages import (
     ToolCall,
     ToolSpec,
     add_instruction,
+    as_action,
     as_messages,
     as_observation,
     int_array,
@@ -40,5 +41,6 @@ from .messages import (
 __all__ = [
     "Action", "Episode", "Group", "Limit", "Message", "Objective", "Observation", "Outcome", "Reward", "Role", "Row",
     "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn", "VersionSpan",
-    "add_instruction", "as_messages", "as_observation", "float_array", "int_array", "observed_messages", "timed",
+    "add_instruction", "as_action", "as_messages", "as_observation", "float_array", "int_array", "observed_messages",
+    "timed",
 ]  # fmt: skip

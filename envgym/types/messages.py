@@ -127,15 +127,18 @@ def add_instruction(prompt: str | Sequence[Message], instruction: str, separator
     return messages
 
 
-def as_messages(prompt: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Normalize a prompt: a string becomes one user message, mappings become `Message`.
+def as_messages(
+    prompt: str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]],
+) -> tuple[Message, ...]:
+    """Normalize a prompt: a string becomes one user message, mappings become `Message`. One message may stand for a
+    list of one.
 
     Raises `TypeError` for anything else.
     """
     if isinstance(prompt, str):
         return (Message("user", prompt),)
     messages = []
-    for item in prompt:
+    for item in [prompt] if isinstance(prompt, Message | Mapping) else prompt:
         if isinstance(item, Message):
             messages.append(item)
         elif isinstance(item, Mapping) and isinstance(item.get("role"), str):
@@ -186,7 +189,7 @@ class Task:
 class Observation:
     """The environment's message to the policy: chat `messages`, or raw `text` (for base models, without a template).
 
-    `Observation("text")` is raw text; messages may be one `Message` or a list, in which mappings become `Message`.
+    `Observation("text")` is raw text; messages may be one message or a list, and mappings become `Message`.
     `sampling` overrides fields of the next turn's sampling parameters (`{"max_tokens": 64}`); its `stop` is a text, and
     the turn ends with the first token that contains it. `tools` are declared with an episode's first observation and
     hold for the whole episode.
@@ -202,8 +205,8 @@ class Observation:
     if TYPE_CHECKING:  # `__post_init__` converts these wider types
 
         def __init__(
-            self, messages: str | Message | Sequence[Message | Mapping[str, Any]] = (), text: str | None = None,
-            sampling: Mapping[str, Any] | None = None, tools: tuple[ToolSpec, ...] = (),
+            self, messages: str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]] = (),
+            text: str | None = None, sampling: Mapping[str, Any] | None = None, tools: tuple[ToolSpec, ...] = (),
         ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -211,9 +214,7 @@ class Observation:
         if isinstance(messages, str) and self.text is None:
             object.__setattr__(self, "text", messages)
             messages = ()
-        elif isinstance(messages, Message):
-            messages = (messages,)
-        if not isinstance(messages, Sequence):
+        if not isinstance(messages, Sequence | Message | Mapping):
             raise TypeError(f"an observation is text, messages or an Observation, not {type(messages).__name__}")
         if not isinstance(self.text, str | None):
             raise TypeError(f"the text of an observation is a string, not {type(self.text).__name__}")
@@ -282,3 +283,10 @@ class Action:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", int_array(self.token_ids))
+
+
+def as_action(value: Action | str) -> Action:
+    """An action, which may be given as text. Raises `TypeError` for anything else."""
+    if not isinstance(value, Action | str):
+        raise TypeError(f"an action is text or an Action, not {value!r:.80}")
+    return Action(value) if isinstance(value, str) else value

@@ -100,7 +100,10 @@ class ModelLearning(ModelState):
         split = zip(*(numbers.split([*map(len, parts.values())]) for numbers in outputs.values()), strict=True)
         for batch, numbers in zip(batches, split, strict=True):
             batch_outputs = Outputs(**dict(zip(outputs, numbers, strict=True)))
-            share, logged = self.learner.loss(self.spec.role, batch_outputs, batch, normalizers)
+            result = self.learner.loss(self.spec.role, batch_outputs, batch, normalizers)
+            if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)):
+                raise self.learner.wrong_return(self.learner.loss, f"{result!r:.60}, which must be (loss, metrics)")
+            share, logged = result
             loss = loss + share
             add(metrics, logged)
         if not loss.isfinite():

@@ -185,7 +185,7 @@ class MixtureEnv(CheckedEnv):
             self._member = spec.make()
         return await self._member.reset(seed=seed, options={**(options or {}), "task": task})
 
-    async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
+    async def step(self, action: Action | str) -> tuple[Observation, float | None, bool, bool, Info]:
         if self._member is None:
             raise ResetNeeded(f"{self.spec.id}: call reset before step")
         return await self._member.step(action)

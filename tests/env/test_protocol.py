@@ -296,6 +296,78 @@ def test_numpy_is_imported_when_it_is_used():
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
 
 
+class Echoes(Ends):
+    async def step(self, action):
+        return action.text, 1.0, True, False, {}
+
+
+def test_a_step_takes_text_as_well_as_an_action():
+    async def run(action):
+        env = envgym.make(Echoes)
+        await env.reset(seed=0)
+        return (await env.step(action))[0].text
+
+    assert asyncio.run(run("five")) == asyncio.run(run(envgym.Action("five"))) == "five"
+    with pytest.raises(TypeError, match="an action is text or an Action, not 5"):
+        asyncio.run(run(5))
+
+
+def test_classes_and_decorated_functions_can_be_made():
+    @envgym.reward
+    def one(completion):
+        return 1.0
+
+    assert type(envgym.make(Echoes).unwrapped) is Echoes
+    assert envgym.make(one, data=[{"question": "q"}]).spec.id == "one"
+    for wrong in (Echoes(), lambda completion: 1.0, int):
+        with pytest.raises(ConfigError, match="is not usable as environment: it must be a subclass of"):
+            envgym.make(wrong)
+
+
+class PlainConfig(Ends):
+    class Config:
+        size = 1
+
+
+class NoOptions(Ends):
+    async def reset(self, *, seed=None):
+        return "Well?", {}
+
+
+@pytest.mark.parametrize(
+    ("cls", "says"),
+    [
+        (PlainConfig, "its class Config must be a subclass of envgym.EnvConfig"),
+        (NoOptions, "reset must take seed and options: got an unexpected keyword argument 'options'"),
+    ],
+)
+def test_an_environment_of_the_wrong_form_is_an_error_when_it_is_made(cls, says):
+    with pytest.raises(ConfigError, match=f"^environment {cls.__name__}: {says}"):
+        envgym.make(cls)
+
+
+def test_tasks_that_are_no_task_set_are_an_error_at_the_first_reset():
+    class Listed(envgym.EnvSpec):
+        env_class = Ends
+
+        def tasks(self, split):
+            return [envgym.Task("a", "b")] if split == "train" else envgym.TaskList([])
+
+    class Empty(Listed):
+        def tasks(self, split):
+            return envgym.TaskList([])
+
+    with pytest.raises(ConfigError, match=r"tasks returns a task set, envgym.TaskList\(…\) say, not a list"):
+        asyncio.run(envgym.make(Listed).reset())
+    with pytest.raises(ConfigError, match="environment Empty has no training tasks"):
+        asyncio.run(envgym.make(Empty).reset())
+
+
+def test_a_limit_of_steps_is_no_setting_of_an_environment():
+    with pytest.raises(ConfigError, match="the agent limits an episode, by"):
+        envgym.register("Limited-v0", Ends, max_episode_steps=5)
+
+
 def test_messages_and_observations_take_text():
     hi = Message("user", (TextPart("hi"),))
     assert (
@@ -308,9 +380,9 @@ def test_messages_and_observations_take_text():
     assert (Message.assistant("a").role, Message.system("s").role) == ("assistant", "system")
     assert Message("assistant", ()).text == ""
     assert Observation("Well?") == Observation(text="Well?") != Observation(hi)
-    assert (
-        Observation(hi) == Observation([hi]) == Observation([{"role": "user", "content": "hi"}]) == Observation((hi,))
-    )
+    as_mapping = {"role": "user", "content": "hi"}
+    assert Observation(hi) == Observation([hi]) == Observation((hi,))
+    assert Observation(hi) == Observation(as_mapping) == Observation([as_mapping])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A decorated function is a complete environment."""
 
 import asyncio
+import functools
 import json
 import pickle
 import subprocess
@@ -332,6 +333,29 @@ def test_tasks_given_in_a_list_are_split_by_prompt():
     assert test
     assert not {task.prompt for task in train} & {task.prompt for task in test}
     assert train[0].answer in range(20)
+
+
+def test_a_single_prompt_is_for_training():
+    spec = spec_of(envgym.reward(lambda completion: 1.0, tasks=[{"question": "only"}] * 2))
+    assert (len(spec.tasks("train")), len(spec.tasks("test"))) == (2, 0)
+
+
+@pytest.mark.parametrize("tasks", ["rows.jsonl", ["a", "b"], {"question": "a"}])
+def test_tasks_that_are_no_mappings_are_an_error_in_one_line(tasks):
+    spec = spec_of(envgym.reward(lambda completion: 1.0, tasks=tasks))
+    with pytest.raises(DataError, match="tasks=… is a list of mappings, or a function of the split; it has '"):
+        spec.tasks("train")
+
+
+@pytest.mark.parametrize("function", [int, 3, "f", ["f"], functools.partial(print)])
+def test_only_functions_score(function):
+    with pytest.raises(ConfigError, match="takes a function, or a list of them, not"):
+        envgym.reward(function)
+
+
+def test_a_list_of_functions_holds_one_at_least():
+    with pytest.raises(ConfigError, match="empty list of functions"):
+        envgym.reward([])
 
 
 def test_tasks_given_by_a_function_of_the_split():

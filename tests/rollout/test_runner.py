@@ -21,7 +21,7 @@ from envgym.processes import cancellation, event_loop, watch
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan, apply_reward
 from envgym.training.stop import Interrupts, Stop
-from envgym.types import Episode, Message, Outcome, Reward, Row, Segment, Status, StopReason, Task, Turn
+from envgym.types import Action, Episode, Message, Outcome, Reward, Row, Segment, Status, StopReason, Task, Turn
 
 TASKS = [Task(f"t{index}", prompt=f"{index}?") for index in range(3)]
 SAMPLING = SamplingParams(max_tokens=4)
@@ -50,7 +50,7 @@ class OneAnswer(Agent):
     async def run(self, env, task, engine, *, seed):
         await env.reset(seed=seed, options={"task": task})
         generation = await engine.generate([1, 2])
-        _, reward, _, _, info = await env.step(generation)
+        _, reward, _, _, info = await env.step(Action("", generation.token_ids))
         row = Row([Segment("prompt", [1, 2]), Segment("action", [7], logprobs=[-1.0])], turns=[Turn(reward, "stop")])
         score = info.get("score")
         return Episode("", task, Outcome.finish(), rows=[row], reward=reward, score=score, messages=[Message("a", "")])
