@@ -46,6 +46,7 @@ class KTO(Learner):
         return super().samples_to_score(groups)
 
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+        """Mark each sample as good or bad, and add the KL baseline: the mean log ratio of the mismatched samples."""
         import numpy as np
 
         members = [trajectory for group in groups for trajectory in group]

@@ -165,7 +165,7 @@ def input_items(messages: Sequence[Message]) -> list[Item]:
 def output_items(message: Message) -> list[Item]:
     """The items of an assistant's turn: a message if it has text or no calls, then its calls.
 
-    A malformed call has no form in the API: it is omitted, and its words belong to the text.
+    A malformed call has no form in the API, so it is omitted; the message's text already contains its words.
     """
     items: list[Item] = []
     calls = [call for call in message.tool_calls if not call.error]

@@ -83,6 +83,7 @@ class EnginePool:
         return sum(await self._call_each("steps"))
 
     async def generate(self, request: Request) -> Generation:
+        """Send a request to one of the engines. Raises `InvalidOutcome`, retryable if the engine has died."""
         member = await self._choose(request.id)
         member.in_flight += 1
         try:

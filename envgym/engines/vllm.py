@@ -237,7 +237,7 @@ class WeightReader:
         self.model_runner.get_model().load_weights(iter(read_bucket(bucket).items()))
 
     def end_reload(self) -> None:
-        """Repack the layers after the last weights."""
+        """Convert the layers to their kernels' format after the last weights, and forget adapters of the old ones."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -245,7 +245,7 @@ class WeightReader:
         model = runner.get_model()
         finalize_layerwise_reload(model, runner.model_config)
         for layer in _repacked(model):
-            if isinstance(layer, ParallelLMHead):  # a tied head loads nothing, and has a repacked copy
+            if isinstance(layer, ParallelLMHead):  # tied to the embedding, it loads nothing: its copy is old
                 layer.quant_method.process_weights_after_loading(layer)
         runner.reset_lora_state()
 

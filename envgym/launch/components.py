@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 
 def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
-    """The runtime of the run's workers: processes on this machine, Ray, or with `debug` the controller itself."""
+    """The runtime of the run's workers: processes on this machine, Ray, or with `debug` the controller's own process.
+    Raises `ConfigError` for `debug` with several ranks."""
     if config.debug:
         if any(stage.workers.ranks > 1 for stage in config.stages):
             raise ConfigError("debug=true runs every worker inside the controller, as one rank: set workers.ranks=1")

@@ -312,8 +312,8 @@ def _adapter_parameters(sizes: ModelSizes, rank: int) -> float:
 
 @cache
 def _count_in_config(folder: Path) -> int:
-    """Number of parameters of the model that transformers builds from a folder's config, on the meta device; 0 if it
-    fails. Takes seconds, since it imports torch."""
+    """Number of parameters of the model that transformers builds from a folder's config, on the meta device; 0 if
+    transformers cannot build it. Takes seconds, since it imports torch."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM

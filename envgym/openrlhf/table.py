@@ -133,7 +133,7 @@ def _value(program: str, flag: Flag, values: Sequence[str]) -> Any:
 
 
 def _parse_number(text: str) -> Any:
-    """The number that the text is; else the text."""
+    """The text as a number, if it is one."""
     for number in (int, float):
         try:
             return number(text)

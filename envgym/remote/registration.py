@@ -81,16 +81,14 @@ class ListenerSettings:
 
 
 def split_port(entry: str) -> tuple[str, int | None]:
-    """The host of an entry in `allow` (a name, an address, or a network as `10.0.0.0/8`), and its port
-    (None: any). Raises `ValueError` for a malformed entry."""
+    """The host of an entry in the setting `allow` (a name, an address, or a network such as `10.0.0.0/8`), and its port
+    (None: any). An IPv6 address with a port is in brackets. Raises `ValueError` for a malformed entry."""
     match = re.fullmatch(r"(?:\[(.+)\]|([^:]+|[^/]+/\d+))(?::(\d{1,5}))?|([^/]+)", entry)
     host = "" if match is None else match[1] or match[2] or match[4]
     if "/" in host:
         ipaddress.ip_network(host)
     elif not re.fullmatch(r"[0-9A-Za-z._-]+|[0-9a-fA-F:.]+", host):
-        raise ValueError(
-            f"an entry is HOST or HOST:PORT, a name, an address or a network, without scheme: not {entry!r}"
-        )
+        raise ValueError(f"an entry is HOST or HOST:PORT, where HOST is a name, an address or a network: not {entry!r}")
     return host, int(match[3]) if match is not None and match[3] else None
 
 

@@ -136,8 +136,8 @@ class Replica:
         return await self._asking.result(ENVS, lambda: self._describe(seconds + patience, patience), closed=closed)
 
     async def _describe(self, seconds: float, patience: float) -> EnvDescription:
-        """Ask for the description, and set it, the lease's duration and the capacity. Raises `EnvgymError` if it is
-        unusable or another than expected."""
+        """Ask the server for its description, and store it, the duration of leases and the capacity. `seconds` limits
+        one try, `patience` all tries. Raises `EnvgymError` if it is unusable or differs from the expected one."""
         served = await self.transport.ask(EnvList, "GET", ENVS, seconds=seconds, patience=patience)
         description = self._choose(served)
         if self.expected is not None:

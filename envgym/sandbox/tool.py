@@ -17,7 +17,7 @@ _REASONS = {
 def python_tool(sandbox: Sandbox, *, max_characters: int = 4000) -> Callable[[str], Awaitable[str]]:
     """A function for `Tool.from_function` that runs programs in `sandbox`, without state between calls.
 
-    The middle of longer results is omitted.
+    The middle of a result of more than `max_characters` is omitted.
     """
 
     async def python(code: str) -> str:

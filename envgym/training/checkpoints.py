@@ -103,9 +103,10 @@ class Checkpoints:
         }
 
     async def save(self, state: Mapping[str, Any] | None = None) -> None:
-        """Save a checkpoint of the current weights with `state` (default: the current one), in the background.
+        """Save a checkpoint of the current weights with `state`, by default the current one.
 
-        `wait_for_writes` waits for it. Raises the error of the previous save, if that failed.
+        Waits for the previous save, and raises its error if it failed. With background writing the last part goes on
+        after the return, until `wait_for_writes`; else it is complete. A failed save leaves no folder.
         """
         state = self.state() if state is None else state
         text, best, step = state_to_json(state), state["progress"]["best"], state["progress"]["step"]
@@ -124,10 +125,11 @@ class Checkpoints:
                 await self.wait_for_writes()
 
     async def _finish(self, folder: Path, step: int, state: str, best: dict[str, Any] | None) -> None:
+        """Wait for the workers' files, add `state` and `best` (the best evaluation), and make the checkpoint valid."""
         try:
             for role in self._components.trained_roles:
                 await self._components.workers[role].on_all("finish_save")
-            # In a thread: flushing to the disk must not block the event loop, where servers of environments may run.
+            # In a thread: flushing to the disk must not block the event loop, which may also serve environments.
             await asyncio.to_thread(self._folder.add_checkpoint, folder, step, state, best, self._keep)
         except (EnvgymError, OSError):
             shutil.rmtree(folder, ignore_errors=True)

@@ -67,7 +67,8 @@ class Source:
         return {} if file is None else json_object(file.read_bytes())
 
     def config(self) -> dict[str, Any]:
-        """The settings; empty for a file."""
+        """The settings, from `config.yaml`; empty for a file, and if there is none. A link that leads outside the roots
+        raises an error."""
         for folder in (self.path, self.path.parent):  # a stage's settings are in the folder above
             file = folder / "config.yaml"
             if self.kind != "file" and os.path.lexists(file) and (folder == self.path or is_within(file, self.roots)):

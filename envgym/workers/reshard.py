@@ -84,11 +84,12 @@ def _rank(shard: Path) -> int:
 
 
 def _read_stage_0(state: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, ParameterState]]:
-    """Stage 0: every rank has all parameters, and rank 0 has written them."""
+    """The parameters of a checkpoint of ZeRO stage 0, where rank 0 has written all of them. `names` are in the
+    optimizer's order. Moments are in float32 already, weights may not be."""
     moments = state["optimizer"]["state"]
-    order = [number for group in state["optimizer"]["param_groups"] for number in group["params"]]
-    for name, number in zip(names, order, strict=True):
-        entry = moments[number]
+    order = [index for group in state["optimizer"]["param_groups"] for index in group["params"]]
+    for name, index in zip(names, order, strict=True):
+        entry = moments[index]
         flat = {kind: entry[kind].flatten() for kind in MOMENTS}
         yield name, ParameterState(state["module"][name].float().flatten(), flat, float(entry["step"]))
 

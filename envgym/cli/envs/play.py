@@ -40,12 +40,12 @@ def try_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs try",
         "E [--seed N] [--task N] [key=value …]",
-        f"Play an episode of an environment yourself; or see the trained tokens of recorded data. {HOW} "
+        f"Play an episode of an environment yourself; or show which tokens of recorded data are trained on. {HOW} "
         f'Call a tool with a line {CALL} NAME {{"argument": value}}; several in one turn between {FENCE}.',
         "envgym envs try math_verify\n  envgym envs try math_verify --task test:3",
     )
     parser.add_argument("env", **ENV)
-    parser.add_argument("--seed", metavar="N", type=int, help="reset seed, which also draws the task (at random)")
+    parser.add_argument("--seed", metavar="N", type=int, help="reset seed, which also draws the task (default: random)")
     parser.add_argument("--task", metavar="N", type=_task_word, help="number of the task, test:N for a held-out one")
     options, words = parser.parse_with_words(arguments)
     replay_words = [word for word in words if word.partition("=")[0].partition(".")[0] in OF_REPLAY]
@@ -59,7 +59,7 @@ def try_main(arguments: Sequence[str]) -> int:
         console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
         event_loop.run(preview(options.env, words, options.task, seed, console))
     elif replay_words:
-        parser.error(f"{replay_words[0]!r} is for recorded data: you answer yourself here")
+        parser.error(f"{replay_words[0]!r} is a setting of recorded data, and here you answer yourself")
     else:
         event_loop.run(_play(spec, seed, options.task))
     return 0
