@@ -16,18 +16,28 @@ from envgym.errors import EnvgymError
 
 from . import cancellation
 from .cancellation import abandoned_tasks, wait_for_end
+from .signals import get_handler, run_in_thread, set_handlers
 from .watch import LoopWatch, end_immediately
 
 T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, with two differences: a `SystemExit` in a task of users' code is raised where that task is
-    awaited and does not stop the loop; and tasks and threads that do not end when cancelled are abandoned.
+    """Like `asyncio.run`, with three differences: a `SystemExit` in a task of users' code is raised where that task is
+    awaited and does not stop the loop; tasks and threads that do not end when cancelled are abandoned; and where an
+    event loop is running (a notebook, an asynchronous program), `main` has another one in a thread of its own.
 
     Ctrl-C and SIGTERM cancel `main`; a second one is raised in the running code. Raises `EnvgymError` if `main` itself
     ends in a `SystemExit`.
     """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(main)
+    return run_in_thread(lambda: _run(main))
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
     loop = asyncio.new_event_loop()
     threads = ThreadPoolExecutor(thread_name_prefix="asyncio")
     loop.set_default_executor(threads)
@@ -80,16 +90,15 @@ class _CtrlC:
         self.count = 0
 
     def __enter__(self) -> _CtrlC:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in self.DEFAULT_HANDLERS.items():
-                if signal.getsignal(number) is handler:
-                    signal.signal(number, self._pressed)
+        for number, handler in self.DEFAULT_HANDLERS.items():
+            if get_handler(number) is handler:
+                set_handlers({number: self._pressed})
         return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self.DEFAULT_HANDLERS.items():
-            if signal.getsignal(number) == self._pressed:
-                signal.signal(number, handler)
+            if get_handler(number) == self._pressed:
+                set_handlers({number: handler})
 
     def _pressed(self, number: int, frame: FrameType | None) -> None:
         self.count += 1

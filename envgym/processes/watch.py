@@ -16,6 +16,7 @@ from envgym.loading import is_user_file
 
 from . import cancellation
 from .deadline import Deadline
+from .signals import interrupt
 
 BEAT_SECONDS = 0.5
 """Seconds between two heartbeats of the loop, and between two checks of them."""
@@ -64,7 +65,7 @@ class LoopWatch:
             elif moment - since > cancellation.GRACE_SECONDS:
                 self._end()
             else:
-                signal.pthread_kill(self._thread, signal.SIGINT)
+                interrupt(self._thread)
 
     def _report(self) -> None:
         """Report the call that blocks the loop past its deadline, and mark it as timed out."""
@@ -90,8 +91,11 @@ class LoopWatch:
             )
 
     def _end(self) -> None:
-        _print("ended immediately: a call blocks the event loop and does not end")
-        os._exit(128 + signal.SIGINT)  # the child processes end with this one
+        if self._thread == threading.main_thread().ident:
+            _print("ended immediately: a call blocks the event loop and does not end")
+            os._exit(128 + signal.SIGINT)  # the child processes end with this one
+        _print("a call blocks the run's event loop and does not end: restart the kernel")
+        self._stop.set()
 
 
 def _print(line: str) -> None:

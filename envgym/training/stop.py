@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from envgym.processes.signals import set_handlers
 from envgym.processes.watch import end_immediately
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ class Interrupts:
             self._is_handled = False
 
         loop = asyncio.get_running_loop()
-        self._previous_handlers = {number: signal.signal(number, on_signal) for number in self._signals}
+        self._previous_handlers = set_handlers(dict.fromkeys(self._signals, on_signal))
 
     def __exit__(self, *exc: object) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+        set_handlers(self._previous_handlers)
