@@ -115,7 +115,8 @@ class Checkpoints:
             folder = self._folder.new_checkpoint()
             try:
                 for role in self._components.trained_roles:
-                    await self._components.workers[role].save_state(str(folder / role), blocking=not self._background)
+                    worker = self._components.workers[role]
+                    await worker.on_all("save_state", str(folder / role), blocking=not self._background)
             except (EnvgymError, OSError):
                 shutil.rmtree(folder, ignore_errors=True)  # it may have filled the disk
                 raise
@@ -163,7 +164,7 @@ class Checkpoints:
             ) from error
         progress.best = self._folder.mark_best(progress.best)
         for role in components.trained_roles:
-            await components.workers[role].load_state(str(checkpoint / role))
+            await components.workers[role].on_all("load_state", str(checkpoint / role))
 
     # -- snapshot of the last complete step ---------------------------------------------------------------
 
