@@ -96,7 +96,7 @@ class Checkpoints:
             "progress": asdict(self._progress),
             "cursor": self._cursor.state(),
             "buffer": self._buffer.state(),
-            "pretraining": None if pretraining is None else pretraining.state(),
+            "pretraining": None if pretraining is None else pretraining.cursor.state(),
             "learner": self._components.learner.state_dict(),
             "unscored": sorted(self._components.runner.envs_without_scores),
             "supply": None if self._async_rollouts is None else self._async_rollouts.state(),
@@ -152,7 +152,7 @@ class Checkpoints:
             self._cursor.load_state(state["cursor"])
             self._buffer.load_state(state["buffer"])
             if components.pretraining is not None:
-                components.pretraining.load_state(state["pretraining"])
+                components.pretraining.cursor.load_state(state["pretraining"])
             components.learner.load_state_dict(state["learner"])
             components.runner.envs_without_scores |= set(state.get("unscored", ()))
             if self._async_rollouts is not None:
