@@ -73,6 +73,8 @@ async def exchange(
     """
     waits = pauses(FIRST_PAUSE, jitter=0.5)
     while True:
+        for _ in range(2):  # the loop takes two turns to notice connections that the server has closed
+            await asyncio.sleep(0)
         try:
             async with asyncio.timeout(seconds), http.request(method, url, data=body, allow_redirects=False) as answer:
                 return answer.status, answer.headers, await _read(answer)

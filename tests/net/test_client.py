@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 from aiohttp import ClientSession, TCPConnector, web
@@ -82,3 +83,20 @@ def test_what_may_have_arrived_is_sent_once(serving):
     asyncio.run(main(hangs_up, "lost"))
     asyncio.run(main(hangs, "timeout"))
     assert len(tries) == 2
+
+
+def test_a_connection_that_the_server_has_just_closed_is_not_used(serving):
+    sockets = []
+
+    async def handler(request):
+        sockets.append(request.transport.get_extra_info("socket"))
+        return web.Response()
+
+    async def main():
+        async with serving(handler) as url, http_client() as http:
+            for _ in range(2):
+                await exchange(http, "POST", url, b"{}", seconds=5)
+                sockets[-1].shutdown(socket.SHUT_RDWR)
+
+    asyncio.run(main())
+    assert len(sockets) == 2
