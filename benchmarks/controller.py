@@ -125,7 +125,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
         letter, end = tokenizer.encode("a")[0], renderer.stop_token_ids[0]
         runtime = LocalRuntime(Path(folder), deterministic=False)
         arguments = {"letter": letter, "end": end, "max_model_len": 2 * tokens}
-        engine = await EngineClient.start(runtime, "null_engine:NullEngine", arguments, {})
+        engine = EngineClient(await runtime.start("null_engine:NullEngine", arguments, name="engine"))
         runner = Runner(
             EnvSpec("Talks-v0", Talks),
             MultiTurn(renderer, MultiTurnConfig()),

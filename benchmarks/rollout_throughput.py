@@ -216,7 +216,7 @@ async def ours(job: dict[str, Any], folder: Path) -> None:
     runtime = LocalRuntime(folder, deterministic=False)
     arguments = {"spec": EngineSpec(model, concurrency=n, engine_args=ENGINE)}
     async with (MathVerify if is_starter else LengthyMathVerify)("math_verify") as spec:
-        engine = await EngineClient.start(runtime, "envgym.engines.vllm:VLLMEngine", arguments, {})
+        engine = EngineClient(await runtime.start("envgym.engines.vllm:VLLMEngine", arguments, name="engine"))
         context = (await engine.info()).max_model_len
         agent = MultiTurn(renderer, MultiTurnConfig())
         runner = Runner(spec, agent, engine, RolloutConfig(), max_model_len=context, seed=0, deterministic=False)

@@ -82,7 +82,11 @@ async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> di
     try:
         target, _ = choose_engine("vllm")
         arguments = {"spec": EngineSpec(str(folder / "model"), dtype="float32")}
-        pool = await EnginePool.start(lambda _: EngineClient.start(runtime, target, arguments, {}), 1)
+
+        async def start(number: int) -> EngineClient:
+            return EngineClient(await runtime.start(target, arguments, name="engine"))
+
+        pool = await EnginePool.start(start, 1)
         spec = WorkerSpec("actor", str(folder / "model"), RoleSpec(trained=True), {"name": "sft"})
         actor = await WorkerGroup.start(runtime, spec)
         transfer = FileTransfer(actor, folder, BUCKET, checkpoint=True)

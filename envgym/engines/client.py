@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from envgym.engine import EngineInfo, Generation, Request
 from envgym.errors import WorkerDied, WorkerError
-from envgym.processes.runtime import CALL_SECONDS, Runtime, WorkerHandle
+from envgym.processes.runtime import CALL_SECONDS, WorkerHandle
 
 LOOK_SECONDS = 30.0
 """Seconds between two checks of the engine's step counter, while requests wait for it."""
@@ -32,13 +32,6 @@ class EngineClient:
         self._waiting: set[asyncio.Timeout] = set()
         self._watching: asyncio.Task[None] | None = None
         self._idle_since = 0.0
-
-    @classmethod
-    async def start(
-        cls, runtime: Runtime, target: str, kwargs: Mapping[str, Any], environ: Mapping[str, str], name: str = "engine"
-    ) -> EngineClient:
-        """Start the engine class `target` as a worker of this name."""
-        return cls(await runtime.start(target, kwargs, name=name, environ=environ))
 
     async def info(self) -> EngineInfo:
         info: EngineInfo = await self.call("info")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,9 +12,7 @@ import yaml
 
 from envgym.config.schema import RunConfig
 from envgym.disk import write_atomically
-from envgym.episodes.journal import episode_line
 from envgym.errors import ConfigError, RunError, reported_as
-from envgym.types import Episode
 from envgym.yaml_files import read_yaml
 
 from .plan import Part
@@ -84,10 +82,6 @@ class EvalFolder(ResumableFolder):
 
     def on_mismatch(self, problem: str) -> None:
         raise ConfigError(f"{self.path} holds episodes that {problem}: start a new evaluation")
-
-    def write_journal(self, episodes: Iterable[Episode]) -> None:
-        """Replace the journal's episodes with these, in one rename."""
-        write_atomically(self.journal.path, "".join(map(episode_line, episodes)))
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         write_atomically(self.result_file, json.dumps(result, indent=2) + "\n")

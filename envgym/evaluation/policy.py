@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from envgym.config.missing import missing_part_error
 from envgym.disk import write_atomically
 from envgym.env import EnvSpec
+from envgym.episodes.journal import episode_line
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
 from envgym.hashing import task_hash, text_hash
 from envgym.launch.memory import check_episode_memory
@@ -110,7 +111,7 @@ async def _run(
         result["fingerprints"] = {"model": folder.model_hash, "envgym": version("envgym")}
         folder.write_result(result)
         if retry_failed:
-            folder.write_journal(folder.saved.values())
+            write_atomically(folder.journal.path, "".join(map(episode_line, folder.saved.values())))
         try:
             for number, run in enumerate(runs, 1):
                 name, count = run.part.name, f" ({number} of {len(parts)})" if len(parts) > 1 else ""

@@ -187,7 +187,7 @@ async def start_engine(
 
     async def start(number: int) -> EngineClient:
         name = "engine" if stage.engine.count == 1 else f"engine-{number}"
-        return await EngineClient.start(runtime, target, {"spec": spec}, environ, name)
+        return EngineClient(await runtime.start(target, {"spec": spec}, name=name, environ=environ))
 
     pool = await EnginePool.start(start, stage.engine.count, round_robin=config.deterministic, note=display.note)
     return pool, (await pool.info()).max_model_len

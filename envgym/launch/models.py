@@ -60,7 +60,7 @@ async def fetch_model(
             raise ConfigError(f"{name} is an adapter without its base: merge it first (envgym model merge {name} OUT)")
         if (path / "config.json").exists():
             return str(path)
-        if _is_checkpoint(path):
+        if (path / CONTROLLER).is_file() or run_of_checkpoint(path) is not None:  # a checkpoint, perhaps damaged
             return str(await _model_of_checkpoint(path, config.runtime, display, make_model))
         if not (path / "config.yaml").exists():
             raise ConfigError(
@@ -99,11 +99,6 @@ def with_results(stage: StageConfig, config: RunConfig, run: Path) -> StageConfi
 
 # ---------------------------------------------------------------------------------------------------------
 # The policy of a run's checkpoint, as a Hugging Face folder
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    """True if a folder is a run's checkpoint, even a damaged one."""
-    return (folder / CONTROLLER).is_file() or run_of_checkpoint(folder) is not None
 
 
 def _other_checkpoints(missing: Path) -> str:
@@ -179,6 +174,6 @@ async def _write_policy(
         with reported_as(ConfigError, problem, cause=EnvgymError):
             actor = await start_role(config, stage, "actor", base, runtime)
         with reported_as(ConfigError, f"checkpoint {checkpoint} cannot be read", cause=EnvgymError):
-            await actor.load_state(str(checkpoint / "actor"))
-        await actor.save(str(folder))
+            await actor.on_all("load_state", str(checkpoint / "actor"))
+        await actor.on_all("save", str(folder))
         load_tokenizer(base).save_pretrained(folder)

@@ -16,7 +16,7 @@ from envgym.env import EnvSpec
 from envgym.errors import needs
 from envgym.hashing import derived_seed
 from envgym.settings import Settings
-from envgym.types import Action, Message, Observation, as_messages
+from envgym.types import Action, Message, observed_messages
 
 END_OF_TURN = "<|im_end|>"
 START_OF_TURN = "<|im_start|>"
@@ -118,17 +118,13 @@ async def sample_texts(spec: EnvSpec, n_tasks: int) -> list[str]:
         async with spec.spec_for(task).make() as env:
             observation, _ = await env.reset(seed=index, options={"task": task})
             turns = spec.spec_for(task).demonstrations(task, derived_seed(0, index))
-            messages = [*_messages(observation)]
+            messages = [*observed_messages(observation)]
             tools = json.dumps([tool.as_dict() for tool in observation.tools]) if observation.tools else ""
             for number, turn in enumerate(turns, start=1):
                 messages.append(turn if isinstance(turn, Message) else Message("assistant", turn))
                 if number < len(turns):
                     observation, *_ = await env.step(Action(messages[-1].text, (), messages[-1].tool_calls))
-                    messages += _messages(observation)
+                    messages += observed_messages(observation)
         texts += [f"{message.role}\n{message.text}" for message in (*messages, Message("system", tools))]
         texts += [json.dumps(message.as_dict()["tool_calls"]) for message in messages if message.tool_calls]
     return texts
-
-
-def _messages(observation: Observation) -> tuple[Message, ...]:
-    return observation.messages or as_messages(observation.text or "")

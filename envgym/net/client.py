@@ -1,35 +1,30 @@
-"""HTTP requests over httpx: one policy for retries and rate limits, and every failure as a one-line message."""
+"""HTTP requests over aiohttp: one policy for retries and rate limits, and every failure as a one-line message."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
-import ssl
 import time
 from collections import Counter
-from collections.abc import Callable
-from http.cookiejar import CookieJar, DefaultCookiePolicy
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from envgym.errors import InvalidOutcome, needs
+import aiohttp
+from aiohttp import BaseConnector, ClientSession
+
+from envgym.errors import InvalidOutcome
 from envgym.processes.deadline import pause_timeouts
 
 from .retries import LONGEST_PAUSE, RETRY_STATUSES, pauses, retry_after
 
-with needs("httpx", "api", "a service over HTTP"):
-    import httpx
-
 FIRST_PAUSE = 0.5
 """Seconds before the second try; doubled before each further one, and shortened by up to a half at random."""
 CONNECT_SECONDS = 10.0
-MAX_ANSWER = 16 * 2**20
-"""Maximum number of bytes of an answer."""
-KEEPALIVE_SECONDS = 5.0
-"""Seconds after which an idle connection is closed."""
-KEPT_HEADERS = ("retry-after", "location", "set-cookie")
-"""Headers of an answer that callers get."""
+MAX_ANSWER = 64 * 2**20
+"""Maximum number of bytes of an answer, decompressed."""
+MAX_HEADER = 100_000
+"""Maximum number of bytes of each header of an answer."""
 
 Kind = Literal["url", "unreachable", "lost", "timeout", "unusable"]
 
@@ -48,88 +43,58 @@ class NoAnswer(Exception):
         self.wait = wait
 
 
-class ConnectionPool(httpx.AsyncBaseTransport):
-    """A pool of connections, and answers of up to `max_answer` bytes, decompressed.
+def http_client(
+    connector: BaseConnector | None = None, *, secret: str = "", keeps_cookies: bool = False, keepalive: float = 5.0
+) -> ClientSession:
+    """A client of the running event loop, over the connections of another, or over its own: as many as it has requests
+    at a time, each closed once it has been idle for `keepalive` seconds.
 
-    Each connection has a separate httpx pool: httpx's pool scans all of its connections at each request, which took
-    18 ms with 256 of them.
+    The environment's proxies and passwords are not used: key and request are for the address alone. Cookies are stored
+    with `keeps_cookies` only.
     """
+    headers = {"Accept": "application/json", "Content-Type": "application/json"}
+    return ClientSession(
+        connector=connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive),
+        connector_owner=connector is None,
+        cookie_jar=aiohttp.CookieJar(unsafe=True) if keeps_cookies else aiohttp.DummyCookieJar(),
+        headers=headers | ({"Authorization": f"Bearer {secret}"} if secret else {}),
+        timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
+        max_field_size=MAX_HEADER,
+    )
 
-    def __init__(self, max_answer: int, keepalive: float = KEEPALIVE_SECONDS) -> None:
-        self._max_answer = max_answer
-        self._limits = httpx.Limits(keepalive_expiry=keepalive)
-        self._idle: list[httpx.AsyncHTTPTransport] = []
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        connection = self._idle.pop() if self._idle else self._new()
+async def exchange(
+    http: ClientSession, method: str, url: str, body: bytes | None = None, *, seconds: float | None, connects: int = 1
+) -> tuple[int, Mapping[str, str], bytes]:
+    """Status (any), headers and body of the answer, each try within `seconds`. Redirects are not followed.
+
+    A failed connection is tried `connects` times in all: nothing has been sent then. If it breaks later, aiohttp itself
+    repeats a GET once, and never a POST. Raises `NoAnswer`.
+    """
+    waits = pauses(FIRST_PAUSE, jitter=0.5)
+    while True:
+        for _ in range(2):  # the loop takes two turns to notice connections that the server has closed
+            await asyncio.sleep(0)
         try:
-            response = await connection.handle_async_request(request)
-            try:
-                content = await self._read(response)
-            finally:
-                await response.aclose()
-        finally:
-            self._idle.append(connection)
-        headers = [item for item in response.headers.multi_items() if item[0] in KEPT_HEADERS]
-        return httpx.Response(response.status_code, headers=headers, content=content)
-
-    def _new(self) -> httpx.AsyncHTTPTransport:
-        return httpx.AsyncHTTPTransport(_tls_context(), trust_env=False, limits=self._limits)
-
-    async def _read(self, response: httpx.Response) -> bytes:
-        content = bytearray()
-        async for chunk in response.aiter_bytes():
-            content += chunk
-            if len(content) > self._max_answer:
-                raise NoAnswer("unusable", f"answers with more than {self._max_answer / 2**20:.3g} MiB")
-        return bytes(content)
-
-    async def aclose(self) -> None:
-        await asyncio.gather(*(connection.aclose() for connection in self._idle))
+            async with asyncio.timeout(seconds), http.request(method, url, data=body, allow_redirects=False) as answer:
+                return answer.status, answer.headers, await _read(answer)
+        except (aiohttp.ClientError, ConnectionError, ValueError) as error:  # some are TimeoutErrors as well
+            failure = _failure(error)
+        except TimeoutError:
+            failure = NoAnswer("timeout", f"gave no answer within {seconds:g} s")
+        connects -= 1
+        if failure.kind != "unreachable" or connects == 0:
+            raise failure
+        await asyncio.sleep(next(waits))
 
 
-@functools.cache
-def _tls_context() -> ssl.SSLContext:
-    return ssl.create_default_context()  # reads a file of 200 kB
-
-
-class HttpClient(httpx.AsyncClient):
-    """Requests from one event loop. With shared `connections`, close these and not the clients.
-
-    Redirects and the environment's proxies and passwords are not used: key and request are for the address alone.
-    Cookies are stored with `keeps_cookies` only.
-    """
-
-    def __init__(
-        self, connections: ConnectionPool | None = None, *, secret: str = "", keeps_cookies: bool = False
-    ) -> None:
-        headers = {"Accept": "application/json", "Content-Type": "application/json"}
-        super().__init__(
-            transport=connections or ConnectionPool(MAX_ANSWER),
-            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-            trust_env=False,
-            headers=headers | ({"Authorization": f"Bearer {secret}"} if secret else {}),
-            cookies=CookieJar(None if keeps_cookies else DefaultCookiePolicy(allowed_domains=[])),
-        )
-
-    async def exchange(
-        self, method: str, url: str, content: bytes = b"", *, seconds: float | None, connects: int = 1
-    ) -> httpx.Response:
-        """The answer, of any status, each try within `seconds`. A failed connection is tried `connects` times in all:
-        nothing has been sent then. Raises `NoAnswer`."""
-        waits = pauses(FIRST_PAUSE, jitter=0.5)
-        while True:
-            try:
-                async with asyncio.timeout(seconds):
-                    return await self.request(method, url, content=content)
-            except TimeoutError:
-                failure = NoAnswer("timeout", f"gave no answer within {seconds:g} s")
-            except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-                failure = _failure(error)
-            connects -= 1
-            if failure.kind != "unreachable" or connects == 0:
-                raise failure
-            await asyncio.sleep(next(waits))
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for chunk in answer.content.iter_any():
+        content += chunk
+        if len(content) > MAX_ANSWER:
+            raise NoAnswer("unusable", f"answers with more than {MAX_ANSWER / 2**20:.3g} MiB")
+    return bytes(content)
 
 
 class RequestRejected(InvalidOutcome):
@@ -174,10 +139,10 @@ class JsonCaller:
         self._next_start = 0.0
         self._not_before = 0.0
         self._timeout = timeout
-        self._http = HttpClient(secret=secret)
+        self._http = http_client(secret=secret)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def post(
         self, url: str, body: Any, *, defect: Callable[[Any], str] = lambda answer: "", tries: int | None = None
@@ -195,7 +160,7 @@ class JsonCaller:
                 self.counters["requests"] += 1
                 wait, outcome = 0.0, InvalidOutcome
                 try:
-                    answer = self._parse(await self._http.exchange("POST", url, content, seconds=self._timeout))
+                    answer = self._parse(*await exchange(self._http, "POST", url, content, seconds=self._timeout))
                     if not (problem := defect(answer)):
                         return answer
                 except NoAnswer as failure:
@@ -222,25 +187,25 @@ class JsonCaller:
                     await _sleep_until(start)
                 self._next_start = start + self._interval
 
-    def _parse(self, response: httpx.Response) -> Any:
+    def _parse(self, status: int, headers: Mapping[str, str], content: bytes) -> Any:
         try:
-            body = json.loads(response.content)
+            body = json.loads(content)
         except (ValueError, RecursionError):  # often a proxy's page in place of the server's answer
             body = None
-        if response.is_success:
+        if 200 <= status < 300:
             if body is None:
                 raise NoAnswer("unusable", "answers with something that is not JSON")
             return body
-        reason, code = _problem(body, response.content)
-        if response.status_code in RETRY_STATUSES:
-            wait = retry_after(response.headers.get("Retry-After", ""))
+        reason, code = _problem(body, content)
+        if status in RETRY_STATUSES:
+            wait = retry_after(headers.get("Retry-After", ""))
             if wait <= LONGEST_PAUSE:
                 self._not_before = max(self._not_before, time.monotonic() + wait)
             requested = f" and asks to wait {wait:.0f} s" if wait > LONGEST_PAUSE else ""
-            raise NoAnswer("unusable", f"answers {response.status_code} {reason}{requested}", wait=wait)
-        hint = "; check the key or token" if response.status_code in (401, 403) else ""
-        message = f"{self.name} answers {response.status_code} {reason}{hint}"
-        raise RequestRejected(self._hide(message), response.status_code, code)
+            raise NoAnswer("unusable", f"answers {status} {reason}{requested}", wait=wait)
+        hint = "; check the key or token" if status in (401, 403) else ""
+        message = f"{self.name} answers {status} {reason}{hint}"
+        raise RequestRejected(self._hide(message), status, code)
 
     def _hide(self, message: str) -> str:
         return message.replace(self._secret, "[secret]") if self._secret else message
@@ -264,23 +229,19 @@ def _problem(body: Any, content: bytes) -> tuple[str, str]:
 
 
 def _failure(error: Exception) -> NoAnswer:
-    if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
-        return NoAnswer("url", f"cannot be reached ({error})", str(error))
-    is_slow = isinstance(error, httpx.ConnectTimeout)
-    reason = f"no connection within {CONNECT_SECONDS:g} s" if is_slow else _reason(error)
-    kind: Kind = "unreachable" if is_slow or isinstance(error, httpx.ConnectError) else "lost"
+    """The failure behind an error of aiohttp's, with the operating system's reason, if any, else the library's."""
+    kind: Kind = "lost"
+    cause = error.__cause__ or error
+    reason = getattr(cause, "strerror", None) or getattr(cause, "message", None) or str(cause)
+    if isinstance(cause, ConnectionError) and cause.errno:
+        reason = os.strerror(cause.errno).lower()
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        kind, reason = "unreachable", f"no connection within {CONNECT_SECONDS:g} s"
+    elif isinstance(error, aiohttp.ClientConnectorError):
+        kind = "unreachable"
+    elif isinstance(error, ValueError | aiohttp.NonHttpUrlClientError):
+        kind, reason = "url", "not a usable http:// or https:// URL"  # the library's reason may hold a password
+    elif isinstance(error, aiohttp.ServerDisconnectedError):
+        reason = "Server disconnected without sending a response."
+    reason = " ".join(reason.split()) or type(error).__name__
     return NoAnswer(kind, f"cannot be reached ({reason})", reason)
-
-
-def _reason(error: BaseException) -> str:
-    """The operating system's reason for a failed connection, if any, else the library's message."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
-        if isinstance(cause, ConnectionError) and cause.errno:
-            return os.strerror(cause.errno).lower()
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return str(error) or type(error).__name__

@@ -55,7 +55,7 @@ def post_processor(name: str | None, template: str, *, normalize: bool) -> Proce
     if missing := [part for part in ("{input}", "{reward}") if part not in template]:
         raise ConfigError(f"batch_inference: --reward_template has no {missing[0]} in it")
     processors: dict[str | None, Process] = {
-        None: lambda rows: rows, "rs": _best_rows, "iter_dpo": _pairs,
+        None: lambda rows: rows, "rs": lambda rows: [best for best, *_ in _rank_rows(rows)], "iter_dpo": _pairs,
         "csft": lambda rows: _add_rewards(rows, template, normalize=normalize),
     }  # fmt: skip
     if name not in processors:
@@ -69,10 +69,6 @@ def _rank_rows(rows: list[Row]) -> list[list[Row]]:
     for row in rows:
         groups.setdefault(row["input"], []).append(row)
     return [sorted(group, key=lambda row: -float(row["reward"])) for group in groups.values()]
-
-
-def _best_rows(rows: list[Row]) -> list[Row]:
-    return [best for best, *_ in _rank_rows(rows)]
 
 
 def _pairs(rows: list[Row]) -> list[Row]:

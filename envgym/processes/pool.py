@@ -63,20 +63,16 @@ class Processes:
         """Run a method on the first free process, one call at a time in each. `timeout` (seconds) counts from the start
         of the method; then the process is killed, and replaced for the next call. A crashed call is retried up to
         `tries` tries in all: another program's memory use may have killed the process. See `Process.call`."""
-        for _ in range(tries - 1):
+        while True:
+            tries -= 1
+            process = await self._idle.get()
             try:
-                return await self._call(method, *args, timeout=timeout)
+                return await process.call(method, *args, timeout=timeout)
             except InvalidOutcome as failure:
-                if failure.kind != "crash":
+                if failure.kind != "crash" or not tries:
                     raise
-        return await self._call(method, *args, timeout=timeout)
-
-    async def _call(self, method: str, *args: Any, timeout: float) -> Any:
-        process = await self._idle.get()
-        try:
-            return await process.call(method, *args, timeout=timeout)
-        finally:
-            start_task(self._give_back(process), self._giving_back)  # the caller need not wait
+            finally:
+                start_task(self._give_back(process), self._giving_back)  # the caller need not wait
 
     async def session(self) -> ProcessSession:
         """A session in the process with the fewest sessions."""

@@ -210,8 +210,7 @@ def read_mistral(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
             items = value if isinstance(value, list) else [value]
             calls += [malformed_call(error)] if error else [to_call(item, "arguments") for item in items]
         else:
-            brace = part.find("{")
-            head = part if brace < 0 else part[:brace]
+            head = part.partition("{")[0]
             name = head.partition("[ARGS]")[0].partition("[CALL_ID]")[0].strip()
             value, end, error = parse_json(part, len(head))
             call = {"name": name, "arguments": value}
@@ -230,8 +229,7 @@ def read_deepseek(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
     for part in parts:
         body, closed, tail = part.partition("<｜tool▁call▁end｜>")
         first, _, second = body.partition("<｜tool▁sep｜>")
-        brace = second.find("{")
-        separator = second if brace < 0 else second[:brace]
+        separator = second.partition("{")[0]
         name = separator.partition("```")[0].strip() or first.strip()
         value, end, error = parse_json(second, len(separator))
         if error:

@@ -32,12 +32,9 @@ from envgym.types import (
 
 class Transcript:
     """A running episode: its token sequences (`rows`), the last of which is the context for sampling, and the
-    environment's rewards, score, answer and metrics so far. `messages` is the conversation, for people.
+    environment's rewards, score, answer and metrics so far. `messages` is the conversation, for people."""
 
-    `max_tokens` limits the tokens that the whole episode may sample.
-    """
-
-    def __init__(self, engine: Sampler | None, *, max_tokens: int | None = None) -> None:
+    def __init__(self, engine: Sampler | None) -> None:
         self.rows: list[Row] = []
         self.messages: list[Message] = []
         self.score: float | None = None

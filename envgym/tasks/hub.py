@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from envgym.disk import cache_folder, publish, work_folder
 from envgym.errors import DataError, needs
-from envgym.hashing import DIGITS
+from envgym.hashing import text_hash
 from envgym.hub import SECONDS, ask_hub
 
 _ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
@@ -39,7 +38,7 @@ def fetch_data_set(name: str) -> Path:
     except Exception as error:  # `datasets` raises errors of many other libraries
         reason = f"the hub cannot be reached ({problem})" if problem else " ".join(str(error).split())[:300]
         raise DataError(f"there is no file {name}, and no data set of the hub could be loaded: {reason}") from None
-    version = hashlib.sha256(json.dumps(data_set.cache_files, sort_keys=True).encode()).hexdigest()[:DIGITS]
+    version = text_hash(json.dumps(data_set.cache_files, sort_keys=True))
     folder = cache_folder("datasets") / f"{re.sub(r'[^A-Za-z0-9.-]', '-', name)}-{version}"
     if not folder.is_dir():
         with work_folder(folder) as temporary:

@@ -96,7 +96,7 @@ class Checkpoints:
             "progress": asdict(self._progress),
             "cursor": self._cursor.state(),
             "buffer": self._buffer.state(),
-            "pretraining": None if pretraining is None else pretraining.state(),
+            "pretraining": None if pretraining is None else pretraining.cursor.state(),
             "learner": self._components.learner.state_dict(),
             "unscored": sorted(self._components.runner.envs_without_scores),
             "supply": None if self._async_rollouts is None else self._async_rollouts.state(),
@@ -116,7 +116,8 @@ class Checkpoints:
             folder = self._folder.new_checkpoint()
             try:
                 for role in self._components.trained_roles:
-                    await self._components.workers[role].save_state(str(folder / role), blocking=not self._background)
+                    worker = self._components.workers[role]
+                    await worker.on_all("save_state", str(folder / role), blocking=not self._background)
             except (EnvgymError, OSError):
                 shutil.rmtree(folder, ignore_errors=True)  # it may have filled the disk
                 raise
@@ -153,7 +154,7 @@ class Checkpoints:
             self._cursor.load_state(state["cursor"])
             self._buffer.load_state(state["buffer"])
             if components.pretraining is not None:
-                components.pretraining.load_state(state["pretraining"])
+                components.pretraining.cursor.load_state(state["pretraining"])
             components.learner.load_state_dict(state["learner"])
             components.runner.envs_without_scores |= set(state.get("unscored", ()))
             if self._async_rollouts is not None:
@@ -165,7 +166,7 @@ class Checkpoints:
             ) from error
         progress.best = self._folder.mark_best(progress.best)
         for role in components.trained_roles:
-            await components.workers[role].load_state(str(checkpoint / role))
+            await components.workers[role].on_all("load_state", str(checkpoint / role))
 
     # -- snapshot of the last complete step ---------------------------------------------------------------
 

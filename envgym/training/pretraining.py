@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from envgym.config.schema import PretrainConfig, TextSource
 from envgym.env import TaskSet
@@ -39,12 +38,12 @@ class Pretraining:
                 raise DataError(f"pretrain.path: {path} holds no rows")
         weights = [source.weight for source in sources]
         documents = Interleaved(files, weights) if sources else files[0]
-        self._cursor = TaskCursor(documents, derived_seed(seed, "pre-training"))
+        self.cursor = TaskCursor(documents, derived_seed(seed, "pre-training"))
 
     async def next(self) -> list[TrainSample]:
         """The samples of the next training step. All tokens but the first have a loss weight. Micro-batch keys and
         episodes are numbered from -1 downwards, so that they differ from those of other samples."""
-        documents = await self._cursor.next(self._config.rows)
+        documents = await self.cursor.next(self._config.rows)
         return [self._sample(str(document.prompt), -1 - index) for index, document in enumerate(documents)]
 
     def _sample(self, text: str, number: int) -> TrainSample:
@@ -67,12 +66,6 @@ class Pretraining:
             group_index=number,
             is_on_policy=False,
         )
-
-    def state(self) -> dict[str, Any]:
-        return self._cursor.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._cursor.load_state(state)
 
 
 def deal_out(samples: Sequence[TrainSample], n_steps: int) -> list[list[TrainSample]]:

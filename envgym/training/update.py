@@ -11,6 +11,7 @@ from envgym.config.schema import StageConfig
 from envgym.errors import ConfigError, RunError
 from envgym.learner import LearnerConfig, TrainSample, Trajectory
 from envgym.monitoring.metrics import computing_metrics, token_counts
+from envgym.workers.metrics import merge
 
 from .checkpoints import Progress
 from .components import Components
@@ -145,16 +146,4 @@ def learning_rate(config: LearnerConfig, optimizer_step: int, training_steps: in
 def aggregate_steps(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of several optimizer steps as one record: the mean of each over the steps that have it, the maximum
     if its name ends in `/max`, the minimum if in `/min`."""
-    series: dict[str, list[float]] = {}
-    for step in logged:
-        for name, value in step.items():
-            series.setdefault(name, []).append(value)
-    return {name: _aggregate(name, values) for name, values in series.items()}
-
-
-def _aggregate(name: str, values: Sequence[float]) -> float:
-    if name.endswith("/max"):
-        return max(values)
-    if name.endswith("/min"):
-        return min(values)
-    return math.fsum(values) / len(values)
+    return merge({name: (value, 1.0) for name, value in step.items()} for step in logged)

@@ -88,7 +88,7 @@ class WeightSync:
     async def _send_adapter(self, engine: EnginePool, version: int) -> None:
         folder = await self.files.shared_path(engine, 8 * self.actor.info.n_trained)
         try:
-            await self.actor.export_adapter(str(folder))
+            await self.actor.on_all("export_adapter", str(folder))
             await engine.call("load_adapter", str(folder), version)
         finally:
             await self.actor.on_first("withdraw", str(folder))

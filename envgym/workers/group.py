@@ -126,31 +126,9 @@ class WorkerGroup:
         """Call a method of rank 0's `ModelWorker` that needs no other rank."""
         return await self._handles[0].call(method, *args)
 
-    async def on_all(self, method: str, *args: Any) -> list[Any]:
+    async def on_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every rank's `ModelWorker`; results in the order of ranks."""
-        return await self._on_each(method, [args] * len(self._handles))
-
-    async def export_adapter(self, folder: str) -> None:
-        """Write the LoRA adapter as a folder in peft's format, on rank 0's machine."""
-        await self.on_all("export_adapter", folder)
-
-    async def save(self, folder: str, config_extras: Mapping[str, Any] | None = None) -> None:
-        """Write a Hugging Face model folder without the tokenizer, with an adapter merged into it. `config_extras` are
-        further entries of its config."""
-        await self.on_all("save", folder, dict(config_extras or {}))
-
-    async def save_average(self, folder: str) -> None:
-        """Write the moving average of the weights as a Hugging Face model folder, without the tokenizer."""
-        await self.on_all("save_average", folder)
-
-    async def save_state(self, folder: str, *, blocking: bool = True) -> None:
-        """Write the exact weights, optimizer and random states. Unless `blocking`, copies are written in the background
-        until `finish_save`, and training may continue."""
-        await self._on_each("save_state", [(folder,)] * len(self._handles), blocking=blocking)
-
-    async def load_state(self, folder: str) -> None:
-        """Restore the state of `save_state`."""
-        await self.on_all("load_state", folder)
+        return await self._on_each(method, [args] * len(self._handles), **kwargs)
 
     async def close(self) -> None:
         """End all ranks. Safe to call twice, and after one has died."""

@@ -92,8 +92,7 @@ async def _calls(sandbox: Sandbox, code: str, cases: Sequence[CallCase]) -> list
     lines = execution.stdout.splitlines()
     results = [_compare(case, line) for case, line in zip(cases, lines, strict=False)]
     if len(results) < len(cases):
-        reason, message = _failure(execution)
-        results.append(Result(False, reason, f"{_truncate(cases[len(results)].text)}: {message}"))
+        results.append(_ended_early(execution, f"{_truncate(cases[len(results)].text)}: "))
     missing = Result(False, "skipped", "it was not run, for an earlier one ended the program")
     return results + [missing] * (len(cases) - len(results))
 
@@ -151,8 +150,7 @@ async def _output(sandbox: Sandbox, code: str, case: OutputCase) -> Result:
     execution = await sandbox.run(code, case.stdin)
     prefix = f"with the input {_truncate(case.stdin)!r}"
     if execution.reason != "ok":
-        reason, message = _failure(execution)
-        return Result(False, reason, f"{prefix}: {message}")
+        return _ended_early(execution, f"{prefix}: ")
     if _lines(execution.stdout) == _lines(case.stdout):
         return Result(True)
     printed, expected = _truncate(execution.stdout), _truncate(case.stdout)
@@ -172,17 +170,17 @@ async def _asserts(sandbox: Sandbox, code: str, case: AssertCase) -> Result:
     execution = await sandbox.run(_DRIVER.read_text(encoding="utf-8"), files=files)
     if execution.reason == "ok" and execution.stdout == token:
         return Result(True)
-    reason, message = _failure(execution)
-    return Result(False, reason, message)
+    return _ended_early(execution)
 
 
-def _failure(execution: Execution) -> tuple[str, str]:
-    """The reason and a sentence for a program that ended too early."""
+def _ended_early(execution: Execution, prefix: str = "") -> Result:
+    """The result of a case whose program ended too early; `prefix` begins its message."""
     if execution.reason in _REASONS:
-        return execution.reason, _REASONS[execution.reason]
+        return Result(False, execution.reason, prefix + _REASONS[execution.reason])
     last = execution.stderr.strip().splitlines()[-4:]
     text = _truncate("\n".join(last))
-    return "error", f"it ended with exit status {execution.exit}" + (f":\n{text}" if text else "")
+    message = f"it ended with exit status {execution.exit}" + (f":\n{text}" if text else "")
+    return Result(False, "error", prefix + message)
 
 
 def _truncate(text: str) -> str:

@@ -149,17 +149,12 @@ def _integers(low: int, high: int) -> Callable[[int, random.Random], list[int]]:
     return make_list
 
 
-def _words() -> list[str]:
-    words: list[str] = _data()["words"]
-    return words
-
-
 def _text(case: int, rng: random.Random) -> str:
-    return " ".join(rng.choices(_words(), k=case if case < 2 else rng.randrange(2, 7)))
+    return " ".join(rng.choices(_data()["words"], k=case if case < 2 else rng.randrange(2, 7)))
 
 
 def _prices(case: int, rng: random.Random) -> dict[str, int]:
-    names = rng.sample(_words(), case if case < 2 else rng.randrange(2, 7))
+    names = rng.sample(_data()["words"], case if case < 2 else rng.randrange(2, 7))
     return {name: rng.randint(1, 30) for name in names}
 
 
@@ -171,8 +166,8 @@ _KINDS: Mapping[str, Callable[[int, random.Random], Any]] = {
     "integers": _integers(-30, 50),
     "few_integers": _integers(-5, 9),
     "text": _text,
-    "word": lambda case, rng: "" if case == 0 else rng.choice(_words()),
-    "words": lambda case, rng: rng.choices(_words(), k=case if case < 2 else rng.randrange(2, 7)),
+    "word": lambda case, rng: "" if case == 0 else rng.choice(_data()["words"]),
+    "words": lambda case, rng: rng.choices(_data()["words"], k=case if case < 2 else rng.randrange(2, 7)),
     "few_letters": lambda case, rng: "".join(rng.choices("abcd", k=case if case < 2 else rng.randrange(3, 14))),
     "prices": _prices,
 }

@@ -112,7 +112,7 @@ def has_same_form(answer: str, gold: str) -> bool:
 
 def _without_joints(text: str) -> list[str]:
     """The tokens without those that may be omitted: `x^2 - 1` is `-1 + x^2`, and `2 * x` is `2x`."""
-    return [token for token in _tokens(text) if token not in "+*"]
+    return [token for token in _TOKEN.findall(_plain(text)) if token not in "+*"]
 
 
 def _parts(text: str) -> list[str]:
@@ -129,10 +129,6 @@ def _numbers(text: str) -> list[numerals.Numeral]:
         text = text.removeprefix("\\")[1:-1].removesuffix("\\")
     numbers = [numerals.read(part) for part in _parts(text)]
     return [number for number in numbers if number] if all(numbers) else []
-
-
-def _tokens(text: str) -> list[str]:
-    return _TOKEN.findall(_plain(text))
 
 
 def _plain(text: str) -> str:

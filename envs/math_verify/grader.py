@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from envgym.errors import CallTimeout, InvalidOutcome, WorkerDied
+from envgym.net.shared_calls import SharedCalls
 from envgym.processes.pool import Processes
 
 from .answers import looks_costly
@@ -56,7 +57,7 @@ class Grader:
         self._turns = [asyncio.Semaphore(count) for count in self._counts]
         self._starting = [asyncio.Lock() for _ in self._counts]
         self._pools: dict[int, Processes] = {}
-        self._grading: dict[Question, asyncio.Task[Grade]] = {}
+        self._grading: SharedCalls[Question, Grade] = SharedCalls()
         self._grades: dict[Question, Grade] = {}
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -87,10 +88,7 @@ class Grader:
     # -- on the dedicated loop -----------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        grading = list(self._grading.values())
-        for task in grading:
-            task.cancel()
-        await asyncio.gather(*grading, return_exceptions=True)
+        await self._grading.close()
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
     async def _grade_once(self, key: Question) -> Grade:
@@ -98,18 +96,15 @@ class Grader:
         if key in self._grades:
             self._grades[key] = grade = self._grades.pop(key)  # moves to the end: the cache drops the oldest use
             return grade
-        if key not in self._grading:
-            task = self._grading[key] = asyncio.create_task(self._grade_in_lanes(*key))
-            task.add_done_callback(lambda task: self._cache(key, task))
-        # Shielded: a cancelled caller must not cancel the grading for the others.
-        return await asyncio.shield(self._grading[key])
+        return await self._grading.result(key, lambda: self._grade_and_cache(key))
 
-    def _cache(self, key: Question, task: asyncio.Task[Grade]) -> None:
-        del self._grading[key]
-        if not task.cancelled() and task.exception() is None and not task.result().failure:
-            self._grades[key] = task.result()
+    async def _grade_and_cache(self, key: Question) -> Grade:
+        grade = await self._grade_in_lanes(*key)
+        if not grade.failure:
+            self._grades[key] = grade
             if len(self._grades) > CACHE_SIZE:
                 del self._grades[next(iter(self._grades))]
+        return grade
 
     async def _grade_in_lanes(self, answer: str, gold: str, problem: str) -> Grade:
         """Grade an answer in one slice of CPU time, else in a longer one, else by the deadline."""

@@ -13,8 +13,9 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from aiohttp import ClientSession
 from pydantic import Field, model_validator
 
 from envgym.agents.external import responses_api
@@ -23,12 +24,8 @@ from envgym.errors import ConfigError, DataError, InvalidOutcome, did_you_mean
 from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
 from envgym.types import Action, Message, Observation, StopReason, Task, ToolCall, as_messages
 
+from . import client
 from .protocol import PARAMS, FlowName, check_valid, number, numbers
-
-if TYPE_CHECKING:
-    from envgym.net.client import ConnectionPool
-
-    from .client import ResourcesSession
 
 RESERVED_ROUTES = {"seed_session", "verify", "reset", "step", "close", "close_session", "aggregate_metrics"}
 """Routes of the server itself, never a tool's."""
@@ -85,7 +82,8 @@ class NemoGymEnv(Env):
     async def close(self) -> None:
         flow, self._flow = self._flow, None
         if flow is not None:
-            await flow.close()
+            async with flow.session.http:  # which closes it
+                await flow.close()
 
 
 class NemoGym(DataEnvSpec):
@@ -97,7 +95,7 @@ class NemoGym(DataEnvSpec):
     config: NemoGymConfig
     answer_required = False
 
-    _connections: ConnectionPool
+    _http: ClientSession
     _url = ""
     _flow: FlowName = "tools"
 
@@ -106,13 +104,10 @@ class NemoGym(DataEnvSpec):
         if not (config.url or config.head):
             raise ConfigError(f"environment {self.id}: which server? set env.url, or env.head and env.server")
         await super().setup()
-        from . import client
-
-        self._connections = client.connections()
-        self.closing.push_async_callback(self._connections.aclose)
-        http = client.http_client(self._connections)
-        self._url = config.url or await client.find_resources_server(str(config.head), config.server, http)
-        self._flow = await client.flow_of(self._url, http, None if config.flow == "auto" else config.flow)
+        self._http = client.http_client()
+        self.closing.push_async_callback(self._http.close)
+        self._url = config.url or await client.find_resources_server(str(config.head), config.server, self._http)
+        self._flow = await client.flow_of(self._url, self._http, None if config.flow == "auto" else config.flow)
 
     def form(self) -> Form:
         return form
@@ -120,11 +115,9 @@ class NemoGym(DataEnvSpec):
     def flow(self, task: Task) -> Flow:
         """A new session for `task`, in the server's flow. Raises `ConfigError` for a task that is no row of
         NeMo-Gym."""
-        from .client import ResourcesSession
-
         if PARAMS not in task.fields:
             raise ConfigError(f"environment {self.id}: task {task.id} is no row of NeMo-Gym")
-        session = ResourcesSession(self._url, self._connections, self.config.request_timeout)
+        session = client.ResourcesSession(self._url, self._http.connector, self.config.request_timeout)
         flow = ToolsFlow if self._flow == "tools" else GymnasiumFlow
         return flow(session, task, max_turns=self.config.max_turns, max_chars=self.config.max_result_chars)
 
@@ -154,7 +147,7 @@ def form(row: dict[str, Any], context: str) -> dict[str, Any]:
 class Flow(ABC):
     """An episode with a resources server."""
 
-    def __init__(self, session: ResourcesSession, task: Task, *, max_turns: int, max_chars: int) -> None:
+    def __init__(self, session: client.ResourcesSession, task: Task, *, max_turns: int, max_chars: int) -> None:
         self.session, self.task = session, task
         self.max_turns, self.max_chars = max_turns, max_chars
         self.row = dict(task.fields)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from aiohttp import ClientSession
 from pydantic import Field, field_validator
 
 from envgym.agent import Agent, AgentConfig, Sampler
@@ -22,11 +23,8 @@ from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.types import Episode, Limit, Outcome, Task
 
-from . import protocol
+from . import client, protocol
 from .protocol import PARAMS
-
-if TYPE_CHECKING:
-    from envgym.net.client import HttpClient
 
 
 class NeMoGymConfig(AgentConfig):
@@ -75,8 +73,6 @@ class NeMoGym(Agent):
 
     async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:
         assert sampler is not None, "an agent that uses the policy needs a sampler"
-        from . import client
-
         row = row_of(task)
         conversation = Conversation(self.renderer, sampler, None, self.config.max_tokens)
         try:
@@ -111,16 +107,14 @@ class NeMoGym(Agent):
         metrics = protocol.numbers(answer, {*task.fields, "reward", "mask_sample"})
         return conversation.episode(task, outcome, reward, {"metrics": metrics}, conversation.messages)
 
-    async def _addresses(self, http: HttpClient, row: Mapping[str, Any]) -> tuple[str, Endpoint]:
+    async def _addresses(self, http: ClientSession, row: Mapping[str, Any]) -> tuple[str, Endpoint]:
         """The agent server's URL, and the endpoint at its model server's address."""
-        from .client import head_config
-
         name = self.config.server or (row.get("agent_ref") or {}).get("name") or ""
         if not name:
             raise InvalidOutcome("agent", "the row has no agent_ref: set agent.server")
         if self._gym_config is None:
             try:
-                self._gym_config = await head_config(self.config.head, http)
+                self._gym_config = await client.head_config(self.config.head, http)
             except ConfigError as error:
                 raise InvalidOutcome("agent", str(error), retryable=True) from None
         config = self._gym_config

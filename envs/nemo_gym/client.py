@@ -1,4 +1,4 @@
-"""Requests to NeMo-Gym's servers. Imported only when episodes run: httpx is not part of the base install."""
+"""Requests to NeMo-Gym's servers."""
 
 from __future__ import annotations
 
@@ -8,30 +8,25 @@ from typing import Any
 from urllib.parse import quote
 
 import yaml
+from aiohttp import BaseConnector, ClientSession
 
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
-from envgym.net.client import ConnectionPool, HttpClient, NoAnswer
+from envgym.net import client
+from envgym.net.client import NoAnswer, exchange
 
 from .protocol import ROUTES, FlowName, address_of, servers, url_of
 
-CONNECT_TRIES = 3
+CONNECTS = 3
 """Tries to connect: a refused connection has sent nothing."""
 KEEPALIVE = 2.0
 """Seconds to keep an unused connection: less than servers do, or a request might meet one that is closing."""
-MAX_ANSWER = 64 * 2**20
-"""Maximum bytes of an answer. A rollout repeats the row and every turn with its tokens."""
 LOOKUP_SECONDS = 10.0
 """Time limit of each request of a server look-up."""
 
 
-def connections() -> ConnectionPool:
-    """The connections that all episodes share. Unlimited, so that no episode waits for another's slow call."""
-    return ConnectionPool(MAX_ANSWER, KEEPALIVE)
-
-
-def http_client(pool: ConnectionPool | None = None, *, keeps_cookies: bool = False) -> HttpClient:
-    """A client over shared connections, or over its own."""
-    return HttpClient(pool or connections(), keeps_cookies=keeps_cookies)
+def http_client(connector: BaseConnector | None = None, *, keeps_cookies: bool = False) -> ClientSession:
+    """A client over another's connections, or over its own."""
+    return client.http_client(connector, keeps_cookies=keeps_cookies, keepalive=KEEPALIVE)
 
 
 class ResourcesSession:
@@ -42,10 +37,11 @@ class ResourcesSession:
     `server_protocol` (an answer outside NeMo-Gym's protocol).
     """
 
-    def __init__(self, url: str, connections: ConnectionPool, timeout: float) -> None:
+    def __init__(self, url: str, connector: BaseConnector | None, timeout: float) -> None:
         self._url = url.rstrip("/")
         self._timeout = timeout
-        self._http = http_client(connections, keeps_cookies=True)
+        self.http = http_client(connector, keeps_cookies=True)
+        """The client, to be closed with the session."""
 
     async def ask(self, route: str, body: Mapping[str, Any], *, repeatable: bool = False) -> dict[str, Any]:
         """POST to a route of the server, and return the JSON object of its answer. Raises `InvalidOutcome` for anything
@@ -67,9 +63,9 @@ class ResourcesSession:
     async def post(self, route: str, body: Mapping[str, Any]) -> tuple[int, str]:
         """Status and text of the server's answer to a POST. Raises `InvalidOutcome` if there is none."""
         # Quoted, since `/` and `..` in a tool's name would lead to another route.
-        url, content = f"{self._url}/{quote(route, safe='')}", json.dumps(dict(body)).encode()
+        url, data = f"{self._url}/{quote(route, safe='')}", json.dumps(dict(body)).encode()
         try:
-            answer = await self._http.exchange("POST", url, content, seconds=self._timeout, connects=CONNECT_TRIES)
+            status, _, answer = await exchange(self.http, "POST", url, data, seconds=self._timeout, connects=CONNECTS)
         except NoAnswer as failure:
             kind, message = {
                 "timeout": ("server_timeout", f"{url} has not answered within {self._timeout:g} s"),
@@ -77,16 +73,16 @@ class ResourcesSession:
                 "unusable": ("server_protocol", f"{url} {failure}"),
             }.get(failure.kind, ("server_unreachable", f"{self._url}: Cannot connect ({failure.reason})"))
             raise InvalidOutcome(kind, message, retryable=kind != "server_protocol") from None
-        return answer.status_code, answer.text
+        return status, answer.decode("utf-8", "replace")
 
 
-async def post_json(http: HttpClient, url: str, body: Any, *, kind: str, seconds: float | None) -> dict[str, Any]:
+async def post_json(http: ClientSession, url: str, body: Any, *, kind: str, seconds: float | None) -> dict[str, Any]:
     """The JSON object of a server's answer to a POST. Raises `InvalidOutcome` of this kind for anything else."""
     try:
-        answer = await http.exchange("POST", url, json.dumps(body).encode(), seconds=seconds)
+        status, _, content = await exchange(http, "POST", url, json.dumps(body).encode(), seconds=seconds)
     except NoAnswer as failure:
         raise InvalidOutcome(kind, f"{url} {failure}", retryable=failure.kind != "unusable") from None
-    status, text = answer.status_code, answer.text
+    text = content.decode("utf-8", "replace")
     if status != 200:
         raise InvalidOutcome(kind, f"{url} answers with {status}: {text[:300]}", retryable=status >= 500)
     return _object(text, url, kind)
@@ -106,7 +102,7 @@ def _object(text: str, url: str, kind: str) -> dict[str, Any]:
 # -- looking servers up --------------------------------------------------------------------------------
 
 
-async def head_config(head: str, http: HttpClient) -> Mapping[str, Any]:
+async def head_config(head: str, http: ClientSession) -> Mapping[str, Any]:
     """The config of a head server, which returns it as YAML within a JSON string.
 
     Raises `ConfigError`. No message quotes the config, since it may hold API keys.
@@ -123,7 +119,7 @@ async def head_config(head: str, http: HttpClient) -> Mapping[str, Any]:
     return config
 
 
-async def find_resources_server(head: str, name: str | None, http: HttpClient) -> str:
+async def find_resources_server(head: str, name: str | None, http: ClientSession) -> str:
     """The URL of the resources server `name` in a head server's config, or of the only one there.
 
     Raises `ConfigError`.
@@ -141,7 +137,7 @@ async def find_resources_server(head: str, name: str | None, http: HttpClient) -
     return url_of(*addresses[name], head)
 
 
-async def flow_of(url: str, http: HttpClient, preferred: FlowName | None = None) -> FlowName:
+async def flow_of(url: str, http: ClientSession, preferred: FlowName | None = None) -> FlowName:
     """The flow whose routes the server at `url` has; if it has both, `preferred`, or tools. Raises `ConfigError`."""
     # The routes accept only POST, so that a GET detects them without side effects.
     flows = []
@@ -157,12 +153,12 @@ async def flow_of(url: str, http: HttpClient, preferred: FlowName | None = None)
     return preferred or flows[0]
 
 
-async def _get(url: str, http: HttpClient) -> tuple[int, str]:
+async def _get(url: str, http: ClientSession) -> tuple[int, str]:
     """Status and text of the answer to a GET. Raises `ConfigError` if there is none."""
     try:
-        answer = await http.exchange("GET", url, seconds=LOOKUP_SECONDS)
+        status, _, content = await exchange(http, "GET", url, seconds=LOOKUP_SECONDS)
     except NoAnswer as failure:
         if failure.kind == "url":
             raise ConfigError(f"{url}: not a usable URL; it looks like http://127.0.0.1:11000") from None
         raise ConfigError(f"{url} {failure}; is the server running, and well?") from None
-    return answer.status_code, answer.text
+    return status, content.decode("utf-8", "replace")

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientSession, web
 from aiohttp.typedefs import Handler
 
 from envgym.agents.external.responses_api import Item, input_items, output_items, response
@@ -22,11 +22,9 @@ from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
 from envgym.types import Action, Message, ToolCall, observed_messages
 
+from .client import http_client, post_json
 from .protocol import FAILURE_CLASS, PARAMS, numbers
 from .served_tasks import ServedEpisode, UnknownRow, action_of, place_of, pose
-
-if TYPE_CHECKING:
-    from envgym.net.client import HttpClient
 
 COOKIE = "envgym_session"
 IDLE_SECONDS = 3600.0
@@ -247,8 +245,6 @@ class AgentServer:
 
     async def _run_episode(self, episode: ServedEpisode, params: Mapping[str, Any], output: list[Item]) -> Item:
         """Run the episode to its end, appending to `output`. Returns the last `Response`, with the usage of all."""
-        from .client import http_client
-
         prompt = params["input"]
         prompt = input_items((Message("user", prompt),)) if isinstance(prompt, str) else list(prompt)
         total_usage = Counter[str]()
@@ -267,10 +263,8 @@ class AgentServer:
                 output += input_items(observed_messages(turn.observation))
         return {**answer, "usage": {**usage, **total_usage} if usage else None}
 
-    async def _sample(self, http: HttpClient, body: Mapping[str, Any]) -> Item:
+    async def _sample(self, http: ClientSession, body: Mapping[str, Any]) -> Item:
         """One turn of the policy. Raises `InvalidOutcome` (`model_server`) if the model server gives none."""
-        from .client import post_json
-
         url = f"{self._model_server}/v1/responses"
         answer = await post_json(http, url, body, kind="model_server", seconds=CALL_SECONDS)
         try:

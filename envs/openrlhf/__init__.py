@@ -44,7 +44,6 @@ class OpenRLHFFile(DataEnvSpec):
     answer_required = False
     path: ClassVar[Path]
     name: ClassVar[str]
-    env: ClassVar[type[Env]]
     host: ClassVar[str]
     """Import path of the class that runs in the processes."""
 
@@ -55,9 +54,6 @@ class OpenRLHFFile(DataEnvSpec):
         """The environment of the function or class `name` in the file at `path`."""
         summary = summary or f"{name} of {path.name}, written for OpenRLHF."
         return type(path.stem, (cls,), {"path": path, "name": name, "__doc__": summary})
-
-    def __init__(self, id: str, env_class: type[Env] | None = None, /, **kwargs: Any) -> None:
-        super().__init__(id, env_class or self.env, **kwargs)
 
     def __reduce__(self) -> Any:
         return spec_from_json, (self.to_json(),)
@@ -93,7 +89,7 @@ class RewardFile(OpenRLHFFile):
     group fails.
     """
 
-    env = GroupRewardEnv
+    env_class = GroupRewardEnv
     Config = RewardFileConfig
     config: RewardFileConfig
     host = "envgym.envs.openrlhf.host:RewardHost"
@@ -210,7 +206,7 @@ class AgentFile(OpenRLHFFile):
     """
 
     agent = "openrlhf_executor"
-    env = AgentEnv
+    env_class = AgentEnv
     Config = AgentFileConfig
     config: AgentFileConfig
     host = "envgym.envs.openrlhf.host:AgentHost"

@@ -142,10 +142,6 @@ def _mathematics() -> type[Any]:
         raise NameNotFound(f"openrlhf.utils needs the environment math_verify: {error}") from None
 
 
-def init_logger(name: str) -> logging.Logger:
-    return logging.getLogger(name)
-
-
 MATHEMATICS = {"extract_boxed_answer": extract_boxed_answer, "grade_answer": grade_answer}
 AGENT = {cls.__name__: cls for cls in (AgentInstanceBase, AgentExecutorBase, MultiTurnAgentExecutor)}
 MODULES: dict[str, dict[str, Any]] = {
@@ -153,7 +149,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "openrlhf.utils": MATHEMATICS,
     "openrlhf.utils.agent": AGENT,
     "openrlhf.utils.math_utils": MATHEMATICS,
-    "openrlhf.utils.logging_utils": {"init_logger": init_logger},
+    "openrlhf.utils.logging_utils": {"init_logger": logging.getLogger},
 }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -101,7 +101,7 @@ class ToolUse(DataEnvSpec):
     async def tools_of(self, task: Task) -> list[Tool | McpServer]:
         """The tools of one episode. Each server in the list gets a separate session."""
         if self.config.data is None:
-            return [Tool.from_function(Table(task).get)]
+            return [Tool.from_function(look_up_in(task))]
         tools: list[Tool | McpServer] = [*self._tools]
         for index, server in enumerate(self.config.mcp):
             tools += (await self._session(index)).tools if server.shared else [server]
@@ -199,15 +199,14 @@ def held_out_tasks(hops: Sequence[int], digits: int) -> list[Task]:
     return [_task(f"test-{index}", hops, digits, held_out=True) for index in range(TEST_TASKS)]
 
 
-class Table:
-    """The table of one task, behind the tool `get`."""
+def look_up_in(task: Task) -> Callable[[int], int]:
+    """The function behind the tool `get`, which looks a key up in the table of one task."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-
-    def get(self, key: int) -> int:
+    def get(key: int) -> int:
         """Get the value of a key."""
-        return value_of(self._task, key)
+        return value_of(task, key)
+
+    return get
 
 
 def value_of(task: Task, key: int) -> int:

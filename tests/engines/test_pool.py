@@ -255,7 +255,7 @@ def test_a_frozen_engine_beside_one_that_moves_is_replaced_with_little_patience(
     runtime, notes = LocalRuntime(tmp_path), []
 
     async def start(number):
-        return await EngineClient.start(runtime, f"{__name__}:Stepping", {}, {}, f"engine-{number}")
+        return EngineClient(await runtime.start(f"{__name__}:Stepping", {}, name=f"engine-{number}"))
 
     async def main():
         pool = await EnginePool.start(start, 2, note=notes.append)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, TCPConnector, web
 
 from envgym.net import client
-from envgym.net.client import ConnectionPool, HttpClient, NoAnswer
+from envgym.net.client import NoAnswer, exchange, http_client
 
 
 def test_cookies_are_a_sessions_own_and_kept_only_where_they_are_asked_for(serving):
@@ -21,12 +22,12 @@ def test_cookies_are_a_sessions_own_and_kept_only_where_they_are_asked_for(servi
         return answer
 
     async def main():
-        pool = ConnectionPool(1000)
+        pool = TCPConnector()
         async with serving(handler) as url:
-            one, other = HttpClient(pool, keeps_cookies=True), HttpClient(pool, keeps_cookies=True)
-            for asker in (one, other, one, other, HttpClient(pool), HttpClient(pool)):
-                await asker.exchange("GET", url, seconds=5)
-            await pool.aclose()
+            one, other = http_client(pool, keeps_cookies=True), http_client(pool, keeps_cookies=True)
+            for asker in (one, other, one, other, http_client(pool), http_client(pool)):
+                await exchange(asker, "GET", url, seconds=5)
+            await pool.close()
 
     asyncio.run(main())
     assert shown == [None, None, "1", "2", None, None]
@@ -43,17 +44,18 @@ def test_cookies_are_a_sessions_own_and_kept_only_where_they_are_asked_for(servi
 )
 def test_what_cannot_be_reached_is_tried_as_often_as_nothing_was_sent(monkeypatch, url, kind, says):
     monkeypatch.setattr(client, "FIRST_PAUSE", 0.01)
-    tries = []
+    tries, request = [], ClientSession.request
 
-    class Counting(ConnectionPool):
-        async def handle_async_request(self, request):
-            tries.append(request.url)
-            return await super().handle_async_request(request)
+    def counted_request(self, method, url, **named):
+        tries.append(url)
+        return request(self, method, url, **named)
+
+    monkeypatch.setattr(ClientSession, "request", counted_request)
 
     async def main():
-        async with HttpClient(Counting(1000)) as http:
+        async with http_client() as http:
             with pytest.raises(NoAnswer, match=says) as failure:
-                await http.exchange("GET", url, seconds=5, connects=3)
+                await exchange(http, "GET", url, seconds=5, connects=3)
             return failure.value.kind
 
     assert asyncio.run(main()) == kind
@@ -73,11 +75,28 @@ def test_what_may_have_arrived_is_sent_once(serving):
         await asyncio.sleep(30)
 
     async def main(handler, kind):
-        async with serving(handler) as url, HttpClient() as http:
+        async with serving(handler) as url, http_client() as http:
             with pytest.raises(NoAnswer) as failure:
-                await http.exchange("POST", url, b"{}", seconds=0.3, connects=3)
+                await exchange(http, "POST", url, b"{}", seconds=0.3, connects=3)
         assert failure.value.kind == kind
 
     asyncio.run(main(hangs_up, "lost"))
     asyncio.run(main(hangs, "timeout"))
     assert len(tries) == 2
+
+
+def test_a_connection_that_the_server_has_just_closed_is_not_used(serving):
+    sockets = []
+
+    async def handler(request):
+        sockets.append(request.transport.get_extra_info("socket"))
+        return web.Response()
+
+    async def main():
+        async with serving(handler) as url, http_client() as http:
+            for _ in range(2):
+                await exchange(http, "POST", url, b"{}", seconds=5)
+                sockets[-1].shutdown(socket.SHUT_RDWR)
+
+    asyncio.run(main())
+    assert len(sockets) == 2

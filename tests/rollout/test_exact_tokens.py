@@ -68,11 +68,10 @@ async def roll_out(kind, folder, logs, recording):
     """The renderer and episodes of a policy, and the requests and answers of its engine."""
     renderer = make_renderer("auto", load_tokenizer(str(folder)))
     runtime = LocalRuntime(logs)
+    arguments = {"spec": EngineSpec(str(folder), max_model_len=256)}
     try:
         engine = recording(
-            await EngineClient.start(
-                runtime, TARGETS[kind], {"spec": EngineSpec(str(folder), max_model_len=256)}, {"OMP_NUM_THREADS": "1"}
-            )
+            EngineClient(await runtime.start(TARGETS[kind], arguments, name="engine", environ={"OMP_NUM_THREADS": "1"}))
         )
         runner = Runner(
             EnvSpec("Echo-v0", Echo),

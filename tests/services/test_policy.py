@@ -31,7 +31,8 @@ def with_policy(tiny_model, body, *, deterministic=False):
     async def main():
         runtime = InlineRuntime()
         arguments = {"spec": EngineSpec(str(tiny_model), deterministic=deterministic)}
-        engine = await EngineClient.start(runtime, "envgym.engines.transformers:TransformersEngine", arguments, {})
+        target = "envgym.engines.transformers:TransformersEngine"
+        engine = EngineClient(await runtime.start(target, arguments, name="engine"))
         renderer = make_renderer("chat", load_tokenizer(str(tiny_model)))
         spec = Spec("game")
         try:

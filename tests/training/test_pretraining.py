@@ -112,10 +112,10 @@ def test_a_resumed_run_continues_with_the_next_document(through_a_checkpoint, re
     uninterrupted = [texts(renderer, samples) for samples in steps_of(Pretraining(config, renderer, 0), 6)]
     killed = Pretraining(config, renderer, 0)
     steps_of(killed, stop)
-    state = through_a_checkpoint(killed.state())
+    state = through_a_checkpoint(killed.cursor.state())
     steps_of(killed, 1)
     resumed = Pretraining(config, renderer, 0)
-    resumed.load_state(state)
+    resumed.cursor.load_state(state)
     assert [texts(renderer, samples) for samples in steps_of(resumed, 6 - stop)] == uninterrupted[stop:]
 
 
@@ -246,4 +246,4 @@ def test_only_the_policy_is_trained_on_text_which_is_dealt_out_to_the_optimizer_
     assert record["tokens/pretrain"] == n_text
     assert record["tokens/trained"] == trainer.progress.tokens["trained"] == 2 * 8 + n_text
     assert record["tokens/processed"] == 2 * (12 + 3) + n_text
-    assert trainer.checkpoints.state()["pretraining"] == pretraining.state()
+    assert trainer.checkpoints.state()["pretraining"] == pretraining.cursor.state()

@@ -105,15 +105,10 @@ class World:
     async def step(self, lr: float) -> dict[str, float]:
         return {"grad_norm": 1.0}
 
-    async def save_state(self, path: str, *, blocking: bool) -> None:
-        pass
-
-    async def on_all(self, method: str) -> None:
-        assert method == "finish_save"
-        await self.may_write.wait()
-
-    async def load_state(self, path: str) -> None:
-        pass
+    async def on_all(self, method: str, *args: Any, **kwargs: Any) -> None:
+        assert method in ("save_state", "finish_save", "load_state")
+        if method == "finish_save":
+            await self.may_write.wait()
 
 
 class Sync:
@@ -188,7 +183,7 @@ def test_no_checkpoint_is_saved_of_a_worker_that_died_while_it_learned(folder):
 
 def test_the_first_death_is_reported_if_the_policy_cannot_be_saved(folder):
     class Dead(World):
-        async def save_state(self, path: str, *, blocking: bool) -> None:
+        async def on_all(self, method: str, *args: Any, **kwargs: Any) -> None:
             raise WorkerDied("actor-0 has ended")
 
     with pytest.raises(WorkerDied, match="actor-0 was killed"):
@@ -229,8 +224,9 @@ def test_steps_are_taken_while_a_checkpoint_is_written_and_the_run_ends_once_it_
 
 def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(folder):
     class Full(World):
-        async def on_all(self, method: str) -> None:
-            raise RunError("no space left on device")
+        async def on_all(self, method: str, *args: Any, **kwargs: Any) -> None:
+            if method == "finish_save":
+                raise RunError("no space left on device")
 
     trainer = trainer_of(folder, Full())
     trainer.stage.checkpoint.every = 1

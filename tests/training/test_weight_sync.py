@@ -63,7 +63,8 @@ class ActorAndEngine:
     async def call(self, method, *args):
         return Path(args[0]).exists() if method == "can_read" else await getattr(self, method)(*args)
 
-    async def export_adapter(self, folder):
+    async def on_all(self, method, folder):
+        assert method == "export_adapter"
         Path(folder).mkdir()
         Path(folder, "adapter").write_text("adapter")
 

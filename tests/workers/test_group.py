@@ -54,7 +54,7 @@ def test_what_goes_to_the_host_comes_back_as_it_was(with_group, make_rows, norma
     state = str(tmp_path / "state")
 
     async def two_steps(group, leaves):
-        await group.load_state(state)
+        await group.on_all("load_state", state)
         for _ in range(2):
             await group.accumulate(rows, normalizers(rows))
             await group.step(1e-2)
@@ -69,7 +69,7 @@ def test_what_goes_to_the_host_comes_back_as_it_was(with_group, make_rows, norma
     async def run_both(group):
         await group.accumulate(rows, normalizers(rows))
         await group.step(1e-2)
-        await group.save_state(state)
+        await group.on_all("save_state", state)
         return await two_steps(group, leaves=True), await two_steps(group, leaves=False)
 
     (tensors, scores), (expected, expected_scores) = with_group(run_both, ranks=2, zero_stage=zero_stage)
@@ -96,7 +96,7 @@ def test_two_ranks_learn_what_one_learns(
         scores_of_few = await group.forward(rows[:1])  # fewer rows than ranks
         metrics = await group.accumulate(rows, normalizers(rows)) | await group.step(1.0)
         await export_group(group, tmp_path / "weights")
-        await group.save(str(tmp_path / "model"))
+        await group.on_all("save", str(tmp_path / "model"))
         return scores, scores_of_few, metrics, load_file(tmp_path / "weights")
 
     expected, _, expected_metrics, expected_weights = with_group(
@@ -148,9 +148,9 @@ def test_two_ranks_go_on_from_their_state(with_group, make_rows, normalizers, tm
             return load_file(tmp_path / "weights")
 
         await step(0)
-        await group.save_state(str(tmp_path / "state"))
+        await group.on_all("save_state", str(tmp_path / "state"))
         straight = await step(1)
-        await group.load_state(str(tmp_path / "state"))
+        await group.on_all("load_state", str(tmp_path / "state"))
         return straight, await step(1)
 
     straight, resumed = with_group(body, ranks=2, zero_stage=2)
@@ -183,14 +183,14 @@ def test_a_state_goes_on_on_other_ranks_and_stages(with_group, make_rows, normal
     async def save(group):
         await step(group, 0)
         await step(group, 1)
-        await group.save_state(str(tmp_path / "state"))
+        await group.on_all("save_state", str(tmp_path / "state"))
         first = await weights(group)
         await step(group, 2)
         await step(group, 3)
         return first, await weights(group)
 
     async def load(group):
-        await group.load_state(str(tmp_path / "state"))
+        await group.on_all("load_state", str(tmp_path / "state"))
         first = await weights(group)
         await step(group, 2)
         await step(group, 3)

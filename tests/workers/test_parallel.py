@@ -130,12 +130,12 @@ def test_adam_learns_the_same_and_goes_on_from_its_state_and_what_is_saved_is_wh
             return load_file(tmp_path / "weights")
 
         await steps(0, 1)
-        await group.save_state(str(tmp_path / f"state-{group.settings.ranks}"))
+        await group.on_all("save_state", str(tmp_path / f"state-{group.settings.ranks}"))
         straight = await steps(2)
-        await group.load_state(str(tmp_path / f"state-{group.settings.ranks}"))
+        await group.on_all("load_state", str(tmp_path / f"state-{group.settings.ranks}"))
         resumed = await steps(2)
-        await group.save(str(tmp_path / "model"))
-        await group.save_average(str(tmp_path / "average"))
+        await group.on_all("save", str(tmp_path / "model"))
+        await group.on_all("save_average", str(tmp_path / "average"))
         return straight, resumed, *(load_file(tmp_path / name / "model.safetensors") for name in ("model", "average"))
 
     averaged = {"learner_config": {"ema_decay": 0.5}}

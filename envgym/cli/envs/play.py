@@ -51,17 +51,18 @@ def try_main(arguments: Sequence[str]) -> int:
     replay_words = [word for word in words if word.partition("=")[0].partition(".")[0] in OF_REPLAY]
     spec = make_spec(options.env, [word for word in words if word not in replay_words])
     seed = secrets.randbelow(10_000) if options.seed is None else options.seed
-    if is_recorded(spec):
-        from rich.console import Console
 
+    from rich.console import Console
+
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    if is_recorded(spec):
         from .preview import preview
 
-        console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
         event_loop.run(preview(options.env, words, options.task, seed, console))
     elif replay_words:
         parser.error(f"{replay_words[0]!r} is a setting of recorded data, and here you answer yourself")
     else:
-        event_loop.run(_play(spec, seed, options.task))
+        event_loop.run(_play(spec, seed, options.task, console))
     return 0
 
 
@@ -102,12 +103,9 @@ class ByHand(ScriptedEpisode):
         return turn
 
 
-async def _play(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> None:
-    from rich.console import Console
-
+async def _play(spec: EnvSpec, seed: int, word: tuple[str, int] | None, console: Console) -> None:
     from envgym.services import start_services
 
-    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     async with start_services(spec, eager=False):
         _, task = await choose_task(spec, seed, word)
         console.print(f"{spec.id}, task {task.key}, seed {seed} (repeat it with --seed {seed})", style="dim")

@@ -165,6 +165,7 @@ def _verdict(run: Run, notes: dict[str, Any], kills: int) -> dict[str, Any]:
         return {"failed": "the program's keeper was killed from outside"}
     code = os.waitstatus_to_exitcode(notes["status"]) if "status" in notes else -signal.SIGKILL
     cpu = notes.get("cpu", 0.0)
+    _, errors = run.output.values()
     if run.reason:
         reason = run.reason
     elif code == 0:
@@ -173,16 +174,11 @@ def _verdict(run: Run, notes: dict[str, Any], kills: int) -> dict[str, Any]:
         reason = "timeout"
     elif code == -signal.SIGKILL and kills:
         return {"failed": "the machine ran out of memory and the kernel killed programs"}
-    elif _last_line(run).startswith(b"MemoryError"):
+    elif bytes(errors).rstrip().rpartition(b"\n")[2].startswith(b"MemoryError"):
         reason = "memory"
     else:
         reason = "error"
     return {"reason": reason, "exit": code, "cpu": cpu}
-
-
-def _last_line(run: Run) -> bytes:
-    _, errors = run.output.values()
-    return bytes(errors).rstrip().rpartition(b"\n")[2]
 
 
 def _offer_to_the_out_of_memory_killer() -> None:
