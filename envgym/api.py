@@ -13,11 +13,13 @@ from .config.words import nest_keys
 from .errors import ConfigError
 from .loading import MAIN, importing, target_of
 from .monitoring.display import Display
+from .monitoring.report import PICTURE, summary_lines
 from .monitoring.terminal import open_display
 from .run_folder import RunFolder, stage_folders
 
 if TYPE_CHECKING:
     from .evaluation.suite import Suite
+    from .view.notebook import ShownEpisode
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,22 @@ class TrainResult:
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.summary)
+
+    def episode(self, index: int = 0, step: int | None = None) -> ShownEpisode:
+        """An episode of a training step, by default the last; a notebook shows its tokens in color."""
+        from .view.notebook import read_episode
+
+        return read_episode(self.stage_folder, "run", step, index)
+
+    @property
+    def stage_folder(self) -> Path:
+        """The folder of the last stage: the run's own, if there is one stage."""
+        return self.folder / self.summary["stages"][-1] if "stages" in self.summary else self.folder
+
+    def _repr_html_(self) -> str:
+        from .view.notebook import lines_html
+
+        return lines_html(summary_lines({**self.summary, "run": str(self.folder)}), self.stage_folder / PICTURE)
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,19 @@ class EvalResult:
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.result)
+
+    def episode(self, index: int = 0) -> ShownEpisode:
+        """An episode of the evaluation; a notebook shows its tokens in color."""
+        from .view.notebook import read_episode
+
+        return read_episode(self.folder, "evaluation", None, index)
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        from .evaluation.table import evaluation_text
+
+        return f"<pre>{escape(evaluation_text(self.result, self.folder))}</pre>"
 
 
 def train(
