@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config.resolve import resolve
+from .config.schema import RunConfig
 from .config.words import nest_keys
 from .errors import ConfigError
 from .loading import MAIN, importing, target_of
@@ -110,19 +111,28 @@ def train(
     *,
     recipe: str | None = None,
     file: str | Path | None = None,
+    resume: str | Path | None = None,
     quiet: bool = False,
     **overrides: Any,
 ) -> TrainResult:
-    """Run a recipe, as `envgym train` does.
+    """Run a recipe, as `envgym train` does, or `resume` a run, by name or folder. A resumed run has its saved settings:
+    `steps` is the only one that may be given.
 
     `settings` are nested or dotted keys, `{"env": "math_verify", "learner.lr": 1e-4}`, or keyword arguments. `env`,
     `agent` and `learner` are names, classes or functions decorated with `envgym.reward`; `data`, `data.path` and
     `data.test_path` may be lists of dictionaries or data sets of the `datasets` package. Raises `EnvgymError` for
     whatever the user can fix.
     """
+    from .training.resume import check_changes, resume_config
     from .training.run import train as run_stages
 
-    config = resolve(_plain_settings(settings, overrides), recipe=recipe, file=file)
+    changes = _plain_settings(settings, overrides)
+    if resume is None:
+        config = resolve(changes, recipe=recipe, file=file)
+    else:
+        check_changes(changes)
+        runs_dir = changes.pop("runs_dir", RunConfig.model_fields["runs_dir"].default)
+        config = resume_config(str(resume), runs_dir, changes.pop("steps", None), changes)
     for stage in config.stages:
         if stage.learner.name.startswith(f"{MAIN}:") and not config.debug:
             raise ConfigError(
@@ -130,7 +140,7 @@ def train(
                 "session, where its workers cannot load it: define it in a file, or set debug=True"
             )
     with Display() if quiet else open_display() as display:
-        run_stages(config, display=display)
+        run_stages(config, resume=resume is not None, display=display)
     folder = Path(config.runs_dir, config.name or "")
     summary = RunFolder(folder).read_summary() or {}
     evals, model = summary.get("eval", {}), stage_folders(folder, config.stage_names)[-1].model

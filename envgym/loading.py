@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import linecache
 import sys
 import sysconfig
 import traceback
@@ -63,6 +64,15 @@ def target_of(value: type | Callable[..., Any]) -> str:
         return f"{variables['__spec__'].name}:{name}"
     file = Path(variables.get("__file__") or "")
     return f"{file.resolve() if file.suffix == '.py' and file.is_file() else value.__module__}:{name}"
+
+
+def session_source(target: str) -> str:
+    """The source of the notebook cell that defines a class or function of this session (`__main__:Name`). Empty for
+    another target, and if Python has not kept it."""
+    location, _, name = target.partition(":")
+    value = getattr(sys.modules.get(MAIN), name, None) if location == MAIN else None
+    codes = [item.__code__ for item in (value, *getattr(value, "__dict__", {}).values()) if inspect.isfunction(item)]
+    return "".join(linecache.getlines(codes[0].co_filename)) if codes else ""
 
 
 def load_class(target: str, bases: tuple[type, ...], noun: str) -> type[Any]:

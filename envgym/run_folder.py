@@ -31,6 +31,7 @@ class RunFolder:
     """The files of one stage of a run.
 
     config.yaml       the resolved configuration
+    cells.py          the notebook cells that define its environment, agent or learner, if a notebook does
     metrics.jsonl     one object per training step
     rollouts/         every episode, one compressed columnar file per step
     learned/          per step, advantages and trainer log-probabilities of their tokens

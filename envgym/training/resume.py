@@ -19,7 +19,7 @@ from envgym.config.schema import RunConfig
 from envgym.config.words import LENGTHS
 from envgym.disk import folder_lock, write_atomically
 from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, reported_as
-from envgym.loading import short_name
+from envgym.loading import session_source, short_name
 from envgym.run_folder import STOP, RunFolder, stage_folders
 from envgym.yaml_files import read_yaml
 
@@ -75,11 +75,17 @@ def _new_folder(folder: Path, config: RunConfig) -> Iterator[None]:
             if _is_reusable(folder):
                 shutil.rmtree(folder)
     if folder.exists():
-        raise RunError(f"run folder {folder} exists: choose another --name, or resume with --resume {config.name}")
+        raise RunError(
+            f"run folder {folder} exists: choose another name, or resume it with --resume {config.name} "
+            f'(in Python: envgym.train(resume="{config.name}"))'
+        )
     with reported_as(RunError, f"run folder {folder} cannot be made"):
         folder.mkdir(parents=True)
     with folder_lock(folder, "envgym train"):
         write_atomically(folder / "config.yaml", config.to_yaml())
+        components = [part.name for stage in config.stages for part in (stage.env, stage.agent, stage.learner)]
+        if cells := [source for source in dict.fromkeys(map(session_source, components)) if source]:
+            write_atomically(folder / "cells.py", "\n\n".join(cells))
         try:
             yield
         except WorkerError:
