@@ -105,7 +105,7 @@ class Checkpoints:
     async def save(self, state: Mapping[str, Any] | None = None) -> None:
         """Save a checkpoint of the current weights with `state`, by default the current one.
 
-        Waits for the previous save, and raises its error if it failed. With background writing the last part goes on
+        Waits for the previous save, and raises its error if it failed. With background writing the last part continues
         after the return, until `wait_for_writes`; else it is complete. A failed save leaves no folder.
         """
         state = self.state() if state is None else state
