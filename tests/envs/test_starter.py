@@ -32,11 +32,11 @@ def test_the_demonstrated_turns_end_the_episode_with_the_reward():
     async def play(seed):
         task = envgym.Task(str(seed), seed=seed)
         async with Exercises("starter") as spec, spec.make() as env:
-            observation, _ = await env.reset(options={"task": task})
+            await env.reset(options={"task": task})
             for turn in spec.demonstrations(task, 0):
                 message = turn if isinstance(turn, envgym.Message) else envgym.Message.assistant(turn)
                 action = envgym.Action(message.text, tool_calls=message.tool_calls)
-                observation, reward, terminated, truncated, _ = await env.step(action)
+                _, reward, terminated, truncated, _ = await env.step(action)
             return reward, terminated, truncated
 
     async def play_all():
