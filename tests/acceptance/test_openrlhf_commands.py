@@ -245,6 +245,8 @@ REINFORCED = [
 def cluster(folder):
     """A Ray cluster of this machine, with the dashboard that jobs are handed to."""
     environ = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1"}
+    token = ["ray", "get-auth-token", "--generate"]  # else the first cluster of a machine does not start
+    subprocess.run(token, env=environ, check=True, capture_output=True, timeout=120)
     words = ["ray", "start", "--head", "--num-cpus", "8", "--port", "6391", "--include-dashboard=true",
              "--dashboard-port", "8291", "--disable-usage-stats"]  # fmt: skip
     subprocess.run(words, env=environ, check=True, capture_output=True, timeout=120)

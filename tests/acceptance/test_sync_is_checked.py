@@ -12,12 +12,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_lost_sync_stops_the_run(tmp_path, monkeypatch, store):
-    tell, begun = EngineClient.tell, 0
+    call, begun = EngineClient.call, 0
 
     async def lose_the_third(self, method, *args):  # of versions 0, 1, 2
         nonlocal begun
         begun += method == "begin_weights"
-        return None if begun == 3 and method.endswith(("_weights", "_bucket")) else await tell(self, method, *args)
+        return None if begun == 3 and method.endswith(("_weights", "_bucket")) else await call(self, method, *args)
 
     monkeypatch.setattr(EngineClient, "call", lose_the_third)
     settings = {

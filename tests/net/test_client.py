@@ -24,8 +24,8 @@ def test_cookies_are_a_sessions_own_and_kept_only_where_they_are_asked_for(servi
     async def main():
         pool = TCPConnector()
         async with serving(handler) as url:
-            one, other = http_client(pool, keeps_cookies=True), http_client(pool, keeps_cookies=True)
-            for asker in (one, other, one, other, http_client(pool), http_client(pool)):
+            one, other, *others = [http_client(pool, keeps_cookies=number < 2) for number in range(4)]
+            for asker in (one, other, one, other, *others):
                 await exchange(asker, "GET", url, seconds=5)
             await pool.close()
 
