@@ -12,15 +12,14 @@ from .config.resolve import resolve
 from .config.schema import RunConfig
 from .config.words import nest_keys
 from .errors import ConfigError
-from .loading import MAIN, importing, target_of
+from .loading import MAIN, entry_points, importing, load_function, target_of
 from .monitoring.display import Display
-from .monitoring.report import PICTURE, summary_lines
+from .monitoring.report import PICTURE, lines_html, summary_lines
 from .monitoring.terminal import open_display
 from .run_folder import RunFolder, stage_folders
 
 if TYPE_CHECKING:
     from .evaluation.suite import Suite
-    from .view.notebook import ShownEpisode
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,9 @@ class TrainResult:
     def to_dict(self) -> dict[str, Any]:
         return dict(self.summary)
 
-    def episode(self, index: int = 0, step: int | None = None) -> ShownEpisode:
+    def episode(self, index: int = 0, step: int | None = None) -> Any:
         """An episode of a training step, by default the last; a notebook shows its tokens in color."""
-        from .view.notebook import read_episode
-
-        return read_episode(self.stage_folder, "run", step, index)
+        return _read_episode(self.stage_folder, "run", step, index)
 
     @property
     def stage_folder(self) -> Path:
@@ -60,8 +57,6 @@ class TrainResult:
         return self.folder / self.summary["stages"][-1] if "stages" in self.summary else self.folder
 
     def _repr_html_(self) -> str:
-        from .view.notebook import lines_html
-
         return lines_html(summary_lines({**self.summary, "run": str(self.folder)}), self.stage_folder / PICTURE)
 
 
@@ -92,11 +87,9 @@ class EvalResult:
     def to_dict(self) -> dict[str, Any]:
         return dict(self.result)
 
-    def episode(self, index: int = 0) -> ShownEpisode:
+    def episode(self, index: int = 0) -> Any:
         """An episode of the evaluation; a notebook shows its tokens in color."""
-        from .view.notebook import read_episode
-
-        return read_episode(self.folder, "evaluation", None, index)
+        return _read_episode(self.folder, "evaluation", None, index)
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -184,6 +177,13 @@ def evaluate(
         environments=result["envs"],
         result=result,
     )
+
+
+def _read_episode(*place: Any) -> Any:
+    """The episode at a place, by the entry point of the viewer. Raises `ConfigError` without one."""
+    if not (targets := entry_points("envgym.readers")):
+        raise ConfigError("episodes are shown by envgym's viewer, which is not installed")
+    return load_function(targets["episode"], "reader of episodes")(*place)
 
 
 def _interval(result: Mapping[str, Any]) -> tuple[float, float] | None:

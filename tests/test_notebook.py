@@ -93,7 +93,7 @@ def test_a_notebook_trains_on_what_its_cells_define_and_shows_the_result(cells, 
     assert "advantage " in output
 
     again = cells.run('envgym.train(settings, env=Up, steps=2, name="first")')
-    assert "run folder runs/first exists: choose another name, or resume it" in again
+    assert "run folder runs/first exists: choose another --name, or resume" in again
     assert "completed: 3 steps" in cells.run('envgym.train(resume="first", steps=3, debug=True)')
     assert "leave out env=…" in cells.run('envgym.train(resume="first", env=Up)')
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -98,6 +100,19 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> str:
     sides = ["<", *(">" if right else "<" for _ in widths[1:])]
     columns = [f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True)]
     return "\n".join("  ".join(columns).format(*row).rstrip() for row in rows)
+
+
+def lines_html(lines: Sequence[Line], picture: Path | None = None) -> str:
+    """Labelled lines as a table, above the PNG file `picture`, if it exists."""
+    rows = "".join(
+        f'<tr><th style="text-align:left">{escape(name)}</th><td style="text-align:left">{escape(text)}</td></tr>'
+        for name, text in lines
+    )
+    image = ""
+    if picture is not None and picture.is_file():
+        data = b64encode(picture.read_bytes()).decode()
+        image = f'<img style="max-width:640px" src="data:image/png;base64,{data}">'
+    return f"<table>{rows}</table>{image}"
 
 
 def plot(folder: Path, records: Sequence[Mapping[str, Any]]) -> Path | None:

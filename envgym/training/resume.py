@@ -76,8 +76,8 @@ def _new_folder(folder: Path, config: RunConfig) -> Iterator[None]:
                 shutil.rmtree(folder)
     if folder.exists():
         raise RunError(
-            f"run folder {folder} exists: choose another name, or resume it with --resume {config.name} "
-            f'(in Python: envgym.train(resume="{config.name}"))'
+            f"run folder {folder} exists: choose another --name, or resume with --resume {config.name} "
+            f'(in Python: another name, or resume="{config.name}")'
         )
     with reported_as(RunError, f"run folder {folder} cannot be made"):
         folder.mkdir(parents=True)

@@ -1,9 +1,8 @@
-"""Results as HTML, which notebooks show in place of a value's text."""
+"""Episodes as HTML, which notebooks show in place of a value's text."""
 
 from __future__ import annotations
 
-from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -16,19 +15,6 @@ from .sources import Source
 
 STRONGEST = 2.0
 """The advantage, or the negative log-probability, of the strongest colour."""
-
-
-def lines_html(lines: Iterable[tuple[str, str]], picture: Path | None = None) -> str:
-    """Labelled lines as a table, above the PNG file `picture`, if it exists."""
-    rows = "".join(
-        f'<tr><th style="text-align:left">{escape(name)}</th><td style="text-align:left">{escape(text)}</td></tr>'
-        for name, text in lines
-    )
-    image = ""
-    if picture is not None and picture.is_file():
-        data = b64encode(picture.read_bytes()).decode()
-        image = f'<img style="max-width:640px" src="data:image/png;base64,{data}">'
-    return f"<table>{rows}</table>{image}"
 
 
 @dataclass(frozen=True)

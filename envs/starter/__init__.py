@@ -43,9 +43,9 @@ class Exercise:
 Family = Callable[[random.Random], Exercise]
 
 
-def _letters(rng: random.Random, most: int = 7) -> str:
+def _letters(rng: random.Random, max_length: int = 7) -> str:
     alphabet = rng.choice([string.ascii_lowercase, string.ascii_lowercase, "abc", "xyz", "efgh", "rst"])
-    return "".join(rng.choices(alphabet, k=rng.randint(1, most)))
+    return "".join(rng.choices(alphabet, k=rng.randint(1, max_length)))
 
 
 def _word(rng: random.Random) -> str:
@@ -115,7 +115,7 @@ def capitals(rng: random.Random) -> Exercise:
     return _ask(rng, ("Write {w} in capitals.", "{w} in big letters?"), word.upper(), w=word)
 
 
-def twice(rng: random.Random) -> Exercise:
+def double_word(rng: random.Random) -> Exercise:
     word = _letters(rng, 5)
     return _ask(rng, ("Write {w} twice.", "Double {w}."), word + word, w=word)
 
@@ -245,7 +245,7 @@ def guess_letter(rng: random.Random) -> Exercise:
     secret = rng.randint(low, high)
     turns: list[str] = []
     replies: list[str] = []
-    later, earlier = rng.choice([("later", "earlier"), ("further", "back"), ("up", "down"), ("more", "less")])
+    up, down = rng.choice([("later", "earlier"), ("further", "back"), ("up", "down"), ("more", "less")])
     question = f"I think of a letter, a to {alphabet[high]}. Which?"
     is_careful = rng.random() < 0.6
     top = high
@@ -254,7 +254,7 @@ def guess_letter(rng: random.Random) -> Exercise:
         turns.append(alphabet[guess])
         if guess == secret or len(turns) == 5:
             break
-        replies.append(later if guess < secret else earlier)
+        replies.append(up if guess < secret else down)
         low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
     return Exercise(question, turns, replies, is_free=True)
 
@@ -309,7 +309,7 @@ def call_tool(rng: random.Random) -> Exercise:
 # -------------------------------------------------------------------------------------------------------------
 
 SINGLE: tuple[Family, ...] = (
-    repeat, first_letter, last_letter, nth_letter, sort_letters, count_letters, spell, capitals, twice, without_first,
+    repeat, first_letter, last_letter, nth_letter, sort_letters, count_letters, spell, capitals, double_word, without_first,
     without_last, join_words, has_letter, next_letter, more_or_less, larger_number, number_as_word, word_as_number,
     next_number, any_number, number_above_or_below, pick_word, word_at, as_list, as_object, some_letters, say_something,
 )  # fmt: skip
