@@ -35,7 +35,8 @@ quick = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCh
 TYPES = {
     "string": st.text(
         # The renderer removes the two code points that it reserves for itself.
-        st.characters(codec="utf-8", exclude_characters=f"<>[]｜\r{BREAK}", exclude_categories=["Cc"]), max_size=12
+        st.characters(codec="utf-8", exclude_characters=f"<>[]｜\r{BREAK}", exclude_categories=["Cc"]),
+        max_size=12,
     ),
     "integer": st.integers(-(10**20), 10**20),
     "number": st.floats(allow_nan=False, allow_infinity=False),
