@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from envgym.errors import TurnRefused
 from envgym.render import TextRenderer
+from envgym.render.spelling import BREAK
 from envgym.render.tool_calls import (
     read_argument_tags,
     read_deepseek,
@@ -33,7 +34,9 @@ quick = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCh
 
 TYPES = {
     "string": st.text(
-        st.characters(codec="utf-8", exclude_characters="<>[]｜\r", exclude_categories=["Cc"]), max_size=12
+        # The renderer removes the two code points that it reserves for itself.
+        st.characters(codec="utf-8", exclude_characters=f"<>[]｜\r{BREAK}", exclude_categories=["Cc"]),
+        max_size=12,
     ),
     "integer": st.integers(-(10**20), 10**20),
     "number": st.floats(allow_nan=False, allow_infinity=False),
