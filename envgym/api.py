@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +93,6 @@ class EvalResult:
         return _read_episode(self.folder, "evaluation", None, index)
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         from .evaluation.table import evaluation_text
 
         return f"<pre>{escape(evaluation_text(self.result, self.folder))}</pre>"
@@ -108,8 +107,8 @@ def train(
     quiet: bool = False,
     **overrides: Any,
 ) -> TrainResult:
-    """Run a recipe, as `envgym train` does, or `resume` a run, by name or folder. A resumed run has its saved settings:
-    `steps` is the only one that may be given.
+    """Run a recipe, as `envgym train` does, or `resume` a run, by name or folder. A resumed run has its saved settings;
+    only `steps` and those of the hardware may change, as with `envgym train --resume`.
 
     `settings` are nested or dotted keys, `{"env": "math_verify", "learner.lr": 1e-4}`, or keyword arguments. `env`,
     `agent` and `learner` are names, classes or functions decorated with `envgym.reward`; `data`, `data.path` and

@@ -212,10 +212,11 @@ def _settings_of(
     config_class: type[EnvConfig] = getattr(env_class, "Config", None) or default
     if not issubclass(config_class, EnvConfig):
         raise ConfigError(f"{context}: its class Config must be a subclass of envgym.EnvConfig")
-    if env_class is not None:
-        with reported_as(ConfigError, f"{context}: reset must take seed and options", cause=TypeError):
-            inspect.signature(env_class.reset).bind(None, seed=None, options=None)
-    if env_class is None or env_class.__init__ is object.__init__:
+    if env_class is None:
+        return config_class, []
+    with reported_as(ConfigError, f"{context}: reset must take seed and options", cause=TypeError):
+        inspect.signature(env_class.reset).bind(None, seed=None, options=None)
+    if env_class.__init__ is object.__init__:
         return config_class, []
     fields: dict[str, Any] = {}
     try:

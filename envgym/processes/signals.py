@@ -26,7 +26,7 @@ def set_handlers(handlers: Mapping[int, Any]) -> dict[int, Any]:
     `run_in_thread` passes on, or none."""
     waiting = _waiting_handlers.get()
     if waiting is not None:
-        previous = {number: waiting.get(number, get_handler(number)) for number in handlers}
+        previous = {number: get_handler(number) for number in handlers}
         waiting.update(handlers)
         return previous
     if threading.current_thread() is not threading.main_thread():

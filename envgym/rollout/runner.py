@@ -281,10 +281,11 @@ async def run_episode(
             with timed(waiting, "waiting"):
                 await env.acquire()
             start = time.monotonic()  # waiting for a slot does not count as the episode's time
-            result = await run_to_end(_run_with_deadline(spec, run(env), timeout, f"{name}: an episode"))
-            if not isinstance(result, Episode | Outcome):
-                raise TypeError(f"the agent must return an Episode, not {describe(result)}")
-    if not isinstance(result, Episode | Outcome):
+            returned = await run_to_end(_run_with_deadline(spec, run(env), timeout, f"{name}: an episode"))
+            if not isinstance(returned, Episode | Outcome):
+                raise TypeError(f"the agent must return an Episode, not {describe(returned)}")
+            result = returned
+    if result is None:
         result = _failure(spec, call.error)
     episode = Episode(id="", task=task, outcome=result) if isinstance(result, Outcome) else result
     episode.seconds = time.monotonic() - start

@@ -14,7 +14,7 @@ from .episodes import episode_with_tokens
 from .sources import Source
 
 STRONGEST = 2.0
-"""The advantage, or the negative log-probability, of the strongest colour."""
+"""The advantage, or the negative log-probability, of the strongest color."""
 
 
 @dataclass(frozen=True)
