@@ -19,6 +19,16 @@ def cache_folder(kind: str) -> Path:
     return Path(os.environ.get("ENVGYM_CACHE", "~/.cache/envgym")).expanduser() / kind
 
 
+def unused_folder(parent: Path, *names: str) -> Path:
+    """The path of a folder that does not exist, named after `names`, the time and this process."""
+    name = "-".join([*names, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())])
+    folder, number = parent / name, 1
+    while folder.exists():  # made by this process in the same second
+        number += 1
+        folder = parent / f"{name}-{number}"
+    return folder
+
+
 @contextlib.contextmanager
 def folder_lock(folder: Path, writer: str) -> Iterator[None]:
     """Keep other processes of this machine out of `folder`; a lock ends with its process. Raises `RunError` if another

@@ -12,7 +12,7 @@ import yaml
 
 from envgym.config.resolve import resolve
 from envgym.config.words import nest_keys
-from envgym.disk import write_atomically
+from envgym.disk import unused_folder, write_atomically
 from envgym.errors import CheckpointDamaged, DataError, EnvgymError, RunError, WorkerDied
 from envgym.run_folder import RunFolder, stage_folders, state_to_json
 from envgym.training.checkpoints import set_aside
@@ -431,3 +431,13 @@ def test_a_run_does_not_go_back(tmp_path, steps, says):
     begun(tmp_path / "run", 5)
     with pytest.raises(EnvgymError, match=says):
         resume_config("run", str(tmp_path), steps)
+
+
+def test_folders_of_the_same_second_have_different_names(tmp_path, monkeypatch):
+    monkeypatch.setattr("envgym.disk.time.strftime", lambda *form: "20260101-000000")
+    folders = []
+    for _ in range(3):
+        folders.append(unused_folder(tmp_path, "sums", "grpo"))
+        folders[-1].mkdir()
+    first = f"sums-grpo-20260101-000000-{os.getpid()}"
+    assert [folder.name for folder in folders] == [first, f"{first}-2", f"{first}-3"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.config.missing import missing_part_error
-from envgym.disk import write_atomically
+from envgym.disk import unused_folder, write_atomically
 from envgym.env import EnvSpec
 from envgym.episodes.journal import episode_line
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
@@ -55,14 +54,9 @@ def new_evaluation(
         except NameNotFound as error:
             raise missing_part_error(f"suite {label}", parts_of(definition, size), error) from None
     config, model = parts[0].config, Path(parts[0].stage.model).name
-    default_name = "-".join(
-        [Path(label).name.replace(":", "-"), model, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())]
-    )
-    folder = EvalFolder(Path(config.evals_dir) / (config.name or default_name))
-    number = 1
-    while config.name is None and folder.path.exists():  # made by this process in the same second
-        number += 1
-        folder = EvalFolder(Path(config.evals_dir) / f"{default_name}-{number}")
+    parent = Path(config.evals_dir)
+    path = parent / config.name if config.name else unused_folder(parent, Path(label).name.replace(":", "-"), model)
+    folder = EvalFolder(path)
     folder.create(parts, None if suite is None else label)
     return folder
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import re
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import yaml
 from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig
 from envgym.config.words import LENGTHS
-from envgym.disk import folder_lock, write_atomically
+from envgym.disk import folder_lock, unused_folder, write_atomically
 from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, reported_as
 from envgym.loading import session_source, short_name
 from envgym.run_folder import STOP, RunFolder, stage_folders
@@ -49,7 +47,7 @@ def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
     if config.name is None:
         stage = config.stages[-1]
         names = [short_name(name) or "remote" for name in (stage.env.name, stage.learner.name)]
-        config.name = "-".join([*names, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())])
+        config.name = unused_folder(Path(config.runs_dir), *names).name
     folder = Path(config.runs_dir) / config.name
     with _resumed_folder(folder, config) if resume else _new_folder(folder, config):
         yield folder
