@@ -102,12 +102,6 @@ def served(page: str, folder: Path) -> Iterator[str]:
             server.communicate(timeout=20)
 
 
-@pytest.fixture(scope="session")
-def starter() -> None:
-    """The model that ships as a recipe, made where this machine has none yet: that takes minutes, a command seconds."""
-    subprocess.run([ENVGYM, "model", "starter"], capture_output=True, timeout=800, check=True)
-
-
 def test_every_command_is_of_a_program_that_is_there():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
@@ -128,7 +122,7 @@ def test_every_command_is_of_a_program_that_is_there():
         if words[0] not in LONG | SERVERS
     ],
 )
-def test_a_quick_command(page, words, tmp_path, starter):
+def test_a_quick_command(page, words, tmp_path):
     write_files(page, tmp_path)
     run(tmp_path, words, 60)
 
