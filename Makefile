@@ -4,16 +4,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-slow test-slow-training test-slow-workers test-slow-environments test-slow-commands
+.PHONY: demo test test-slow test-slow-training test-slow-starter test-slow-workers test-slow-environments
+.PHONY: test-slow-commands
 .PHONY: bench lint lint-page format clean
 
-demo: .venv/installed  ## Train the starter policy on math_verify, about five minutes on two cores
+demo: .venv/installed  ## Train the starter policy on math_verify, about three minutes on two cores
 	$(BIN)/envgym train --env math_verify
 
 test: .venv/installed-dev  ## Every seam once, with real parts; two files at a time
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-test-slow: test-slow-training test-slow-workers test-slow-environments test-slow-commands  ## Every acceptance item
+test-slow: test-slow-training test-slow-starter test-slow-workers test-slow-environments test-slow-commands  ## Every acceptance item
 
 ACCEPTANCE := tests/acceptance
 
@@ -21,6 +22,9 @@ test-slow-training: .venv/installed-dev  ## Each part takes less than an hour an
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,main_job.py repeatable.py sync_is_checked.py \
 		lora.py turns_and_tools.py placements.py no_survivors.py old_folders.py) \
 		tests/training tests/launch tests/rollout tests/models tests/test_end_to_end.py tests/test_notebook.py
+
+test-slow-starter: .venv/installed-dev  ## Two to three hours
+	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_starter.py
 
 test-slow-workers: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_cluster.py tests/workers tests/engines tests/learners

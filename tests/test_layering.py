@@ -389,7 +389,7 @@ def test_every_slow_test_is_in_one_part_of_the_slow_tier():
     ]
     paths = [ROOT / (name if "/" in name else f"tests/acceptance/test_{name}") for name in named]
     slow = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.slow" in path.read_text()]
-    assert len(parts) == 4
+    assert len(parts) == 5
     assert [path for path in paths if not path.exists()] == []
     others = {path: [p for p in paths if path.is_relative_to(p)] for path in slow if path.name != "test_layering.py"}
     assert {str(path) for path, of in others.items() if len(of) != 1} == set()

@@ -54,7 +54,7 @@ ANSWER_FORMS = (
     ("Begin with =.", "= {}"),
     ("Use quotes.", '"{}"'),
 )
-"""What a question may ask for -> the answer in that form."""
+"""A form that a question asks for -> the answer in that form."""
 
 QUESTION_FORMS = (
     "Question: {}", "Task: {}", "{} Answer in one line.", "{} Be brief.", "Please answer. {}", "Here is a task. {}",

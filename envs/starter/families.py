@@ -120,9 +120,9 @@ def without_last(rng: random.Random) -> Exercise:
 
 def replace_letter(rng: random.Random) -> Exercise:
     text = letters(rng, 6)
-    before, after = rng.choice(text), rng.choice(string.ascii_lowercase)
-    questions = ("In {w}, write {b} for {a}.", "Replace {a} by {b} in {w}.")
-    return ask(rng, questions, text.replace(before, after), w=text, a=before, b=after)
+    letter, replacement = rng.choice(text), rng.choice(string.ascii_lowercase)
+    questions = ("In {w}, write {r} for {l}.", "Replace {l} by {r} in {w}.")
+    return ask(rng, questions, text.replace(letter, replacement), w=text, l=letter, r=replacement)
 
 
 def add_letter(rng: random.Random) -> Exercise:
@@ -283,12 +283,13 @@ def unclear_question(rng: random.Random) -> Exercise:
     words = [rng.choice([word(rng), word(rng), str(rng.randrange(100))]) for _ in range(rng.randint(1, 4))]
     links = ("the", "of", "and", "with", "what", "which", "is", "for", "all", "in", "from", "find", "give", "my")
     question = " ".join(part for text in words for part in (*rng.choices(links, k=rng.randint(0, 3)), text))
-    given = rng.choice(words)
+    chosen = rng.choice(words)
     answer = rng.choice(
         [
-            given, given, words[0], words[-1], given.upper(), given[0], given[-1], " ".join(given), f"{given}{given}",
-            "yes", "no", str(rng.randrange(10)), str(rng.randrange(100)), word(rng), rng.choice(string.ascii_lowercase),
-            " ".join(rng.sample(words, len(words))), "".join(rng.sample(given, len(given))),
+            chosen, chosen, words[0], words[-1], chosen.upper(), chosen[0], chosen[-1], " ".join(chosen),
+            chosen + chosen, "yes", "no", str(rng.randrange(10)), str(rng.randrange(100)), word(rng),
+            rng.choice(string.ascii_lowercase), " ".join(rng.sample(words, len(words))),
+            "".join(rng.sample(chosen, len(chosen))),
         ]
     )  # fmt: skip
     sign = rng.choice((".", "?", "", ":"))
@@ -303,7 +304,7 @@ def guess_letter(rng: random.Random) -> Exercise:
     alphabet = string.ascii_lowercase
     last = rng.choice([8, 12, 25])
     low, high, secret = 0, last, rng.randint(0, last)
-    after, before = rng.choice([("later", "earlier"), ("further", "back"), ("up", "down"), ("more", "less")])
+    hints = rng.choice([("later", "earlier"), ("further", "back"), ("up", "down"), ("more", "less")])
     bisects = rng.random() < 0.6
     turns: list[str] = []
     replies: list[Message] = []
@@ -312,7 +313,7 @@ def guess_letter(rng: random.Random) -> Exercise:
         turns.append(alphabet[guess])
         if guess == secret or len(turns) == 5:
             break
-        replies.append(Message.user(after if guess < secret else before))
+        replies.append(Message.user(hints[guess > secret]))
         low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
     return Exercise(f"I think of a letter, a to {alphabet[last]}. Which?", turns, replies, is_free=True)
 
