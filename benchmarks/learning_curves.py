@@ -1,4 +1,4 @@
-"""Learning curves of the recipes on `math_verify`: one figure and one table for `docs/recipes.md`.
+"""Learning curves of the recipes on `math_verify`: one figure and one table for `docs/training/recipes.md`.
 
     .venv/bin/python benchmarks/learning_curves.py [--algorithms NAME …] [--seeds 0 1 2] [--steps 60]
 [--variants NAME …] [--variant-steps 20] [--runs FOLDER]
@@ -33,7 +33,7 @@ from envgym.config.resolve import resolve
 from envgym.run_folder import RunFolder, stage_folders
 
 NAME = "learning_curves"
-PAGE = ROOT / "docs" / "recipes.md"
+PAGE = ROOT / "docs" / "training" / "recipes.md"
 FIGURE = ROOT / "docs" / f"{NAME}.png"
 ENVGYM = Path(sys.executable).with_name("envgym")
 

@@ -1,4 +1,4 @@
-"""Copy the stored results of `make test-slow` for the starter into `docs/starter.md`."""
+"""Copy the stored results of `make test-slow` for the starter into `docs/get_started/starter.md`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def environments() -> str:
 
 
 def main() -> None:
-    page = ROOT / "docs" / "starter.md"
+    page = ROOT / "docs" / "get_started" / "starter.md"
     fill_docs("starter", main_job(), page)
     fill_docs("environments", environments(), page)
 

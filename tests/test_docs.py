@@ -183,7 +183,7 @@ def test_links_lead_to_files(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "[LoRA](" in PAGES[page]])
 def test_what_is_called_lora_leads_to_its_page(page):
-    assert set(re.findall(r"\[LoRA\]\(([^)#]*)", PAGES[page])) <= {"lora.md", "docs/lora.md"}
+    assert set(re.findall(r"\[LoRA\]\(([^)#]*)", PAGES[page])) <= {"lora.md", "docs/training/lora.md"}
 
 
 def test_the_files_that_the_page_on_architecture_names_are_there():

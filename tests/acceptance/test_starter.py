@@ -53,7 +53,7 @@ CASES = {
 
 @pytest.fixture
 def environments(envgym, tmp_path):
-    for page in ("README.md", "docs/tools.md"):
+    for page in ("README.md", "docs/environments/tools.md"):
         write_page_files(page, tmp_path)
     write_word_problems(tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

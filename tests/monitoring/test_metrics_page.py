@@ -1,4 +1,4 @@
-"""`docs/metrics.md` and the code agree: on alarms here, on the names that a run logs in `test_end_to_end.py`."""
+"""`docs/reference/metrics.md` and the code agree: on alarms here, on the names that a run logs in `test_end_to_end.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from envgym.monitoring.alarms import ALARMS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 
 
 def section(title: str) -> str:

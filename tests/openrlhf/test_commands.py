@@ -24,7 +24,7 @@ LACKING = {
 }  # fmt: skip
 """What commands lack that nobody can guess, and what stands for it here."""
 
-# Worked out by hand from OpenRLHF's parsers and trainers (`docs/from_openrlhf.md` has the table); not printed by the
+# Worked out by hand from OpenRLHF's parsers and trainers (`docs/reference/openrlhf_commands.md` has the table); not printed by the
 # translator. What a command does not say is there with OpenRLHF's own default where that matters.
 BY_HAND = {
     "sft-train_sft": {
