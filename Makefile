@@ -2,11 +2,12 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+CODE := envgym envs agents learners tests benchmarks examples docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: demo test test-slow test-slow-training test-slow-starter test-slow-workers test-slow-environments
 .PHONY: test-slow-commands
-.PHONY: bench lint lint-page format clean
+.PHONY: bench docs lint lint-page format clean
 
 demo: .venv/installed  ## Train the starter policy on math_verify, about three minutes on two cores
 	$(BIN)/envgym train --env math_verify
@@ -53,9 +54,12 @@ bench: .venv/installed-dev  ## The benchmarks against peers; writes benchmarks/r
 	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/eval_throughput.py
 
+docs: .venv/installed-dev  ## The site of the documentation, in site/; ends with an error if a link leads nowhere
+	$(BIN)/python -m zensical build --strict --clean
+
 lint: .venv/installed-dev
-	$(BIN)/ruff check envgym envs agents learners tests benchmarks examples
-	$(BIN)/ruff format --check envgym envs agents learners tests benchmarks examples
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 
 lint-page:  ## The page's scripts, by TypeScript's checker (Node)
@@ -63,8 +67,8 @@ lint-page:  ## The page's scripts, by TypeScript's checker (Node)
 		--lib es2023,dom,dom.iterable envgym/view/page/app.js
 
 format: .venv/installed-dev
-	$(BIN)/ruff check --fix envgym envs agents learners tests benchmarks examples
-	$(BIN)/ruff format envgym envs agents learners tests benchmarks examples
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
 
 # `new`, or the version of a Python that is too old, or nothing where there is none.
 AGE = $(shell $(PYTHON) -c 'import sys; print("new" if sys.version_info >= (3, 11) else sys.version.split()[0])')
@@ -84,4 +88,4 @@ ADVICE := name another one, such as make demo PYTHON=python3.12
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,9 @@
-"""Copy the stored results of `make test-slow` for the starter into `docs/get_started/starter.md`."""
+"""Copy the stored results of `make test-slow` for the starter, with its picture, into `docs/get_started/`."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 from typing import Any
 
@@ -24,9 +25,10 @@ ENVIRONMENTS = {
     "guess": "`examples/guess.py`",
     "one_call": "`tool_use`: one call",
     "template_tools": "`envs new --kind tools`, `sft_grpo`",
-    "hidden_number": "`HiddenNumber` of [Tools](tools.md), `sft_grpo`",
+    "hidden_number": "`HiddenNumber` of [Tools](../environments/tools.md), `sft_grpo`",
 }
 SEEDS = (0, 1, 2)
+PICTURE = "main_job.png"
 
 
 def measured(result: dict[str, Any]) -> str:
@@ -79,6 +81,7 @@ def main() -> None:
     page = ROOT / "docs" / "get_started" / "starter.md"
     fill_docs("starter", main_job(), page)
     fill_docs("environments", environments(), page)
+    shutil.copy(ROOT / "tests" / "results" / PICTURE, page.with_name(PICTURE))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def test_the_starter_learns_sums(seed, envgym, summary, store, tmp_path):
         seconds=result["seconds"],
         max_abs_logprob=result["mismatch"]["max_abs_logprob"],
     )
-    if seed == 0:  # the picture that docs/get_started/starter.md shows
+    if seed == 0:  # the picture of docs/get_started/starter.md
         shutil.copy(tmp_path / "runs" / "main" / "curve.png", RESULTS / "main_job.png")
     assert before["n_tasks"] == after["n_tasks"] == 512
     assert before["score"] <= 0.5
