@@ -2,6 +2,7 @@
 
 - A link to a source file becomes its text: the site has the pages and their pictures only.
 - `\\|` in code of a table becomes `|`: hosts of repositories need the backslash, and do not show it.
+- A table whose header is empty has none: hosts of repositories need one.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class SiteTree(Treeprocessor):
         for cell in [*root.iter("td"), *root.iter("th")]:
             for code in cell.iter("code"):
                 code.text = AtomicString((code.text or "").replace("\\|", "|"))
+        for table in root.iter("table"):
+            header = table.find("thead")
+            if header is not None and not "".join(header.itertext()).strip():
+                table.remove(header)
 
 
 def leaves_site(address: str) -> bool:

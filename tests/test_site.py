@@ -134,6 +134,7 @@ def test_markdown_is_shown_as_hosts_of_repositories_show_it(site):
         paragraphs = re.findall(r"<p>(.*?)</p>", text, re.DOTALL)
         assert [p for p in paragraphs if re.search(r"^(- |\d+\. |\||```)", p, re.MULTILINE)] == [], path.name
         assert "\\|" not in text
+        assert not re.search(r"<thead>(\s|</?t[rh][^>]*>)*</thead>", text)
     assert "<code>auto | float32 | bfloat16 | float16</code>" in (site / "reference" / "settings.html").read_text()
     guess = (site / "environments" / "environments.html").read_text()
     assert "<span><code>examples/guess.py</code></span>" in guess
