@@ -28,6 +28,7 @@ from envgym.config.recipes import FOLDER, load_recipe, recipe_names
 from envgym.config.resolve import stages_of
 from envgym.config.schema import StageConfig
 from envgym.config.words import merge_stage
+from envgym.env.spec import first_sentence
 from envgym.loading import entry_points
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -221,11 +222,11 @@ def recipe_rows(name: str) -> Iterator[str]:
 
 
 def about(name: str) -> str:
-    """The first paragraph of the comment in a recipe's file."""
+    """The first sentence of the comment in a recipe's file."""
     lines = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.removeprefix("#").strip() and line.startswith("#"), lines)
-    text = " ".join(line.removeprefix("#").strip() for line in comment)
-    return re.sub(r"(?<!`)[\w.]*\.\w+=\w+|\\boxed{}", lambda match: f"`{match[0]}`", text)
+    text = first_sentence(" ".join(line.removeprefix("#").strip() for line in comment))
+    return re.sub(r"[\w.]*\.\w+=\w+", lambda match: f"`{match[0]}`", text)
 
 
 def numbers(settings: dict[str, Any]) -> list[str]:
