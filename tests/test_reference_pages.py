@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import envgym
 from envgym.remote.transport import ERROR_KINDS
@@ -88,3 +89,9 @@ def test_the_page_on_failures_has_every_kind_and_every_limit():
     listed = set(re.findall(r"^\| `(\w+)`", failed, re.MULTILINE)) | {"model_server", "unjudged", "unplayed"}
     assert listed == kinds_in_code()
     assert set(re.findall(r"^\| `(\w+)`", truncated, re.MULTILINE)) == {*Limit, "recording"}
+
+
+def test_the_page_on_troubleshooting_has_every_alert():
+    alerts = yaml.safe_load((ROOT / "envgym/monitoring/alarms.yaml").read_text())
+    page = (ROOT / "docs/training/troubleshooting.md").read_text()
+    assert [name for name in alerts if f"`{name}`" not in page] == []
