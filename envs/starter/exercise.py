@@ -24,6 +24,14 @@ ITEMS = _words("""
 ADJECTIVES = _words("""
     big black blue cold dark fast green hot long new old red short slow small soft tall warm white wide
 """)
+ACTIONS = _words("""
+    add buy call card close come draw eat fall find game get give go hold jump keep left look move name open pass play
+    put read right run say see sell send sit stay stop take tell time turn wait walk week word work write
+""")
+FILLERS = _words("""
+    the the a of and with what which who how is are was it you your my me for all in on at from to or not one two any
+    each other then if when letter letters number only answer please begin end same new
+""")
 NAMES = _words("Amy Ben Dan Eva Ida Jim Kim Leo Mia Sam")
 NUMBERS = _words("zero one two three four five six seven eight nine ten eleven twelve")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import random
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from envgym.types import Message, ToolCall, ToolSpec
 
-from .exercise import ADJECTIVES, ITEMS, NAMES, NUMBERS, Exercise, ask, letters, sentence, word
+from .exercise import ACTIONS, ADJECTIVES, FILLERS, ITEMS, NAMES, NUMBERS, Exercise, ask, letters, sentence, word
 
 Family = Callable[[random.Random], Exercise]
 ORDINALS = ("first", "second", "third", "fourth")
@@ -279,21 +279,43 @@ def say_something(rng: random.Random) -> Exercise:
 
 
 def unclear_question(rng: random.Random) -> Exercise:
-    """Words without an order: the answers are of all kinds, so that samples differ where a question is new."""
-    words = [rng.choice([word(rng), word(rng), str(rng.randrange(100))]) for _ in range(rng.randint(1, 4))]
-    links = ("the", "of", "and", "with", "what", "which", "is", "for", "all", "in", "from", "find", "give", "my")
-    question = " ".join(part for text in words for part in (*rng.choices(links, k=rng.randint(0, 3)), text))
+    """A text without a meaning: its answers are of all kinds, mostly words of it, so that samples differ where a
+    question is new."""
+    text, words = _unclear_text(rng)
+    return Exercise(text, [_some_answer(rng, words)], is_free=True)
+
+
+def _unclear_text(rng: random.Random, max_length: int = 16) -> tuple[str, list[str]]:
+    """Random words with punctuation, and those of them that an answer may repeat."""
+    text, words, is_start = "", [], True
+    for _ in range(rng.randint(2, max_length)):
+        if rng.random() < 0.45:
+            part = rng.choice(FILLERS)
+        else:
+            part = rng.choice([word(rng), word(rng), rng.choice(NAMES), str(rng.randrange(100)), rng.choice(ACTIONS)])
+            words.append(part)
+        sign = rng.choice((".", "?", ":", ",")) if rng.random() < 0.15 else ""
+        text += f"{' ' if text else ''}{part[0].upper() + part[1:] if is_start else part}{sign}"
+        is_start = sign in (".", "?")
+    words = words or [word(rng)]
+    if rng.random() < 0.3:  # two words to choose from
+        words = [rng.choice(words), rng.choice([word(rng), rng.choice(ACTIONS)])]
+        text += f" {rng.choice(('Say', 'Answer', 'Choose', 'Reply', 'Give'))} {words[0]} or {words[1]}."
+    return text, words
+
+
+def _some_answer(rng: random.Random, words: Sequence[str]) -> str:
     chosen = rng.choice(words)
-    answer = rng.choice(
+    if rng.random() < 0.65:
+        return chosen
+    return rng.choice(
         [
-            chosen, chosen, words[0], words[-1], chosen.upper(), chosen[0], chosen[-1], " ".join(chosen),
-            chosen + chosen, "yes", "no", str(rng.randrange(10)), str(rng.randrange(100)), word(rng),
-            rng.choice(string.ascii_lowercase), " ".join(rng.sample(words, len(words))),
-            "".join(rng.sample(chosen, len(chosen))),
+            words[-1], chosen.upper(), chosen[0], chosen[-1], chosen[1:] or chosen, " ".join(chosen), chosen + chosen,
+            "yes", "no", "yes", "no", str(rng.randrange(10)), str(rng.randrange(100)), word(rng),
+            rng.choice(string.ascii_lowercase), " ".join(rng.sample(words, min(len(words), rng.randint(2, 4)))),
+            "".join(rng.sample(chosen, len(chosen))), f"{chosen}.",
         ]
     )  # fmt: skip
-    sign = rng.choice((".", "?", "", ":"))
-    return Exercise(f"{question[0].upper()}{question[1:]}{sign}", [answer], is_free=True)
 
 
 # -- several turns --------------------------------------------------------------------------------------------
@@ -324,6 +346,18 @@ def another_answer(rng: random.Random) -> Exercise:
     first, second = rng.sample(words, 2)
     reply = rng.choice(("Not that one.", "Another one.", "No.", "Try again.", f"Not {first}."))
     return Exercise(f"Pick one of {' '.join(words)}.", [first, second], [Message.user(reply)], is_free=True)
+
+
+def unclear_dialogue(rng: random.Random) -> Exercise:
+    """Texts without a meaning, one after the other. An answer is mostly to the last one."""
+    question, words = _unclear_text(rng)
+    turns, replies, all_words = [_some_answer(rng, words)], [], list(words)
+    for _ in range(rng.randint(1, 3)):
+        reply, words = _unclear_text(rng, 5)
+        all_words += words
+        replies.append(Message.user(reply))
+        turns.append(_some_answer(rng, rng.choice([words, words, all_words])))
+    return Exercise(question, turns, replies, is_free=True)
 
 
 def two_questions(rng: random.Random) -> Exercise:
@@ -375,9 +409,26 @@ def call_tool(rng: random.Random) -> Exercise:
     return Exercise(question, [Message("assistant", (), (call,)), result], [reply], tools)
 
 
+def call_unclear_tool(rng: random.Random) -> Exercise:
+    """Call a tool without a meaning with a word of the question, and answer with a word of its result, mostly."""
+    text, words = _unclear_text(rng, 8)
+    name, parameter = (rng.choice([word(rng), *rng.sample(ACTIONS, 2)]) for _ in range(2))
+    argument = rng.choice(words)
+    tool = _spec(name, _unclear_text(rng, 6)[0], parameter, "integer" if argument.isdecimal() else "string")
+    call = ToolCall("call_0", name, {parameter: int(argument) if argument.isdecimal() else argument})
+    results = [word(rng), str(rng.randrange(100)), *(["yes", "no", rng.choice(NAMES)] if rng.random() < 0.3 else [])]
+    result = rng.choice([rng.choice(results), rng.choice(results), " ".join(rng.sample(results, 2))])
+    reply = Message("tool", result, tool_call_id=call.id, name=name)
+    answer = rng.choice([result, result, rng.choice(result.split()), _some_answer(rng, [*words, result])])
+    return Exercise(text, [Message("assistant", (), (call,)), answer], [reply], (tool,), is_free=True)
+
+
 def _tool(name: str) -> ToolSpec:
     description, parameter, _ = TOOLS[name]
-    kind = "integer" if parameter in ("number", "x") else "string"
+    return _spec(name, description, parameter, "integer" if parameter in ("number", "x") else "string")
+
+
+def _spec(name: str, description: str, parameter: str, kind: str) -> ToolSpec:
     parameters: dict[str, Any] = {
         "type": "object",
         "properties": {parameter: {"type": kind}},
@@ -401,6 +452,7 @@ SINGLE: tuple[Family, ...] = (
 """The families of one turn."""
 
 FAMILIES: tuple[Family, ...] = (
-    *SINGLE, *LETTERS, unclear_question, guess_letter, another_answer, two_questions, call_tool, call_tool,
+    *SINGLE, *LETTERS, *[unclear_question] * 7, guess_letter, another_answer, two_questions, *[unclear_dialogue] * 4,
+    call_tool, call_unclear_tool, call_unclear_tool,
 )  # fmt: skip
 """All families; one that is named twice is drawn twice as often."""
