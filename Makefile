@@ -2,18 +2,20 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+CODE := envgym envs agents learners tests benchmarks examples docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-slow test-slow-training test-slow-workers test-slow-environments test-slow-commands
-.PHONY: bench lint lint-page format clean
+.PHONY: demo test test-slow test-slow-training test-slow-starter test-slow-workers test-slow-environments
+.PHONY: test-slow-commands
+.PHONY: bench docs lint lint-page format clean
 
-demo: .venv/installed  ## Train the starter policy on math_verify, about five minutes on two cores
+demo: .venv/installed  ## Train the starter policy on math_verify, about three minutes on two cores
 	$(BIN)/envgym train --env math_verify
 
 test: .venv/installed-dev  ## Every seam once, with real parts; two files at a time
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-test-slow: test-slow-training test-slow-workers test-slow-environments test-slow-commands  ## Every acceptance item
+test-slow: test-slow-training test-slow-starter test-slow-workers test-slow-environments test-slow-commands  ## Every acceptance item
 
 ACCEPTANCE := tests/acceptance
 
@@ -21,6 +23,9 @@ test-slow-training: .venv/installed-dev  ## Each part takes less than an hour an
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,main_job.py repeatable.py sync_is_checked.py \
 		lora.py turns_and_tools.py placements.py no_survivors.py old_folders.py) \
 		tests/training tests/launch tests/rollout tests/models tests/test_end_to_end.py tests/test_notebook.py
+
+test-slow-starter: .venv/installed-dev  ## Two to three hours
+	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_starter.py
 
 test-slow-workers: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_cluster.py tests/workers tests/engines tests/learners
@@ -49,9 +54,12 @@ bench: .venv/installed-dev  ## The benchmarks against peers; writes benchmarks/r
 	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/eval_throughput.py
 
+docs: .venv/installed-dev  ## The site of the documentation, in site/; ends with an error if a link leads nowhere
+	$(BIN)/python -m zensical build --strict --clean
+
 lint: .venv/installed-dev
-	$(BIN)/ruff check envgym envs agents learners tests benchmarks examples
-	$(BIN)/ruff format --check envgym envs agents learners tests benchmarks examples
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 
 lint-page:  ## The page's scripts, by TypeScript's checker (Node)
@@ -59,8 +67,8 @@ lint-page:  ## The page's scripts, by TypeScript's checker (Node)
 		--lib es2023,dom,dom.iterable envgym/view/page/app.js
 
 format: .venv/installed-dev
-	$(BIN)/ruff check --fix envgym envs agents learners tests benchmarks examples
-	$(BIN)/ruff format envgym envs agents learners tests benchmarks examples
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
 
 # `new`, or the version of a Python that is too old, or nothing where there is none.
 AGE = $(shell $(PYTHON) -c 'import sys; print("new" if sys.version_info >= (3, 11) else sys.version.split()[0])')
@@ -80,4 +88,4 @@ ADVICE := name another one, such as make demo PYTHON=python3.12
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

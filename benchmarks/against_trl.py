@@ -307,6 +307,22 @@ def job_markdown(result: dict[str, Any]) -> str:
     )
 
 
+def short_markdown(results: dict[str, Any]) -> str:
+    """The whole steps of all jobs, for README: one table, lost rows included."""
+    rows = [
+        [
+            result["job"]["title"].partition(",")[0],
+            label,
+            "{:.2f} ({:.2f} to {:.2f})".format(step["ratio"], *step["ratio_spread"]),
+            step["outcome"],
+        ]
+        for result in (results[name] for name in JOBS if name in results)
+        for peer, label in PEERS.items()
+        for step in [result["comparison"][peer]["step"]]
+    ]
+    return table(["policy", "against", "TRL's seconds / envgym's (min to max)", "envgym"], rows)
+
+
 def trl_versions() -> dict[str, str]:
     """Versions in the peer's environment. Raises `SystemExit` where that has not been made."""
     if not TRL_PYTHON.exists():
@@ -385,6 +401,7 @@ def main() -> None:
         store(NAME, {name: results[name] for name in JOBS if name in results})
         text = markdown(results)
         fill_docs(NAME, text)
+        fill_docs(f"{NAME}_short", short_markdown(results), ROOT / "README.md")
     print(f"\n{text}\n\nstored in {stored}")
 
 

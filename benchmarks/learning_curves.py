@@ -1,4 +1,4 @@
-"""Learning curves of the recipes on `math_verify`: one figure and one table for `docs/recipes.md`.
+"""Learning curves of the recipes on `math_verify`: one figure and one table for `docs/reference/learning_curves.md`.
 
     .venv/bin/python benchmarks/learning_curves.py [--algorithms NAME …] [--seeds 0 1 2] [--steps 60]
 [--variants NAME …] [--variant-steps 20] [--runs FOLDER]
@@ -33,8 +33,8 @@ from envgym.config.resolve import resolve
 from envgym.run_folder import RunFolder, stage_folders
 
 NAME = "learning_curves"
-PAGE = ROOT / "docs" / "recipes.md"
-FIGURE = ROOT / "docs" / f"{NAME}.png"
+PAGE = ROOT / "docs" / "reference" / "learning_curves.md"
+FIGURE = PAGE.with_suffix(".png")
 ENVGYM = Path(sys.executable).with_name("envgym")
 
 ALGORITHMS = ["ppo", "reinforce++", "reinforce++_baseline", "rloo", "grpo", "dr_grpo"]

@@ -110,7 +110,7 @@ def main() -> None:
         for name, result in results.items()
     ]
     header = [f"memory per rank of a sequence of {options.length} tokens", "GiB", "share", "loss"]
-    fill_docs("long_rows", table(header, rows), ROOT / "docs" / "long_context.md")
+    fill_docs("long_rows", table(header, rows), ROOT / "docs" / "scale" / "sequence_and_tensor_parallelism.md")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Every reference of `math_500.jsonl` is written in each notation of `notations.py` that applies to it, and the answers
 that the environment and the library accept are counted. So are copies of the problems (`copies.py`), which must get no
-reward. Without `--sample` and `--only` the table goes to `docs/math_verify.md`.
+reward. Without `--sample` and `--only` the table goes to `docs/environments/math_verify.md`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from record import ROOT, conditions, fill_docs, store, table
 import envgym
 from envgym.types import Task
 
-PAGE = ROOT / "docs" / "math_verify.md"
+PAGE = ROOT / "docs" / "environments" / "math_verify.md"
 AT_ONCE = 4
 BY_HAND_BELOW = 30
 """References made by hand are added if the notation applies to fewer of the data."""

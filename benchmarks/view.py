@@ -225,7 +225,7 @@ def report(figures: dict[str, float], where: dict[str, Any]) -> None:
     text = (
         f"    .venv/bin/python benchmarks/view.py\n\n{table(['figure', 'value'], rows)}\n\n{conditions_in_words(where)}"
     )
-    fill_docs("view", text, ROOT / "docs" / "view.md")
+    fill_docs("view", text, ROOT / "docs" / "training" / "viewer.md")
 
 
 if __name__ == "__main__":

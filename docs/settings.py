@@ -1,4 +1,4 @@
-"""Write `settings.md`: every setting with its type, its default and its meaning, from the code.
+"""Write `reference/settings.md`: every setting with its type, its default and its meaning, from the code.
 
 python docs/settings.py
 """
@@ -27,7 +27,7 @@ from envgym.remote.client import RemoteConfig
 from envgym.rewards.environments import RewardConfig
 from envgym.tasks import DataConfig
 
-PAGE = Path(__file__).with_suffix(".md")
+PAGE = Path(__file__).parent / "reference" / "settings.md"
 HEAD = """# Settings
 
 Every setting by its key: a word of the command line (`learner.lr=1e-4`), a nested key of a YAML file, or a key in
@@ -122,7 +122,7 @@ def written(value: Any) -> str:
         return f"[{', '.join(map(written, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {written(item)}' for key, item in value.items())}}}"
-    return f"{value:g}" if isinstance(value, float) else str(value) or '""'
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("\n", r"\n") or '""'
 
 
 def type_of(annotation: Any) -> str:

@@ -244,7 +244,7 @@ def load_env_class(target: str | type[Any]) -> type[Any]:
     if set(_IMPORTS.findall(_source(file))) == {"verifiers"}:  # a file that imports both is assumed to be an adapter
         raise ConfigError(
             f"{target} is written for verifiers, whose environments and tasksets are not supported: write an Env "
-            "that poses its tasks and calls its rewards (docs/environments.md)"
+            "that poses its tasks and calls its rewards (docs/environments/environments.md)"
         )
     if is_file_target(file):
         for adapter in entry_points("envgym.files").values():

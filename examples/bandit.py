@@ -1,7 +1,7 @@
 """Two slot machines: `envgym train --env examples/bandit.py --learner dr_grpo learner.credit=turn`.
 
 The first machine's reward is random and large; the second's depends only on the arm. If both turns are trained on the
-whole episode's reward, the noise of the first drowns the signal of the second: see `docs/learners.md`.
+whole episode's reward, the noise of the first drowns the signal of the second: see `docs/training/learners.md`.
 """
 
 import envgym

@@ -7,11 +7,11 @@ class Reverse(envgym.Env):
     """Write a word backwards; the reward is the share of letters in the right position."""
 
     async def reset(self, *, seed=None, options=None):
-        self.word = "".join(self.rng.choices("abc", k=3))
+        self.word = "".join(self.rng.choices("abcd", k=4))
         return [{"role": "user", "content": f"Write {self.word} backwards."}], {}
 
     async def step(self, action):
         answer = action.text.strip()
         matches = sum(guess == letter for guess, letter in zip(answer, reversed(self.word), strict=False))
-        score = matches / max(len(answer), 3)  # extra letters lower the score
+        score = matches / max(len(answer), 4)  # extra letters lower the score
         return None, score, True, False, {"score": score}

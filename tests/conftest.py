@@ -141,11 +141,11 @@ def through_a_checkpoint():
 
 @pytest.fixture(scope="session")
 def documented_metrics():
-    """The names in the tables of `docs/metrics.md` as patterns, and whether every run logs each: those that come only
-    with a setting say so in italics."""
+    """The names in the tables of `docs/reference/metrics.md` as patterns, and whether every run logs each: those that
+    come only with a setting say so in italics."""
     import re
 
-    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text().split("\n## Alerts\n")[0]
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "metrics.md").read_text()
     names = {}
     for cell, says in re.findall(r"^\| (`.+?) \| (.*?) \|", page, re.MULTILINE):
         for name in re.findall(r"`([^`]+)`", cell):

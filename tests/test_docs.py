@@ -23,7 +23,8 @@ import envgym
 ROOT = Path(__file__).parents[1]
 ENVGYM = Path(sys.executable).with_name("envgym")
 PAGES = {
-    path.name: path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
 }
 LONG = {"train", "eval", "compare", "rollout", "score", "model", "show", "export"}
 """Commands that sample or train: minutes."""
@@ -61,10 +62,10 @@ def write_files(page: str, folder: Path) -> list[str]:
     for block in blocks(page, "yaml"):
         if name := re.match(r"# (\S+\.yaml)\n", block):
             (folder / name.group(1)).write_text(block)
-    for name, block in re.findall(r"^```jsonl (\S+)\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL):
+    for name, block in re.findall(r'^```jsonl title="(\S+)"\n(.*?)^```$', PAGES[page], re.MULTILINE | re.DOTALL):
         rows = [line.replace("?", f"? ({number})", 1) for number in range(40) for line in block.splitlines()]
         (folder / name).write_text("".join(f"{row}\n" for row in rows))
-    [row] = [json.loads(block) for block in blocks("math_verify.md", "json")]
+    [row] = [json.loads(block) for block in blocks("docs/environments/math_verify.md", "json")]
     rows = [{**row, "question": f"{row['question']} ({number})"} for number in range(40)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return code
@@ -102,12 +103,6 @@ def served(page: str, folder: Path) -> Iterator[str]:
             server.communicate(timeout=20)
 
 
-@pytest.fixture(scope="session")
-def starter() -> None:
-    """The model that ships as a recipe, made where this machine has none yet: that takes minutes, a command seconds."""
-    subprocess.run([ENVGYM, "model", "starter"], capture_output=True, timeout=800, check=True)
-
-
 def test_every_command_is_of_a_program_that_is_there():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
@@ -128,7 +123,7 @@ def test_every_command_is_of_a_program_that_is_there():
         if words[0] not in LONG | SERVERS
     ],
 )
-def test_a_quick_command(page, words, tmp_path, starter):
+def test_a_quick_command(page, words, tmp_path):
     write_files(page, tmp_path)
     run(tmp_path, words, 60)
 
@@ -175,13 +170,14 @@ def test_toml_is_toml():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page):
-    folder = ROOT if (ROOT / page).exists() else ROOT / "docs"
+    folder = (ROOT / page).parent
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", PAGES[page]):
         if target.startswith(("http://", "https://")) or not (target or anchor):
             continue
-        assert (folder / (target or page)).exists(), target
+        path = folder / target if target else ROOT / page
+        assert path.exists(), target
         if anchor:
-            text = (folder / (target or page)).read_text()
+            text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
             headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
             named = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in named, f"{target}#{anchor}"
@@ -189,11 +185,12 @@ def test_links_lead_to_files(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "[LoRA](" in PAGES[page]])
 def test_what_is_called_lora_leads_to_its_page(page):
-    assert set(re.findall(r"\[LoRA\]\(([^)#]*)", PAGES[page])) <= {"lora.md", "docs/lora.md"}
+    targets = re.findall(r"\[LoRA\]\(([^)#]*)", PAGES[page])
+    assert {(ROOT / page).parent.joinpath(target).resolve() for target in targets} == {ROOT / "docs/training/lora.md"}
 
 
 def test_the_files_that_the_page_on_architecture_names_are_there():
-    names = set(re.findall(r"`([\w./]+(?:\.py|\.yaml|/))`", PAGES["architecture.md"]))
+    names = set(re.findall(r"`([\w./]+(?:\.py|\.yaml|/))`", PAGES["docs/reference/architecture.md"]))
     assert len(names) > 25
     assert [name for name in names if not any((root / name).exists() for root in (ROOT, ROOT / "envgym"))] == []
 

@@ -173,7 +173,7 @@ TARGET = re.compile(r"(envgym(?:\.\w+)+):\w+")
 
 
 def room_of(module):
-    """The room of `docs/architecture.md` that a module is in."""
+    """The room of `docs/reference/architecture.md` that a module is in."""
     return (module.split(".")[1:2] or ["__init__"])[0]
 
 
@@ -193,8 +193,8 @@ def rooms_and_what_they_import():
 
 
 def test_no_rooms_import_each_other_and_each_imports_from_its_floor_and_below():
-    """By the picture in `docs/architecture.md`, without an exception."""
-    picture = (ROOT / "docs" / "architecture.md").read_text().split("```")[3]
+    """By the picture in `docs/reference/architecture.md`, without an exception."""
+    picture = (ROOT / "docs" / "reference" / "architecture.md").read_text().split("```")[3]
     floors = [re.split(r"  +", line[26:].strip()) for line in picture.strip("\n").splitlines()]
     height = {room: len(floors) - number for number, floor in enumerate(floors) for room in floor}
     rooms = rooms_and_what_they_import()
@@ -389,7 +389,7 @@ def test_every_slow_test_is_in_one_part_of_the_slow_tier():
     ]
     paths = [ROOT / (name if "/" in name else f"tests/acceptance/test_{name}") for name in named]
     slow = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.slow" in path.read_text()]
-    assert len(parts) == 4
+    assert len(parts) == 5
     assert [path for path in paths if not path.exists()] == []
     others = {path: [p for p in paths if path.is_relative_to(p)] for path in slow if path.name != "test_layering.py"}
     assert {str(path) for path, of in others.items() if len(of) != 1} == set()

@@ -29,7 +29,6 @@ COLUMNS = ("envs", "commands")
 """Entry points that those list at the beginning of a line; of learners and agents the kind comes first."""
 REFUSED = {
     "envs/math_verify": [
-        ("config --recipe starter", "recipe starter needs environment math_verify"),
         ("eval --suite smoke --model x", "suite smoke needs environment math_verify"),
         (
             "eval --suite smk --model x",
@@ -37,6 +36,7 @@ REFUSED = {
             "math_verify), full (needs environment math_verify), multi_turn, reasoning, smoke (needs environment",
         ),
     ],
+    "envs/mixture": [("config --recipe starter", "recipe starter needs environment mixture")],
     "envs/recorded": [("train --recipe rm --model x", "recipe rm needs environment recorded")],
     "agents/replay.py": [("train --recipe sft --model x", "recipe sft needs agent replay")],
     "learners/ppo.py": [("train --recipe rlhf --model x", "recipe rlhf needs learner ppo")],

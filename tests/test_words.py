@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("envgym", "envs", "agents", "learners") for path in (ROOT / folder).rglob("*.py"))
 SOURCES = [path for path in SOURCES if path.resolve() == path]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
 
 EMPTY_NAMES = frozenset(
     """
@@ -125,5 +125,7 @@ def test_code_names_things_and_uses_the_terms_of_the_field() -> None:
 
 
 def test_pages_use_the_terms_of_the_field() -> None:
-    texts = {path.name: re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S) for path in PAGES}
+    texts = {
+        str(path.relative_to(ROOT)): re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S) for path in PAGES
+    }
     assert {name: phrases(text) for name, text in texts.items() if phrases(text)} == {}

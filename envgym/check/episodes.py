@@ -71,7 +71,7 @@ def episodes_finding(subject: Subject) -> Finding:
 def types_finding(episodes: list[CheckedEpisode]) -> Finding:
     """The finding on the types of observations, five-tuples, rewards, scores and metrics."""
     if mistyped := [episode for episode in episodes if episode.wrong_types]:
-        return failure(mistyped[0].problem(), "see docs/environments.md for what reset and step return")
+        return failure(mistyped[0].problem(), "see docs/environments/environments.md for what reset and step return")
     if odd_flags := [episode.odd_flag for episode in episodes if episode.odd_flag]:
         return failure(odd_flags[0], "terminated and truncated must be True or False")
     if any(episode.opening is not None and not text_of(episode.opening).strip() for episode in episodes):

@@ -20,12 +20,14 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         return _export(arguments[1:])
     parser = Parser(
         "model",
-        "NAME | merge ADAPTER OUT [--base B] | export MODEL OUT [options]",
-        "Make a model from a recipe and print its folder. The result is cached and reused. Or merge an "
-        "adapter into its base, or export a model: see envgym model merge --help and envgym model export --help.",
+        "NAME [--make] | merge ADAPTER OUT [--base B] | export MODEL OUT [options]",
+        "Print the folder of the model that a recipe makes. The starter ships with envgym; another one is made once "
+        "and cached. Or merge an adapter into its base, or export a model: see envgym model merge --help and envgym "
+        "model export --help.",
         "envgym model starter",
     )
     parser.add_argument("name", metavar="NAME", help="recipe of a model: starter, or a YAML file with new_model")
+    parser.add_argument("--make", action="store_true", help="make the starter on this machine, in a quarter of an hour")
     options = parser.parse_without_words(arguments, "a model is made as its recipe says")
 
     from envgym.config.recipes import makes_model, recipe_names
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.training.new_model import make_model
 
     with open_display() as display:
-        path = run(make_model(options.name, display))
+        path = run(make_model(options.name, display, ignore_shipped=options.make))
     print(path)
     return 0
 

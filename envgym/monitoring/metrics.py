@@ -1,6 +1,6 @@
 """The metrics of a training step that need no model.
 
-`docs/metrics.md` lists every logged name, of this module and others.
+`docs/reference/metrics.md` lists every logged name, of this module and others.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
     if summary["failures"]:
         lines.append(("failures", counts(summary["failures"])))
     if summary.get("alarms"):
-        lines.append(("alarms", f"{counts(summary['alarms'])}   what each means: docs/metrics.md"))
+        lines.append(("alarms", f"{counts(summary['alarms'])}   what each means: docs/training/monitor.md"))
     lines.append(("folder", summary["run"]))
     if summary.get("picture"):
         lines.append(("picture", str(summary["picture"])))

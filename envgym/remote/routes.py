@@ -104,7 +104,7 @@ LINKS: Mapping[str, Any] = {
 }
 """Requests that may follow an answer."""
 _PROBLEM = {
-    "description": "A problem (RFC 9457): its `type`, a URN, is of the kinds that docs/serve.md lists",
+    "description": "A problem (RFC 9457): its `type`, a URN, is of the kinds in docs/reference/wire_protocol.md",
     "content": {"application/problem+json": {"schema": {"$ref": _REF.format(model="ProblemBody")}}},
     "headers": {"Retry-After": {"description": "Seconds to wait, of 429 and 503", "schema": {"type": "integer"}}},
 }

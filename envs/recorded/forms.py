@@ -107,7 +107,7 @@ class Reader:
             return "text"
         raise DataError(
             f"{context}: no known form of recorded data; the row has {', '.join(row) or 'no fields'}: say which it is "
-            "with env.form, and name its fields with env.fields.NAME=FIELD (see docs/recorded.md)"
+            "with env.form, and name its fields with env.fields.NAME=FIELD (see docs/training/offline_methods.md)"
         )
 
     # -- the forms --------------------------------------------------------------------------------------------

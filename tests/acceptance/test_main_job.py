@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,24 +13,6 @@ RESULTS = Path(__file__).parents[1] / "results"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def test_the_starter_is_made_in_time(envgym, store, tmp_path, monkeypatch):
-    monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / "cache"))
-    began = time.monotonic()
-    envgym("model", "starter")
-    seconds = time.monotonic() - began
-    [metrics] = tmp_path.glob("cache/models/*/warm_up_metrics.jsonl")
-    warm_up = sum(json.loads(line)["seconds/step"] for line in metrics.read_text().splitlines())
-    store("starter", seconds=seconds, warm_up_seconds=warm_up)
-    assert warm_up < 180
-
-
-@pytest.fixture(scope="module")
-def starter():
-    """Made beforehand, where it is not in the cache, so that it is not in a run's time."""
-    subprocess.run([Path(sys.executable).with_name("envgym"), "model", "starter"], check=True, capture_output=True)
-
-
-@pytest.mark.usefixtures("starter")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_starter_learns_sums(seed, envgym, summary, store, tmp_path):
     envgym("train", "--env", "math_verify", "--name", "main", f"seed={seed}")
@@ -50,11 +28,11 @@ def test_the_starter_learns_sums(seed, envgym, summary, store, tmp_path):
         seconds=result["seconds"],
         max_abs_logprob=result["mismatch"]["max_abs_logprob"],
     )
-    if seed == 0:  # the picture that docs/starter.md shows
+    if seed == 0:  # the picture of docs/get_started/starter.md
         shutil.copy(tmp_path / "runs" / "main" / "curve.png", RESULTS / "main_job.png")
     assert before["n_tasks"] == after["n_tasks"] == 512
     assert before["score"] <= 0.5
-    assert after["score"] >= 0.9
+    assert after["score"] >= 0.95
     assert result["mismatch"]["max_abs_logprob"] < 1e-4
     assert result["failures"] == {}
     assert result["seconds"]["total"] < 240

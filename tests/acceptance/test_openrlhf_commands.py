@@ -130,7 +130,7 @@ def substituted(command, given):
 
 
 def started(folder, launcher, program, words, **environ):
-    """Run a program behind a launcher, as the one line of `sed` in docs/from_openrlhf.md writes it."""
+    """Run a program behind a launcher, as the one line of `sed` in docs/reference/openrlhf_commands.md writes it."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", **environ}
     return subprocess.run(
         [*launcher, "envgym.openrlhf", program, *map(str, words)],

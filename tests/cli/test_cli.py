@@ -292,7 +292,7 @@ def test_an_environments_words_command_no_terminal(run, tmp_path, capsys):
 def test_what_ends_the_loop_while_a_model_is_made_ends_the_command_in_a_line(run, monkeypatch):
     """The tasks whose text a new tokenizer learns are drawn by a user's code."""
 
-    async def leaves(*_):
+    async def leaves(*_, **__):
         sys.exit(3)
 
     monkeypatch.setattr("envgym.training.new_model.make_model", leaves)

@@ -60,7 +60,7 @@ def test_check_fails_with_1_and_says_what_to_do(run):
     assert (result.returncode, result.stderr) == (1, "")
     line, advice = re.search(r"^(FAILED .*)\n +-> (.*)$", result.stdout, re.MULTILINE).groups()
     assert re.match(r"FAILED +types +.*not \(None, 1.0, True, \{\}\)", line)
-    assert "docs/environments.md" in advice
+    assert "docs/environments/environments.md" in advice
     assert not re.search("^not applicable", result.stdout, re.MULTILINE)  # nothing repeats that none could be played
 
 

@@ -171,7 +171,7 @@ def left_out(noted):
 
 
 def test_another_learner_keeps_the_settings_that_all_learners_have(recipe, tmp_path):
-    assert learner_of("learner=rloo").settings["lr"] == learner_of().settings["lr"] == 3e-4  # the starter's
+    assert learner_of("learner=rloo").settings["lr"] == learner_of().settings["lr"] == 6e-4  # the starter's
     assert learner_of("learner=rloo", recipe=recipe).settings["lr"] == 1e-3
     file = write(tmp_path / "run.yaml", "learner: {lr: 0.5, weight_decay: 0.1}")
     changed = learner_of("learner=ppo", file=file, recipe=recipe).settings
@@ -252,8 +252,8 @@ def test_the_starter_says_the_critics_rate_beside_the_actors_and_a_recipe_where_
         stage = stage_of(*words, recipe="ppo")
         return stage.learner.settings["lr"], stage.roles["critic"].lr
 
-    assert rates() == (3e-4, 1e-3)
-    assert rates("roles.critic.lr=0.5") == (3e-4, 0.5)
+    assert rates() == (6e-4, 1e-3)
+    assert rates("roles.critic.lr=0.5") == (6e-4, 0.5)
     assert rates("model=./some-model") == (5e-7, 9e-6)
     assert stage_of("learner=ppo").roles["critic"].lr == 1e-3
     assert stage_of("learner=grpo").roles == {}  # which has no critic

@@ -703,7 +703,7 @@ def evaluated(folder, *words):
 @pytest.mark.timeout(900)
 def test_an_api_gives_the_scores_of_the_same_model_in_our_own_engine(vllm_server, tmp_path):
     """The command of the page, against vLLM's server, and the same tasks on vLLM as we run it."""
-    page = (Path(__file__).parents[2] / "docs" / "api_policy.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "evaluation" / "api_policy.md").read_text()
     [command] = re.findall(r"^envgym (eval --env .*)$", page.replace("\\\n", " "), re.MULTILINE)
     words = [
         re.sub(r"^engine.base_url=.*/v1$", f"engine.base_url={vllm_server}/v1", word)

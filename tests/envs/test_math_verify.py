@@ -221,7 +221,7 @@ def test_equal_mathematics_is_equal(gold, answer, right):
 
 def rows_of_the_docs():
     """(problem, reference, answer, whether it is right) of the tables in the documentation."""
-    text = (Path(__file__).parents[2] / "docs" / "math_verify.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "environments" / "math_verify.md").read_text()
     for line in text.partition("## What counts as right")[2].splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
         if not line.startswith("| ") or "`" not in line:

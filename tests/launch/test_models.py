@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from envgym.config.recipes import recipe_model_folder
+import envgym as library
+from envgym.config.recipes import cached_model_folder, recipe_model_folder
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, EnvgymError, RunError
 from envgym.launch.models import fetch_model
@@ -65,7 +66,23 @@ def test_a_cache_that_cannot_be_written_names_its_variable(tmp_path, monkeypatch
     monkeypatch.delenv("ENVGYM_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     with pytest.raises(RunError, match=r"home/\.cache/envgym/models cannot be written: .*ENVGYM_CACHE=FOLDER"):
-        asyncio.run(make_model("starter", Display()))
+        asyncio.run(make_model("starter", Display(), ignore_shipped=True))
+
+
+def test_the_starter_ships_with_the_package(tmp_path, monkeypatch):
+    """Nothing is made or cached for it. One that is made anew is not taken for it."""
+    monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path))
+    shipped = recipe_model_folder("starter")
+    assert shipped.is_relative_to(Path(library.__file__).parent)
+    config = resolve({"env": "math_verify"})
+    assert asyncio.run(fetch_model("starter", config, Display(), make_model)) == str(shipped)
+    assert list(tmp_path.iterdir()) == []
+    assert sum(file.stat().st_size for file in shipped.iterdir()) < 2e6
+    anew = cached_model_folder("starter")
+    anew.mkdir(parents=True)
+    (anew / "config.json").write_text("{}")
+    assert asyncio.run(make_model("starter", Display(), ignore_shipped=True)) == anew
+    assert asyncio.run(make_model("starter", Display())) == shipped
 
 
 # -- a recipe of the user's own that makes a model --------------------------------------------------------

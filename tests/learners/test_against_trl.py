@@ -1,5 +1,5 @@
 """Losses and gradients equal TRL's to 1e-6 in float64 where the two define the same thing; where they do not, the
-difference is the one that `docs/trl_check.md` states. TRL's numbers were made by `trl/make_numbers.py`."""
+difference is the one that `docs/reference/trl_parity.md` states. TRL's numbers were made by `trl/make_numbers.py`."""
 
 import dataclasses
 import json

@@ -1,5 +1,6 @@
 """Losses and gradients of DPO, IPO, KTO, reward models and SFT equal TRL's to 1e-6 where both define the same thing;
-IPO's difference is the one that docs/trl_check.md states. TRL's numbers are made by trl/make_offline_numbers.py."""
+IPO's difference is the one that `docs/reference/trl_parity.md` states. TRL's numbers are made by
+`trl/make_offline_numbers.py`."""
 
 import json
 from pathlib import Path

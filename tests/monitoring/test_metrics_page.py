@@ -1,4 +1,5 @@
-"""`docs/metrics.md` and the code agree: on alarms here, on the names that a run logs in `test_end_to_end.py`."""
+"""`docs/training/monitor.md` and the code agree on the alarms; `test_end_to_end.py` compares the names that a run logs
+with `docs/reference/metrics.md`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from envgym.monitoring.alarms import ALARMS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "training" / "monitor.md").read_text()
 
 
 def section(title: str) -> str:

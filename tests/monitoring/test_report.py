@@ -92,7 +92,7 @@ def test_alarms_are_counted_at_the_end_and_phases_that_took_no_time_left_out(sum
     summary |= {"alarms": {"truncation": 2, "kl": 1}}
     summary["seconds"] |= {"score": 0.0, "prepare": 1.0}
     lines = dict(summary_lines(summary))
-    assert lines["alarms"] == "truncation 2, kl 1   what each means: docs/metrics.md"
+    assert lines["alarms"] == "truncation 2, kl 1   what each means: docs/training/monitor.md"
     assert "score" not in lines["time"]
     assert "prepare" in lines["time"]
 

@@ -24,8 +24,8 @@ LACKING = {
 }  # fmt: skip
 """What commands lack that nobody can guess, and what stands for it here."""
 
-# Worked out by hand from OpenRLHF's parsers and trainers (`docs/from_openrlhf.md` has the table); not printed by the
-# translator. What a command does not say is there with OpenRLHF's own default where that matters.
+# Worked out by hand from OpenRLHF's parsers and trainers (`docs/reference/openrlhf_commands.md` has the table); not
+# printed by the translator. What a command does not say is there with OpenRLHF's own default where that matters.
 BY_HAND = {
     "sft-train_sft": {
         "recipe": "sft", "model": "org/small-base", "env.fields": {"prompt": "question", "answer": "response"},

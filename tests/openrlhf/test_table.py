@@ -90,7 +90,7 @@ def test_values_are_read_as_argparse_would():
 
 
 def test_the_page_says_what_the_table_says():
-    page = (HERE.parents[1] / "docs" / "from_openrlhf.md").read_text()
+    page = (HERE.parents[1] / "docs" / "reference" / "openrlhf_commands.md").read_text()
     rows = re.findall(r"^\| `--(\w+)` \| (.*?) \|$", page, re.MULTILINE)
     assert len(rows) > 30
     for name, becomes in rows:

@@ -1,4 +1,4 @@
-"""The walk-through of docs/remote.md, in two processes and two folders that stand for two machines."""
+"""The walk-through of docs/environments/remote.md, in two processes and two folders that stand for two machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "remote.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "environments" / "remote.md").read_text()
 BIN = Path(sys.executable).parent
 
 

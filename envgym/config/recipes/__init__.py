@@ -1,7 +1,8 @@
 """Recipes: named YAML files that compose environments, agents, learners and settings into stages.
 
 A recipe with `new_model` makes a model from scratch; its name, or the path of its file, can stand wherever a model can.
-Its `model_settings` are the defaults of runs on that model.
+Its `model_settings` are the defaults of runs on that model. The model of `starter` ships with envgym, in the folder of
+its name.
 """
 
 from __future__ import annotations
@@ -51,7 +52,14 @@ def makes_model(name: str) -> bool:
 
 
 def recipe_model_folder(name: str) -> Path:
-    """The folder of the model that a recipe makes; it may not exist yet. It depends on the recipe's text alone: changed
+    """The folder of the model that a recipe makes: the shipped one, or else the one in the cache, which may not exist
+    yet."""
+    shipped = FOLDER / name
+    return shipped if name in recipe_names() and shipped.is_dir() else cached_model_folder(name)
+
+
+def cached_model_folder(name: str) -> Path:
+    """The folder of the model that a recipe makes on this machine. It depends on the recipe's text alone: changed
     contents of a data file that the recipe names make no new model."""
     recipe = rename_settings(load_recipe(name), OLD_NAMES)  # finds models that were made before a setting was renamed
     recipe.pop("model_settings", None)

@@ -88,7 +88,7 @@ def lines(path):
 @pytest.fixture(scope="session")
 def documented():
     """`documented(words)`: the words after `envgym` of the command on the page that holds them."""
-    page = (HERE.parents[2] / "docs" / "nemo_gym.md").read_text()
+    page = (HERE.parents[2] / "docs" / "reference" / "nemo_gym.md").read_text()
     commands = re.findall(r"^```console\nenvgym (.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
     def documented(words):

@@ -296,7 +296,7 @@ def test_a_server_killed_in_mid_episode_leaves_failed_episodes_and_no_rewards(ne
 
 def documented(number):
     """The words after `envgym` of a command on the page."""
-    page = (Path(__file__).parents[3] / "docs" / "nemo_gym.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "nemo_gym.md").read_text()
     commands = re.findall(r"^```console\nenvgym (.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return shlex.split(commands[number].replace("\\\n", " "))
 

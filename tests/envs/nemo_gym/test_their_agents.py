@@ -164,7 +164,7 @@ def test_their_simple_agent_plays_one_contiguous_chain_of_our_tokens(servers, re
 
 
 def test_their_launcher_takes_the_pages_entry_of_the_policy(nemo_gym, server_entry, agent_entry, tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "nemo_gym.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "nemo_gym.md").read_text()
     [entry] = re.findall(r"^```yaml\n(policy_model:.*?)^```$", page, re.MULTILINE | re.DOTALL)
     resources = server_entry("resources_servers", "blackjack", 21001, domain="games", entrypoint="app.py")
     config = {"game": resources, "player": agent_entry("gymnasium_agent", 21002, "game")}

@@ -1,4 +1,4 @@
-"""An environment of several turns. See docs/environments.md of envgym."""
+"""An environment of several turns. See docs/environments/environments.md of envgym."""
 
 import envgym
 

@@ -1,4 +1,4 @@
-"""An environment: a prompt, one answer, a reward. See docs/environments.md of envgym."""
+"""An environment: a prompt, one answer, a reward. See docs/environments/environments.md of envgym."""
 
 import envgym
 

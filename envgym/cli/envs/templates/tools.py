@@ -1,4 +1,4 @@
-"""An environment with tools. See docs/environments.md of envgym."""
+"""An environment with tools. See docs/environments/tools.md of envgym."""
 
 import envgym
 

@@ -1,0 +1,107 @@
+"""The starter learns environments that it was not trained on, and controls at learning rate 0 do not; and a starter
+that is made anew is like the one that ships."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def write_page_files(page: str, folder: Path) -> None:
+    """The Python files that a page shows."""
+    for block in re.findall(r"^```python\n(# \S+\.py\n.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL):
+        name, _, _ = block.removeprefix("# ").partition("\n")
+        (folder / name).write_text(block)
+
+
+def write_word_problems(folder: Path) -> None:
+    rng = random.Random(0)
+    lines = set()
+    while len(lines) < 1500:
+        name, thing = rng.choice(("Tom", "Ada", "Lin")), rng.choice(("apples", "books", "coins"))
+        have, get = rng.randint(11, 60), rng.randint(11, 39)
+        question = f"{name} has {have} {thing} and gets {get} more. How many now?"
+        lines.add(json.dumps({"question": question, "answer": str(have + get)}))
+    (folder / "problems.jsonl").write_text("\n".join(sorted(lines)) + "\n")
+
+
+FROM_DEMONSTRATIONS = ("--recipe", "sft_grpo")
+CASES = {
+    "class": ("--env", "reverse.py"),
+    "reward_function": ("--env", "three_words.py"),
+    "own_problems": ("--env", "math_verify", "data.path=problems.jsonl"),
+    "template_reward": ("--env", "new_reward.py"),
+    "template_multi_turn": ("--env", "new_multi_turn.py"),
+    "guess": ("--env", "examples/guess.py:Guess"),
+    "one_call": ("--env", "tool_use"),
+    "template_tools": ("--env", "new_tools.py", *FROM_DEMONSTRATIONS),
+    "hidden_number": ("--env", "hidden_number.py", *FROM_DEMONSTRATIONS),
+}
+"""Name -> the words of `envgym train`, in a folder with the files that documentation, templates and examples have."""
+
+
+@pytest.fixture
+def environments(envgym, tmp_path):
+    for page in ("README.md", "docs/environments/tools.md"):
+        write_page_files(page, tmp_path)
+    write_word_problems(tmp_path)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for kind in ("reward", "multi-turn", "tools"):
+        envgym("envs", "new", f"new_{kind.replace('-', '_')}", "--kind", kind)
+
+
+@pytest.mark.usefixtures("environments")
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_an_environment_is_learned_from_the_starter(case, seed, envgym, summary, store):
+    envgym("train", *CASES[case], "--name", "run", f"seed={seed}", timeout=1800)
+    result = summary("run")
+    before, after = result["eval"]["before"], result["eval"]["after"]
+    store(f"starter_{case}_{seed}", before=before, after=after, steps=result["steps"], seconds=result["seconds"])
+    assert after["score"] >= before["score"] + 0.3 or before["score"] < 0.65 <= 0.95 <= after["score"]
+    if case == "class":
+        assert before["score"] <= 0.65
+        assert after["score"] >= 0.95
+
+
+@pytest.mark.usefixtures("environments")
+@pytest.mark.parametrize("case", [case for case, words in CASES.items() if FROM_DEMONSTRATIONS[0] not in words])
+def test_a_control_that_cannot_learn_does_not(case, envgym, summary, store):
+    envgym("train", *CASES[case], "--name", "control", "learner.lr=0", "steps=10", "deterministic=true", timeout=1800)
+    result = summary("control")
+    before, after = result["eval"]["before"], result["eval"]["after"]
+    store(f"starter_{case}_control", before=before, after=after)
+    low, high = before["ci95"]
+    assert low <= after["score"] <= high
+
+
+def test_a_starter_made_anew_is_like_the_one_that_ships(envgym, tmp_path, monkeypatch, store):
+    monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / "cache"))
+    began = time.monotonic()
+    made = envgym("model", "starter", "--make", timeout=3600).stdout.strip()
+    seconds = time.monotonic() - began
+
+    def accuracies(model: str) -> dict[str, float]:
+        envgym(
+            "eval", "--env", "envgym.envs.starter:Exercises", "--model", model, "--name", Path(model).name,
+            "eval.tasks=20000", "rollout.temperature=0", timeout=1800,
+        )  # fmt: skip
+        result = json.loads((tmp_path / "evals" / Path(model).name / "summary.json").read_text())
+        return {name: value for name, value in result["metrics"].items() if name.startswith("env/accuracy/")}
+
+    shipped, anew = accuracies("starter"), accuracies(made)
+    store("starter", seconds=seconds, shipped=shipped, anew=anew)
+    assert shipped.keys() == anew.keys()
+    assert {name: (shipped[name], anew[name]) for name in anew if abs(shipped[name] - anew[name]) > 0.05} == {}
+    assert statistics.mean(shipped.values()) > 0.9
