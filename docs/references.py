@@ -27,8 +27,9 @@ from envgym.cli.parser import Parser
 from envgym.config.recipes import FOLDER, load_recipe, recipe_names
 from envgym.config.resolve import stages_of
 from envgym.config.schema import StageConfig
-from envgym.config.words import merge_stage
+from envgym.config.words import dotted_keys, merge_stage
 from envgym.env.spec import first_sentence
+from envgym.learner import LearnerConfig
 from envgym.loading import entry_points
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -209,7 +210,7 @@ def recipe_rows(name: str) -> Iterator[str]:
     """One table row per different stage of a recipe."""
     recipe = load_recipe(name)
     separate = stages_of(recipe.pop("stages", None), []) or [{}]
-    stages = [dict(leaves_of(merge_stage(recipe, stage))) for stage in separate]
+    stages = [dict(dotted_keys(merge_stage(recipe, stage))) for stage in separate]
     different = [stage for number, stage in enumerate(stages) if stage not in stages[:number]]
     first = [f"[`{name}`](../../envgym/config/recipes/{name}.yaml)", about(name)]
     for settings in different:
@@ -246,19 +247,14 @@ def numbers(settings: dict[str, Any]) -> list[str]:
     return [rate, tasks if is_recorded else f"{tasks} × {episodes}", updates, length, ", ".join(others)]
 
 
-DEFAULTS = {"learner.lr": 1e-6, "learner.minibatches": 1}
-
-
 def value_of(settings: dict[str, Any], key: str) -> str:
     """The value that a recipe gives a setting, or the default in parentheses."""
     if key in settings:
         return inline(settings[key])
-    if key in DEFAULTS:
-        return f"({inline(DEFAULTS[key])})"
-    value: Any = StageConfig.model_construct(env=None, learner=None)
+    value: Any = StageConfig.model_construct(env=None, learner=LearnerConfig.model_construct())
     for part in key.split("."):
         value = getattr(value, part)
-    return f"({value})"
+    return f"({inline(value)})"
 
 
 def inline(value: Any) -> str:
@@ -266,15 +262,6 @@ def inline(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("...").strip()
-
-
-def leaves_of(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their dotted keys."""
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from leaves_of(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 # -- text ----------------------------------------------------------------------------------------------

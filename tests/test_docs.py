@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import envgym
+from tests.page_files import blocks_of, write_named_blocks
 
 ROOT = Path(__file__).parents[1]
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -37,7 +38,7 @@ SHORTER = {
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+    return blocks_of(PAGES[page], language)
 
 
 def commands(page: str) -> list[list[str]]:
@@ -53,15 +54,8 @@ def ours(page: str) -> list[list[str]]:
 
 def write_files(page: str, folder: Path) -> list[str]:
     """Make the files that the page shows, and return its other Python blocks. A first line names the file."""
-    code = []
-    for block in blocks(page, "python"):
-        if name := re.match(r"# (\S+\.py)\n", block):
-            (folder / name.group(1)).write_text(block)
-        else:
-            code.append(block)
-    for block in blocks(page, "yaml"):
-        if name := re.match(r"# (\S+\.yaml)\n", block):
-            (folder / name.group(1)).write_text(block)
+    code = write_named_blocks(PAGES[page], "python", folder)
+    write_named_blocks(PAGES[page], "yaml", folder)
     for name, block in re.findall(r'^```jsonl title="(\S+)"\n(.*?)^```$', PAGES[page], re.MULTILINE | re.DOTALL):
         rows = [line.replace("?", f"? ({number})", 1) for number in range(40) for line in block.splitlines()]
         (folder / name).write_text("".join(f"{row}\n" for row in rows))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from envgym.config.words import dotted_keys
 from envgym.errors import ConfigError, did_you_mean
 from envgym.yaml_files import read_yaml
 
@@ -33,7 +34,7 @@ def translate_file(name: str, arguments: Sequence[str], *, world_size: int | Non
     unused = {**table["dpo"], **table["ppo"]}.keys() - rules.keys()  # one file has the settings of all entry points
     values: dict[str, Any] = {**table["defaults"][program], **entry.get("flags", {})}
     notes: list[str] = []
-    for key, value in _flatten(read_yaml(Path(file))):
+    for key, value in dotted_keys(read_yaml(Path(file))):
         if value is None or key in unused:
             continue
         if key not in rules:
@@ -75,12 +76,3 @@ def _rule_for(value: Any, rules: Mapping[Any, Any], context: str) -> Any:
     if unknown := [item for item in values if item not in by_name]:
         raise ConfigError(f"{context} is one of {', '.join(by_name)}, not {unknown[0]}")
     return next((by_name[item] for item in values if by_name[item]), {})
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings with dotted keys."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

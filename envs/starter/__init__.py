@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from envgym.env import Env, EnvSpec, Info, SeededTasks, StepResult, TaskSet
+from envgym.env import Env, EnvSpec, Info, StepResult
 from envgym.types import Action, Message, Observation, Task
 
 from .exercise import Exercise
@@ -48,9 +48,6 @@ class Exercises(EnvSpec):
 
     env_class = ExerciseEnv
     agent = "tool_calling"
-
-    def tasks(self, split: str) -> TaskSet:
-        return SeededTasks(split)
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         return list(exercise_of(task)[1].turns)

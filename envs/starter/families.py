@@ -380,6 +380,8 @@ TOOLS: Mapping[str, tuple[str, str, str]] = {
     "add_one": ("The number plus one.", "x", "number"),
 }
 """Name of a tool -> its description, its parameter, and the kind of its result."""
+NUMBERS_TAKEN = ("number", "x")
+"""Parameters that are numbers; the others are words."""
 
 
 def call_tool(rng: random.Random) -> Exercise:
@@ -388,8 +390,7 @@ def call_tool(rng: random.Random) -> Exercise:
     tools = tuple(_tool(name) for name in names)
     name = rng.choice(names)
     _, parameter, kind = TOOLS[name]
-    takes_number = parameter in ("number", "x")
-    thing = rng.randrange(100) if takes_number else word(rng)
+    thing = rng.randrange(100) if parameter in NUMBERS_TAKEN else word(rng)
     questions = (
         "{n} of {t}?",
         "Use {n} for {t}.",
@@ -425,7 +426,7 @@ def call_unclear_tool(rng: random.Random) -> Exercise:
 
 def _tool(name: str) -> ToolSpec:
     description, parameter, _ = TOOLS[name]
-    return _spec(name, description, parameter, "integer" if parameter in ("number", "x") else "string")
+    return _spec(name, description, parameter, "integer" if parameter in NUMBERS_TAKEN else "string")
 
 
 def _spec(name: str, description: str, parameter: str, kind: str) -> ToolSpec:

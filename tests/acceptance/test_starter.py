@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 import statistics
 import time
@@ -13,16 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.page_files import write_named_blocks
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-
-
-def write_page_files(page: str, folder: Path) -> None:
-    """The Python files that a page shows."""
-    for block in re.findall(r"^```python\n(# \S+\.py\n.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL):
-        name, _, _ = block.removeprefix("# ").partition("\n")
-        (folder / name).write_text(block)
 
 
 def write_word_problems(folder: Path) -> None:
@@ -54,7 +48,7 @@ CASES = {
 @pytest.fixture
 def environments(envgym, tmp_path):
     for page in ("README.md", "docs/environments/tools.md"):
-        write_page_files(page, tmp_path)
+        write_named_blocks((ROOT / page).read_text(), "python", tmp_path)
     write_word_problems(tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for kind in ("reward", "multi-turn", "tools"):
@@ -97,8 +91,8 @@ def test_a_starter_made_anew_is_like_the_one_that_ships(envgym, tmp_path, monkey
             "eval", "--env", "envgym.envs.starter:Exercises", "--model", model, "--name", Path(model).name,
             "eval.tasks=20000", "rollout.temperature=0", timeout=1800,
         )  # fmt: skip
-        result = json.loads((tmp_path / "evals" / Path(model).name / "summary.json").read_text())
-        return {name: value for name, value in result["metrics"].items() if name.startswith("env/accuracy/")}
+        [result] = json.loads((tmp_path / "evals" / Path(model).name / "result.json").read_text())["envs"].values()
+        return {name: value for name, value in result["metrics"].items() if name.startswith("accuracy/")}
 
     shipped, anew = accuracies("starter"), accuracies(made)
     store("starter", seconds=seconds, shipped=shipped, anew=anew)
