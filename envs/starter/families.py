@@ -10,7 +10,21 @@ from typing import Any
 
 from envgym.types import Message, ToolCall, ToolSpec
 
-from .exercise import ACTIONS, ADJECTIVES, FILLERS, ITEMS, NAMES, NUMBERS, Exercise, ask, letters, sentence, word
+from .exercise import (
+    ACTIONS,
+    ADJECTIVES,
+    FILLERS,
+    ITEMS,
+    NAMES,
+    NUMBERS,
+    Exercise,
+    ask,
+    draw_word,
+    draw_words,
+    letters,
+    sentence,
+    word,
+)  # fmt: skip
 
 Family = Callable[[random.Random], Exercise]
 ORDINALS = ("first", "second", "third", "fourth")
@@ -67,21 +81,13 @@ def swap_ends(rng: random.Random) -> Exercise:
     return ask(rng, ("Swap the first and last letter of {w}.", "Swap the ends of {w}."), answer, w=text)
 
 
-def letters_at(rng: random.Random) -> Exercise:
-    text = letters(rng) + rng.choice(string.ascii_lowercase)
-    places = [rng.randint(1, len(text)) for _ in range(rng.randint(2, 3))]
-    answer = "".join(text[place - 1] for place in places)
-    questions = ("Letters {p} of {w}?", "Take the letters {p} of {w}.")
-    return ask(rng, questions, answer, w=text, p=" ".join(map(str, places)))
-
-
 def count_letters(rng: random.Random) -> Exercise:
     text = letters(rng)
     return ask(rng, ("How many letters has {w}?", "How long is {w}?"), str(len(text)), w=text)
 
 
 def count_one_letter(rng: random.Random) -> Exercise:
-    text = "".join(rng.choices("abc", k=rng.randint(1, 6)))
+    text = "".join(rng.choices("abc", k=rng.randint(1, 4)))
     letter = rng.choice("abc")
     return ask(rng, ("How many {l} are in {w}?", "Count {l} in {w}."), str(text.count(letter)), w=text, l=letter)
 
@@ -104,7 +110,7 @@ def capitals(rng: random.Random) -> Exercise:
 
 
 def double_word(rng: random.Random) -> Exercise:
-    text = letters(rng, 5)
+    text = letters(rng, 3)
     return ask(rng, ("Write {w} twice.", "Double {w}."), text + text, w=text)
 
 
@@ -118,21 +124,14 @@ def without_last(rng: random.Random) -> Exercise:
     return ask(rng, ("Leave out the last letter of {w}.", "{w} without its last letter?"), text[:-1], w=text)
 
 
-def replace_letter(rng: random.Random) -> Exercise:
-    text = letters(rng, 6)
-    letter, replacement = rng.choice(text), rng.choice(string.ascii_lowercase)
-    questions = ("In {w}, write {r} for {l}.", "Replace {l} by {r} in {w}.")
-    return ask(rng, questions, text.replace(letter, replacement), w=text, l=letter, r=replacement)
-
-
 def add_letter(rng: random.Random) -> Exercise:
-    text, letter = letters(rng, 6), rng.choice(string.ascii_lowercase)
+    text, letter = letters(rng), rng.choice(string.ascii_lowercase)
     end, answer = rng.choice([("end", text + letter), ("start", letter + text)])
     return ask(rng, ("Add {l} at the {e} of {w}.", "Put {l} at the {e} of {w}."), answer, w=text, l=letter, e=end)
 
 
 def join_words(rng: random.Random) -> Exercise:
-    first, second = word(rng), word(rng)
+    first, second = letters(rng, 3), letters(rng, 3)
     return ask(rng, ("Join {a} and {b}.", "Write {a} and {b} as one word."), first + second, a=first, b=second)
 
 
@@ -144,7 +143,7 @@ def has_letter(rng: random.Random) -> Exercise:
 
 
 def same_word(rng: random.Random) -> Exercise:
-    first, second = word(rng), word(rng)
+    first, second = letters(rng, 2), letters(rng, 2)
     second = rng.choice([first, second])
     answer = "yes" if first == second else "no"
     return ask(rng, ("Are {a} and {b} the same?", "Is {a} equal to {b}?"), answer, a=first, b=second)
@@ -160,13 +159,13 @@ def next_letter(rng: random.Random) -> Exercise:
 
 
 def more_or_less(rng: random.Random) -> Exercise:
-    a, b = rng.randint(0, 99), rng.randint(0, 99)
+    a, b = rng.randint(0, 20), rng.randint(0, 20)
     name, answer = rng.choice([("more", a > b), ("less", a < b)])
     return ask(rng, ("Is {a} {w} than {b}?",), "yes" if answer else "no", a=a, b=b, w=name)
 
 
 def larger_number(rng: random.Random) -> Exercise:
-    a, b = rng.sample(range(100), 2)
+    a, b = rng.sample(range(21), 2)
     name, choose = rng.choice([("larger", max), ("smaller", min)])
     return ask(rng, ("Which is {w}, {a} or {b}?", "The {w} of {a} and {b}?"), str(choose(a, b)), a=a, b=b, w=name)
 
@@ -188,14 +187,14 @@ def next_number(rng: random.Random) -> Exercise:
 
 
 def small_difference(rng: random.Random) -> Exercise:
-    a, b = rng.randint(1, 30), rng.randint(0, 9)
+    a, b = rng.randint(1, 20), rng.randint(0, 5)
     name, answer = rng.choice([("more", a + b), ("less", max(a, b) - b)])
     return ask(rng, ("{b} {w} than {a}?", "What is {b} {w} than {a}?"), str(answer), a=max(a, b), b=b, w=name)
 
 
 def last_number(rng: random.Random) -> Exercise:
     """A number among words: the answer is in the question."""
-    name, item, number = rng.choice(NAMES), rng.choice(ITEMS), rng.randint(0, 99)
+    name, item, number = draw_word(rng, NAMES), draw_word(rng, ITEMS), rng.randint(0, 99)
     questions = ("{n} has {x} {i}s. How many {i}s has {n}?", "There are {x} {i}s here. How many {i}s?")
     return ask(rng, questions, str(number), n=name, x=number, i=item)
 
@@ -216,14 +215,8 @@ def number_above_or_below(rng: random.Random) -> Exercise:
 # -- lists and JSON -------------------------------------------------------------------------------------------
 
 
-def pick_word(rng: random.Random) -> Exercise:
-    words = rng.sample([*ITEMS, *ADJECTIVES, "yes", "no", "left", "right", "up", "down"], rng.randint(2, 4))
-    text = rng.choice([" ", ", ", " or "]).join(words)
-    return ask(rng, ("Choose a word: {w}.", "Pick one of {w}.", "{w}?"), rng.choice(words), is_free=True, w=text)
-
-
 def word_at(rng: random.Random) -> Exercise:
-    words = rng.sample(ITEMS, rng.randint(2, 4))
+    words = draw_words(rng, ITEMS, rng.randint(2, 4))
     index = rng.randrange(len(words))
     questions = ("The {n} word of {w}?", "{n} word: {w}?")
     return ask(rng, questions, words[index], n=ORDINALS[index], w=" ".join(words))
@@ -235,7 +228,7 @@ def last_word(rng: random.Random) -> Exercise:
 
 
 def count_words(rng: random.Random) -> Exercise:
-    words = [word(rng) for _ in range(rng.randint(1, 6))]
+    words = [word(rng) for _ in range(rng.randint(1, 4))]
     return ask(rng, ("How many words: {w}?", "Count the words in {w}."), str(len(words)), w=" ".join(words))
 
 
@@ -246,13 +239,87 @@ def as_list(rng: random.Random) -> Exercise:
 
 
 def as_object(rng: random.Random) -> Exercise:
-    names = rng.sample(ITEMS, rng.randint(1, 2))
-    fields = {name: rng.choice([rng.randrange(100), rng.choice(ADJECTIVES)]) for name in names}
+    names = draw_words(rng, ITEMS, rng.randint(1, 2))
+    fields = {name: rng.choice([rng.randrange(100), draw_word(rng, ADJECTIVES)]) for name in names}
     text = " and ".join(f"{name} is {value}" for name, value in fields.items())
     return Exercise(f"{text}: write JSON.", [json.dumps(fields)])
 
 
+def who_has(rng: random.Random) -> Exercise:
+    """The answer is in one of two or three sentences."""
+    names, items = draw_words(rng, NAMES, 3), draw_words(rng, ITEMS, 3)
+    count = rng.choice([2, 2, 3])
+    facts = " ".join(f"{name} has a {item}." for name, item in zip(names[:count], items, strict=False))
+    index = rng.randrange(count)
+    questions, answer = rng.choice(
+        [(("{f} Who has the {i}?",), names[index]), (("{f} What has {n}?", "{f} {n} has what?"), items[index])]
+    )
+    return ask(rng, questions, answer, f=facts, i=items[index], n=names[index])
+
+
+def say_if(rng: random.Random) -> Exercise:
+    """One of two words, by what the question holds."""
+    first, second = rng.sample([*ITEMS, *ADJECTIVES, *ACTIONS], 2)
+    text = letters(rng)
+    letter = rng.choice([rng.choice(text), rng.choice(string.ascii_lowercase)])
+    questions = ("Say {a} if {l} is in {w}, else {b}.", "{w}: {a} if it has {l}, else {b}?")
+    return ask(rng, questions, first if letter in text else second, a=first, b=second, l=letter, w=text)
+
+
 # -- free answers ---------------------------------------------------------------------------------------------
+
+
+def choose(rng: random.Random) -> Exercise:
+    """One of the words that the question names, whatever else it says: where a rule is new, all of them are tried."""
+    options = _options(rng)
+    return Exercise(f"{_statement(rng)}{_choice(rng, options)}", [rng.choice(options)], is_free=True)
+
+
+def yes_or_no(rng: random.Random) -> Exercise:
+    name, item, adjective = draw_word(rng, NAMES), draw_word(rng, ITEMS), draw_word(rng, ADJECTIVES)
+    question = rng.choice(
+        (f"Is the {item} {adjective}?", f"Has {name} a {item}?", f"Is {rng.randint(1, 20)} {adjective}?", f"{item}?")
+    )
+    return Exercise(f"{_statement(rng)}{question}", [rng.choice(("yes", "no"))], is_free=True)
+
+
+def _options(rng: random.Random) -> list[str]:
+    """Two to four words of a kind."""
+    count = rng.choice([2, 2, 2, 3, 3, 4])
+    kind = rng.randrange(6)
+    if kind == 0:
+        low = rng.randint(0, 9)
+        return [str(low + index) for index in range(count)]
+    if kind == 1:
+        return [letters(rng) for _ in range(count)]
+    return rng.sample(
+        (ITEMS, ADJECTIVES, ACTIONS, [*ITEMS, *NAMES, *ADJECTIVES, *ACTIONS, "yes", "no"])[kind - 2], count
+    )
+
+
+def _statement(rng: random.Random) -> str:
+    """Something to which an answer may refer, or nothing."""
+    return rng.choice(
+        (
+            "",
+            f"{sentence(rng)} ",
+            f"{sentence(rng)} {sentence(rng)} ",
+            f"{letters(rng, 6)}. ",
+            f"{rng.randint(0, 99)}. ",
+            f"{draw_word(rng, NAMES)} has {rng.randint(1, 20)} {draw_word(rng, ITEMS)}s. ",
+            f"The {draw_word(rng, ITEMS)} is here. ",
+            f"{' '.join(draw_words(rng, ITEMS, rng.randint(2, 4)))}. ",
+            f"{_unclear_text(rng, 6)[0]}. ",
+        )
+    )
+
+
+def _choice(rng: random.Random, options: Sequence[str]) -> str:
+    named = rng.choice([f"{', '.join(options[:-1])} or {options[-1]}", " or ".join(options), ", ".join(options)])
+    form = rng.choice(
+        ("Say {}.", "Say {}.", "Answer {}.", "Choose {}.", "Take {}.", "Pick one of {}.", "Reply with {}.", "{}?")
+    )
+    return form.format(named)
 
 
 def some_letters(rng: random.Random) -> Exercise:
@@ -263,7 +330,7 @@ def some_letters(rng: random.Random) -> Exercise:
 
 def mixed_letters(rng: random.Random) -> Exercise:
     """Letters in an order that a word asks for which says nothing."""
-    text = letters(rng, 6)
+    text = letters(rng)
     manner = rng.choice(("mixed", "apart", "freely", "somehow", "sideways", "nicely", "slowly", "around", "otherwise"))
     answer = "".join(rng.sample(text, len(text)))
     return ask(rng, ("Write {w} {m}.", "Spell {w} {m}.", "{w}, {m}?"), answer, is_free=True, w=text, m=manner)
@@ -271,7 +338,7 @@ def mixed_letters(rng: random.Random) -> Exercise:
 
 def say_something(rng: random.Random) -> Exercise:
     question = rng.choice(("Say something.", "Write a few words.", "Tell me anything.", "Tell me about the {}."))
-    item, adjective = rng.choice(ITEMS), rng.choice(ADJECTIVES)
+    item, adjective = draw_word(rng, ITEMS), draw_word(rng, ADJECTIVES)
     answer = rng.choice(
         [f"{adjective} {item}", f"The {item} is {adjective}.", f"a {item}", item, adjective, sentence(rng)]
     )
@@ -292,16 +359,14 @@ def _unclear_text(rng: random.Random, max_length: int = 16) -> tuple[str, list[s
         if rng.random() < 0.45:
             part = rng.choice(FILLERS)
         else:
-            part = rng.choice([word(rng), word(rng), rng.choice(NAMES), str(rng.randrange(100)), rng.choice(ACTIONS)])
+            part = rng.choice(
+                [word(rng), word(rng), draw_word(rng, NAMES), str(rng.randrange(100)), draw_word(rng, ACTIONS)]
+            )
             words.append(part)
         sign = rng.choice((".", "?", ":", ",")) if rng.random() < 0.15 else ""
         text += f"{' ' if text else ''}{part[0].upper() + part[1:] if is_start else part}{sign}"
         is_start = sign in (".", "?")
-    words = words or [word(rng)]
-    if rng.random() < 0.3:  # two words to choose from
-        words = [rng.choice(words), rng.choice([word(rng), rng.choice(ACTIONS)])]
-        text += f" {rng.choice(('Say', 'Answer', 'Choose', 'Reply', 'Give'))} {words[0]} or {words[1]}."
-    return text, words
+    return text, words or [word(rng)]
 
 
 def _some_answer(rng: random.Random, words: Sequence[str]) -> str:
@@ -342,10 +407,32 @@ def guess_letter(rng: random.Random) -> Exercise:
 
 def another_answer(rng: random.Random) -> Exercise:
     """A first answer that the environment turns down, and a second one."""
-    words = rng.sample(ITEMS, 3)
+    words = draw_words(rng, ITEMS, 3)
     first, second = rng.sample(words, 2)
     reply = rng.choice(("Not that one.", "Another one.", "No.", "Try again.", f"Not {first}."))
     return Exercise(f"Pick one of {' '.join(words)}.", [first, second], [Message.user(reply)], is_free=True)
+
+
+def remember(rng: random.Random) -> Exercise:
+    """A word of the first turn is asked for in a later one."""
+    text = rng.choice([draw_word(rng, ITEMS), letters(rng, 3), str(rng.randrange(100))])
+    questions = ("Remember {}.", "Keep {} in mind.", "The word is {}.")
+    replies = [Message.user(rng.choice(("Which was it?", "What was the word?", "Now say it.")))]
+    turns = ["ok", text]
+    if rng.random() < 0.4:
+        replies.insert(0, Message.user(rng.choice(("Wait.", "Not yet.", sentence(rng)))))
+        turns.insert(0, "ok")
+    return Exercise(rng.choice(questions).format(text), turns, replies)
+
+
+def choose_again(rng: random.Random) -> Exercise:
+    """The same words to choose from in each turn, with other statements."""
+    options = _options(rng)
+    count = rng.randint(2, 4)
+    choices = [_choice(rng, options)] * count if rng.random() < 0.5 else [_choice(rng, options), *[""] * (count - 1)]
+    first, *later = [f"{_statement(rng)}{choice}".strip() or sentence(rng) for choice in choices]
+    turns = [rng.choice(options) for _ in range(count)]
+    return Exercise(first, turns, [Message.user(text) for text in later], is_free=True)
 
 
 def unclear_dialogue(rng: random.Random) -> Exercise:
@@ -417,7 +504,8 @@ def call_unclear_tool(rng: random.Random) -> Exercise:
     argument = rng.choice(words)
     tool = _spec(name, _unclear_text(rng, 6)[0], parameter, "integer" if argument.isdecimal() else "string")
     call = ToolCall("call_0", name, {parameter: int(argument) if argument.isdecimal() else argument})
-    results = [word(rng), str(rng.randrange(100)), *(["yes", "no", rng.choice(NAMES)] if rng.random() < 0.3 else [])]
+    others = ["yes", "no", draw_word(rng, NAMES)] if rng.random() < 0.3 else []
+    results = [word(rng), str(rng.randrange(100)), *others]
     result = rng.choice([rng.choice(results), rng.choice(results), " ".join(rng.sample(results, 2))])
     reply = Message("tool", result, tool_call_id=call.id, name=name)
     answer = rng.choice([result, result, rng.choice(result.split()), _some_answer(rng, [*words, result])])
@@ -441,19 +529,20 @@ def _spec(name: str, description: str, parameter: str, kind: str) -> ToolSpec:
 # -------------------------------------------------------------------------------------------------------------
 
 LETTERS: tuple[Family, ...] = (
-    repeat, first_letter, last_letter, nth_letter, last_letters, letters_at, sort_letters, rotate, swap_ends, spell,
-    join_letters, capitals, double_word, without_first, without_last, replace_letter, add_letter, join_words,
+    repeat, first_letter, last_letter, nth_letter, last_letters, sort_letters, rotate, swap_ends, spell,
+    join_letters, capitals, double_word, without_first, without_last, add_letter, join_words,
     some_letters, mixed_letters,
 )  # fmt: skip
 SINGLE: tuple[Family, ...] = (
     *LETTERS, count_letters, count_one_letter, has_letter, same_word, next_letter, more_or_less, larger_number,
     number_as_word, word_as_number, next_number, small_difference, last_number, any_number, number_above_or_below,
-    pick_word, word_at, last_word, count_words, as_list, as_object, say_something, unclear_question,
+    word_at, last_word, count_words, as_list, as_object, who_has, say_if, choose, yes_or_no, say_something,
+    unclear_question,
 )  # fmt: skip
 """The families of one turn."""
 
 FAMILIES: tuple[Family, ...] = (
-    *SINGLE, *LETTERS, *[unclear_question] * 7, guess_letter, another_answer, two_questions, *[unclear_dialogue] * 4,
-    call_tool, call_unclear_tool, call_unclear_tool,
+    *SINGLE, *LETTERS, *[choose] * 7, *[unclear_question] * 3, guess_letter, another_answer, remember, remember,
+    two_questions, *[choose_again] * 3, *[unclear_dialogue] * 2, call_tool, call_unclear_tool, call_unclear_tool,
 )  # fmt: skip
 """All families; one that is named twice is drawn twice as often."""
