@@ -1,10 +1,11 @@
-"""Copy the stored results of `make test-slow` for the starter, with its picture, into `docs/get_started/`."""
+"""Copy the stored results of `make test-slow` for the starter, and its picture, to README and the pages."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import statistics
+from pathlib import Path
 from typing import Any
 
 from record import ROOT, fill_docs, table
@@ -35,9 +36,17 @@ def measured(result: dict[str, Any]) -> str:
     return f"{result['score']:.3f} [{result['ci95'][0]:.3f}, {result['ci95'][1]:.3f}]"
 
 
+def path_of(item: str) -> Path:
+    return ROOT / "tests" / "results" / f"{item}.json"
+
+
+def is_stored(item: str) -> bool:
+    return path_of(item).exists()
+
+
 def read(item: str) -> tuple[dict[str, Any], str]:
     """The figures of a stored result, and its conditions in words."""
-    stored = json.loads((ROOT / "tests" / "results" / f"{item}.json").read_text())
+    stored = json.loads(path_of(item).read_text())
     conditions = stored["conditions"]
     return stored["figures"], (
         f"Commit {stored['commit'][:12]}, {stored['date'][:10]}, {conditions['cores']} cores, "
@@ -60,16 +69,16 @@ def main_job() -> str:
 def environments() -> str:
     rows, taken = [], set()
     for case, name in ENVIRONMENTS.items():
-        seeds = [read(f"starter_{case}_{seed}") for seed in SEEDS]
+        seeds = [read(f"starter_{case}_{seed}") for seed in SEEDS if is_stored(f"starter_{case}_{seed}")]
+        if not seeds:
+            continue
         figures = [figures for figures, _ in seeds]
         taken.update(conditions for _, conditions in seeds)
         scores = [" ".join(f"{run[key]['score']:.3f}" for run in figures) for key in ("before", "after")]
         seconds = f"{statistics.median(run['seconds']['total'] for run in figures):.0f}"
-        try:
+        controlled = ""  # a run whose demonstrations are learned has none
+        if is_stored(f"starter_{case}_control"):
             control, conditions = read(f"starter_{case}_control")
-        except FileNotFoundError:  # a run whose demonstrations are learned has none
-            controlled = ""
-        else:
             taken.add(conditions)
             controlled = f"{control['before']['score']:.3f} → {control['after']['score']:.3f}"
         rows.append([name, *scores, controlled, seconds])
@@ -77,8 +86,26 @@ def environments() -> str:
     return "\n\n".join([table(header, rows), *sorted(taken)])
 
 
+def demo() -> str:
+    figures, _ = read("main_job_seed_0")
+    before, after = (measured(figures[key]) for key in ("before", "after"))
+    tasks = figures["after"]["n_tasks"]
+    return f"```text\nheld-out  before {before}  ->  after {after}   {tasks} tasks, 95% intervals\n```"
+
+
+def of_class() -> str:
+    """The sentence on README's class."""
+    figures, _ = read("starter_class_0")
+    before, after = (f"{figures[key]['score']:.2f}" for key in ("before", "after"))
+    steps, seconds = figures["steps"], f"{figures['seconds']['total']:.0f}"
+    return f"The held-out score rises from {before} to {after} in {steps} steps, {seconds} seconds on two cores."
+
+
 def main() -> None:
     page = ROOT / "docs" / "get_started" / "starter.md"
+    fill_docs("demo", demo(), ROOT / "README.md")
+    fill_docs("class", of_class(), ROOT / "README.md")
+    fill_docs("class", of_class(), page.with_name("first_environment.md"))
     fill_docs("starter", main_job(), page)
     fill_docs("environments", environments(), page)
     shutil.copy(ROOT / "tests" / "results" / PICTURE, page.with_name(PICTURE))
