@@ -123,10 +123,10 @@ def draw_words(rng: random.Random, words: Sequence[str], count: int) -> list[str
 
 
 def made_up_word(rng: random.Random, is_name: bool = False) -> str:
-    """One to three syllables of a consonant, a vowel and sometimes a consonant."""
+    """One or two syllables of a consonant, a vowel and sometimes a consonant."""
     syllables = [
         rng.choice("bcdfghjklmnprstvwyz") + rng.choice("aeiou") + rng.choice(["", rng.choice("bdfgklmnprstx")])
-        for _ in range(rng.choice([1, 2, 2, 3]))
+        for _ in range(rng.choice([1, 2]))
     ]
     text = "".join(syllables)
     return text.capitalize() if is_name else text
