@@ -187,7 +187,7 @@ def _reward_range(subject: Subject, scored: ScoredEpisodes) -> Finding:
     scores = [episode.score or 0.0 for episode in scored.episodes]
     if min(rewards) == max(rewards) <= 0 >= max([*turn_rewards, *scores]):
         message = f"{message}: no completion that was tried was rewarded"
-        advice = "add demonstrations, which this check also runs, or try a right answer with envgym envs try"
+        advice = "no mistake if a right answer in envgym envs try is rewarded; demonstrations would be tried here too"
         return warning(message, advice)
     return ok(message)
 
