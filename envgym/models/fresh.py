@@ -64,9 +64,8 @@ def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[st
         from transformers.utils.logging import disable_progress_bar
 
     tokenizer = Tokenizer(models.BPE())
-    # A space is a piece of its own: a word has the same tokens wherever it stands, and is easy to copy. So is each
-    # digit: numbers have one spelling.
-    words = pre_tokenizers.Split(Regex(r"\d|\p{L}+|[^\s\p{L}\d]+|\s+"), behavior="isolated")
+    # A word includes the space before it; each digit is one token, so that numbers have one spelling.
+    words = pre_tokenizers.Split(Regex(r"\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"), behavior="isolated")
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
     tokenizer.decoder = decoders.ByteLevel()

@@ -89,7 +89,7 @@ def ask(rng: random.Random, questions: Sequence[str], answer: str, *, is_free: b
 
 def sentence(rng: random.Random) -> str:
     """A sentence that says nothing about the question."""
-    name, item, adjective = draw_word(rng, NAMES), draw_word(rng, ITEMS), draw_word(rng, ADJECTIVES)
+    name, item, adjective = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(ADJECTIVES)
     return rng.choice(
         (
             f"{name} has a {adjective} {item}.",
@@ -106,27 +106,4 @@ def letters(rng: random.Random, max_length: int = 4) -> str:
 
 
 def word(rng: random.Random) -> str:
-    return rng.choice([draw_word(rng, ITEMS), draw_word(rng, ADJECTIVES), letters(rng)])
-
-
-def draw_word(rng: random.Random, words: Sequence[str]) -> str:
-    """One of the words, or a word that does not exist: copying is learned for words that no exercise has."""
-    return made_up_word(rng, words[0][0].isupper()) if rng.random() < 0.35 else rng.choice(words)
-
-
-def draw_words(rng: random.Random, words: Sequence[str], count: int) -> list[str]:
-    """Different ones."""
-    drawn: dict[str, None] = {}
-    while len(drawn) < count:
-        drawn[draw_word(rng, words)] = None
-    return list(drawn)
-
-
-def made_up_word(rng: random.Random, is_name: bool = False) -> str:
-    """One or two syllables of a consonant, a vowel and sometimes a consonant."""
-    syllables = [
-        rng.choice("bcdfghjklmnprstvwyz") + rng.choice("aeiou") + rng.choice(["", rng.choice("bdfgklmnprstx")])
-        for _ in range(rng.choice([1, 2]))
-    ]
-    text = "".join(syllables)
-    return text.capitalize() if is_name else text
+    return rng.choice([rng.choice(ITEMS), rng.choice(ADJECTIVES), letters(rng)])

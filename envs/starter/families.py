@@ -10,21 +10,7 @@ from typing import Any
 
 from envgym.types import Message, ToolCall, ToolSpec
 
-from .exercise import (
-    ACTIONS,
-    ADJECTIVES,
-    FILLERS,
-    ITEMS,
-    NAMES,
-    NUMBERS,
-    Exercise,
-    ask,
-    draw_word,
-    draw_words,
-    letters,
-    sentence,
-    word,
-)  # fmt: skip
+from .exercise import ACTIONS, ADJECTIVES, FILLERS, ITEMS, NAMES, NUMBERS, Exercise, ask, letters, sentence, word
 
 Family = Callable[[random.Random], Exercise]
 ORDINALS = ("first", "second", "third", "fourth")
@@ -194,7 +180,7 @@ def small_difference(rng: random.Random) -> Exercise:
 
 def last_number(rng: random.Random) -> Exercise:
     """A number among words: the answer is in the question."""
-    name, item, number = draw_word(rng, NAMES), draw_word(rng, ITEMS), rng.randint(0, 99)
+    name, item, number = rng.choice(NAMES), rng.choice(ITEMS), rng.randint(0, 99)
     questions = ("{n} has {x} {i}s. How many {i}s has {n}?", "There are {x} {i}s here. How many {i}s?")
     return ask(rng, questions, str(number), n=name, x=number, i=item)
 
@@ -216,7 +202,7 @@ def number_above_or_below(rng: random.Random) -> Exercise:
 
 
 def word_at(rng: random.Random) -> Exercise:
-    words = draw_words(rng, ITEMS, rng.randint(2, 4))
+    words = rng.sample(ITEMS, rng.randint(2, 4))
     index = rng.randrange(len(words))
     questions = ("The {n} word of {w}?", "{n} word: {w}?")
     return ask(rng, questions, words[index], n=ORDINALS[index], w=" ".join(words))
@@ -239,15 +225,15 @@ def as_list(rng: random.Random) -> Exercise:
 
 
 def as_object(rng: random.Random) -> Exercise:
-    names = draw_words(rng, ITEMS, rng.randint(1, 2))
-    fields = {name: rng.choice([rng.randrange(100), draw_word(rng, ADJECTIVES)]) for name in names}
+    names = rng.sample(ITEMS, rng.randint(1, 2))
+    fields = {name: rng.choice([rng.randrange(100), rng.choice(ADJECTIVES)]) for name in names}
     text = " and ".join(f"{name} is {value}" for name, value in fields.items())
     return Exercise(f"{text}: write JSON.", [json.dumps(fields)])
 
 
 def who_has(rng: random.Random) -> Exercise:
     """The answer is in one of two or three sentences."""
-    names, items = draw_words(rng, NAMES, 3), draw_words(rng, ITEMS, 3)
+    names, items = rng.sample(NAMES, 3), rng.sample(ITEMS, 3)
     count = rng.choice([2, 2, 3])
     facts = " ".join(f"{name} has a {item}." for name, item in zip(names[:count], items, strict=False))
     index = rng.randrange(count)
@@ -276,7 +262,7 @@ def choose(rng: random.Random) -> Exercise:
 
 
 def yes_or_no(rng: random.Random) -> Exercise:
-    name, item, adjective = draw_word(rng, NAMES), draw_word(rng, ITEMS), draw_word(rng, ADJECTIVES)
+    name, item, adjective = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(ADJECTIVES)
     question = rng.choice(
         (f"Is the {item} {adjective}?", f"Has {name} a {item}?", f"Is {rng.randint(1, 20)} {adjective}?", f"{item}?")
     )
@@ -306,9 +292,9 @@ def _statement(rng: random.Random) -> str:
             f"{sentence(rng)} {sentence(rng)} ",
             f"{letters(rng, 6)}. ",
             f"{rng.randint(0, 99)}. ",
-            f"{draw_word(rng, NAMES)} has {rng.randint(1, 20)} {draw_word(rng, ITEMS)}s. ",
-            f"The {draw_word(rng, ITEMS)} is here. ",
-            f"{' '.join(draw_words(rng, ITEMS, rng.randint(2, 4)))}. ",
+            f"{rng.choice(NAMES)} has {rng.randint(1, 20)} {rng.choice(ITEMS)}s. ",
+            f"The {rng.choice(ITEMS)} is here. ",
+            f"{' '.join(rng.sample(ITEMS, rng.randint(2, 4)))}. ",
             f"{_unclear_text(rng, 6)[0]}. ",
         )
     )
@@ -338,7 +324,7 @@ def mixed_letters(rng: random.Random) -> Exercise:
 
 def say_something(rng: random.Random) -> Exercise:
     question = rng.choice(("Say something.", "Write a few words.", "Tell me anything.", "Tell me about the {}."))
-    item, adjective = draw_word(rng, ITEMS), draw_word(rng, ADJECTIVES)
+    item, adjective = rng.choice(ITEMS), rng.choice(ADJECTIVES)
     answer = rng.choice(
         [f"{adjective} {item}", f"The {item} is {adjective}.", f"a {item}", item, adjective, sentence(rng)]
     )
@@ -359,9 +345,7 @@ def _unclear_text(rng: random.Random, max_length: int = 16) -> tuple[str, list[s
         if rng.random() < 0.45:
             part = rng.choice(FILLERS)
         else:
-            part = rng.choice(
-                [word(rng), word(rng), draw_word(rng, NAMES), str(rng.randrange(100)), draw_word(rng, ACTIONS)]
-            )
+            part = rng.choice([word(rng), word(rng), rng.choice(NAMES), str(rng.randrange(100)), rng.choice(ACTIONS)])
             words.append(part)
         sign = rng.choice((".", "?", ":", ",")) if rng.random() < 0.15 else ""
         text += f"{' ' if text else ''}{part[0].upper() + part[1:] if is_start else part}{sign}"
@@ -407,7 +391,7 @@ def guess_letter(rng: random.Random) -> Exercise:
 
 def another_answer(rng: random.Random) -> Exercise:
     """A first answer that the environment turns down, and a second one."""
-    words = draw_words(rng, ITEMS, 3)
+    words = rng.sample(ITEMS, 3)
     first, second = rng.sample(words, 2)
     reply = rng.choice(("Not that one.", "Another one.", "No.", "Try again.", f"Not {first}."))
     return Exercise(f"Pick one of {' '.join(words)}.", [first, second], [Message.user(reply)], is_free=True)
@@ -415,7 +399,7 @@ def another_answer(rng: random.Random) -> Exercise:
 
 def remember(rng: random.Random) -> Exercise:
     """A word of the first turn is asked for in a later one."""
-    text = rng.choice([draw_word(rng, ITEMS), letters(rng, 3), str(rng.randrange(100))])
+    text = rng.choice([rng.choice(ITEMS), letters(rng, 3), str(rng.randrange(100))])
     questions = ("Remember {}.", "Keep {} in mind.", "The word is {}.")
     replies = [Message.user(rng.choice(("Which was it?", "What was the word?", "Now say it.")))]
     turns = ["ok", text]
@@ -504,7 +488,7 @@ def call_unclear_tool(rng: random.Random) -> Exercise:
     argument = rng.choice(words)
     tool = _spec(name, _unclear_text(rng, 6)[0], parameter, "integer" if argument.isdecimal() else "string")
     call = ToolCall("call_0", name, {parameter: int(argument) if argument.isdecimal() else argument})
-    others = ["yes", "no", draw_word(rng, NAMES)] if rng.random() < 0.3 else []
+    others = ["yes", "no", rng.choice(NAMES)] if rng.random() < 0.3 else []
     results = [word(rng), str(rng.randrange(100)), *others]
     result = rng.choice([rng.choice(results), rng.choice(results), " ".join(rng.sample(results, 2))])
     reply = Message("tool", result, tool_call_id=call.id, name=name)
