@@ -301,11 +301,11 @@ def _statement(rng: random.Random) -> str:
 
 
 def _choice(rng: random.Random, options: Sequence[str]) -> str:
-    named = rng.choice([f"{', '.join(options[:-1])} or {options[-1]}", " or ".join(options), ", ".join(options)])
+    phrase = rng.choice([f"{', '.join(options[:-1])} or {options[-1]}", " or ".join(options), ", ".join(options)])
     form = rng.choice(
         ("Say {}.", "Say {}.", "Answer {}.", "Choose {}.", "Take {}.", "Pick one of {}.", "Reply with {}.", "{}?")
     )
-    return form.format(named)
+    return form.format(phrase)
 
 
 def some_letters(rng: random.Random) -> Exercise:
@@ -414,9 +414,9 @@ def choose_again(rng: random.Random) -> Exercise:
     options = _options(rng)
     count = rng.randint(2, 4)
     choices = [_choice(rng, options)] * count if rng.random() < 0.5 else [_choice(rng, options), *[""] * (count - 1)]
-    first, *later = [f"{_statement(rng)}{choice}".strip() or sentence(rng) for choice in choices]
+    first, *statements = [f"{_statement(rng)}{choice}".strip() or sentence(rng) for choice in choices]
     turns = [rng.choice(options) for _ in range(count)]
-    return Exercise(first, turns, [Message.user(text) for text in later], is_free=True)
+    return Exercise(first, turns, [Message.user(text) for text in statements], is_free=True)
 
 
 def unclear_dialogue(rng: random.Random) -> Exercise:
@@ -488,8 +488,8 @@ def call_unclear_tool(rng: random.Random) -> Exercise:
     argument = rng.choice(words)
     tool = _spec(name, _unclear_text(rng, 6)[0], parameter, "integer" if argument.isdecimal() else "string")
     call = ToolCall("call_0", name, {parameter: int(argument) if argument.isdecimal() else argument})
-    others = ["yes", "no", rng.choice(NAMES)] if rng.random() < 0.3 else []
-    results = [word(rng), str(rng.randrange(100)), *others]
+    other_results = ["yes", "no", rng.choice(NAMES)] if rng.random() < 0.3 else []
+    results = [word(rng), str(rng.randrange(100)), *other_results]
     result = rng.choice([rng.choice(results), rng.choice(results), " ".join(rng.sample(results, 2))])
     reply = Message("tool", result, tool_call_id=call.id, name=name)
     answer = rng.choice([result, result, rng.choice(result.split()), _some_answer(rng, [*words, result])])
