@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-from pathlib import Path
 from typing import Any
 
 from record import ROOT, fill_docs, table
+
+from envgym.monitoring.report import with_interval
 
 ITEMS = {
     "main_job_seed_0": "seed 0",
@@ -24,7 +25,7 @@ ENVIRONMENTS = {
     "template_reward": "`envs new --kind reward`: sums, without a box",
     "template_multi_turn": "`envs new --kind multi-turn`: guess a number",
     "guess": "`examples/guess.py`",
-    "one_call": "`tool_use`: one call",
+    "one_call": "`tool_use`: one call, 20 steps",
     "template_tools": "`envs new --kind tools`, `sft_grpo`",
     "hidden_number": "`HiddenNumber` of [Tools](../environments/tools.md), `sft_grpo`",
 }
@@ -32,21 +33,9 @@ SEEDS = (0, 1, 2)
 PICTURE = "main_job.png"
 
 
-def measured(result: dict[str, Any]) -> str:
-    return f"{result['score']:.3f} [{result['ci95'][0]:.3f}, {result['ci95'][1]:.3f}]"
-
-
-def path_of(item: str) -> Path:
-    return ROOT / "tests" / "results" / f"{item}.json"
-
-
-def is_stored(item: str) -> bool:
-    return path_of(item).exists()
-
-
 def read(item: str) -> tuple[dict[str, Any], str]:
     """The figures of a stored result, and its conditions in words."""
-    stored = json.loads(path_of(item).read_text())
+    stored = json.loads((ROOT / "tests" / "results" / f"{item}.json").read_text())
     conditions = stored["conditions"]
     return stored["figures"], (
         f"Commit {stored['commit'][:12]}, {stored['date'][:10]}, {conditions['cores']} cores, "
@@ -60,7 +49,7 @@ def main_job() -> str:
         figures, conditions = read(item)
         greedy = [f"{figures[key]:.3f}" if key in figures else "" for key in ("greedy_before", "greedy_after")]
         seconds = f"{figures['seconds']['total']:.0f}" if "seconds" in figures else ""
-        rows.append([name, measured(figures["before"]), measured(figures["after"]), *greedy, seconds])
+        rows.append([name, with_interval(figures["before"]), with_interval(figures["after"]), *greedy, seconds])
         taken.add(conditions)
     header = ["run", "before [95%]", "after [95%]", "greedy before", "greedy after", "seconds"]
     return "\n\n".join([table(header, rows), *sorted(taken)])
@@ -69,16 +58,16 @@ def main_job() -> str:
 def environments() -> str:
     rows, taken = [], set()
     for case, name in ENVIRONMENTS.items():
-        seeds = [read(f"starter_{case}_{seed}") for seed in SEEDS if is_stored(f"starter_{case}_{seed}")]
-        if not seeds:
-            continue
+        seeds = [read(f"starter_{case}_{seed}") for seed in SEEDS]
         figures = [figures for figures, _ in seeds]
         taken.update(conditions for _, conditions in seeds)
         scores = [" ".join(f"{run[key]['score']:.3f}" for run in figures) for key in ("before", "after")]
         seconds = f"{statistics.median(run['seconds']['total'] for run in figures):.0f}"
-        controlled = ""  # a run whose demonstrations are learned has none
-        if is_stored(f"starter_{case}_control"):
+        try:
             control, conditions = read(f"starter_{case}_control")
+        except FileNotFoundError:  # a run whose demonstrations are learned has none
+            controlled = ""
+        else:
             taken.add(conditions)
             controlled = f"{control['before']['score']:.3f} → {control['after']['score']:.3f}"
         rows.append([name, *scores, controlled, seconds])
@@ -87,13 +76,14 @@ def environments() -> str:
 
 
 def demo() -> str:
+    """The line on the held-out score that the demo prints."""
     figures, _ = read("main_job_seed_0")
-    before, after = (measured(figures[key]) for key in ("before", "after"))
+    before, after = (with_interval(figures[key]) for key in ("before", "after"))
     tasks = figures["after"]["n_tasks"]
     return f"```text\nheld-out  before {before}  ->  after {after}   {tasks} tasks, 95% intervals\n```"
 
 
-def of_class() -> str:
+def class_in_words() -> str:
     """The sentence on README's class."""
     figures, _ = read("starter_class_0")
     before, after = (f"{figures[key]['score']:.2f}" for key in ("before", "after"))
@@ -104,8 +94,8 @@ def of_class() -> str:
 def main() -> None:
     page = ROOT / "docs" / "get_started" / "starter.md"
     fill_docs("demo", demo(), ROOT / "README.md")
-    fill_docs("class", of_class(), ROOT / "README.md")
-    fill_docs("class", of_class(), page.with_name("first_environment.md"))
+    fill_docs("class", class_in_words(), ROOT / "README.md")
+    fill_docs("class", class_in_words(), page.with_name("first_environment.md"))
     fill_docs("starter", main_job(), page)
     fill_docs("environments", environments(), page)
     shutil.copy(ROOT / "tests" / "results" / PICTURE, page.with_name(PICTURE))

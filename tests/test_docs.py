@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 ENVGYM = Path(sys.executable).with_name("envgym")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
+    for path in (*sorted({*ROOT.glob("*.md")} - {ROOT / "CHANGELOG.md"}), *sorted(ROOT.glob("docs/**/*.md")))
 }
 LONG = {"train", "eval", "compare", "rollout", "score", "model", "show", "export"}
 """Commands that sample or train: minutes."""

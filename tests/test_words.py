@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("envgym", "envs", "agents", "learners") for path in (ROOT / folder).rglob("*.py"))
 SOURCES = [path for path in SOURCES if path.resolve() == path]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "CHANGELOG.md"})
 
 EMPTY_NAMES = frozenset(
     """
