@@ -48,6 +48,10 @@ class WorkersConfig(Settings):
     packing: bool | Literal["auto"] = "auto"
     """Concatenate sequences instead of padding them to the longest. `auto`: with flash kernels, for which that is
     faster, and models that mix tokens only by attention."""
+    share_prefixes: bool = True
+    """Compute tokens that sequences of a micro-batch begin with in common once: a group's prompt, the first turns of
+    episodes that fork, the prompt of a preference pair. Where the model gives other outputs with it than without, or
+    too little is shared, sequences are computed separately."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: much less memory for about a third more compute."""
     compile: bool = False

@@ -12,7 +12,8 @@ from envgym.learner import TrainSample
 from envgym.processes.runtime import CALL_SECONDS, Runtime, WorkerHandle
 
 from .metrics import merge
-from .micro_batches import micro_batches
+from .micro_batches import cost, micro_batches
+from .prefixes import sort_by_prefix
 from .spec import RankInfo, WorkerSpec
 
 if TYPE_CHECKING:
@@ -85,10 +86,14 @@ class WorkerGroup:
         """One float32 array [T] per sample, in order; see `ModelWorker.forward`."""
         if not samples:
             return []
-        by_length = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
         n_shares = self._n_shares
-        # Without samples of its own a share gets one: with ZeRO 3 every rank must take part.
-        shares = [by_length[share::n_shares] or [0] for share in range(n_shares)]
+        if self.info.layout_of(samples) == "shared":
+            order = [index for index, _ in sort_by_prefix([sample.token_ids for sample in samples])]
+            shares = [order[len(order) * k // n_shares : len(order) * (k + 1) // n_shares] for k in range(n_shares)]
+        else:
+            by_length = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
+            shares = [by_length[k::n_shares] for k in range(n_shares)]
+        shares = [share or [0] for share in shares]  # with ZeRO 3 every rank must take part
         inputs = [replace(sample, arrays={}) for sample in samples]
         results = await self._on_shares(self._forward, [([inputs[index] for index in share],) for share in shares])
         outputs: dict[int, FloatArray] = {}
@@ -99,14 +104,20 @@ class WorkerGroup:
     async def accumulate(self, samples: Sequence[TrainSample], normalizers: Mapping[str, float]) -> dict[str, float]:
         """Compute the gradient of one optimizer step, over all ranks; `step` applies it. Returns the learner's metrics
         and `mismatch/…`."""
-        shares = micro_batches(samples, self.settings.budget, self._n_shares, packed=self.info.packed)
+        layout = self.info.layout_of(samples)
+        shares = micro_batches(samples, self.settings.budget, self._n_shares, layout=layout)
         self._accumulated = [[sample for batch in share for sample in batch] for share in shares]
-        results = await self._on_shares("accumulate", [(share, dict(normalizers)) for share in shares])
-        return merge(
+        results = await self._on_shares("accumulate", [(share, dict(normalizers), layout) for share in shares])
+        metrics = merge(
             # Ranks that split token sequences return the same sums, which must count once, but may differ in maxima.
             part if rank % self.settings.ranks_per_row == 0 else {n: v for n, v in part.items() if n.endswith("/max")}
             for rank, part in enumerate(results)
         )
+        share_of_copies = 0.0
+        if layout == "shared":
+            computed = sum(cost(batch, layout=layout) for share in shares for batch in share)
+            share_of_copies = 1 - computed / sum(map(len, self._accumulated))
+        return metrics | {"tokens/shared_share": share_of_copies}
 
     async def accumulated_logprobs(self) -> list[tuple[TrainSample, FloatArray]]:
         """The samples of the last `accumulate`, each with the log-probabilities [T] of its forward pass."""

@@ -14,7 +14,7 @@ from envgym.learner import MetricSums, Outputs, RowBatch, TrainSample
 
 from . import zero
 from .metrics import add, mismatch, peak_memory
-from .micro_batches import cost, is_padding, network_inputs, pad
+from .micro_batches import Layout, cost, is_padding, network_inputs, pad
 from .state import ModelState
 
 if TYPE_CHECKING:
@@ -25,8 +25,11 @@ class ModelLearning(ModelState):
     """Training of a `ModelWorker`. All calls are collective."""
 
     _logprobs: list[FloatArray]
+    _row_layout: Layout
 
-    def accumulate(self, microbatches: Sequence[list[TrainSample]], normalizers: Mapping[str, float]) -> MetricSums:
+    def accumulate(
+        self, microbatches: Sequence[list[TrainSample]], normalizers: Mapping[str, float], layout: Layout = "padded"
+    ) -> MetricSums:
         """Forward and backward over all of this rank's micro-batches of one optimizer step.
 
         `normalizers` are the whole step's, so that the gradient does not depend on the split into micro-batches. The
@@ -34,6 +37,7 @@ class ModelLearning(ModelState):
         """
         self.engine.train()
         self._logprobs = []
+        self._row_layout = layout
         shares = self._shares_of_tokens(microbatches) if self.network.balance else [0.0] * len(microbatches)
         # DeepSpeed averages gradients over the ranks with the same weights, but losses here are shares of a sum.
         copies = self.settings.ranks // self.settings.tensor_parallel
@@ -118,12 +122,14 @@ class ModelLearning(ModelState):
         """The network's outputs of a micro-batch. `batches` are its samples, in order, padded to one length."""
         name = self.spec.role_spec.extra_token_ids
         extra_ids = torch.cat([batch.arrays[name] for batch in batches]).long() if name else None
-        outputs: dict[str, torch.Tensor] = self.engine(*network_inputs(samples, batches, self.device), extra_ids)
+        outputs: dict[str, torch.Tensor] = self.engine(
+            *network_inputs(samples, batches, self.device, self._row_layout, extra_ids)
+        )
         return outputs
 
     def _shares_of_tokens(self, microbatches: Sequence[list[TrainSample]]) -> list[float]:
         """Each micro-batch's share of the step's tokens, over all ranks; 0 for padding micro-batches."""
-        tokens = [0.0 if is_padding(batch) else float(cost(batch, packed=True)) for batch in microbatches]
+        tokens = [0.0 if is_padding(batch) else float(cost(batch, layout="packed")) for batch in microbatches]
         total = torch.tensor(sum(tokens), device=self.device)
         torch.distributed.all_reduce(total)
         return [count / max(1.0, float(total) / self.settings.ranks_per_row) for count in tokens]

@@ -3,7 +3,7 @@
 Padded to the longest of its rows, a micro-batch of B rows costs B x Tmax tokens; sorting by length first keeps that
 close to the true number of tokens. Packed end to end, it costs no more than its tokens, and rows of any lengths fit
 together; but attention must then know where rows end. Flash kernels do; elsewhere a mask is needed, which was measured
-3 to 5 times slower on a CPU.
+3 to 5 times slower on a CPU. Rows that repeat a prefix go together, since it is then computed once.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envgym.learner import RowBatch, TrainSample
 
+from .prefixes import SharedPrefixes, n_distinct, sort_by_prefix
+
 if TYPE_CHECKING:
     import torch
 
 Unit = list[TrainSample]
 MicroBatch = list[TrainSample]
+Layout = Literal["padded", "packed", "shared"]
+"""Rows padded to the longest, end to end, or as `SharedPrefixes`."""
 
 SLACK = 1.05
 """Maximum cost of a micro-batch, as a multiple of the mean (or of the costliest unit, which cannot be split)."""
@@ -34,7 +38,7 @@ MIN_SAVING = 1 / 8
 
 
 def micro_batches(
-    samples: Sequence[TrainSample], tokens_per_microbatch: int, n_ranks: int, *, packed: bool = False
+    samples: Sequence[TrainSample], tokens_per_microbatch: int, n_ranks: int, *, layout: Layout = "padded"
 ) -> list[list[MicroBatch]]:
     """Split samples into micro-batches: `result[rank][k]` is a list of samples.
 
@@ -50,20 +54,43 @@ def micro_batches(
         units_by_key.setdefault(sample.microbatch_key, []).append(sample)
     if not units_by_key:
         return [[] for _ in range(n_ranks)]
-    units = sorted(units_by_key.values(), key=_longest, reverse=True)  # stable, so equal lengths keep their order
-    shapes = [_Shape(len(unit), _longest(unit), cost(unit, packed=True)) for unit in units]
-    shares = _minimize_shares(shapes, tokens_per_microbatch, n_ranks, packed)
-    cheapest = min(units, key=lambda unit: cost(unit, packed=packed))
+    units = list(units_by_key.values())
+    if layout == "shared":
+        units = _join_by_prefix(units, min(tokens_per_microbatch, -(-n_distinct(samples) // n_ranks)))
+    units.sort(key=_longest, reverse=True)  # stable, so equal lengths keep their order
+    tokens_in: Layout = "packed" if layout == "padded" else layout
+    shapes = [_Shape(len(unit), _longest(unit), cost(unit, layout=tokens_in)) for unit in units]
+    shares = _minimize_shares(shapes, tokens_per_microbatch, n_ranks, layout)
+    cheapest = min(units, key=lambda unit: cost(unit, layout=layout))
     batches = [
         [sample for index in share for sample in units[index]] if share else padding_samples(cheapest)
         for share in shares
     ]
-    return _deal_to_ranks(batches, n_ranks, packed)
+    return _deal_to_ranks(batches, n_ranks, layout)
 
 
-def cost(batch: MicroBatch, *, packed: bool) -> int:
-    """Cost of a micro-batch: its tokens if packed, else the number of samples times the longest length."""
-    return sum(len(sample) for sample in batch) if packed else len(batch) * _longest(batch)
+def cost(batch: MicroBatch, *, layout: Layout) -> int:
+    """Cost of a micro-batch: the tokens that are computed, padding included."""
+    if layout == "shared":
+        return n_distinct(batch)
+    return sum(len(sample) for sample in batch) if layout == "packed" else len(batch) * _longest(batch)
+
+
+def _join_by_prefix(units: Sequence[Unit], max_tokens: int) -> list[Unit]:
+    """Units joined where at least half of a unit's first row begins another one's, up to `max_tokens` distinct tokens:
+    what they share is then computed once, or once per `max_tokens`."""
+    joined: list[Unit] = []
+    tokens = 0
+    for index, shared in sort_by_prefix([unit[0].token_ids for unit in units]):
+        unit = units[index]
+        new = n_distinct(unit) - shared
+        if joined and 2 * shared >= len(unit[0]) and tokens + new <= max_tokens:
+            joined[-1] = joined[-1] + unit
+            tokens += new
+        else:
+            joined.append(unit)
+            tokens = new + shared
+    return joined
 
 
 def padding_samples(unit: Unit) -> Unit:
@@ -96,12 +123,12 @@ Share = list[int]
 """Indexes of the units in one micro-batch."""
 
 
-def _minimize_shares(shapes: Sequence[_Shape], budget: int, n_ranks: int, packed: bool) -> list[Share]:
+def _minimize_shares(shapes: Sequence[_Shape], budget: int, n_ranks: int, layout: Layout) -> list[Share]:
     """The smallest number of micro-batches that keeps each within the token budget, the same for every rank; with
     padding, a few more if that saves padding. An empty share stands for a padding micro-batch."""
-    unit_costs = [_cost(shapes, [index], packed) for index in range(len(shapes))]
+    unit_costs = [_cost(shapes, [index], layout) for index in range(len(shapes))]
     max_cost, filler = max(unit_costs), min(unit_costs)
-    split = _split_packed if packed else _split_padded
+    split = _split_padded if layout == "padded" else _split_packed
 
     @cache
     def shares(per_rank: int) -> list[Share]:
@@ -109,7 +136,7 @@ def _minimize_shares(shapes: Sequence[_Shape], budget: int, n_ranks: int, packed
         return units + [[]] * (-len(units) % n_ranks)
 
     def costs(per_rank: int) -> list[int]:
-        return [_cost(shapes, share, packed) if share else filler for share in shares(per_rank)]
+        return [_cost(shapes, share, layout) if share else filler for share in shares(per_rank)]
 
     def fits(per_rank: int) -> bool:
         share_costs = costs(per_rank)
@@ -120,7 +147,7 @@ def _minimize_shares(shapes: Sequence[_Shape], budget: int, n_ranks: int, packed
     tokens = sum(shape.tokens for shape in shapes)
     max_per_rank = -(-len(shapes) // n_ranks)  # one unit per micro-batch always fits
     best = fewest = _smallest_fitting(-(-tokens // (max(budget, max_cost) * n_ranks)), max_per_rank, fits)
-    if packed:
+    if layout != "padded":
         return shares(fewest)
 
     def total_cost(per_rank: int) -> float:
@@ -149,8 +176,8 @@ def _smallest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int:
     return number
 
 
-def _cost(shapes: Sequence[_Shape], share: Share, packed: bool) -> int:
-    if packed:
+def _cost(shapes: Sequence[_Shape], share: Share, layout: Layout) -> int:
+    if layout != "padded":
         return sum(shapes[index].tokens for index in share)
     return sum(shapes[index].samples for index in share) * max(shapes[index].longest for index in share)
 
@@ -190,16 +217,16 @@ def _greedy_ranges(shapes: Sequence[_Shape], budget: int) -> list[tuple[int, int
     return ranges
 
 
-def _deal_to_ranks(batches: list[MicroBatch], n_ranks: int, packed: bool) -> list[list[MicroBatch]]:
+def _deal_to_ranks(batches: list[MicroBatch], n_ranks: int, layout: Layout) -> list[list[MicroBatch]]:
     """Give each rank the same number of micro-batches, the costliest first, each to the rank with the lowest load. So
     micro-batches that ranks compute at the same time have about the same cost."""
     per_rank = len(batches) // n_ranks
     ranks: list[list[MicroBatch]] = [[] for _ in range(n_ranks)]
     load = [0] * n_ranks
-    for batch in sorted(batches, key=lambda batch: cost(batch, packed=packed), reverse=True):
+    for batch in sorted(batches, key=lambda batch: cost(batch, layout=layout), reverse=True):
         rank = min((r for r in range(n_ranks) if len(ranks[r]) < per_rank), key=lambda r: (load[r], r))
         ranks[rank].append(batch)
-        load[rank] += cost(batch, packed=packed)
+        load[rank] += cost(batch, layout=layout)
     return ranks
 
 
@@ -230,10 +257,15 @@ def pad(samples: Sequence[TrainSample], device: torch.device, length: int | None
 
 
 def network_inputs(
-    samples: Sequence[TrainSample], batches: Sequence[RowBatch], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    samples: Sequence[TrainSample],
+    batches: Sequence[RowBatch],
+    device: torch.device,
+    layout: Layout,
+    extra_ids: torch.Tensor | None = None,
+) -> tuple[Any, ...]:
     """The network's arguments for a micro-batch, whose samples, in order, are padded to one length in `batches`: token
-    ids [B, T], lengths [B], a bool mask [B, T] of tokens with a weight or sampled, and temperatures [B, T]."""
+    ids [B, T], lengths [B], a bool mask [B, T] of tokens with a weight or sampled, temperatures [B, T], `extra_ids`,
+    and the layout of shared prefixes."""
     import torch
 
     token_ids, weights, old = (
@@ -246,4 +278,6 @@ def network_inputs(
     # Training treats greedy sampling (0) as sampling at temperature 1.
     scales[scales == 0] = 1.0
     lengths = torch.tensor([len(sample) for sample in samples], device=device)
-    return token_ids, lengths, (weights != 0) | old.isfinite(), torch.from_numpy(scales).to(device)
+    prefixes = SharedPrefixes(samples, device) if layout == "shared" else None
+    mask = (weights != 0) | old.isfinite()
+    return token_ids, lengths, mask, torch.from_numpy(scales).to(device), extra_ids, prefixes

@@ -27,7 +27,16 @@ from .adapter import Adapter
 from .learning import ModelLearning
 from .metrics import peak_flops
 from .micro_batches import micro_batches, network_inputs, pad
-from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model, use_packing
+from .network import (
+    TokenNetwork,
+    add_noise,
+    be_deterministic,
+    check_experts,
+    has_experts,
+    load_model,
+    obstacle_to_sharing,
+    use_packing,
+)
 from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
 from .parameters import flops_per_token, n_numbers
 from .sequence_parallel import Slices
@@ -164,6 +173,15 @@ class ModelWorker(ModelLearning):
             self.average = MovingAverage(dict(model.named_parameters()), decay, self._average_device)
         if self.settings.sequence_parallel == 1:
             use_packing(self.network, self.engine, self.settings.packing, self.device)
+        self._not_shared = self._obstacle_to_sharing()
+
+    def _obstacle_to_sharing(self) -> str:
+        """The reason why prefixes that rows share are not computed once, or an empty string."""
+        if not self.settings.share_prefixes:
+            return "workers.share_prefixes=false"
+        if self.settings.ranks_per_row > 1 or self.settings.compile:
+            return "its ranks split sequences" if self.settings.ranks_per_row > 1 else "workers.compile=true"
+        return obstacle_to_sharing(self.network, self.engine, self.device, trained=self.trained)
 
     def info(self) -> RankInfo:
         """Facts of this rank."""
@@ -179,6 +197,7 @@ class ModelWorker(ModelLearning):
             vocabulary=self.network.model.config.get_text_config().vocab_size,
             attention=self.network.model.config._attn_implementation,
             packed=self.network.packed,
+            not_shared=self._not_shared,
             flops_per_token=self._flops,
             peak_flops=peak_flops(torch.cuda.get_device_name(self.device), dtype) if on_gpu else None,
         )
@@ -224,10 +243,11 @@ class ModelWorker(ModelLearning):
         """
         self.engine.eval()
         units = [replace(sample, arrays={}, microbatch_key=index) for index, sample in enumerate(samples)]
-        [batches] = micro_batches(units, self.settings.budget, 1, packed=self.network.packed)
+        layout = self.info().layout_of(units)
+        [batches] = micro_batches(units, self.settings.budget, 1, layout=layout)
         outputs: list[FloatArray] = [np.empty(0, np.float32)] * len(samples)
         for batch in self._pad_to_other_ranks(batches):
-            [lines] = self.engine(*network_inputs(batch, [pad(batch, self.device)], self.device)).values()
+            [lines] = self.engine(*network_inputs(batch, [pad(batch, self.device)], self.device, layout)).values()
             for sample, line in zip(batch, lines.cpu().numpy(), strict=True):
                 outputs[sample.microbatch_key] = line[: len(sample)].copy()
         return outputs

@@ -13,15 +13,22 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from envgym.errors import ConfigError, EnvgymError
+from envgym.learner import TrainSample
 from envgym.models import is_path
+from envgym.types import Objective
 
 from .adapter import quantization, tame_quantized
 from .head import LogprobHead, Rescaling, configure_scalar_head, scalar_head
+from .micro_batches import network_inputs, pad
 from .parameters import n_experts
+from .prefix_attention import attention_over, gather, install
+from .prefixes import SharedPrefixes
 from .sequence_parallel import Slices
 
 
@@ -70,6 +77,7 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
         mask: torch.Tensor,
         temperatures: torch.Tensor,
         extra_ids: torch.Tensor | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> dict[str, torch.Tensor]:
         """Outputs by name, float32:
 
@@ -82,19 +90,24 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
 
         token_ids [B, T] are rows of `lengths` [B], padded on the right: attention is causal, so no token ever sees
         padding and no attention mask is needed. mask [B, T] bool: the others have hidden states only.
-        temperatures [B, T] divide the logits that predict each token.
+        temperatures [B, T] divide the logits that predict each token. `prefixes`: the rows' layout, if what they share
+        is computed once.
         """
         length = token_ids.shape[1]
         valid = torch.arange(length, device=token_ids.device) < lengths[:, None]
-        base = self._run_backbone(token_ids, lengths, valid)
+        base = self._run_backbone(token_ids, lengths, valid, prefixes)
         states, outputs = base.last_hidden_state, {}
         if self.balance and self.training:
-            outputs["balance"] = balance_loss(self.model, base.router_logits, None if self.packed else valid)
+            weights = prefixes.counts(valid)[None] if prefixes else None if self.packed else valid
+            outputs["balance"] = balance_loss(self.model, base.router_logits, weights)
         if self.head == "scalar":
-            return outputs | {"values": self._values(states, valid)}
+            return outputs | {"values": self._values(states, valid, prefixes)}
         # the state at t - 1 predicts token t
         targets, mask, scales = (self.slices.local(tensor, ahead=1) for tensor in (token_ids, mask, temperatures))
-        states = states[0, mask[valid]] if self.packed else states[mask]
+        if prefixes is not None:
+            states = gather(states[0], prefixes.index[mask])
+        else:
+            states = states[0, mask[valid]] if self.packed else states[mask]
         if self.top_k:
             return outputs | {"top_tokens": self._at_tokens(self._top_tokens(states, scales[mask]), mask, length)}
         targets = targets[mask][:, None]
@@ -106,9 +119,11 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
             outputs["extra_logprobs"] = numbers[..., 1 : targets.shape[1]]
         return outputs | ({"entropy": numbers[..., -1]} if self.training else {})
 
-    def _values(self, states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    def _values(self, states: torch.Tensor, valid: torch.Tensor, prefixes: SharedPrefixes | None) -> torch.Tensor:
         """[B, T] the scalar head's values."""
         values = scalar_head(self.model)(states).squeeze(-1).float()
+        if prefixes is not None:
+            return values[0, prefixes.index].where(valid, 0.0)
         if self.packed:
             values = values.new_zeros(valid.shape).masked_scatter(valid, values)
         return self.slices.join(values, valid.shape[1])
@@ -132,11 +147,16 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
         joined = self.slices.join(spread, length)
         return nn.functional.pad(joined[:, :-1], (0, 0) * (numbers.dim() - 1) + (1, 0))
 
-    def _run_backbone(self, token_ids: torch.Tensor, lengths: torch.Tensor, valid: torch.Tensor) -> Any:
+    def _run_backbone(
+        self, token_ids: torch.Tensor, lengths: torch.Tensor, valid: torch.Tensor, prefixes: SharedPrefixes | None
+    ) -> Any:
         """Outputs of the model without its head: hidden states [B, T, hidden size] of this rank's slices; if packed
-        [1, tokens, hidden size]."""
+        [1, tokens, hidden size], with shared prefixes [1, N, hidden size]."""
         options = {"output_router_logits": True} if self.balance and self.training else {}
         backbone = self.model.base_model
+        if prefixes is not None:
+            with attention_over(prefixes):
+                return backbone(**prefixes.inputs(), use_cache=False, **options)
         if self.packed:
             return backbone(**packed_inputs(token_ids, lengths, valid), use_cache=False, **options)
         return self.slices.outputs(backbone, token_ids, **options)
@@ -286,27 +306,61 @@ def use_packing(network: TokenNetwork, engine: Any, setting: bool | Literal["aut
     """
     if not packs(setting, network.model):
         return
-    lengths = torch.tensor([9, 6], device=device)
-    steps = torch.arange(1, 10, device=device).expand(2, 9)
-    valid = steps <= lengths[:, None]
-    token_ids = (steps * lengths[:, None] % network.model.get_input_embeddings().num_embeddings).where(valid, 0)
-    mask = valid & (steps > 1)
-
-    def outputs(packed: bool) -> torch.Tensor:
-        network.packed = packed
-        [numbers] = engine(token_ids, lengths, mask, torch.ones(2, 9, device=device)).values()
-        return numbers[mask]
-
     engine.eval()
-    with torch.no_grad():
-        padded, packed = outputs(False), outputs(True)
-    tolerance = 1e-4 if next(network.parameters()).dtype == torch.float32 else 2e-2
-    network.packed = bool((packed - padded).abs().mean() < tolerance * padded.abs().mean())
+    padded = _trial(network, engine, device)
+    network.packed = True
+    network.packed = _agree(network, _trial(network, engine, device), padded)
     if setting is True and not network.packed:
         kind = network.model.config._attn_implementation
         raise ConfigError(
             f"workers.packing=true does not work with {network.model.config.model_type} and {kind}: rows see each other"
         )
+
+
+def _trial(network: TokenNetwork, engine: Any, device: torch.device, *, shared: bool = False) -> torch.Tensor:
+    """[N] the network's numbers for two rows of 9 and 7 tokens, of which the first five are the same."""
+    n_embeddings = network.model.get_input_embeddings().num_embeddings
+    rows = [np.arange(1, 10), np.array([1, 2, 3, 4, 5, 9, 8])]
+    samples = [
+        TrainSample(
+            row % n_embeddings, np.minimum(np.arange(len(row)), 1.0), np.full(len(row), np.nan), Objective.CROSS_ENTROPY
+        )
+        for row in rows
+    ]
+    inputs = network_inputs(samples, [pad(samples, device)], device, "shared" if shared else "padded")
+    with torch.no_grad():
+        numbers = next(iter(engine(*inputs).values()))
+    mask: torch.Tensor = inputs[2]
+    return numbers[mask]
+
+
+def _agree(network: TokenNetwork, numbers: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Whether two results of `_trial` differ by rounding only."""
+    tolerance = 1e-4 if next(network.parameters()).dtype == torch.float32 else 2e-2
+    return bool((numbers - reference).abs().mean() < tolerance * reference.abs().mean())
+
+
+def obstacle_to_sharing(network: TokenNetwork, engine: Any, device: torch.device, *, trained: bool) -> str:
+    """The reason why prefixes that rows share cannot be computed once, or an empty string. `engine` as in
+    `use_packing`.
+
+    Whether a model supports it is tried out: attention that does not know a `PathMask` fails, or answers otherwise.
+    """
+    model = network.model
+    if trained:
+        engine.train()
+        if not _agree(network, _trial(network, engine, device), _trial(network, engine, device)):
+            return "dropout or other noise is drawn for each sequence"
+    engine.eval()
+    if model.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return "its attention is not one of transformers'"
+    install(model)
+    padded = _trial(network, engine, device)
+    try:
+        shared = _trial(network, engine, device, shared=True)
+    except Exception as error:  # whatever the model's code makes of what it does not know
+        return f"its attention does not take them ({type(error).__name__})"
+    return "" if _agree(network, shared, padded) else "its outputs differ"
 
 
 def _packing_obstacle(model: nn.Module) -> str:
@@ -342,16 +396,19 @@ def check_experts(model: nn.Module) -> None:
         )
 
 
-def balance_loss(model: nn.Module, router_logits: tuple[torch.Tensor, ...], valid: torch.Tensor | None) -> torch.Tensor:
+def balance_loss(
+    model: nn.Module, router_logits: tuple[torch.Tensor, ...], weights: torch.Tensor | None
+) -> torch.Tensor:
     """E * sum over experts of f_e P_e, a scalar: f_e is the share of tokens that go to expert e, P_e the mean
     probability that its router gives it; 1 per expert a token goes to where all are equally busy.
 
     Source: W. Fedus et al., "Switch Transformer" (2021), eq. 4 to 6, as transformers has it for the architecture (all
-    layers in one mean). router_logits: [tokens, E] per layer; `valid`: mask of the tokens that count, None: all.
+    layers in one mean). router_logits: [tokens, E] per layer; `weights` [B, T]: how often each token counts, None:
+    once.
     """
     config = model.config.get_text_config()
     loss: torch.Tensor = _modeling_code(model).load_balancing_loss_func(
-        router_logits, n_experts(config), config.num_experts_per_tok, valid
+        router_logits, n_experts(config), config.num_experts_per_tok, weights
     )
     return loss
 

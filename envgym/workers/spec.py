@@ -10,6 +10,8 @@ from envgym.learner import RoleSpec, TrainSample
 
 from .config import WorkersConfig
 from .lora import LoraConfig
+from .micro_batches import Layout
+from .prefixes import MIN_SHARED, shared_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class RankInfo:
     vocabulary       number of token ids
     attention        its implementation, by transformers' name
     packed           whether rows go through the model end to end
+    not_shared       the reason why prefixes that rows share are not computed once; empty if they are
     flops_per_token  (a, b): training on one token of a sequence of T tokens takes a + b T FLOPs
     peak_flops       FLOPs per second of the device; None if unknown (on a CPU)
     """
@@ -54,8 +57,15 @@ class RankInfo:
     vocabulary: int
     attention: str
     packed: bool
+    not_shared: str
     flops_per_token: tuple[float, float]
     peak_flops: float | None
+
+    def layout_of(self, samples: Sequence[TrainSample]) -> Layout:
+        """How these samples' rows go through the model: as shared prefixes, where that saves enough."""
+        if not self.not_shared and shared_share(samples) >= MIN_SHARED:
+            return "shared"
+        return "packed" if self.packed else "padded"
 
     def flops(self, samples: Sequence[TrainSample]) -> float:
         """FLOPs of training on `samples` once."""
