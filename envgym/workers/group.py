@@ -103,7 +103,7 @@ class WorkerGroup:
 
     async def accumulate(self, samples: Sequence[TrainSample], normalizers: Mapping[str, float]) -> dict[str, float]:
         """Compute the gradient of one optimizer step, over all ranks; `step` applies it. Returns the learner's metrics
-        and `mismatch/…`."""
+        and `mismatch/…`, and `tokens/shared_share`, the share of tokens that shared prefixes save, if they are used."""
         layout = self.info.layout_of(samples)
         shares = micro_batches(samples, self.settings.budget, self._n_shares, layout=layout)
         self._accumulated = [[sample for batch in share for sample in batch] for share in shares]
@@ -113,11 +113,11 @@ class WorkerGroup:
             part if rank % self.settings.ranks_per_row == 0 else {n: v for n, v in part.items() if n.endswith("/max")}
             for rank, part in enumerate(results)
         )
-        share_of_copies = 0.0
         if layout == "shared":
             computed = sum(cost(batch, layout=layout) for share in shares for batch in share)
-            share_of_copies = 1 - computed / sum(map(len, self._accumulated))
-        return metrics | {"tokens/shared_share": share_of_copies}
+            n_tokens = sum(len(sample) for share in self._accumulated for sample in share)
+            metrics["tokens/shared_share"] = 1 - computed / n_tokens
+        return metrics
 
     async def accumulated_logprobs(self) -> list[tuple[TrainSample, FloatArray]]:
         """The samples of the last `accumulate`, each with the log-probabilities [T] of its forward pass."""

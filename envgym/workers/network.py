@@ -222,6 +222,8 @@ def load_model(
         factory = configure_scalar_head(config) if head == "scalar" else transformers.AutoModelForCausalLM
         # Without flash kernels transformers itself takes sdpa for the models that know it.
         kind = flash_attention(config, factory, dtype) if attention == "auto" else attention
+        if attention == "auto" and kind is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+            kind = "eager"  # sdpa would leave out the cap
         options = {"config": config, "dtype": dtype, "attn_implementation": kind}
         model: nn.Module
         if uninitialized:
@@ -319,17 +321,16 @@ def use_packing(network: TokenNetwork, engine: Any, setting: bool | Literal["aut
 
 def _trial(network: TokenNetwork, engine: Any, device: torch.device, *, shared: bool = False) -> torch.Tensor:
     """[N] the network's numbers for two rows of 9 and 7 tokens, of which the first five are the same."""
-    n_embeddings = network.model.get_input_embeddings().num_embeddings
-    rows = [np.arange(1, 10), np.array([1, 2, 3, 4, 5, 9, 8])]
-    samples = [
-        TrainSample(
-            row % n_embeddings, np.minimum(np.arange(len(row)), 1.0), np.full(len(row), np.nan), Objective.CROSS_ENTROPY
-        )
-        for row in rows
-    ]
+    samples = []
+    for row in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 9, 8]):
+        token_ids = np.array(row) % network.model.get_input_embeddings().num_embeddings
+        weights, nothing = np.minimum(np.arange(len(row)), 1), np.full(len(row), np.nan)
+        samples.append(TrainSample(token_ids, weights, nothing, Objective.CROSS_ENTROPY))
     inputs = network_inputs(samples, [pad(samples, device)], device, "shared" if shared else "padded")
     with torch.no_grad():
-        numbers = next(iter(engine(*inputs).values()))
+        outputs = engine(*inputs)
+    outputs.pop("balance", None)
+    numbers = next(iter(outputs.values()))
     mask: torch.Tensor = inputs[2]
     return numbers[mask]
 

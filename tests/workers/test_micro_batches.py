@@ -27,14 +27,15 @@ def rows_of(units):
     return [row(length, unit) for unit, lengths in enumerate(units) for length in lengths]
 
 
+layouts = st.sampled_from(["padded", "packed", "shared"])
 units = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=3), min_size=1, max_size=40)
 
 
-@given(units=units, budget=st.integers(1, 400), n_ranks=st.integers(1, 4), packed=st.booleans())
+@given(units=units, budget=st.integers(1, 400), n_ranks=st.integers(1, 4), layout=layouts)
 @settings(deadline=None)
-def test_micro_batches_hold_every_row_once_in_whole_units_within_the_budget(units, budget, n_ranks, packed):
+def test_micro_batches_hold_every_row_once_in_whole_units_within_the_budget(units, budget, n_ranks, layout):
     rows = rows_of(units)
-    ranks = micro_batches(rows, budget, n_ranks, packed=packed)
+    ranks = micro_batches(rows, budget, n_ranks, layout=layout)
     filled = [batch for share in ranks for batch in share if not is_padding(batch)]
 
     assert len(ranks) == n_ranks
@@ -43,11 +44,11 @@ def test_micro_batches_hold_every_row_once_in_whole_units_within_the_budget(unit
     for batch in filled:
         assert Counter(r.microbatch_key for r in batch) == {u: len(units[u]) for u in {r.microbatch_key for r in batch}}
         assert (
-            cost(batch, packed=packed) <= budget
+            cost(batch, layout=layout) <= budget
             or len({r.microbatch_key for r in batch}) == 1
-            or max_unit(units, packed) > budget
+            or max_unit(units, layout) > budget
         )
-    repeated = micro_batches(rows, budget, n_ranks, packed=packed)
+    repeated = micro_batches(rows, budget, n_ranks, layout=layout)
     assert [[[id(r) for r in b] for b in s if not is_padding(b)] for s in repeated] == [
         [[id(r) for r in b] for b in s if not is_padding(b)] for s in ranks
     ]
@@ -63,37 +64,41 @@ def lognormal_units(draw):
 
 
 @given(
-    units=lognormal_units(), budget=st.integers(100, 8192), n_ranks=st.sampled_from([1, 2, 3, 8]), packed=st.booleans()
+    units=lognormal_units(),
+    budget=st.integers(100, 8192),
+    n_ranks=st.sampled_from([1, 2, 3, 8]),
+    layout=st.sampled_from(["padded", "packed"]),
 )
 @settings(deadline=None)
 def test_the_fullest_micro_batch_costs_little_more_than_the_mean_or_what_cannot_be_divided(
-    units, budget, n_ranks, packed
+    units, budget, n_ranks, layout
 ):
-    ranks = micro_batches(rows_of(units), budget, n_ranks, packed=packed)
-    costs = [cost(batch, packed=packed) for share in ranks for batch in share]
-    assert max(costs) <= 1.05 * max(np.mean(costs), max_unit(units, packed))
+    ranks = micro_batches(rows_of(units), budget, n_ranks, layout=layout)
+    costs = [cost(batch, layout=layout) for share in ranks for batch in share]
+    assert max(costs) <= 1.05 * max(np.mean(costs), max_unit(units, layout))
 
 
-def max_unit(units, packed):
-    return max(sum(lengths) if packed else len(lengths) * max(lengths) for lengths in units)
+def max_unit(units, layout):
+    costs = {"padded": lambda unit: len(unit) * max(unit), "packed": sum, "shared": max}
+    return max(map(costs[layout], units))
 
 
 def test_ranks_share_the_work_evenly_in_few_micro_batches_and_little_is_padded():
     lengths = np.random.default_rng(0).integers(5, 200, 512)
     rows = [row(int(length), unit) for unit, length in enumerate(lengths)]
     for n_ranks in (1, 2, 4):
-        for packed in (False, True):
-            ranks = micro_batches(rows, 8192, n_ranks, packed=packed)
-            costs = [sum(cost(batch, packed=packed) for batch in share) for share in ranks]
+        for layout in ("padded", "packed"):
+            ranks = micro_batches(rows, 8192, n_ranks, layout=layout)
+            costs = [sum(cost(batch, layout=layout) for batch in share) for share in ranks]
             assert max(costs) <= 1.02 * min(costs)
-            assert sum(costs) <= (1.0 if packed else 1.15) * lengths.sum()
+            assert sum(costs) <= (1.0 if layout == "packed" else 1.15) * lengths.sum()
             assert len(ranks[0]) <= 1.5 * np.ceil(lengths.sum() / 8192 / n_ranks)
 
 
 def test_one_more_micro_batch_is_made_where_it_saves_much_padding():
     short_and_long = [row(10, unit) for unit in range(40)] + [row(100, 50)]  # 500 tokens, 4100 if padded together
     [batches] = micro_batches(short_and_long, 2048, 1)
-    assert sum(cost(batch, packed=False) for batch in batches) < 700
+    assert sum(cost(batch, layout="padded") for batch in batches) < 700
     assert len(batches) == 3, "two would cost too unevenly"
     much_alike = [row(90 + unit, unit) for unit in range(11)]
     assert len(micro_batches(much_alike, 8192, 1)[0]) == 1
@@ -101,7 +106,7 @@ def test_one_more_micro_batch_is_made_where_it_saves_much_padding():
 
 def test_packed_rows_of_any_lengths_go_together():
     rows = [row(length, unit) for unit, length in enumerate([90, 10, 60, 40])]
-    lengths = [sorted(len(r.token_ids) for r in batch) for batch in micro_batches(rows, 100, 1, packed=True)[0]]
+    lengths = [sorted(len(r.token_ids) for r in batch) for batch in micro_batches(rows, 100, 1, layout="packed")[0]]
     assert sorted(lengths) == [[10, 90], [40, 60]]
 
 

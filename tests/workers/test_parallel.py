@@ -262,7 +262,7 @@ def test_ranks_that_share_rows_get_the_same_and_are_counted_once(make_rows):
 
     async def main():
         group = WorkerGroup(WorkerSpec("actor", "any", RoleSpec(trained=True), settings=settings), handles)
-        group.info = SimpleNamespace(packed=False)
+        group.info = SimpleNamespace(layout_of=lambda samples: "padded")
         return await group.forward(rows), await group.accumulate(rows, {})
 
     scores, metrics = asyncio.run(main())
