@@ -223,10 +223,11 @@ def _deal_to_ranks(batches: list[MicroBatch], n_ranks: int, layout: Layout) -> l
     per_rank = len(batches) // n_ranks
     ranks: list[list[MicroBatch]] = [[] for _ in range(n_ranks)]
     load = [0] * n_ranks
-    for batch in sorted(batches, key=lambda batch: cost(batch, layout=layout), reverse=True):
+    costs = [cost(batch, layout=layout) for batch in batches]
+    for index in sorted(range(len(batches)), key=lambda index: -costs[index]):
         rank = min((r for r in range(n_ranks) if len(ranks[r]) < per_rank), key=lambda r: (load[r], r))
-        ranks[rank].append(batch)
-        load[rank] += cost(batch, layout=layout)
+        ranks[rank].append(batches[index])
+        load[rank] += costs[index]
     return ranks
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 MIN_SHARED = 0.1
 """Share of the tokens that must repeat for rows to be computed as shared prefixes: with less, plain rows are faster."""
+
+MAX_PADDING = 2**14
+"""Pairs of query and key that may be padding in a call of attention: computing them costs less than another call."""
 
 
 def sort_by_prefix(rows: Sequence[IntArray]) -> list[tuple[int, int]]:
@@ -41,6 +44,8 @@ def _common_prefix(a: IntArray, b: IntArray) -> int:
 
 def n_distinct(samples: Sequence[TrainSample]) -> int:
     """Number of distinct prefixes of the samples' rows: the tokens that are computed."""
+    if len(samples) == 1:
+        return len(samples[0])
     return sum(map(len, samples)) - sum(shared for _, shared in sort_by_prefix([s.token_ids for s in samples]))
 
 
@@ -80,14 +85,16 @@ class SharedPrefixes:
 
         rows = [np.asarray(sample.token_ids) for sample in samples]
         order = sort_by_prefix(rows)
-        starts, buckets = _buckets([(index, shared, len(rows[index])) for index, shared in order])
+        buckets = _buckets([(row, shared, len(rows[row])) for row, shared in order])
+        n_tokens, starts = 0, {}
+        for row, shared, length in chain.from_iterable(buckets):
+            starts[row] = n_tokens
+            n_tokens += length - shared
         index = np.zeros((len(rows), max(map(len, rows))), np.int64)
         path = index[0, :0]
         for row, shared in order:
-            length = len(rows[row])
-            new = starts[row] + np.arange(length - shared)
-            path = index[row, :length] = np.concatenate([path[:shared], new])
-        n_tokens = sum(len(rows[row]) - shared for row, shared in order)
+            new = starts.get(row, 0) + np.arange(len(rows[row]) - shared)
+            path = index[row, : len(rows[row])] = np.concatenate([path[:shared], new])
         token_ids, positions = np.zeros(n_tokens, np.int64), np.zeros(n_tokens, np.int64)
         for tokens, path in zip(rows, index, strict=True):
             token_ids[path[: len(tokens)]] = tokens
@@ -117,23 +124,29 @@ Row = tuple[int, int, int]
 """A row's index, the number of its tokens that are shared with an earlier one, and its length."""
 
 
-def _buckets(rows: Sequence[Row]) -> tuple[dict[int, int], list[list[Row]]]:
-    """Rows in groups of like lengths: numbers of new tokens and of all tokens within a factor of two. Also the position
-    of each row's first new token in the flat sequence, where groups follow each other."""
+def _buckets(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows that have new tokens, in groups of like lengths, so that little is padding. Rows that share nothing are
+    apart: their attention needs no mask."""
 
-    def likeness(row: Row) -> tuple[int, int]:
+    def by_length(row: Row) -> tuple[bool, int, int]:
         _, shared, length = row
-        return (length - shared - 1).bit_length(), (length - 1).bit_length()
+        return shared > 0, shared - length, -length
 
-    starts = {index: 0 for index, _, _ in rows}
-    buckets, position = [], 0
-    with_new = sorted((row for row in rows if row[2] > row[1]), key=likeness)
-    for _, members in groupby(with_new, likeness):
-        buckets.append(list(members))
-        for index, shared, length in buckets[-1]:
-            starts[index] = position
-            position += length - shared
-    return starts, buckets
+    buckets: list[list[Row]] = []
+    with_new = sorted((row for row in rows if row[2] > row[1]), key=by_length)
+    for _, like in groupby(with_new, lambda row: row[1] > 0):
+        members: list[Row] = []
+        n_queries = n_keys = used = 0
+        for row in like:
+            _, shared, length = row
+            n_keys, used = max(n_keys, length), used + (length - shared) * length
+            padding = (len(members) + 1) * n_queries * n_keys - used
+            if not members or padding > max(MAX_PADDING, used // 8):
+                members = []
+                buckets.append(members)
+                n_queries, n_keys, used = length - shared, length, (length - shared) * length
+            members.append(row)
+    return buckets
 
 
 def _bucket(rows: Sequence[Row], paths: IntArray, device: torch.device) -> Bucket:
