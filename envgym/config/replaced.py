@@ -21,6 +21,8 @@ class Replaced:
 
     _dropped: list[tuple[str, str, str]] = field(default_factory=list)
     """(kind of component or `roles`, name of the replaced component, key)."""
+    model_settings: Mapping[str, Any] = field(default_factory=dict)
+    """The model's settings for learners, which may be dropped without a note."""
     _roles: dict[str, str | None] = field(default_factory=dict)
     """Roles that the final learner may lack, by the learner that they were set for; None: for any that has them."""
 
@@ -45,7 +47,12 @@ class Replaced:
             common = next(bases).model_fields
         if kind == "learner":
             self._roles = dict.fromkeys(roles, old["name"]) | self._roles
-        self._dropped += [(kind, old["name"], key) for key in settings if key not in common]
+        of_model = self.model_settings if kind == "learner" else {}
+        self._dropped += [
+            (kind, old["name"], key)
+            for key, value in settings.items()
+            if key not in common and value != of_model.get(key, ...)
+        ]
         return deep_merge({key: value for key, value in settings.items() if key in common}, new)
 
     def add_roles(self, roles: Collection[str], *, of_model: bool) -> None:

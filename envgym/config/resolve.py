@@ -19,7 +19,7 @@ from envgym.settings import leaves, validate_settings
 from envgym.yaml_files import read_yaml
 
 from .checks import complete_stage
-from .known_settings import with_suggestion
+from .known_settings import config_class, with_suggestion
 from .missing import missing_part_error, parts_of_recipe
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model
 from .renamed import rename_settings
@@ -125,6 +125,7 @@ def _validate(run: Mapping[str, Any], stages: Sequence[LayeredStage]) -> RunConf
             raise UnknownKey(f"unknown key {unknown[0]!r}", str(unknown[0]), hint, stage_keys | RUN_KEYS)
         if "env" not in stage.settings:
             raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
+        stage.drop_model_settings()
         checked = validate_settings(StageConfig, stage.settings, f"stage {number}" if len(stages) > 1 else "")
         learner_class, learner_config = checked.learner_config()
         stage.drop_roles(learner_class(learner_config).roles)
@@ -151,8 +152,10 @@ class LayeredStage:
         return stage_name(self.settings.get("name"), str(learner))
 
     def add_layer(self, layer: Mapping[str, Any], *, of_model: bool = False) -> None:
-        """Merge one more layer. `of_model`: a model's settings; the learner may lack its roles, and its steps do not
-        replace epochs."""
+        """Merge one more layer. `of_model`: a model's settings; the learner may lack its roles and settings, and its
+        steps do not replace epochs."""
+        if of_model:
+            self.replaced.model_settings = component_mapping(layer.get("learner", {}))
         if of_model and self.settings.get("epochs") is not None:
             layer = {key: value for key, value in layer.items() if key != "steps"}
         merged = merge_stage(self.settings, layer)
@@ -163,6 +166,15 @@ class LayeredStage:
         if isinstance(roles := layer.get("roles", {}), Mapping):
             self.replaced.add_roles(roles, of_model=of_model)
         self.settings = merged
+
+    def drop_model_settings(self) -> None:
+        """Drop the model's settings for learners that this stage's learner does not have."""
+        learner, defaults = component_mapping(self.settings.get("learner", {})), self.replaced.model_settings
+        if defaults and (name := learner.get("name")):
+            fields = config_class("learner", name).model_fields
+            self.settings["learner"] = {
+                key: value for key, value in learner.items() if key in fields or value != defaults.get(key, ...)
+            }
 
     def drop_roles(self, learner_roles: Collection[str]) -> None:
         """Drop the roles that were set for another learner and are not among the `learner_roles`."""

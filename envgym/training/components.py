@@ -147,7 +147,10 @@ async def _load_in_parallel(
         if config.debug and sampling is not None:
             await asyncio.wait({sampling})
         display.phase(f"loading the {role}")
-        return await start_role(config, stage, role, model, runtime, load_after=sampling)
+        worker = await start_role(config, stage, role, model, runtime, load_after=sampling)
+        if worker.info.not_shared and worker.settings.share_prefixes:
+            display.note(f"{role}: sequences share no prefixes, since {worker.info.not_shared}")
+        return worker
 
     loading = {role: asyncio.create_task(load(role)) for role in learner.roles if role not in (*bases, *api_roles)}
     try:

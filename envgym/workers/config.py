@@ -41,7 +41,7 @@ class WorkersConfig(Settings):
     """Number format of the weights. `auto` is bfloat16 (with float32 master weights) on a GPU, float32 on a CPU.
     float16 is trained with dynamic loss scaling: a step that overflows is skipped, and counted in `overflow`."""
     tokens_per_microbatch: int = Field(4096, ge=1)
-    """Tokens per micro-batch of a rank, padding included. Smaller saves memory; the gradient is the same."""
+    """Tokens that a rank computes per micro-batch, padding included. Smaller saves memory; the gradient is the same."""
     attention: str = "auto"
     """Implementation of attention, by transformers' names: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`,
     `flex_attention`. `auto` is a flash kernel where one is installed and the model knows it, else `sdpa`."""
@@ -49,9 +49,9 @@ class WorkersConfig(Settings):
     """Concatenate sequences instead of padding them to the longest. `auto`: with flash kernels, for which that is
     faster, and models that mix tokens only by attention."""
     share_prefixes: bool = True
-    """Compute tokens that sequences of a micro-batch begin with in common once: a group's prompt, the first turns of
-    episodes that fork, the prompt of a preference pair. Where the model gives other outputs with it than without, or
-    too little is shared, sequences are computed separately."""
+    """Compute what several sequences begin with once: a group's prompt, the common turns of episodes, the prompt of a
+    preference pair. Sequences are computed separately where this would change the outputs, which is tried at the start,
+    and where less than a tenth is shared."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: much less memory for about a third more compute."""
     compile: bool = False

@@ -12,8 +12,8 @@ from envgym.learner import TrainSample
 from envgym.processes.runtime import CALL_SECONDS, Runtime, WorkerHandle
 
 from .metrics import merge
-from .micro_batches import cost, micro_batches
-from .prefixes import sort_by_prefix
+from .micro_batches import micro_batches
+from .prefixes import n_distinct, sort_by_prefix
 from .spec import RankInfo, WorkerSpec
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class WorkerGroup:
             for rank, part in enumerate(results)
         )
         if layout == "shared":
-            computed = sum(cost(batch, layout=layout) for share in shares for batch in share)
+            computed = sum(n_distinct(batch) for share in shares for batch in share)
             n_tokens = sum(len(sample) for share in self._accumulated for sample in share)
             metrics["tokens/shared_share"] = 1 - computed / n_tokens
         return metrics

@@ -33,6 +33,9 @@ Layout = Literal["padded", "packed", "shared"]
 SLACK = 1.05
 """Maximum cost of a micro-batch, as a multiple of the mean (or of the costliest unit, which cannot be split)."""
 
+MAX_SHARING = 8
+"""Maximum tokens of a micro-batch with shared prefixes, as a multiple of the budget: each of them takes some memory."""
+
 MIN_SAVING = 1 / 8
 """Padding that an extra micro-batch must save to be worth its overhead, as a fraction of the token budget."""
 
@@ -70,26 +73,27 @@ def micro_batches(
 
 
 def cost(batch: MicroBatch, *, layout: Layout) -> int:
-    """Cost of a micro-batch: the tokens that are computed, padding included."""
-    if layout == "shared":
-        return n_distinct(batch)
-    return sum(len(sample) for sample in batch) if layout == "packed" else len(batch) * _longest(batch)
+    """Cost of a micro-batch: the tokens that are computed, padding included; with shared prefixes at least an eighth of
+    all tokens, whose keys and values each row has for itself."""
+    if layout == "padded":
+        return len(batch) * _longest(batch)
+    tokens = sum(len(sample) for sample in batch)
+    return max(n_distinct(batch), tokens // MAX_SHARING) if layout == "shared" else tokens
 
 
 def _join_by_prefix(units: Sequence[Unit], max_tokens: int) -> list[Unit]:
-    """Units joined where at least half of a unit's first row begins another one's, up to `max_tokens` distinct tokens:
-    what they share is then computed once, or once per `max_tokens`."""
+    """Units joined where at least half of a unit's first row begins another one's, up to a cost of `max_tokens`: what
+    they share is then computed once, or once per `max_tokens`."""
     joined: list[Unit] = []
-    tokens = 0
+    distinct = tokens = 0
     for index, shared in sort_by_prefix([unit[0].token_ids for unit in units]):
         unit = units[index]
-        new = n_distinct(unit) - shared
-        if joined and 2 * shared >= len(unit[0]) and tokens + new <= max_tokens:
+        distinct, tokens = distinct + n_distinct(unit) - shared, tokens + sum(map(len, unit))
+        if joined and 2 * shared >= len(unit[0]) and max(distinct, tokens // MAX_SHARING) <= max_tokens:
             joined[-1] = joined[-1] + unit
-            tokens += new
         else:
             joined.append(unit)
-            tokens = new + shared
+            distinct, tokens = n_distinct(unit), sum(map(len, unit))
     return joined
 
 

@@ -180,7 +180,7 @@ class ModelWorker(ModelLearning):
         if not self.settings.share_prefixes:
             return "workers.share_prefixes=false"
         if self.settings.ranks_per_row > 1 or self.settings.compile:
-            return "its ranks split sequences" if self.settings.ranks_per_row > 1 else "workers.compile=true"
+            return "ranks split them" if self.settings.ranks_per_row > 1 else "workers.compile is true"
         return obstacle_to_sharing(self.network, self.engine, self.device, trained=self.trained)
 
     def info(self) -> RankInfo:

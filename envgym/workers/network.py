@@ -351,17 +351,17 @@ def obstacle_to_sharing(network: TokenNetwork, engine: Any, device: torch.device
     if trained:
         engine.train()
         if not _agree(network, _trial(network, engine, device), _trial(network, engine, device)):
-            return "dropout or other noise is drawn for each sequence"
+            return "the model draws noise (such as dropout) for each sequence"
     engine.eval()
     if model.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
-        return "its attention is not one of transformers'"
+        return "the model has attention of its own"
     install(model)
     padded = _trial(network, engine, device)
     try:
         shared = _trial(network, engine, device, shared=True)
     except Exception as error:  # whatever the model's code makes of what it does not know
-        return f"its attention does not take them ({type(error).__name__})"
-    return "" if _agree(network, shared, padded) else "its outputs differ"
+        return f"the model has attention of its own ({type(error).__name__})"
+    return "" if _agree(network, shared, padded) else "the outputs would differ"
 
 
 def _packing_obstacle(model: nn.Module) -> str:
