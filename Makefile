@@ -46,6 +46,7 @@ bench: .venv/installed-dev  ## The benchmarks against peers; writes benchmarks/r
 	$(BIN)/python benchmarks/concurrency.py
 	$(BIN)/python benchmarks/learner_memory.py
 	$(BIN)/python benchmarks/learner_throughput.py
+	$(BIN)/python benchmarks/shared_prefixes.py
 	$(BIN)/python benchmarks/learner_against_trl.py
 	$(BIN)/python benchmarks/offline_against_trl.py
 	$(BIN)/python benchmarks/asynchronous.py
