@@ -25,7 +25,7 @@ test-slow-training: .venv/installed-dev  ## Each part takes less than an hour an
 		tests/training tests/launch tests/rollout tests/models tests/test_end_to_end.py tests/test_notebook.py
 
 test-slow-starter: .venv/installed-dev  ## Two to three hours
-	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_starter.py
+	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,starter.py first_environments.py)
 
 test-slow-workers: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_cluster.py tests/workers tests/engines tests/learners

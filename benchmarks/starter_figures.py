@@ -75,6 +75,15 @@ def environments() -> str:
     return "\n\n".join([table(header, rows), *sorted(taken)])
 
 
+def first_environments() -> str:
+    figures, conditions = read("starter_first_environments")
+    rows = [
+        [run["asks"], *(f"{run[key]['score']:.3f}" for key in ("before", "after")), f"{run['seconds']['total']:.0f}"]
+        for run in figures["environments"].values()
+    ]
+    return "\n\n".join([table(["environment", "before", "after", "seconds"], rows), conditions])
+
+
 def demo() -> str:
     """The line on the held-out score that the demo prints."""
     figures, _ = read("main_job_seed_0")
@@ -98,6 +107,7 @@ def main() -> None:
     fill_docs("class", class_in_words(), page.with_name("first_environment.md"))
     fill_docs("starter", main_job(), page)
     fill_docs("environments", environments(), page)
+    fill_docs("first_environments", first_environments(), page)
     shutil.copy(ROOT / "tests" / "results" / PICTURE, page.with_name(PICTURE))
 
 

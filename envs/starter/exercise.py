@@ -28,6 +28,15 @@ ACTIONS = _words("""
     add buy call card close come draw eat fall find game get give go hold jump keep left look move name open pass play
     put read right run say see sell send sit stay stop take tell time turn wait walk week word work write
 """)
+CHOICES = _words("""
+    up down in out on off over under left right front back near far here there north south east west high low top
+    bottom first last more less same other even odd yes no maybe true false good bad fine hot cold warm dry wet open
+    shut full empty light dark early late now never always soon day night win lose safe risky stop go wait jump duck
+    fold hold hit pass buy sell bid help ask keep drop push pull lift turn start end accept reject allow deny agree
+    rock paper scissors sun rain heads tails love hate glad sad happy angry calm loud quiet hard easy quick slow
+    great best worst none some all many few
+""")
+"""Words that people let choose from."""
 FILLERS = _words("""
     the the a of and with what which who how is are was it you your my me for all in on at from to or not one two any
     each other then if when letter letters number only answer please begin end same new

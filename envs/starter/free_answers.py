@@ -6,7 +6,7 @@ import random
 import string
 from collections.abc import Sequence
 
-from .exercise import ACTIONS, ADJECTIVES, FILLERS, ITEMS, NAMES, Exercise, letters, sentence, word
+from .exercise import ACTIONS, ADJECTIVES, CHOICES, FILLERS, ITEMS, NAMES, Exercise, letters, sentence, word
 
 
 def choose(rng: random.Random) -> Exercise:
@@ -42,7 +42,7 @@ def unclear_question(rng: random.Random) -> Exercise:
 def draw_options(rng: random.Random) -> list[str]:
     """Two to four words of a kind."""
     count = rng.choice([2, 2, 2, 3, 3, 4])
-    kinds = (ITEMS, ADJECTIVES, ACTIONS, [*ITEMS, *NAMES, *ADJECTIVES, *ACTIONS, "yes", "no"])
+    kinds = (ITEMS, ADJECTIVES, ACTIONS, CHOICES, CHOICES, CHOICES, [*ITEMS, *NAMES, *ADJECTIVES, *ACTIONS, *CHOICES])
     kind = rng.randrange(2 + len(kinds))
     if kind == 0:
         low = rng.randint(0, 9)
@@ -62,7 +62,8 @@ def draw_statement(rng: random.Random) -> str:
             f"{letters(rng, 6)}. ",
             f"{rng.randint(0, 99)}. ",
             f"{rng.choice(NAMES)} has {rng.randint(1, 20)} {rng.choice(ITEMS)}s. ",
-            f"The {rng.choice(ITEMS)} is here. ",
+            f"The {rng.choice(ADJECTIVES)} {rng.choice(ITEMS)} is {rng.choice(('here', f'at {rng.randint(1, 20)}'))}. ",
+            f"{rng.choice(NAMES)} has the {rng.choice(ADJECTIVES)} {rng.choice(ITEMS)}. ",
             f"{' '.join(rng.sample(ITEMS, rng.randint(2, 4)))}. ",
             f"{draw_unclear_text(rng, 6)[0]}. ",
         )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import statistics
 import time
 from pathlib import Path
 
@@ -98,4 +97,8 @@ def test_a_starter_made_anew_is_like_the_one_that_ships(envgym, tmp_path, monkey
     store("starter", seconds=seconds, shipped=shipped, anew=anew)
     assert shipped.keys() == anew.keys()
     assert {name: (shipped[name], anew[name]) for name in anew if abs(shipped[name] - anew[name]) > 0.05} == {}
-    assert statistics.mean(shipped.values()) > 0.9
+    envgym("eval", "--env", "math_verify", "--model", made, "--name", "main_job")
+    [main_job] = json.loads((tmp_path / "evals" / "main_job" / "result.json").read_text())["envs"].values()
+    stored = json.loads((ROOT / "tests" / "results" / "main_job_seed_0.json").read_text())
+    low, high = stored["figures"]["before"]["ci95"]
+    assert low <= main_job["score"] <= high
