@@ -93,7 +93,7 @@ def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[
     print()
     totals = needs.totals()
     print(aligned([(total.device, f"{total.required / GIB:.2f} GiB", total.format_available()) for total in totals]))
-    size, workers = stage.rollout.group_size, stage.workers
-    if stage.agent.name != "replay" and size > 1 and workers.share_prefixes and workers.ranks_per_row == 1:
-        print(f"\nworkers compute the P tokens of a prompt once for its {size} episodes of A tokens: P + {size} A")
+    n, workers = stage.rollout.group_size, stage.workers
+    if stage.agent.name != "replay" and n > 1 and workers.share_prefixes and workers.ranks_per_row == 1:
+        print(f"\nworkers compute the P tokens of a prompt once for its {n} episodes of A tokens: P + {n} A")
     return [total.problem() for total in totals if not total.fits]

@@ -19,6 +19,7 @@ import transformers
 
 from envgym.engine import EngineInfo, Generation, Request, SamplingParams, check_fits
 from envgym.errors import ConfigError, WorkerError
+from envgym.models import capped_attention
 from envgym.models.weights_file import Bucket, IncomingWeights
 from envgym.types import StopReason, VersionSpan
 from envgym.workers.config import number_format
@@ -72,7 +73,9 @@ class TransformersEngine:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = number_format(spec.dtype, on_cpu=self._device.type == "cpu")
         try:
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **spec.engine_args)
+            attention = capped_attention(transformers.AutoConfig.from_pretrained(spec.model))
+            options = {"dtype": dtype, "attn_implementation": attention, **spec.engine_args}
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(spec.model, **options)
         except (OSError, ValueError, TypeError, KeyError, MemoryError) as error:
             traceback.print_exception(error)
             reason = " ".join(str(error).split())[:400]

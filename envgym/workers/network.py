@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from envgym.errors import ConfigError, EnvgymError
 from envgym.learner import TrainSample
-from envgym.models import is_path
+from envgym.models import capped_attention, is_path
 from envgym.types import Objective
 
 from .adapter import quantization, tame_quantized
@@ -222,8 +222,8 @@ def load_model(
         factory = configure_scalar_head(config) if head == "scalar" else transformers.AutoModelForCausalLM
         # Without flash kernels transformers itself takes sdpa for the models that know it.
         kind = flash_attention(config, factory, dtype) if attention == "auto" else attention
-        if attention == "auto" and kind is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
-            kind = "eager"  # sdpa would leave out the cap
+        if attention == "auto":
+            kind = kind or capped_attention(config)
         options = {"config": config, "dtype": dtype, "attn_implementation": kind}
         model: nn.Module
         if uninitialized:
@@ -324,8 +324,8 @@ def _trial(network: TokenNetwork, engine: Any, device: torch.device, *, shared: 
     samples = []
     for row in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 9, 8]):
         token_ids = np.array(row) % network.model.get_input_embeddings().num_embeddings
-        weights, nothing = np.minimum(np.arange(len(row)), 1), np.full(len(row), np.nan)
-        samples.append(TrainSample(token_ids, weights, nothing, Objective.CROSS_ENTROPY))
+        weights, no_logprobs = np.minimum(np.arange(len(row)), 1), np.full(len(row), np.nan)
+        samples.append(TrainSample(token_ids, weights, no_logprobs, Objective.CROSS_ENTROPY))
     inputs = network_inputs(samples, [pad(samples, device)], device, "shared" if shared else "padded")
     with torch.no_grad():
         outputs = engine(*inputs)
@@ -336,7 +336,7 @@ def _trial(network: TokenNetwork, engine: Any, device: torch.device, *, shared: 
 
 
 def _agree(network: TokenNetwork, numbers: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Whether two results of `_trial` differ by rounding only."""
+    """True if two results of `_trial` differ by rounding only."""
     tolerance = 1e-4 if next(network.parameters()).dtype == torch.float32 else 2e-2
     return bool((numbers - reference).abs().mean() < tolerance * reference.abs().mean())
 

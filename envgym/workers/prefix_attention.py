@@ -40,8 +40,11 @@ def attention_over(prefixes: SharedPrefixes) -> Iterator[None]:
 
 
 class PathMask:
-    """Who sees whom in a layout: `sees(batch, head, query, key)` is transformers' rule for positions in a row, True
-    where a query sees a key. `kind`: the implementation of attention, by transformers' name."""
+    """The tokens that each token of a layout sees.
+
+    sees  (batch, head, query, key) -> True where a query sees a key: transformers' rule, for positions in a row
+    kind  the implementation of attention, by transformers' name
+    """
 
     def __init__(self, prefixes: SharedPrefixes, sees: Callable[..., torch.Tensor], kind: str) -> None:
         self.prefixes = prefixes

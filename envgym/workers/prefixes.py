@@ -3,7 +3,7 @@ the two sides of a preference pair their history.
 
 All layers but attention process tokens separately, so they get every distinct prefix's last token once, in one flat
 sequence. In attention, each row's new tokens see the row's whole path, gathered from the flat sequence; rows of like
-lengths go through the model's own attention function together, with the model's own rule of who sees whom (causal,
+lengths go through the model's row_paths attention function together, with the model's row_paths rule of who sees whom (causal,
 windows, chunks), evaluated at positions in the row. So outputs are those of plain rows, up to rounding.
 """
 
@@ -134,17 +134,17 @@ def _buckets(rows: Sequence[Row]) -> list[list[Row]]:
 
     buckets: list[list[Row]] = []
     with_new = sorted((row for row in rows if row[2] > row[1]), key=by_length)
-    for _, like in groupby(with_new, lambda row: row[1] > 0):
+    for _, group in groupby(with_new, lambda row: row[1] > 0):
         members: list[Row] = []
-        n_queries = n_keys = used = 0
-        for row in like:
+        n_queries = n_keys = pairs = 0
+        for row in group:
             _, shared, length = row
-            n_keys, used = max(n_keys, length), used + (length - shared) * length
-            padding = (len(members) + 1) * n_queries * n_keys - used
-            if not members or padding > max(MAX_PADDING, used // 8):
+            n_keys, pairs = max(n_keys, length), pairs + (length - shared) * length
+            padding = (len(members) + 1) * n_queries * n_keys - pairs
+            if not members or padding > max(MAX_PADDING, pairs // 8):
                 members = []
                 buckets.append(members)
-                n_queries, n_keys, used = length - shared, length, (length - shared) * length
+                n_queries, n_keys, pairs = length - shared, length, (length - shared) * length
             members.append(row)
     return buckets
 
@@ -154,10 +154,10 @@ def _bucket(rows: Sequence[Row], paths: IntArray, device: torch.device) -> Bucke
     import torch
 
     numbers = np.array(rows)
-    own, shared, lengths = paths[numbers[:, 0]], numbers[:, 1:2], numbers[:, 2:]
+    row_paths, shared, lengths = paths[numbers[:, 0]], numbers[:, 1:2], numbers[:, 2:]
     new = np.arange((lengths - shared).max()) < lengths - shared
     depths = np.minimum(shared + np.arange(new.shape[1]), lengths - 1)
     steps = np.minimum(np.arange(lengths.max()), lengths - 1)
-    arrays = np.take_along_axis(own, depths, 1), depths, np.take_along_axis(own, steps, 1), new
+    arrays = np.take_along_axis(row_paths, depths, 1), depths, np.take_along_axis(row_paths, steps, 1), new
     queries, positions, path, is_new = (torch.from_numpy(array).to(device) for array in arrays)
     return Bucket(queries, positions, path, is_new, is_full=bool(new.all()))

@@ -62,7 +62,7 @@ class RankInfo:
     peak_flops: float | None
 
     def layout_of(self, samples: Sequence[TrainSample]) -> Layout:
-        """How these samples' rows go through the model: as shared prefixes, where that saves enough."""
+        """The layout of these samples' rows in the model: shared prefixes, where that saves enough."""
         if not self.not_shared and shared_share(samples) >= MIN_SHARED:
             return "shared"
         return "packed" if self.packed else "padded"

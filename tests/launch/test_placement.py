@@ -17,7 +17,7 @@ from envgym.processes.runtime import InlineRuntime, Slot
 
 
 def stage(**settings):
-    return resolve(nest_keys({"env": "math_verify", **settings}.items())).stages[0]
+    return resolve(nest_keys({"env": "math_verify", "model": "some/model", **settings}.items())).stages[0]
 
 
 def where(plan):
@@ -177,7 +177,7 @@ class Refusing:
 @pytest.mark.parametrize("given", [None, 0.3])
 def test_the_engine_takes_the_share_of_a_gpu_that_is_planned(settings, services, gpus, share, given):
     own = {} if given is None else {"engine.args": {"gpu_memory_utilization": given}}
-    config = resolve(nest_keys({"env": "math_verify", **settings, **own}.items()))
+    config = resolve(nest_keys({"env": "math_verify", "model": "some/model", **settings, **own}.items()))
     chosen, runtime = config.stages[0], Refusing()
     plan = plan_of(chosen, services, [Node("node", gpus, 80 * 2**30)])
     planned = engine_memory(ModelSizes(10**9, 1, 1, 1, 1, 1), chosen, plan, 80 * 2**30).total / (80 * 2**30)

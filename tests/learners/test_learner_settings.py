@@ -77,7 +77,7 @@ CONTRADICTIONS = {
     ("policy_loss=cispo", "dual_clip=3"): "key 'dual_clip': policy_loss cispo has no clipped ratio",
     ("policy_loss=reinforce", "dual_clip=3"): "key 'dual_clip': policy_loss reinforce has no clipped ratio",
     ("dual_clip=0.5",): "key 'dual_clip': must be more than 1",
-    ("kl.target=0.1",): "key 'kl.target': a target adapts kl.coef, which is 0",
+    ("kl.coef=0", "kl.target=0.1"): "key 'kl.target': a target adapts kl.coef, which is 0",
     ("kl.coef=-1",): "key 'kl.coef': must be at least 0",
     ("kl.applied_to=nowhere",): "key 'kl.applied_to': must be 'reward' or 'loss'",
     ("kl.estimater=k1",): "unknown key 'kl.estimater'. Did you mean 'estimator'?",
