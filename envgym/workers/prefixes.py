@@ -3,7 +3,7 @@ the two sides of a preference pair their history.
 
 All layers but attention process tokens separately, so they get every distinct prefix's last token once, in one flat
 sequence. In attention, each row's new tokens see the row's whole path, gathered from the flat sequence; rows of like
-lengths go through the model's own attention function together, with the model's own rule of which token sees which (causal,
+lengths go through the model's own attention function together, with the model's own rule of what a token sees (causal,
 windows, chunks), evaluated at positions in the row. So outputs are those of plain rows, up to rounding.
 """
 
