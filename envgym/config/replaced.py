@@ -47,13 +47,15 @@ class Replaced:
             common = next(bases).model_fields
         if kind == "learner":
             self._roles = dict.fromkeys(roles, old["name"]) | self._roles
-        of_model = self.model_settings if kind == "learner" else {}
-        self._dropped += [
-            (kind, old["name"], key)
-            for key, value in settings.items()
-            if key not in common and value != of_model.get(key, ...)
-        ]
+        remaining = self.without_model_settings(settings, common) if kind == "learner" else settings
+        self._dropped += [(kind, old["name"], key) for key in remaining if key not in common]
         return deep_merge({key: value for key, value in settings.items() if key in common}, new)
+
+    def without_model_settings(self, settings: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+        """A learner's settings without those that only the model sets, and the learner has no fields for."""
+        return {
+            key: value for key, value in settings.items() if key in fields or value != self.model_settings.get(key, ...)
+        }
 
     def add_roles(self, roles: Collection[str], *, of_model: bool) -> None:
         """Record the roles of a new layer, which the learner must have unless they are a model's (`of_model`)."""

@@ -169,12 +169,10 @@ class LayeredStage:
 
     def drop_model_settings(self) -> None:
         """Drop the model's settings for learners that this stage's learner does not have."""
-        learner, defaults = component_mapping(self.settings.get("learner", {})), self.replaced.model_settings
-        if defaults and (name := learner.get("name")):
+        learner = component_mapping(self.settings.get("learner", {}))
+        if self.replaced.model_settings and (name := learner.get("name")):
             fields = config_class("learner", name).model_fields
-            self.settings["learner"] = {
-                key: value for key, value in learner.items() if key in fields or value != defaults.get(key, ...)
-            }
+            self.settings["learner"] = self.replaced.without_model_settings(learner, fields)
 
     def drop_roles(self, learner_roles: Collection[str]) -> None:
         """Drop the roles that were set for another learner and are not among the `learner_roles`."""

@@ -73,9 +73,9 @@ class TransformersEngine:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = number_format(spec.dtype, on_cpu=self._device.type == "cpu")
         try:
-            attention = capped_attention(transformers.AutoConfig.from_pretrained(spec.model))
-            options = {"dtype": dtype, "attn_implementation": attention, **spec.engine_args}
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(spec.model, **options)
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **spec.engine_args)
+            if "attn_implementation" not in spec.engine_args and (attention := capped_attention(loaded.config)):
+                loaded.set_attn_implementation(attention)
         except (OSError, ValueError, TypeError, KeyError, MemoryError) as error:
             traceback.print_exception(error)
             reason = " ".join(str(error).split())[:400]

@@ -13,7 +13,7 @@ from envgym.processes.runtime import CALL_SECONDS, Runtime, WorkerHandle
 
 from .metrics import merge
 from .micro_batches import micro_batches
-from .prefixes import n_distinct, sort_by_prefix
+from .prefixes import sort_by_prefix
 from .spec import RankInfo, WorkerSpec
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class WorkerGroup:
         if not samples:
             return []
         n_shares = self._n_shares
-        if self.info.layout_of(samples) == "shared":
+        if n_shares > 1 and self.info.layout_of(samples) == "shared":
             order = [index for index, _ in sort_by_prefix([sample.token_ids for sample in samples])]
             shares = [order[len(order) * k // n_shares : len(order) * (k + 1) // n_shares] for k in range(n_shares)]
         else:
@@ -108,16 +108,11 @@ class WorkerGroup:
         shares = micro_batches(samples, self.settings.budget, self._n_shares, layout=layout)
         self._accumulated = [[sample for batch in share for sample in batch] for share in shares]
         results = await self._on_shares("accumulate", [(share, dict(normalizers), layout) for share in shares])
-        metrics = merge(
+        return merge(
             # Ranks that split token sequences return the same sums, which must count once, but may differ in maxima.
             part if rank % self.settings.ranks_per_row == 0 else {n: v for n, v in part.items() if n.endswith("/max")}
             for rank, part in enumerate(results)
         )
-        if layout == "shared":
-            computed = sum(n_distinct(batch) for share in shares for batch in share)
-            n_tokens = sum(len(sample) for share in self._accumulated for sample in share)
-            metrics["tokens/shared_share"] = 1 - computed / n_tokens
-        return metrics
 
     async def accumulated_logprobs(self) -> list[tuple[TrainSample, FloatArray]]:
         """The samples of the last `accumulate`, each with the log-probabilities [T] of its forward pass."""

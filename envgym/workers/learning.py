@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -88,11 +88,15 @@ class ModelLearning(ModelState):
         order = [index for part in parts.values() for index in part]
         length = max(len(sample) for sample in samples)
         batches = [pad([samples[index] for index in part], self.device, length) for part in parts.values()]
-        outputs = self._outputs([samples[index] for index in order], batches)
+        inputs = self._inputs([samples[index] for index in order], batches)
+        outputs: dict[str, torch.Tensor] = self.engine(*inputs)
         balance = outputs.pop("balance", None)
         # Puts every parameter into the graph, since all ranks must reduce the same ones.
         loss = 0.0 * next(iter(outputs.values())).sum()
         metrics: MetricSums = {}
+        if (prefixes := inputs[-1]) is not None:
+            n_tokens = cost(samples, layout="packed")
+            metrics["tokens/shared_share"] = (float(n_tokens - len(prefixes)), float(n_tokens))
         if self.network.head == "lm":
             lines = outputs["logprobs"].detach().float().cpu().numpy()[np.argsort(order)]
             self._logprobs += [line[: len(sample)] for line, sample in zip(lines, samples, strict=True)]
@@ -118,14 +122,11 @@ class ModelLearning(ModelState):
             add(metrics, mismatch(outputs["logprobs"].detach(), old, current))
         return loss, metrics
 
-    def _outputs(self, samples: Sequence[TrainSample], batches: Sequence[RowBatch]) -> dict[str, torch.Tensor]:
-        """The network's outputs of a micro-batch. `batches` are its samples, in order, padded to one length."""
+    def _inputs(self, samples: Sequence[TrainSample], batches: Sequence[RowBatch]) -> tuple[Any, ...]:
+        """The network's arguments for a micro-batch. `batches` are its samples, in order, padded to one length."""
         name = self.spec.role_spec.extra_token_ids
         extra_ids = torch.cat([batch.arrays[name] for batch in batches]).long() if name else None
-        outputs: dict[str, torch.Tensor] = self.engine(
-            *network_inputs(samples, batches, self.device, self._row_layout, extra_ids)
-        )
-        return outputs
+        return network_inputs(samples, batches, self.device, self._row_layout, extra_ids)
 
     def _shares_of_tokens(self, microbatches: Sequence[list[TrainSample]]) -> list[float]:
         """Each micro-batch's share of the step's tokens, over all ranks; 0 for padding micro-batches."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from envgym.learner import RowBatch, TrainSample
 
-from .prefixes import SharedPrefixes, n_distinct, sort_by_prefix
+from .prefixes import MIN_SHARED, SharedPrefixes, n_distinct, shared_share, sort_by_prefix
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,14 @@ MAX_SHARING = 8
 
 MIN_SAVING = 1 / 8
 """Padding that an extra micro-batch must save to be worth its overhead, as a fraction of the token budget."""
+
+
+def choose_layout(samples: Sequence[TrainSample], *, shares_prefixes: bool, packed: bool) -> Layout:
+    """The layout of samples in a model: shared prefixes, if it supports them and they save enough; else packed or
+    padded."""
+    if shares_prefixes and shared_share(samples) >= MIN_SHARED:
+        return "shared"
+    return "packed" if packed else "padded"
 
 
 def micro_batches(
@@ -72,7 +80,7 @@ def micro_batches(
     return _deal_to_ranks(batches, n_ranks, layout)
 
 
-def cost(batch: MicroBatch, *, layout: Layout) -> int:
+def cost(batch: Sequence[TrainSample], *, layout: Layout) -> int:
     """Cost of a micro-batch: the tokens that are computed, padding included; with shared prefixes at least an eighth of
     all tokens, whose keys and values each row has for itself."""
     if layout == "padded":
@@ -88,12 +96,13 @@ def _join_by_prefix(units: Sequence[Unit], max_tokens: int) -> list[Unit]:
     distinct = tokens = 0
     for index, shared in sort_by_prefix([unit[0].token_ids for unit in units]):
         unit = units[index]
-        distinct, tokens = distinct + n_distinct(unit) - shared, tokens + sum(map(len, unit))
+        unit_distinct, unit_tokens = n_distinct(unit), sum(map(len, unit))
+        distinct, tokens = distinct + unit_distinct - shared, tokens + unit_tokens
         if joined and 2 * shared >= len(unit[0]) and max(distinct, tokens // MAX_SHARING) <= max_tokens:
             joined[-1] = joined[-1] + unit
         else:
             joined.append(unit)
-            distinct, tokens = n_distinct(unit), sum(map(len, unit))
+            distinct, tokens = unit_distinct, unit_tokens
     return joined
 
 

@@ -26,7 +26,7 @@ from . import checkpoint, tensor_parallel, zero
 from .adapter import Adapter
 from .learning import ModelLearning
 from .metrics import peak_flops
-from .micro_batches import micro_batches, network_inputs, pad
+from .micro_batches import choose_layout, micro_batches, network_inputs, pad
 from .network import (
     TokenNetwork,
     add_noise,
@@ -243,7 +243,7 @@ class ModelWorker(ModelLearning):
         """
         self.engine.eval()
         units = [replace(sample, arrays={}, microbatch_key=index) for index, sample in enumerate(samples)]
-        layout = self.info().layout_of(units)
+        layout = choose_layout(units, shares_prefixes=not self._not_shared, packed=self.network.packed)
         [batches] = micro_batches(units, self.settings.budget, 1, layout=layout)
         outputs: list[FloatArray] = [np.empty(0, np.float32)] * len(samples)
         for batch in self._pad_to_other_ranks(batches):

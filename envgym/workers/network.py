@@ -221,9 +221,7 @@ def load_model(
         config = transformers.AutoConfig.from_pretrained(name)
         factory = configure_scalar_head(config) if head == "scalar" else transformers.AutoModelForCausalLM
         # Without flash kernels transformers itself takes sdpa for the models that know it.
-        kind = flash_attention(config, factory, dtype) if attention == "auto" else attention
-        if attention == "auto":
-            kind = kind or capped_attention(config)
+        kind = flash_attention(config, factory, dtype) or capped_attention(config) if attention == "auto" else attention
         options = {"config": config, "dtype": dtype, "attn_implementation": kind}
         model: nn.Module
         if uninitialized:

@@ -9,7 +9,7 @@ what a model does to its mask in between (checkpointing, a choice per layer) sta
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,65 +44,65 @@ class PathMask:
 
     sees  (batch, head, query, key) -> True where a query sees a key: transformers' rule, for positions in a row
     kind  the implementation of attention, by transformers' name
+    dtype that of the hidden states
     """
 
-    def __init__(self, prefixes: SharedPrefixes, sees: Callable[..., torch.Tensor], kind: str) -> None:
-        self.prefixes = prefixes
-        self.kind = kind
-        self.masks = [] if "flash" in kind else [self._mask(bucket, sees) for bucket in prefixes.buckets]
-
-    def _mask(self, bucket: Bucket, sees: Callable[..., torch.Tensor]) -> torch.Tensor | None:
-        """[n, 1, Q, K] bool, or None where `sdpa` needs none: for whole rows, each token of which sees all before."""
-        queries, keys = bucket.depths[:, :, None], torch.arange(bucket.path.shape[1], device=bucket.path.device)
-        zero = queries.new_zeros(())
-        mask = sees(zero, zero, queries, keys).expand(-1, -1, len(keys))
-        if self.kind == "sdpa" and not bucket.depths[:, 0].any() and torch.equal(mask, keys <= queries):
-            return None
-        return mask[:, None]
+    def __init__(
+        self, prefixes: SharedPrefixes, sees: Callable[..., torch.Tensor], kind: str, dtype: torch.dtype
+    ) -> None:
+        self.buckets = prefixes.buckets
+        self.by_ends = "flash" in kind
+        if self.by_ends:
+            self.path, self.ends = _path_and_ends(prefixes.buckets)
+        else:
+            self.masks = [_mask(bucket, sees, kind, dtype) for bucket in prefixes.buckets]
 
     def attend(
         self, attention: Attention, module: nn.Module, states: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """The output [1, N, heads, width] of `attention` for queries, keys and values [1, heads, N, width]."""
         query, key, value = (_Gather(state) for state in states)
-        if "flash" in self.kind:
-            return self._attend_by_ends(attention, module, states[0], key, value, *args, **kwargs)
+        if self.by_ends:
+            rows = (states[0], key(self.path), value(self.path))
+            return attention(module, *rows, None, *args, **kwargs | self.ends)[0]
         outputs = []
-        for bucket, mask in zip(self.prefixes.buckets, self.masks, strict=True):
-            if mask is not None and self.kind == "eager":
-                mask = query.flat.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.flat.dtype).min)
+        for bucket, mask in zip(self.buckets, self.masks, strict=True):
             rows = (query(bucket.queries), key(bucket.path), value(bucket.path))
             output = attention(module, *rows, mask, *args, **kwargs)[0]
             outputs.append(output.flatten(0, 1) if bucket.is_full else output[bucket.new])
         return torch.cat(outputs)[None]
 
-    def _attend_by_ends(
-        self,
-        attention: Attention,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: _Gather,
-        value: _Gather,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """`attend` for flash kernels, which take the ends of rows: with fewer queries than keys, the last query sees
-        the last key. Tested with a stand-in for the kernel; not run on a GPU yet."""
-        buckets = self.prefixes.buckets
-        lengths = [bucket.depths.amax(1) + 1 for bucket in buckets]
-        paths = [
-            bucket.path[torch.arange(bucket.path.shape[1], device=query.device) < length[:, None]]
-            for bucket, length in zip(buckets, lengths, strict=True)
-        ]
-        n_new, n_keys = torch.cat([bucket.new.sum(1) for bucket in buckets]), torch.cat(lengths)
-        path = torch.cat(paths)[None]
-        ends = {
-            "cu_seq_lens_q": nn.functional.pad(n_new.cumsum(0, dtype=torch.int32), (1, 0)),
-            "cu_seq_lens_k": nn.functional.pad(n_keys.cumsum(0, dtype=torch.int32), (1, 0)),
-            "max_length_q": int(n_new.max()),
-            "max_length_k": int(n_keys.max()),
-        }
-        return attention(module, query, key(path), value(path), None, *args, **kwargs | ends)[0]
+
+def _mask(bucket: Bucket, sees: Callable[..., torch.Tensor], kind: str, dtype: torch.dtype) -> torch.Tensor | None:
+    """[n, 1, Q, K] bool, or numbers to add for `eager`; None where `sdpa` needs none: for whole rows, each token of
+    which sees all before. Arguments as in `PathMask`."""
+    queries, keys = bucket.depths[:, :, None], torch.arange(bucket.path.shape[1], device=bucket.path.device)
+    zero = queries.new_zeros(())
+    mask = sees(zero, zero, queries, keys).expand(-1, -1, len(keys))
+    if kind == "sdpa" and not bucket.depths[:, 0].any() and torch.equal(mask, keys <= queries):
+        return None
+    if kind == "eager":
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return mask[:, None]
+
+
+def _path_and_ends(buckets: Sequence[Bucket]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """For flash kernels, which take the ends of rows: the paths of all rows end to end, [1, tokens], and the ends. With
+    fewer queries than keys, the last query sees the last key. Tested with a stand-in for the kernel; not run on a GPU
+    yet."""
+    lengths = [bucket.depths.amax(1) + 1 for bucket in buckets]
+    paths = [
+        bucket.path[torch.arange(bucket.path.shape[1], device=bucket.path.device) < length[:, None]]
+        for bucket, length in zip(buckets, lengths, strict=True)
+    ]
+    n_new, n_keys = torch.cat([bucket.new.sum(1) for bucket in buckets]), torch.cat(lengths)
+    ends = {
+        "cu_seq_lens_q": nn.functional.pad(n_new.cumsum(0, dtype=torch.int32), (1, 0)),
+        "cu_seq_lens_k": nn.functional.pad(n_keys.cumsum(0, dtype=torch.int32), (1, 0)),
+        "max_length_q": int(n_new.max()),
+        "max_length_k": int(n_keys.max()),
+    }
+    return torch.cat(paths)[None], ends
 
 
 class _Gather:
@@ -127,11 +127,10 @@ def install(model: nn.Module) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kind = model.config._attn_implementation
-    mask = ALL_MASK_ATTENTION_FUNCTIONS[kind]
     if kind in _installed:
         return
     _installed.add(kind)
-    registered = ALL_ATTENTION_FUNCTIONS.get(kind, None)
+    mask, registered = ALL_MASK_ATTENTION_FUNCTIONS[kind], ALL_ATTENTION_FUNCTIONS.get(kind, None)
 
     def attend(
         module: nn.Module,
@@ -150,7 +149,7 @@ def install(model: nn.Module) -> None:
 
     def create_mask(*, mask_function: Callable[..., torch.Tensor], **kwargs: Any) -> Any:
         if _active is not None:
-            return PathMask(_active, mask_function, kind)
+            return PathMask(_active, mask_function, kind, kwargs["dtype"])
         return mask(mask_function=mask_function, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS.register(kind, attend)

@@ -110,10 +110,8 @@ class SharedPrefixes:
     def inputs(self) -> dict[str, torch.Tensor]:
         """Arguments of transformers' models. The mask of ones keeps them from taking falling positions for packed
         rows."""
-        import torch
-
         ids, positions = self.token_ids[None], self.positions[None]
-        return {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
+        return {"input_ids": ids, "position_ids": positions, "attention_mask": ids.new_ones(ids.shape)}
 
     def counts(self, valid: torch.Tensor) -> torch.Tensor:
         """[N] float32, the number of rows that have each token. valid [B, T] bool is False at padding."""

@@ -10,8 +10,7 @@ from envgym.learner import RoleSpec, TrainSample
 
 from .config import WorkersConfig
 from .lora import LoraConfig
-from .micro_batches import Layout
-from .prefixes import MIN_SHARED, shared_share
+from .micro_batches import Layout, choose_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +61,8 @@ class RankInfo:
     peak_flops: float | None
 
     def layout_of(self, samples: Sequence[TrainSample]) -> Layout:
-        """The layout of these samples' rows in the model: shared prefixes, where that saves enough."""
-        if not self.not_shared and shared_share(samples) >= MIN_SHARED:
-            return "shared"
-        return "packed" if self.packed else "padded"
+        """The layout of these samples in the model; see `choose_layout`."""
+        return choose_layout(samples, shares_prefixes=not self.not_shared, packed=self.packed)
 
     def flops(self, samples: Sequence[TrainSample]) -> float:
         """FLOPs of training on `samples` once."""
