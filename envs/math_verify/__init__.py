@@ -13,11 +13,12 @@ from pydantic import Field
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import missing_package
 from envgym.hashing import hash_fraction
+from envgym.rewards.final_answers import boxed
 from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from envgym.types import Action, Message, Task, add_instruction, as_messages
 
 from . import forms
-from .answers import boxed, grade_by_text, reference
+from .answers import grade_by_text, reference
 from .grader import Grade, Grader
 from .notation import plain
 

@@ -4,51 +4,17 @@ from __future__ import annotations
 
 import re
 
+from envgym.rewards.final_answers import boxed
+
 from . import forms, numerals
 from .notation import plain
 
 MAX_ANSWER_LENGTH = 1000
 """Characters of an answer up to which it is parsed; a longer one equals only the same text."""
-MAX_JOINT = 40
-"""Characters between two boxes that are one answer."""
 
-_BOX = re.compile(r"\\boxed\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of a set, not braces of the box
-_JOINT = re.compile(r"(?:[\s$]|\\[()]|[a-z]\s*=)*(?:,|,?\s*(?:and|or)\b)(?:[\s$]|\\[()]|[a-z]\s*=)*")
 _PERCENT = re.compile(r"%|\bper ?cent")
 # A factorial, a very long number, an exponent that is more than a few characters or has one of its own.
 _COSTLY = re.compile(r"!|[0-9]{30}|(?:\^|\*\*)(?!\s*(?:-?\w{1,3}|\{-?\w{1,3}\})(?![\w{]|\s*(?:\^|\*\*)))")
-
-
-def boxed(text: str, *, allow_several: bool = False) -> str | None:
-    r"""The content of the last `\boxed{…}`, or None where there is none, it is empty, or it never closes.
-
-    With `allow_several`, boxes joined by `and`, `or` and commas are one answer: `\boxed{2} and \boxed{3}` is `2, 3`.
-    """
-    contents: list[str] = []
-    end = len(text)
-    while (start := text.rfind(r"\boxed", 0, end)) >= 0:
-        opening = _BOX.match(text, start)
-        closing = _closing(text, opening.end()) if opening else None
-        if opening is None or closing is None:
-            break
-        if contents and (end - closing > MAX_JOINT or not _JOINT.fullmatch(text, closing + 1, end)):
-            break
-        contents.insert(0, text[opening.end() : closing].strip())
-        if not allow_several:
-            break
-        end = start
-    return ", ".join(contents) or None
-
-
-def _closing(text: str, start: int) -> int | None:
-    """The position of the brace that closes the content from `start` on, or None."""
-    depth = 1
-    for brace in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return brace.start()
-    return None
 
 
 def reference(answer: object) -> str:

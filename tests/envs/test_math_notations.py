@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import envgym
-from envgym.envs.math_verify.answers import boxed, grade_by_text
+from envgym.envs.math_verify.answers import grade_by_text
 from envgym.envs.math_verify.notation import plain
+from envgym.rewards.final_answers import boxed
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 REFERENCES = [
