@@ -28,7 +28,9 @@ NEED = {
     "mixture-v0": lambda url: {"members": {"sums": "math_verify", "ice": {"env": "gymnasium", "weight": 2}}},
 }
 """Settings that those need which cannot be played without any, given a server of judgements."""
-TAKE_DATA = {"judge-v0", "process_reward_model-v0", "recorded-v0", "reward_model-v0", "nemo_gym-v0"}
+TAKE_DATA = {
+    "judge-v0", "multiple_choice-v0", "process_reward_model-v0", "recorded-v0", "reward_model-v0", "nemo_gym-v0",
+}  # fmt: skip
 
 
 async def judgement(request):
@@ -54,6 +56,8 @@ async def judgement(request):
 
 def data(folder):
     rows = [{"prompt": f"What is {a} + {a + 3}?", "answer": str(2 * a + 3)} for a in range(20, 60)]
+    for a, row in enumerate(rows):
+        row["choices"] = [int(row["answer"]) + (k - a) % 4 for k in range(4)]
     rows = [{**row, "responses_create_params": {"input": row["prompt"]}} for row in rows]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"data": {"path": str(folder / "rows.jsonl")}}
