@@ -31,7 +31,7 @@ test-slow-workers: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_cluster.py tests/workers tests/engines tests/learners
 
 test-slow-environments: .venv/installed-dev
-	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,sandbox_abuse.py users_files.py) \
+	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,sandbox_abuse.py users_files.py task_sets.py) \
 		tests/check tests/env tests/envs tests/sandbox tests/remote tests/view
 
 test-slow-commands: .venv/installed-dev

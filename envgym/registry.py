@@ -12,6 +12,7 @@ used. The groups:
   `EnvSpec` subclass or None. They load environment files of other programs, and are called before a file is imported.
 - `envgym.schemes`: `EnvSpec` subclasses by the scheme of a name (`http`).
 - `envgym.locators`: `EnvSpec` subclasses by a setting (`urls`) that locates an environment under an unregistered name.
+- `envgym.task_sets`: modules whose folders hold the files of named task sets (`envgym.tasks.named_sets`).
 - `envgym.directories`: functions `(*, strict: bool)` that return the registrations of names stored elsewhere. With
   `strict` they raise `ConfigError` if those cannot be read.
 """
@@ -30,8 +31,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .env import CheckedEnv, Env, EnvSpec
-from .errors import ConfigError, NameNotFound, VersionNotFound, did_you_mean
+from .env.spec import docstring, first_sentence
+from .errors import ConfigError, EnvgymError, NameNotFound, VersionNotFound, did_you_mean
 from .loading import absolute_target, check_class, entry_points, is_file_target, load_class, load_function, split_target
+from .tasks.named_sets import NamedTaskSet, is_task_set_file, read_task_set, task_set_files
 
 _ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<version>\d+))?")
 
@@ -43,6 +46,18 @@ class Registration:
     id: str
     entry_point: str | type
     kwargs: dict[str, Any] = field(default_factory=dict)
+    task_set: NamedTaskSet | None = None
+    """The named task set that this is, with an environment that is registered under another id."""
+
+    def settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The environment's settings, of which the caller's `settings` win."""
+        return self.task_set.settings(settings) if self.task_set is not None else self.kwargs | settings
+
+    @property
+    def summary(self) -> str:
+        """A sentence on the environment. Raises `EnvgymError` if it cannot be loaded."""
+        cls = load_env_class(self.entry_point)
+        return self.task_set.description if self.task_set is not None else first_sentence(docstring(cls))
 
 
 _registered: dict[str, Registration] = {}
@@ -85,8 +100,9 @@ def check_new_id(id: str, registered: Collection[str]) -> str:
 
 
 def list_ids() -> list[str]:
-    """All registered environment ids, sorted, with those of directories (`envgym envs add`) that can be read."""
-    return sorted({*_from_directories(strict=False), *_registrations()})
+    """All registered environment ids, sorted, with named task sets, and those of directories (`envgym envs add`) that
+    can be read."""
+    return sorted({*_from_directories(strict=False), *task_set_files(), *_registrations()})
 
 
 def is_installed(id: str) -> bool:
@@ -101,7 +117,8 @@ def is_installed(id: str) -> bool:
 def spec(name: str | type[Env] | type[EnvSpec] | Callable[..., Any], /, **kwargs: Any) -> EnvSpec:
     """The spec of the environment `name`, with the settings `kwargs`.
 
-    `name` is an id, a file (`file.py`, `file.py:Class`), an import path (`package.module:Class`), or a URL. A scheme
+    `name` is an id, a file (`file.py`, `file.py:Class`, `task_set.yaml`), an import path (`package.module:Class`), or a
+    URL. A scheme
     wins over a module of the same name; `python:package.module:Class` is always an import path. A class, or a function
     that `envgym.reward` decorates, may stand for its name.
     Raises `NameNotFound` or `VersionNotFound` for an unknown name, and `ConfigError` for invalid settings.
@@ -120,6 +137,9 @@ def spec(name: str | type[Env] | type[EnvSpec] | Callable[..., Any], /, **kwargs
         raise ConfigError(f"{name} looks like an address: write http://{name}, or https://{name}")
     if is_file_target(name):
         name = absolute_target(name)
+    elif is_task_set_file(name):
+        registration = find(name)
+        return _build(registration.id, registration.entry_point, registration.settings(kwargs))
     elif ":" not in name or name in _registrations():
         try:
             registration = find(name)
@@ -128,7 +148,7 @@ def spec(name: str | type[Env] | type[EnvSpec] | Callable[..., Any], /, **kwargs
             if not locators or is_installed(name):
                 raise
             return _build(name, locators[0], kwargs)
-        return _build(registration.id, registration.entry_point, registration.kwargs | kwargs)
+        return _build(registration.id, registration.entry_point, registration.settings(kwargs))
     return _build(name, name, kwargs)
 
 
@@ -183,11 +203,16 @@ def env_id(namespace: str | None, name: str, version: int | None) -> str:
 def find(id: str) -> Registration:
     """The registration of `id`. No version means the newest; an older one gives a `DeprecationWarning`.
 
-    Raises `NameNotFound` (with the closest name) or `VersionNotFound` (with the registered versions).
+    `id` may also be the file of a task set. Raises `NameNotFound` (with the closest name) or `VersionNotFound` (with
+    the registered versions).
     """
+    if is_task_set_file(id):
+        return _of_task_set(Path(id).expanduser().resolve())
     registrations = _registrations()
     namespace, name, version = parse_env_id(id)
     keys = [key for key in registrations if parse_env_id(key)[:2] == (namespace, name)]
+    if not keys and id in (files := task_set_files()):
+        return _of_task_set(files[id], id)
     if not keys:
         try:
             registrations = _from_directories(strict=True)
@@ -205,6 +230,14 @@ def find(id: str) -> Registration:
     if id != latest:
         warnings.warn(f"environment {id} is out of date: use {latest}", DeprecationWarning, stacklevel=3)
     return registrations[id]
+
+
+def task_set_of(name: str) -> NamedTaskSet | None:
+    """The named task set that `name` is, if it is one."""
+    try:
+        return find(name).task_set
+    except EnvgymError:  # a path, a URL or an unknown name, whose error comes with its settings
+        return None
 
 
 def _suggest(namespace: str | None, name: str) -> str:
@@ -274,6 +307,19 @@ def _registrations() -> dict[str, Registration]:
     installed = entry_points("envgym.envs").items()
     # A malformed id of a package is skipped: it cannot be named, and must not break the others.
     return {id: Registration(id, target) for id, target in installed if _ID.fullmatch(id)} | _registered
+
+
+def _of_task_set(path: Path, id: str | None = None) -> Registration:
+    """The registration of a named task set. Raises `NameNotFound` if its environment is not installed."""
+    task_set = read_task_set(path)
+    env = str(task_set.env["name"])
+    if is_file_target(env):
+        return Registration(id or str(path), str(path.parent / env), task_set=task_set)
+    try:
+        entry_point = env if ":" in env else find(env).entry_point
+    except (NameNotFound, VersionNotFound):
+        raise NameNotFound(f"task set {task_set.name} needs environment {env}, which is not installed") from None
+    return Registration(id or str(path), entry_point, task_set=task_set)
 
 
 def _from_directories(*, strict: bool) -> dict[str, Registration]:

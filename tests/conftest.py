@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import gc
+import io
 import os
 import shutil
 import signal
@@ -190,6 +191,25 @@ def sentencepiece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     (folder / "tokenizer.model").unlink()
     return folder
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run a command in this process, in an empty folder, with `typed` on standard input."""
+    from envgym.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run_command(*words, typed=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        capsys.readouterr()
+        try:
+            status = main(list(map(str, words)))
+        except SystemExit as end:  # argparse, after its help
+            status = end.code
+        return subprocess.CompletedProcess(words, status, *capsys.readouterr())
+
+    return run_command
 
 
 @pytest.fixture(scope="session")

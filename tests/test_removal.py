@@ -33,9 +33,13 @@ REFUSED = {
         (
             "eval --suite smk --model x",
             "there is no suite 'smk'. Did you mean 'smoke'? There are arithmetic (needs environment "
-            "math_verify), full (needs environment math_verify), multi_turn, reasoning, smoke (needs environment",
+            "math_verify), full (needs environment math_verify), knowledge, math (needs environment gsm8k, environment",
         ),
     ],
+    "envs/multiple_choice": [
+        ("train --env mmlu_pro", "task set mmlu_pro needs environment multiple_choice, which is not installed"),
+    ],
+    "envs/task_sets": [("eval --suite math --model x", "suite math needs environment gsm8k")],
     "envs/mixture": [("config --recipe starter", "recipe starter needs environment mixture")],
     "envs/recorded": [("train --recipe rm --model x", "recipe rm needs environment recorded")],
     "agents/replay.py": [("train --recipe sft --model x", "recipe sft needs agent replay")],
@@ -113,7 +117,7 @@ def entry_points(part):
 def own_tests(part):
     """The tests of a part, as a pattern of their paths."""
     folder, name = Path(part).with_suffix("").parts
-    return re.compile(rf"tests/({folder}/|cli/)?(test_)?{name}(/.*|\w*\.py)")
+    return re.compile(rf"tests/({folder}/|cli/|acceptance/)?(test_)?{name}(/.*|\w*\.py)")
 
 
 def copy(folder, *beside):

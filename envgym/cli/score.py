@@ -16,12 +16,17 @@ if TYPE_CHECKING:
     from envgym.evaluation.statistics import Mean
 
 
+VALUED = ("--env", "--config", "--out", "--prompt", "--reference", "--completion")
+"""Options with a value."""
+
+
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     # FILE is no key=value word, so it is removed before the words are parsed.
     parser = Parser(
         "score",
-        "FILE (--env E | --config FILE) --out FILE [key=value …]",
+        "FILE (--env E | --config FILE) [--out FILE] [key=value …]",
         "Re-score the episodes in FILE (.jsonl, .parquet, a folder of them, an evaluation) with an environment;\n"
+        "or score generations of any program: rows with a completion, a prompt and a reference, or the id of a task;\n"
         "or score the answers of recorded data, with its fields named by data.prompt=… and data.answer=….\n"
         "The environment is reset on each saved task and gets the recorded turns; nothing is sampled.\n"
         "To resume a command that was stopped or killed, repeat it.",
@@ -29,28 +34,38 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     )
     parser.add_argument("--env", **ENV)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
-    parser.add_argument("--out", metavar="FILE", help="file for the scored episodes, .jsonl or .parquet")
+    parser.add_argument("--out", metavar="FILE", help="file for the scored episodes; default: FILE.scored.jsonl")
+    for name in ("prompt", "reference", "completion"):
+        parser.add_argument(f"--{name}", metavar="FIELD", help=f"field of the {name} in rows of generations")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE, also one of other settings")
     source, arguments = _take_source(arguments)
     options, words = parser.parse_with_words(arguments)
+
+    from envgym.registry import task_set_of
+
     if source is None:
         raise ConfigError("which episodes? Give a file or a folder of them. See: envgym score --help")
-    if options.out is None:
-        raise ConfigError("envgym score needs --out, a file for the scored episodes. See: envgym score --help")
     if options.env is None and options.config is None:
         raise ConfigError("envgym score needs --env, the environment that scores. See: envgym score --help")
     keys = {word.partition("=")[0] for word in words}
-    if "data.path" not in keys and any(key.startswith("data.") for key in keys):
+    task_set = task_set_of(options.env) if options.env else None
+    if task_set is not None:
+        if task_set.hub is None and not any(key.startswith("data.") for key in keys):
+            words.append(f"data.test_path={source}")  # its rows are nowhere else
+    elif "data.path" not in keys and any(key.startswith("data.") for key in keys):
         words.append(f"data.path={source}")  # settings of its fields: FILE is recorded data
     config = resolve_options(options, words, invocation)
+    target = options.out or f"{source}.scored.jsonl"
 
+    from envgym.evaluation.generations import GenerationFields
     from envgym.evaluation.rescore import rescore
     from envgym.monitoring.report import aligned
     from envgym.monitoring.terminal import open_display
 
     with open_display() as display:
-        result = rescore(config, Path(source), Path(options.out), display, overwrite=options.overwrite)
-    print(aligned(_lines(result, options.out)))
+        fields = GenerationFields(options.prompt, options.reference, options.completion)
+        result = rescore(config, Path(source), Path(target), display, overwrite=options.overwrite, fields=fields)
+    print(aligned(_lines(result, target)))
     return 0
 
 
@@ -58,7 +73,7 @@ def _take_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """FILE, wherever it stands among the arguments, and the other arguments."""
     words = list(arguments)
     for index, word in enumerate(words):
-        is_value = index > 0 and words[index - 1] in ("--env", "--config", "--out")
+        is_value = index > 0 and words[index - 1] in VALUED
         if not is_value and not word.startswith("-") and "=" not in word:
             return word, words[:index] + words[index + 1 :]
     return None, words

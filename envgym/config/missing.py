@@ -8,6 +8,7 @@ from typing import Any
 from envgym import registry
 from envgym.errors import EnvgymError, NameNotFound
 from envgym.loading import entry_points, is_file_target
+from envgym.tasks.named_sets import is_task_set_file
 
 from .recipes import load_recipe
 from .words import AUTO, COMPONENTS, component_mapping
@@ -38,7 +39,7 @@ def missing_part_error(name: str, parts: Iterable[ComponentName], error: NameNot
 
 
 def _is_missing(kind: str, name: str) -> bool:
-    if name == AUTO or is_file_target(name) or ":" in name:
+    if name == AUTO or is_file_target(name) or ":" in name or (kind == "env" and is_task_set_file(name)):
         return False
     if kind != "env":
         return name not in entry_points(f"envgym.{kind}s")

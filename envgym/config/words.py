@@ -36,6 +36,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             value = text
         if isinstance(value, Mapping | list) and not text.lstrip().startswith(("{", "[")):
             value = text  # templates have colons and line breaks
+        if text.startswith("#"):
+            value = text  # to YAML it is a comment
         if isinstance(value, str) and NUMBER.fullmatch(value):
             value = float(value)
         pairs.append((key, value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.metadata
 import inspect
 import json
 import re
@@ -38,6 +39,8 @@ class EnvSpec:
     Config: ClassVar[type[EnvConfig]] = EnvConfig
     agent: ClassVar[str] = "multi_turn"
     """The default agent for it."""
+    grader_packages: ClassVar[tuple[str, ...]] = ()
+    """Distributions that decide rewards; their versions are in the fingerprint."""
     gives_rewards: ClassVar[bool] = True
     """False if steps give no rewards or scores by design: recordings to imitate."""
 
@@ -69,10 +72,13 @@ class EnvSpec:
         return hash(self.to_json())
 
     def fingerprint(self) -> dict[str, str]:
-        """Hashes of the environment's `code` and of its `spec`: scores with equal ones are comparable."""
+        """Hashes of the environment's `code` and of its `spec`, and the versions of its `grader_packages` (`grader`):
+        scores with equal ones are comparable."""
+        versions = " ".join(f"{name} {_version(name)}" for name in self.grader_packages)
         return {
             "code": source_hash([cls for cls in (type(self), self._env_class) if cls not in (None, EnvSpec)]),
             "spec": text_hash(self.to_json()),
+            **({"grader": versions} if versions else {}),
         }
 
     # -- methods to override ------------------------------------------------------------------------------
@@ -235,6 +241,14 @@ def _settings_of(
         problem = str(error).partition("\n")[0]
         raise ConfigError(f"{context}: the arguments of __init__ cannot be settings: {problem}") from None
     return config_class, list(fields)
+
+
+def _version(distribution: str) -> str:
+    """The installed version of a distribution, or `missing`."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
 
 
 def first_sentence(text: str) -> str:

@@ -15,7 +15,9 @@ from .folder import EvalFolder
 from .paired import POWER, Paired, paired_difference, sign_flip
 from .statistics import Mean, cluster_sums, suite_mean, t_quantile
 
-DESCRIBED = (("code", "code"), ("settings", "spec"))
+DESCRIBED = (("code", "code"), ("grader's version", "grader"), ("settings", "spec"))
+SHOWN = 60
+"""Maximum characters of a setting's value in a note."""
 PLAYED = {
     "sampling": "the two were sampled differently",
     "agent": "the agents of the two have different settings",
@@ -154,9 +156,11 @@ def _notes(a: EvalFolder, b: EvalFolder, results: Sequence[Mapping[str, Any]], n
     notes += [f"{name}: not in {a.path}" for name in result_b["envs"] if name not in names.values()]
     for name, name_b in names.items():
         x, y = result_a["envs"][name], result_b["envs"][name_b]
-        differences = [word for word, key in DESCRIBED if x["fingerprints"][key] != y["fingerprints"][key]]
+        prints = x["fingerprints"], y["fingerprints"]
+        differences = [word for word, key in DESCRIBED if prints[0].get(key) != prints[1].get(key)]
         if differences:
             notes.append(f"{name}: the environment's {' and '.join(differences)} differ")
+            notes += [f"{name}: {line}" for line in _setting_differences(x.get("settings", {}), y.get("settings", {}))]
         for key, difference in PLAYED.items():
             if x[key] != y[key]:
                 notes.append(f"{name}: {difference}")
@@ -165,6 +169,27 @@ def _notes(a: EvalFolder, b: EvalFolder, results: Sequence[Mapping[str, Any]], n
     if result_a["fingerprints"]["model"] == result_b["fingerprints"]["model"] is not None:
         notes.append("both evaluate the same model")
     return notes
+
+
+def _setting_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """A line for each setting with another value: `data.template is '…' in A and '…' in B`."""
+    sides = [_flat(settings) for settings in (a, b)]
+    names = [name for name in {**sides[0], **sides[1]} if sides[0].get(name) != sides[1].get(name)]
+    return [f"{name} is {_text(sides[0].get(name))} in A and {_text(sides[1].get(name))} in B" for name in names]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "env.") -> dict[str, Any]:
+    """Nested settings by their dotted keys, as users write them."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = "data" if name == "data" and prefix == "env." else f"{prefix}{name}"
+        flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return flat
+
+
+def _text(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 
 def _scores(episodes: Sequence[Episode]) -> dict[str, list[float]]:

@@ -13,6 +13,7 @@ from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import merge
 from envgym.engine import SamplingParams
 from envgym.errors import ConfigError, reported_as
+from envgym.registry import task_set_of
 
 from .suite import Sampling, Suite, SuiteEnv
 
@@ -48,10 +49,18 @@ def parts_of_suite(
     """The parts of an evaluation on a suite. The caller's `settings` take precedence over the suite's, and these over
     the model's, the file's and the recipe's. Raises `EnvgymError` for an invalid name or setting."""
     greedy, settings = _split_greedy(settings)
-    if "env" in settings or "data" in settings:
-        raise ConfigError("a suite names its environments and their data: give either --suite or --env")
+    settings = dict(settings)
+    folder = settings.pop("data", {})
+    if "env" in settings or (folder and folder.keys() != {"folder"}):
+        raise ConfigError(
+            "a suite names its environments and their data: give either --suite or --env. Only data.folder=DIR, the "
+            "folder of the files of named task sets, goes with a suite"
+        )
     parts = []
     for name, item in suite.sized_environments(size).items():
+        if task_set := task_set_of(item.env.name):
+            sampling = {**task_set.sampling, **item.sampling.model_dump(exclude_none=True)}
+            item = item.model_copy(update={"sampling": Sampling(**sampling), "data": {**item.data, **folder}})
         sampling = item.sampling.model_dump(exclude_none=True)
         if sampling.get("temperature") == 0:  # a run cannot be greedy: see `Part.sampling`
             del sampling["temperature"]
@@ -76,6 +85,11 @@ def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None)
     """The parts of an evaluation on one environment: as in training and, with `eval.greedy`, also greedily."""
     greedy, settings = _split_greedy(settings)
     config = resolve(settings, file=file)
+    if (task_set := task_set_of(config.stages[-1].env.name)) and file is None:
+        sampling = dict(task_set.sampling)
+        greedy |= sampling.get("temperature") == 0 and "temperature" not in settings.get("rollout", {})
+        sampling = {name: value for name, value in sampling.items() if name != "temperature" or value}
+        config = resolve(merge({"rollout": sampling}, settings))
     set_sampled_model(config, settings)
     stage = config.stages[-1]
     sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)

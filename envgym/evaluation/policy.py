@@ -68,9 +68,9 @@ def run_evaluation(
 
     Keys: status (`running`, `completed`), suite, model, engine, seed, began, ended, seconds, fingerprints (of the
     model, and envgym's version); the suite's weighted score, ci95, stderr and n_tasks; n_episodes, failures, unscored,
-    truncated and tokens of all parts; and `envs`: each part's `result_of`, env, agent, weight, samples, sampling and
-    fingerprints. Raises `EnvgymError` if it cannot continue and `KeyboardInterrupt` on Ctrl-C; finished episodes stay
-    in the folder.
+    truncated and tokens of all parts; and `envs`: each part's `result_of`, env, agent, weight, samples, sampling,
+    settings (the environment's, its data included) and fingerprints. Raises `EnvgymError` if it cannot continue and
+    `KeyboardInterrupt` on Ctrl-C; finished episodes stay in the folder.
     """
     parts = folder.parts  # read first, so that a damaged file is reported even if the evaluation is complete
     stage = parts[0].stage
@@ -97,7 +97,7 @@ async def _run(
         folder.saved = {key: episode for key, episode in folder.saved.items() if not episodes[key].failed}
     result = folder.read_result() or {"began": _timestamp(), "seconds": 0.0}
     groups: dict[str, list[Group]] = {}
-    fingerprints: dict[str, dict[str, str]] = {}
+    described: dict[str, dict[str, Any]] = {}
     async with running_parts(parts, tasks_of, folder, display, make_model) as runs:
         # Written only now, so that an engine that fails to start leaves the earlier result as it was.
         result |= {"status": "running", "model": stage.model, "seed": folder.config.seed, "suite": folder.suite}
@@ -114,14 +114,13 @@ async def _run(
                 if run.part.env.weight and (warning := score_warning(run.spec, groups[name])):
                     display.note(warning)
                 tasks = text_hash(" ".join(map(task_hash, run.tasks)))
-                fingerprints[name] = {**run.spec.fingerprint(), "tasks": tasks}
+                settings = run.spec.config.model_dump(mode="json", exclude_unset=True)
+                described[name] = {"settings": settings, "fingerprints": {**run.spec.fingerprint(), "tasks": tasks}}
         finally:
             result["seconds"] += time.monotonic() - start
             result["ended"] = _timestamp()
             folder.write_result(result)
-    envs = {
-        part.name: _part_result(part, groups[part.name]) | {"fingerprints": fingerprints[part.name]} for part in parts
-    }
+    envs = {part.name: _part_result(part, groups[part.name]) | described[part.name] for part in parts}
     result |= {"status": "completed", **_totals(parts, groups, envs), "envs": envs}
     write_atomically(folder.csv_file, csv_table(result))
     write_inspect_logs(folder.inspect_folder, result, groups)

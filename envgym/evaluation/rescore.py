@@ -32,14 +32,12 @@ from envgym.types import (
     Message,
     Outcome,
     Row,
-    Segment,
     Status,
-    StopReason,
     Task,
     Turn,
-    as_messages,
 )  # fmt: skip
 
+from .generations import GenerationFields, generated_episodes, holds_generations, unscored_episode
 from .plan import Part
 from .play import PartRun
 from .resumable import UnfinishedFile
@@ -62,10 +60,12 @@ LIMITS_OF_THE_POLICY = set(Limit) - {Limit.ENVIRONMENT}
 
 
 def rescore(
-    config: RunConfig, source: Path, path: Path, display: Display, *, overwrite: bool = False
-) -> dict[str, Any]:
+    config: RunConfig, source: Path, path: Path, display: Display, *, overwrite: bool = False,
+    fields: GenerationFields | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Score the episodes of `source` with the last stage's environment, write them to `path` in the same order and
-    return a summary. If `source` is the stage's data, the reference answers recorded there are scored.
+    return a summary. If `source` is the stage's data, the reference answers recorded there are scored. A file of rows
+    that are no episodes holds generations, in `fields`.
 
     The environment is reset on the saved task and stepped with the recorded turns. It replaces reward, score, answer
     and metrics; the earlier values are stored as metrics whose names end in `_before`. Failed episodes are copied
@@ -86,6 +86,10 @@ def rescore(
         # Scored like saved episodes, which contain their tasks.
         config = config.model_copy(update={"stages": [*earlier_stages, stage.model_copy(update={"data": {}})]})
         content = hashlib.sha256(repr([episode.messages for episode in saved]).encode()).hexdigest()
+    elif holds_generations(source):
+        display.phase("reading the generations")
+        saved = event_loop.run(generated_episodes(stage, source, fields or GenerationFields()))
+        content = content_hash(source)
     else:
         saved, content = read_episodes(source), content_hash(source)
     folder = UnfinishedFile(path, overwrite=overwrite)
@@ -108,13 +112,7 @@ async def demonstration_episodes(stage: StageConfig) -> list[Episode]:
             for task in [await tasks.get(index) for index in range(tasks.size)]:
                 demonstration = spec.demonstrations(task, 0)
                 turns = [turn if isinstance(turn, Message) else Message("assistant", turn) for turn in demonstration]
-                row = Row([Segment("action", array("i"))], turns=[Turn(None, StopReason.STOP) for _ in turns])
-                group = f"demonstrated/{len(episodes):06d}"
-                episode = Episode(f"{group}:000:0", task, Outcome.finish(), [row], env=spec.id, group_id=group)
-                messages = list(as_messages(task.prompt))
-                prompt = messages[: len(messages) - len(turns)] if messages[-len(turns) :] == turns else messages
-                episode.messages = [*prompt, *turns]
-                episodes.append(episode)
+                episodes.append(unscored_episode(spec, task, turns, f"demonstrated/{len(episodes):06d}"))
     return episodes
 
 

@@ -69,7 +69,8 @@ class Suite(Settings):
     description: str = ""
     include: list[str] = Field(default_factory=list)
     """Other suites, as `NAME` or `NAME:SIZE`, whose environments become part of this one as `NAME/ENVIRONMENT`. They
-    keep their own tasks, samples and sampling. File names are relative to this file's folder."""
+    keep their own tasks, samples and sampling. Those without a size take the one that is asked for. File names are
+    relative to this file's folder."""
     sizes: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Tasks per environment by the name of a size; `--suite NAME:SIZE` chooses one."""
     tasks: int | None = Field(None, ge=1)
@@ -97,15 +98,16 @@ class Suite(Settings):
 
     def sized_environments(self, size: str | None) -> dict[str, SuiteEnv]:
         """The environments with the suite's settings written into each. Raises `ConfigError` for an unknown size."""
-        if size is not None and size not in self.sizes:
+        if size is not None and size not in self.sizes and (self.environments or not self.include):
             sizes = ", ".join(self.sizes) or "none"
             raise ConfigError(f"the suite has no size {size!r} (sizes: {sizes}).{did_you_mean(size, self.sizes)}")
-        size_name = size or (STANDARD if STANDARD in self.sizes else next(iter(self.sizes), None))
+        default = STANDARD if STANDARD in self.sizes else next(iter(self.sizes), None)
+        size_name = size if size in self.sizes else default
         tasks = self.tasks if size_name is None else self.sizes[size_name]
         environments: dict[str, SuiteEnv] = {}
         for reference in self.include:
             name, suite, suite_size = find_suite(reference, self._files)
-            for env, item in suite.sized_environments(suite_size).items():
+            for env, item in suite.sized_environments(suite_size or size).items():
                 if f"{name}/{env}" in environments:
                     raise ConfigError(
                         f"the suite includes two suites named {name!r} with the same environment: include one of them"

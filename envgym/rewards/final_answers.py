@@ -1,4 +1,4 @@
-r"""The final answer in a completion: the content of the last `\boxed{…}`, or what a marker in the last line announces."""
+r"""The final answer in a completion: the content of the last `\boxed{…}`, or what follows a marker in the last line."""
 
 from __future__ import annotations
 

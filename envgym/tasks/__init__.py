@@ -3,10 +3,11 @@
 from .columns import Form, prompt_key
 from .config import DataConfig, SourceConfig
 from .interleave import InProportion, Interleaved
+from .named_sets import NamedTaskSet
 from .spec import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from .split import TaskSplits, load_tasks
 
 __all__ = [
     "DataConfig", "DataEnvConfig", "DataEnvSpec", "Form", "GeneratedTasks", "InProportion", "Interleaved",
-    "SourceConfig", "TaskSplits", "load_tasks", "prompt_key",
+    "NamedTaskSet", "SourceConfig", "TaskSplits", "load_tasks", "prompt_key",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from string import Formatter
 from typing import Any, TypeVar
@@ -96,6 +97,8 @@ class TaskReader:
     def _answer(self, row: Row, name: str | None, location: str) -> Any:
         if name is None:
             return None
+        if self._source.answer_pattern is not None:
+            return _matched(self._source.answer_pattern, _value(row, name, location), name, location)
         if self._answer_required:
             return _text_or_number(_value(row, name, location), name, location)
         return _finite(_value(row, name, location) if self._source.answer else row.get(name), name, location)
@@ -163,11 +166,21 @@ def _prompt(
 
 
 def _text_or_number(value: Any, name: str, location: str) -> str | int | float:
+    if isinstance(value, list) and value and all(isinstance(item, str | int | float) for item in value):
+        value = value[0] if len(value) == 1 else ", ".join(map(str, value))
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{location}: field {name!r}: an answer is text or a number, not {type(value).__name__}")
     if isinstance(value, str) and not value.strip():
         raise DataError(f"{location}: field {name!r} is empty")
     return _finite(value, name, location)
+
+
+def _matched(pattern: str, value: Any, name: str, location: str) -> str:
+    """The text of the group of `pattern` in an answer."""
+    match = re.search(pattern, str(value))
+    if match is None or not (match[1] or "").strip():
+        raise DataError(f"{location}: field {name!r}: data.answer_pattern finds no answer in {value!r:.60}")
+    return match[1].strip()
 
 
 def _finite(value: Value, name: str, location: str) -> Value:

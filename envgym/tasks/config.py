@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from string import Formatter
@@ -25,9 +26,15 @@ from envgym.settings import Settings
 
 from .hub import is_hub_id
 
+_ITEM = re.compile(r"\[\w+\]")
+
 
 def _as_names(value: Any) -> Any:
     return () if value is None else (value,) if isinstance(value, str) else value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | int | float) else value
 
 
 def _checked_template(template: str | None) -> str | None:
@@ -35,14 +42,42 @@ def _checked_template(template: str | None) -> str | None:
         fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]  # a lone brace is an error
         if not fields:
             raise ValueError("a template has {} in place of the prompt, or names a field: {question}")
-        if invalid := [name for name in fields if name and not name.isidentifier()]:
+        if invalid := [name for name in fields if name and not _ITEM.sub("", name).isidentifier()]:
             raise ValueError(f"{{{invalid[0]}}} is not the name of a field; a brace that is text is written twice")
     return template
+
+
+def _checked_pattern(pattern: str | None) -> str | None:
+    if pattern is not None:
+        try:
+            n_groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        if n_groups != 1:
+            raise ValueError(f"the pattern has one group (…), which is the answer, not {n_groups}")
+    return pattern
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
 """A field's name, or several possible ones, of which the first that the first row has is used."""
 Template = Annotated[str | None, AfterValidator(_checked_template)]
+Pattern = Annotated[str | None, AfterValidator(_checked_pattern)]
+
+
+class Range(Settings):
+    """Numbers from `min` to `max`, both included."""
+
+    min: float | None = None
+    max: float | None = None
+
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int | float):
+            return False
+        return (self.min is None or self.min <= value) and (self.max is None or value <= self.max)
+
+
+Selection = dict[str, Range | Annotated[list[Any], BeforeValidator(_as_list)]]
+"""Allowed values by field: a list, or a range."""
 
 
 class SourceConfig(Settings):
@@ -50,7 +85,8 @@ class SourceConfig(Settings):
 
     path: str | None = None
     """A file (JSONL, JSON, CSV, Parquet, Arrow), a folder of files or of a saved data set, a data set of the hub
-    (`ORG/NAME`, `ORG/NAME:CONFIG`), or a generator (`file.py:function`)."""
+    (`ORG/NAME`, `ORG/NAME:CONFIG`, and `@REVISION` after either), or a generator (`file.py:function`). Unset, with a
+    test path: there is nothing to train on."""
     split: str | None = None
     """The split to train on, if a folder has several. Unset: `train`."""
     test_path: str | None = None
@@ -59,16 +95,24 @@ class SourceConfig(Settings):
     """The held-out split, if a folder has several. Unset: `test` or `validation`, if there is one."""
     test_fraction: float = Field(0.1, ge=0, lt=1)
     """Fraction of the distinct prompts that is held out without a test path or test split."""
+    select: Selection = Field({})
+    """The rows to use, by the values of fields: `select.level=[4,5]`, or numbers from `select.level.min` to
+    `select.level.max`."""
+    test_select: Selection = Field({})
+    """The same for the rows of the test path or test split. Unset: as `select`."""
     prompt: Names = ()
     """Field of the prompt: text, or a list of chat messages. Unset: the first usual name that the rows have."""
     answer: Names = ()
     """Field of the reference answer: text or a number. Unset: the first usual name that the rows have."""
+    answer_pattern: Pattern = None
+    """A regular expression with one group, which is the answer in the text of its field (`9` in `9 (apples)`)."""
     id: str | None = None
     """Field of the task's id, which must be unique. Unset: the file's name and the line number."""
     difficulty: str | None = None
     """Field of the task's difficulty, a number, for a curriculum."""
     template: Template = None
-    """Text to make of a prompt: `{}` is the prompt, `{name}` another field. Other braces are written twice."""
+    """Text to make of a prompt: `{}` is the prompt, `{name}` another field, `{name[0]}` the first item of a list. Other
+    braces are written twice."""
     system: str | None = None
     """A system message for every prompt that has none."""
     limit: int | None = Field(None, ge=1)
@@ -111,6 +155,9 @@ class DataConfig(SourceConfig):
 
     sources: dict[str, MixedSourceConfig] = Field({})
     """Several sources: `sources.NAME.path`, `sources.NAME.weight`, …"""
+    folder: str | None = None
+    """Only for a named task set: the folder that holds its files, `NAME_train.jsonl` and `NAME_test.jsonl`, or
+    `NAME.jsonl`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -119,7 +166,9 @@ class DataConfig(SourceConfig):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        if bool(self.path) == bool(self.sources):
+        if self.folder is not None:
+            raise ValueError("data.folder holds the files of named task sets; this is none: set data.path")
+        if (self.path and self.sources) or not (self.path or self.sources or self.test_path):
             raise ValueError("give data.path, or data.sources.NAME.path for each of several")
         if missing := [name for name, source in self.sources.items() if not source.path]:
             raise ValueError(f"data.sources.{missing[0]}.path is missing")
@@ -136,7 +185,7 @@ class DataConfig(SourceConfig):
 
         A common test path is in none of them: it is read once.
         """
-        common = self.model_dump(exclude={"sources"})
+        common = self.model_dump(exclude={"sources", "folder"})
         if not self.sources:
             return {"": SourceConfig(**common)}
         common.pop("test_path", None)

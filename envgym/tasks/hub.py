@@ -12,12 +12,12 @@ from envgym.errors import DataError, needs
 from envgym.hashing import text_hash
 from envgym.hub import SECONDS, ask_hub
 
-_ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
+_ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?")
 _FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt")
 
 
 def is_hub_id(path: str) -> bool:
-    """True if `path` has the form ORG/NAME or ORG/NAME:CONFIG, and there is no local folder ORG."""
+    """True if `path` has the form ORG/NAME[:CONFIG][@REVISION], and there is no local folder ORG."""
     return bool(_ID.fullmatch(path)) and not path.endswith(_FILES) and not Path(path).parent.exists()
 
 
@@ -26,7 +26,8 @@ def fetch_data_set(name: str) -> Path:
     `datasets` loaded last. Raises `DataError` if there is none."""
     with needs("datasets", "datasets", f"{name}, a data set of the hub,"):
         import datasets
-    repo, _, config = name.partition(":")
+    address, _, revision = name.partition("@")
+    repo, _, config = address.partition(":")
     datasets.disable_progress_bars()
     logging.getLogger(__name__).warning(
         f"looking for {repo} on the Hugging Face hub, for up to {SECONDS:g} s (there is no file of that name here)"
@@ -34,9 +35,15 @@ def fetch_data_set(name: str) -> Path:
     if problem := ask_hub(repo, "README.md", "dataset"):
         datasets.config.HF_HUB_OFFLINE = True  # use the cache, do not wait for the network
     try:
-        data_set = datasets.load_dataset(repo, config or None)
+        data_set = datasets.load_dataset(repo, config or None, revision=revision or None)
     except Exception as error:  # `datasets` raises errors of many other libraries
-        reason = f"the hub cannot be reached ({problem})" if problem else " ".join(str(error).split())[:300]
+        reason = (
+            f"the hub cannot be reached ({problem}); a file works, data.path=FILE"
+            if problem
+            else " ".join(str(error).split())[:300]
+        )
+        if "gated" in reason:
+            reason = f"{repo} is given only to users who accept its terms on its page and log in (hf auth login)"
         raise DataError(f"there is no file {name}, and no data set of the hub could be loaded: {reason}") from None
     version = text_hash(json.dumps(data_set.cache_files, sort_keys=True))
     folder = cache_folder("datasets") / f"{re.sub(r'[^A-Za-z0-9.-]', '-', name)}-{version}"

@@ -178,6 +178,22 @@ class ChainedRows(Rows):
         return self._parts[number].origin(offset)
 
 
+class SelectedRows(Rows):
+    """The rows of `rows` at `indices`."""
+
+    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
+        self._rows, self._indices = rows, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._rows[self._indices[index]]
+
+    def origin(self, index: int) -> tuple[str, str, int]:
+        return self._rows.origin(self._indices[index])
+
+
 def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
     """The number of the part that holds `index`, and the index within it, for parts that end at `ends`. Raises
     `IndexError` past the end."""

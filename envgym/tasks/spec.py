@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import ClassVar
 
 from envgym.env import EnvConfig, EnvSpec, TaskSet
 from envgym.errors import ConfigError
 from envgym.types import Task
 
-from .columns import DEFAULT_FIELDS, FieldNames, Form
-from .config import DataConfig
+from .columns import DEFAULT_FIELDS, FieldNames, Form, TaskReader
+from .config import DataConfig, SourceConfig
 from .split import TaskSplits, load_tasks
 
 
@@ -50,16 +50,39 @@ class DataEnvSpec(EnvSpec):
     """Possible names of the fields of prompt and answer, if the settings set none."""
 
     fixed_tasks: TaskSet | None = None
-    """Tasks of every split without data, such as those of saved episodes."""
+    """Tasks of every split instead of the data's, such as those of saved episodes."""
 
     _splits: TaskSplits | None = None
 
     async def setup(self) -> None:
-        if self.config.data is not None:
-            self._splits = await asyncio.to_thread(
-                load_tasks, self.config.data, answer_required=self.answer_required, form=self.form(),
-                field_names=self.field_names,
-            )  # fmt: skip
+        if self.config.data is not None and self.fixed_tasks is None:
+            await self._load(self.config.data)
+            for split in ("train", "test"):
+                if (tasks := self.tasks(split)).size != 0:
+                    self.check_task(await tasks.get(0))
+
+    async def _load(self, data: DataConfig, held_out_elsewhere: Collection[int] = ()) -> None:
+        self._splits = await asyncio.to_thread(
+            load_tasks, data, answer_required=self.answer_required, form=self.form(), field_names=self.field_names,
+            held_out_elsewhere=held_out_elsewhere,
+        )  # fmt: skip
+
+    @property
+    def is_held_out(self) -> bool:
+        """True if its data has no path to train on: all tasks are held out."""
+        data = self.config.data
+        return data is not None and not data.path and not data.sources and self.fixed_tasks is None
+
+    @property
+    def held_out_prompts(self) -> frozenset[int]:
+        """Keys of the held-out prompts in its data."""
+        return self._splits.held_out if self._splits is not None else frozenset()
+
+    async def drop_held_out(self, prompts: Collection[int]) -> None:
+        """Do not train on these prompts, which other environments of the run hold out. The number of tasks that it
+        drops is logged."""
+        if self.config.data is not None and self._splits is not None and self._splits.train.size:
+            await self._load(self.config.data, prompts)
 
     async def teardown(self) -> None:
         self._splits = None
@@ -67,11 +90,21 @@ class DataEnvSpec(EnvSpec):
     def tasks(self, split: str) -> TaskSet:
         if split not in ("train", "test"):
             raise ConfigError(f"environment {self.id} has the splits train and test, not {split!r}")
+        if self.fixed_tasks is not None:
+            return self.fixed_tasks
         if self.config.data is None:
-            return self.default_tasks(split) if self.fixed_tasks is None else self.fixed_tasks
+            return self.default_tasks(split)
         if self._splits is None:
             raise RuntimeError("tasks are read from data by setup, which has not run")
         return self._splits.train if split == "train" else self._splits.test
+
+    def reader(self, source: SourceConfig) -> TaskReader:
+        """A reader of rows as tasks of this environment."""
+        return TaskReader(source, answer_required=self.answer_required, form=self.form(), field_names=self.field_names)
+
+    def check_task(self, task: Task) -> None:
+        """Raise `DataError` if the task cannot be graded, for a field that its reading does not check. The first task
+        of each split is checked by `setup`, before a model is loaded."""
 
     def form(self) -> Form | None:
         """The converter of rows in another program's form, which are then the tasks' fields. None: envgym's form."""

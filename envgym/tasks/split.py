@@ -6,7 +6,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,10 @@ from envgym.errors import DataError
 from envgym.types import Task
 
 from .columns import DEFAULT_FIELDS, KEYS, FieldNames, Form, TaskReader, key_of
-from .config import DataConfig, SourceConfig, is_generator
+from .config import DataConfig, Selection, SourceConfig, is_generator
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved, Joined
-from .rows import Rows, open_rows, test_split_of
+from .rows import Rows, SelectedRows, open_rows, test_split_of
 
 _Reader = Callable[..., TaskReader]
 """Factory of a source's reader: `reader(settings, prefix=…)`."""
@@ -27,39 +27,49 @@ _Reader = Callable[..., TaskReader]
 
 @dataclass(frozen=True, slots=True)
 class TaskSplits:
-    """Train and held-out tasks, which share no prompt."""
+    """Train and held-out tasks, which share no prompt. Without a path to train on, `train` is empty."""
 
     train: TaskSet
     test: TaskSet
+    held_out: frozenset[int] = frozenset()
+    """Keys of the prompts that are not trained on, but for those of an endless source."""
 
 
 def load_tasks(
     config: DataConfig, *, answer_required: bool = True, form: Form | None = None,
-    field_names: FieldNames = DEFAULT_FIELDS,
+    field_names: FieldNames = DEFAULT_FIELDS, held_out_elsewhere: Collection[int] = (),
 ) -> TaskSplits:  # fmt: skip
     """Read and split the tasks of `config`. Every row is checked, except those of an endless generator.
 
     With `answer_required` every row needs an answer, text or a number; else it may be any value, or missing (None).
     `form` reads rows in another program's form. `field_names` are possible names of prompt and answer, if the settings
-    set none. Raises `DataError` with the file and line of a bad row. Reads whole files: call it in a thread.
+    set none. Prompts with the keys `held_out_elsewhere` are not trained on. Raises `DataError` with file and line of
+    a bad row. Reads whole files: call it in a thread.
     """
     reader: _Reader = partial(TaskReader, answer_required=answer_required, form=form, field_names=field_names)
+    held_out = _HeldOut(set(held_out_elsewhere))
+    if config.path is None and not config.sources:
+        settings = SourceConfig(**config.model_dump(exclude={"sources", "folder"}))
+        test_file = _File(str(config.test_path), config.test_split, settings, "", reader, is_test=True)
+        return TaskSplits(TaskList([]), test_file.into(held_out), frozenset(test_file.keys))
     sources: list[_Source] = []
     for name, settings in config.resolved_sources().items():
         kind = _Endless if settings.endless else _Finite
         sources.append(kind(settings, f"{name}/" if name else "", reader))
-    held_out = _HeldOut()
     if config.sources and config.test_path is not None:
-        common = SourceConfig(**config.model_dump(exclude={"sources"}))
-        tests: list[TaskSet] = [_File(config.test_path, config.test_split, common, "", reader).into(held_out)]
+        common = SourceConfig(**config.model_dump(exclude={"sources", "folder"}))
+        tests: list[TaskSet] = [
+            _File(config.test_path, config.test_split, common, "", reader, is_test=True).into(held_out)
+        ]
     else:
         tests = [source.hold_out(held_out) for source in sources]
     trains = [source.train(held_out) for source in sources]
+    keys = frozenset(held_out.keys)
     if len(sources) == 1:
-        return TaskSplits(trains[0], tests[0])
+        return TaskSplits(trains[0], tests[0], keys)
     weights = [source.weight for source in config.sources.values() if source.weight is not None]
     test = InProportion(tests, weights if len(tests) == len(weights) else [1.0 + (part.size or 0) for part in tests])
-    return TaskSplits(Interleaved(trains, weights) if weights else Joined(trains), test)
+    return TaskSplits(Interleaved(trains, weights) if weights else Joined(trains), test, keys)
 
 
 @dataclass(slots=True)
@@ -79,13 +89,13 @@ class _File:
 
     def __init__(
         self, path: str, split: str | None, settings: SourceConfig, prefix: str, reader: _Reader,
-        limit: int | None = None,
+        limit: int | None = None, is_test: bool = False,
     ) -> None:  # fmt: skip
         self.path = path
-        if is_generator(path):
-            self.rows: Rows = read_generator(path, limit)
-        else:
-            self.rows = open_rows(Path(path), split, limit)
+        selection = (settings.test_select if is_test else {}) or settings.select
+        bound = None if selection else limit  # a limit counts the selected rows
+        rows = read_generator(path, bound) if is_generator(path) else open_rows(Path(path), split, bound)
+        self.rows: Rows = SelectedRows(rows, _selected(rows, selection)[:limit]) if selection else rows
         self.reader = reader(settings, prefix=prefix)
         self.keys = array("Q")
         first_index: dict[str, int] = {}
@@ -96,7 +106,7 @@ class _File:
                 line = self.rows.origin(first)[2]
                 raise DataError(f"{self.rows.location(index)}: the id {task.id!r} is also that of line {line}")
         if not self.keys:
-            raise DataError(f"{path} holds no rows")
+            raise DataError(f"{path} holds no rows" + (" with the values of data.select" if selection else ""))
 
     @property
     def is_a_game(self) -> bool:
@@ -117,6 +127,17 @@ class _File:
         """Hold all of it out."""
         held_out.keys.update(self.keys)
         return self.tasks()
+
+
+def _selected(rows: Rows, selection: Selection) -> array[int]:
+    """The numbers of the rows with allowed values. Raises `DataError` for a row without such a field."""
+    indices = array("Q")
+    for index, row in enumerate(rows):
+        if missing := [name for name in selection if name not in row]:
+            raise DataError(f"{rows.location(index)}: data.select names a field {missing[0]!r} that the row lacks")
+        if all(row[name] in allowed for name, allowed in selection.items()):
+            indices.append(index)
+    return indices
 
 
 class _Source(ABC):
@@ -141,7 +162,7 @@ class _Source(ABC):
             split = None if is_generator(path) else test_split_of(Path(path), self.settings.split)
             if split is None:
                 return None
-        return _File(path, split, self.settings, self.prefix, self.reader)
+        return _File(path, split, self.settings, self.prefix, self.reader, is_test=True)
 
 
 class _Finite(_Source):

@@ -21,6 +21,7 @@ from envgym.launch.memory import check_episodes
 from envgym.launch.models import fetch_model
 from envgym.monitoring.report import plot
 from envgym.monitoring.trackers import RunInfo, Trackers, run_id
+from envgym.registry import task_set_of
 from envgym.run_folder import RunFolder
 
 from .checkpoints import Progress
@@ -98,6 +99,7 @@ async def _set_up(
     spec = state.context.spec
     state.has_held_out = check_held_out(spec, required=bool(stage.eval.every))
     check_recordings(stage, spec)
+    check_training_tasks(spec)
     steps_of(stage, spec.tasks("train").size)  # rejects `epochs` of endless tasks early
     check_episodes(stage, spec)
     model = await fetch_model(stage.model, config, display, make_model)
@@ -107,6 +109,14 @@ async def _set_up(
     components = await start_components(config, stage, state.context, model, display)
     folder.save_tokenizer(components.runner.agent.renderer.tokenizer)
     return components
+
+
+def check_training_tasks(spec: EnvSpec) -> None:
+    """Raise `RunError` if all tasks are held out; for a named task set, with one to train on."""
+    if spec.tasks("train").size == 0:
+        task_set = task_set_of(spec.id)
+        advice = f": train on {task_set.train_on}, say" if task_set is not None and task_set.train_on else ""
+        raise RunError(f"environment {spec.id} has no training tasks, all are held out{advice}")
 
 
 async def _restore(trainer: Trainer, folder: RunFolder, checkpoint: Path | None, state: _StageState) -> None:

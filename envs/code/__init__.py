@@ -15,7 +15,7 @@ from envgym.errors import DataError
 from envgym.sandbox import Limits, Sandbox
 from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from envgym.tasks.columns import ANSWER_FIELDS, PROMPT_FIELDS
-from envgym.types import Action, Message, Task, add_instruction, as_messages
+from envgym.types import Action, Message, Observation, Task, add_instruction, as_messages
 
 from .cases import Case, read_cases
 from .grading import SuiteResult, grade
@@ -33,6 +33,10 @@ class CodeConfig(DataEnvConfig):
     """Field of the tests. Unset: the first of the usual names that a row has."""
     instruction: str = "Answer with Python code in one ```python block."
     """Added to every problem; empty for none."""
+    completion: bool = False
+    """For base models: the prompt is text to be continued, without a chat template, and the program is both."""
+    stops: tuple[str, ...] = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+    """Texts of which the first one ends a completion."""
     attempts: int = Field(1, ge=1)
     """Maximum programs of an episode; after each the policy gets the message of the first failed test."""
     reward: Literal["all", "share"] = "all"
@@ -58,12 +62,18 @@ class CodeEnv(Env):
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         self.cases = self.spec.cases(self.task)
         self.attempts_left = self.config.attempts
+        if self.config.completion:
+            return Observation(text=prompt_text(self.task)), {}
         return add_instruction(self.task.prompt, self.config.instruction), {}
 
     async def step(self, action: Action) -> StepResult:
         self.attempts_left -= 1
-        code = last_block(action.text)
-        program = program_of(self.task, code)
+        if self.config.completion:
+            code = until_stop(action.text, self.config.stops)
+            program = with_setup(self.task, prompt_text(self.task) + code)
+        else:
+            code = last_block(action.text)
+            program = program_of(self.task, code)
         result = await grade(self.spec.sandbox, program, self.cases) if code.strip() else None
         passed = result is not None and result.passed
         if not passed and self.attempts_left:
@@ -97,11 +107,6 @@ class Code(DataEnvSpec):
 
     async def setup(self) -> None:
         await super().setup()
-        if self.config.data is not None:
-            for split in ("train", "test"):
-                tasks = self.tasks(split)
-                if tasks.size != 0:
-                    self.cases(await tasks.get(0))  # reports a wrong field before a model is loaded
         config = self.config
         sandbox = Sandbox(config.limits, concurrency=config.programs, packages=config.packages)
         self.sandbox = await self.closing.enter_async_context(sandbox)
@@ -111,6 +116,9 @@ class Code(DataEnvSpec):
         if split == "train":
             return GeneratedTasks(lambda index: train_task(index, n_tests))
         return TaskList(held_out_tasks(n_tests))
+
+    def check_task(self, task: Task) -> None:
+        self.cases(task)
 
     def cases(self, task: Task) -> list[Case]:
         """The tests of a task. Raises `DataError` if it has none, or unreadable ones."""
@@ -145,15 +153,28 @@ def program_of(task: Task, code: str) -> str:
     The code may be the body of the function that the prompt begins, or the whole function. Code with a `__future__`
     import is a whole program, since such an import comes first.
     """
+    return with_setup(task, code if "from __future__" in code else _beginning(task) + code)
+
+
+def with_setup(task: Task, program: str) -> str:
+    """The program, followed by the row's setup."""
     fields = [task.fields.get(name) or () for name in SETUP_FIELDS]
-    setup = [line for lines in fields for line in ([lines] if isinstance(lines, str) else lines)]
-    beginning = "" if "from __future__" in code else _beginning(task)
-    return beginning + "\n".join([code, *setup])
+    return "\n".join([program, *(line for lines in fields for line in ([lines] if isinstance(lines, str) else lines))])
+
+
+def prompt_text(task: Task) -> str:
+    """The text of the prompt's last message."""
+    return "".join(message.text for message in as_messages(task.prompt)[-1:])
+
+
+def until_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first of the stops."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
 def _beginning(task: Task) -> str:
     """The prompt if it is Python code (imports, helpers, the signature and its docstring), else ""."""
-    text = "".join(message.text for message in as_messages(task.prompt)[-1:])
+    text = prompt_text(task)
     return f"{text.rstrip()}\n" if _defines(text, task) else ""
 
 

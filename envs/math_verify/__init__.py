@@ -13,7 +13,7 @@ from pydantic import Field
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import missing_package
 from envgym.hashing import hash_fraction
-from envgym.rewards.final_answers import boxed
+from envgym.rewards.final_answers import boxed, final_line
 from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from envgym.types import Action, Message, Task, add_instruction, as_messages
 
@@ -25,6 +25,8 @@ from .notation import plain
 Operation = Literal["+", "-", "*"]
 
 COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+BOX = "box"
+IN_A_BOX = "Put the final answer in \\boxed{}."
 TEST_TASKS = 512
 TEST_SHARE = 1 / 8  # of all problems; of two-digit sums that is 1250, of which TEST_TASKS are asked
 
@@ -36,8 +38,11 @@ class MathVerifyConfig(DataEnvConfig):
     """Operations of the sums."""
     digits: int = Field(2, ge=1, le=18)
     """Digits the operands of the sums have at most."""
-    instruction: str = "Put the final answer in \\boxed{}."
-    """Added to every problem; empty for none."""
+    read: str = Field(BOX, min_length=1)
+    """The place of the final answer: the last `\\boxed{}` (`box`), or the last line, after this text: `####`,
+    `The answer is`, `ANSWER:`."""
+    instruction: str | None = None
+    """Added to every problem; empty for none. Unset: it asks for the form that is read."""
     boxed_share: float = Field(0.4, ge=0, le=1)
     """Share of the demonstrations with a boxed answer. The others show formats that get no reward."""
     grader_processes: int = Field(2, ge=1)
@@ -53,12 +58,16 @@ class MathVerifyEnv(Env):
     config: MathVerifyConfig
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        return add_instruction(self.task.prompt, self.config.instruction, separator="\n"), {}
+        instruction = self.config.instruction
+        if instruction is None:
+            read = self.config.read
+            instruction = IN_A_BOX if read == BOX else f"End with a line of this form: {read} the final answer"
+        return add_instruction(self.task.prompt, instruction, separator="\n"), {}
 
     async def step(self, action: Action) -> StepResult:
         problem = "\n".join(message.text for message in as_messages(self.task.prompt))
         gold = reference(self.task.answer)
-        answer = boxed(action.text, allow_several=forms.is_list(gold))
+        answer = self.spec.final_answer(action.text, gold)
         grade = Grade(False) if answer is None else await self.spec.grade(answer, gold, problem)
         score = float(grade.correct)
         metrics = {
@@ -75,6 +84,7 @@ class MathVerify(DataEnvSpec):
     env_class = MathVerifyEnv
     Config = MathVerifyConfig
     config: MathVerifyConfig
+    grader_packages = ("math-verify",)
 
     _grader: Grader | None = None
 
@@ -84,6 +94,12 @@ class MathVerify(DataEnvSpec):
         await super().setup()
         self._grader = Grader(self.config.grader_processes, self.config.grader_timeout)
         self.closing.push_async_callback(self._grader.close)
+
+    def final_answer(self, completion: str, gold: str) -> str | None:
+        """The final answer of a completion, in the form that `env.read` names; None if it has none."""
+        if self.config.read == BOX:
+            return boxed(completion, allow_several=forms.is_list(gold))
+        return final_line(completion, self.config.read)
 
     def default_tasks(self, split: str) -> TaskSet:
         operations, digits = self.config.operations, self.config.digits
@@ -96,7 +112,7 @@ class MathVerify(DataEnvSpec):
         rng = random.Random(f"{task.id} {seed}")
         answer = reference(task.answer)
         if rng.random() < self.config.boxed_share:
-            return [rf"\boxed{{{answer}}}"]
+            return [rf"\boxed{{{answer}}}" if self.config.read == BOX else f"{self.config.read} {answer}"]
         return [rng.choice((f"The answer is {answer}.", f"= {answer}", answer))]
 
     async def grade(self, answer: str, gold: str, problem: str = "") -> Grade:

@@ -17,7 +17,7 @@ from envgym.env.checked import posed_task
 from envgym.errors import ConfigError, EnvgymError, ResetNeeded, UnknownKey, did_you_mean
 from envgym.hashing import text_hash
 from envgym.settings import Settings
-from envgym.tasks import InProportion, Interleaved
+from envgym.tasks import DataEnvSpec, InProportion, Interleaved
 from envgym.types import Action, Episode, Message, Observation, Task
 
 TURNS = {"single_turn", "multi_turn"}
@@ -131,6 +131,11 @@ class Mixture(EnvSpec):
         results = await asyncio.gather(*(spec.ensure_setup() for spec in self.parts()), return_exceptions=True)
         if failures := [error for error in results if isinstance(error, BaseException)]:
             raise failures[0]
+        members = [spec for spec in self.parts() if isinstance(spec, DataEnvSpec)]
+        for spec in members:
+            neighbours = [neighbour for neighbour in members if neighbour is not spec]
+            if prompts := frozenset[int]().union(*(neighbour.held_out_prompts for neighbour in neighbours)):
+                await spec.drop_held_out(prompts)
 
     async def teardown(self) -> None:
         self._task_sets.clear()
@@ -139,9 +144,13 @@ class Mixture(EnvSpec):
         """The members' tasks: to train, endless and in exact proportions; to evaluate, each once."""
         if split not in self._task_sets:
             members = [MemberTasks(name, spec.tasks(split)) for name, spec in self.members.items()]
-            weights = [member.weight for member in self.config.members.values()]
-            if split == "train" and (names := [tasks.name for tasks in members if tasks.size == 0]):
-                raise ConfigError(f"member {names[0]!r} of environment {self.id} has no training tasks")
+            if split == "train":
+                members = [tasks for tasks in members if not _is_held_out(self.members[tasks.name])]
+                if names := [tasks.name for tasks in members if tasks.size == 0]:
+                    raise ConfigError(f"member {names[0]!r} of environment {self.id} has no training tasks")
+                if not members:
+                    raise ConfigError(f"all tasks of environment {self.id} are held out: add a member to train on")
+            weights = [self.config.members[tasks.name].weight for tasks in members]
             self._task_sets[split] = (Interleaved if split == "train" else InProportion)(members, weights)
         return self._task_sets[split]
 
@@ -153,6 +162,11 @@ class Mixture(EnvSpec):
 
     def make(self) -> MixtureEnv:
         return MixtureEnv(self)
+
+
+def _is_held_out(spec: EnvSpec) -> bool:
+    """True if all tasks of a member are held out: it is only evaluated."""
+    return isinstance(spec, DataEnvSpec) and spec.is_held_out
 
 
 class MixtureEnv(CheckedEnv):

@@ -76,13 +76,8 @@ class MultipleChoice(DataEnvSpec):
     answer_required = False  # an index, a label or a text: `right_option` checks it
     field_names = (PROMPT_FIELDS, (*ANSWER_FIELDS, *ANSWER_KEYS))
 
-    async def setup(self) -> None:
-        await super().setup()
-        if self.config.data is not None:
-            for split in ("train", "test"):
-                tasks = self.tasks(split)
-                if tasks.size != 0:
-                    self.question(await tasks.get(0), 0)  # reports a wrong field before a model is loaded
+    def check_task(self, task: Task) -> None:
+        self.question(task, 0)
 
     def question(self, task: Task, seed: int) -> tuple[list[str], int]:
         """The options of a task in the order that its reset with `seed` shows, and the index of the right one.

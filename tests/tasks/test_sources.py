@@ -295,7 +295,7 @@ def test_a_data_set_of_the_hub_is_read_by_its_splits(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     asked, load_dataset = [], datasets.load_dataset
 
-    def local(name, config):
+    def local(name, config, revision):
         asked.append((name, config))
         return load_dataset(str(tmp_path / "hub"), cache_dir=str(tmp_path / "hf"))
 
@@ -310,7 +310,7 @@ def test_a_data_set_of_the_hub_is_read_by_its_splits(tmp_path, monkeypatch):
 
 
 def test_one_that_cannot_be_had_is_said_in_one_line(tmp_path, monkeypatch):
-    def no_such(name, config):
+    def no_such(name, config, revision):
         raise ValueError("Dataset 'org/name'\ndoesn't exist on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", no_such)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from envgym.cli.parser import ENV, Parser, make_spec
-from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, printable
+from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, NameNotFound, printable
 from envgym.processes import event_loop
 from envgym.types import Message, Observation, Task, ToolSpec
 
@@ -34,7 +34,9 @@ def list_main(arguments: Sequence[str]) -> int:
     for id in ids:
         try:
             is_remote = id in remote and not registry.is_installed(id)
-            summary = f"remote: {', '.join(remote[id].urls)}" if is_remote else _first_words(id)
+            summary = f"remote: {', '.join(remote[id].urls)}" if is_remote else registry.find(id).summary
+        except NameNotFound as error:  # a task set whose environment was removed
+            summary = f"(unavailable: {error})"
         except EnvgymError as error:  # a broken environment must not hide the others
             summary = f"(cannot be used: {error})"
         print(f"{id:<{width}}  {summary}".rstrip())
@@ -56,21 +58,19 @@ def show_main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _first_words(id: str) -> str:
-    from envgym import registry
-    from envgym.env.spec import docstring, first_sentence
-
-    return first_sentence(docstring(registry.load_env_class(registry.find(id).entry_point)))
-
-
 async def _show(spec: EnvSpec) -> None:
     from envgym.env.spec import first_sentence
+    from envgym.registry import task_set_of
     from envgym.services import start_services
 
     async with start_services(spec, eager=False):
         env = spec.make()
+        if (task_set := task_set_of(spec.id)) is not None:
+            print(f"{spec.id}  {task_set.description}")
+            print(f"source: {task_set.source}; licence: {task_set.licence or 'not stated'}")
         is_whole = spec.summary == first_sentence(spec.docstring)  # a remote environment has only the first sentence
-        print(f"{spec.id}  {spec.docstring if is_whole else spec.summary}".rstrip())
+        label = spec.id if task_set is None else f"environment {task_set.env['name']}:"
+        print(f"{label}  {spec.docstring if is_whole else spec.summary}".rstrip())
         for split in ("train", "test"):
             size = spec.tasks(split).size
             print(f"{split} tasks: {'no end' if size is None else size}")

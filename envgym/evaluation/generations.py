@@ -1,0 +1,181 @@
+"""Plain files of generations, such as vLLM scripts and lm-eval write, as episodes to score.
+
+A row holds completions, and either a prompt with a reference, as a row of data does, or what identifies a task of the
+environment: its id, or its prompt.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envgym.config.schema import StageConfig
+from envgym.env import EnvSpec
+from envgym.errors import ConfigError, DataError, did_you_mean
+from envgym.tasks import DataEnvSpec, SourceConfig
+from envgym.tasks.columns import PROMPT_FIELDS, prompt_key
+from envgym.tasks.rows import Row, Rows, open_rows
+from envgym.types import Episode, Message, Outcome, Segment, StopReason, Task, Turn, as_messages
+from envgym.types import Row as TokenRow
+
+COMPLETION_FIELDS = (
+    "completion", "completions", "generated_text", "generation", "generations", "resps", "model_output", "prediction",
+    "outputs", "output", "responses", "response", "text",
+)  # fmt: skip
+"""Usual names of the field of completions, in order of preference."""
+ID_FIELDS = ("task_id", "id", "unique_id", "doc_id")
+DOCUMENT = "doc"
+"""The field in which lm-eval keeps the row of the data set."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationFields:
+    """Names of fields. None: the first usual one that the first row has."""
+
+    prompt: str | None = None
+    reference: str | None = None
+    completion: str | None = None
+
+
+def holds_generations(path: Path) -> bool:
+    """True for a file of rows that are not episodes. Raises `DataError` for an unreadable first row."""
+    if not path.is_file():
+        return False
+    rows = open_rows(path, limit=1)
+    return len(rows) > 0 and not {"task", "outcome"} <= rows[0].keys()
+
+
+async def generated_episodes(stage: StageConfig, path: Path, fields: GenerationFields) -> list[Episode]:
+    """An unscored episode for each completion. Rows with the same prompt and reference are one task.
+
+    Raises `DataError` for a row without a completion, and for one whose task is neither in it nor in the environment.
+    """
+    rows = open_rows(path)
+    spec = stage.make_spec()
+    if not isinstance(spec, DataEnvSpec):
+        raise ConfigError(f"{path} holds no episodes, and environment {spec.id} takes no data, so no rows of it either")
+    completion = _completion_field(rows, fields)
+    read_task = _reader(spec, rows, fields, completion) or await _finder(spec, fields)
+    episodes: list[Episode] = []
+    tasks: dict[tuple[int, str], Task] = {}
+    counts: Counter[str] = Counter()
+    for index, row in enumerate(rows):
+        task = read_task(row, rows.location(index), rows.name(index))
+        task = tasks.setdefault((prompt_key(task), repr(task.answer)), task)
+        for text in _completions(row, completion, rows.location(index)):
+            group = f"generated/{task.id}"
+            episodes.append(unscored_episode(spec, task, [Message("assistant", text)], group, counts[group]))
+            counts[group] += 1
+    return episodes
+
+
+def unscored_episode(spec: EnvSpec, task: Task, turns: Sequence[Message], group: str, member: int = 0) -> Episode:
+    """An episode of recorded assistant's turns, without token ids and without a reward."""
+    row = TokenRow([Segment("action", array("i"))], turns=[Turn(None, StopReason.STOP) for _ in turns])
+    id = f"{group}:{member:03d}:0"
+    episode = Episode(id, task, Outcome.finish(), [row], env=spec.id, group_id=group, member=member)
+    messages = list(as_messages(task.prompt))
+    # The prompt of a recording may hold the recorded turns.
+    prompt = messages[: len(messages) - len(turns)] if messages[-len(turns) :] == [*turns] else messages
+    episode.messages = [*prompt, *turns]
+    return episode
+
+
+# -- fields of rows ---------------------------------------------------------------------------------------
+
+
+def _completion_field(rows: Rows, fields: GenerationFields) -> str:
+    """The field of completions. Raises `DataError` if the first row has none."""
+    row, names = rows[0], COMPLETION_FIELDS if fields.completion is None else (fields.completion,)
+    if usable := [name for name in names if name in row and name != fields.reference]:
+        return usable[0]
+    hint = did_you_mean(fields.completion, row) if fields.completion else ""
+    raise DataError(
+        f"{rows.location(0)}: no completion; the row has {', '.join(row)}: name it with --completion FIELD.{hint}"
+    )
+
+
+def _completions(row: Row, name: str, location: str) -> list[str]:
+    if name not in row:
+        raise DataError(f"{location}: the row has no field {name!r}, only {', '.join(row)}")
+    texts = list(_texts(row[name]))
+    if not texts:
+        raise DataError(f"{location}: field {name!r}: a completion is text, or a list of them, not {row[name]!r:.60}")
+    return texts
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a value: itself, those of a list (of lists), a mapping's `text`, or a message's `content`."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, Mapping):
+        for name in ("text", "content", "message"):
+            yield from _texts(value.get(name))
+
+
+def _data_row(row: Row, completion: str) -> Row:
+    """The row without its completions; of lm-eval's, the row of the data set."""
+    document = row.get(DOCUMENT)
+    return dict(document) if isinstance(document, Mapping) else {k: v for k, v in row.items() if k != completion}
+
+
+# -- tasks of rows ----------------------------------------------------------------------------------------
+
+_ReadTask = Callable[[Row, str, str], Task]
+"""The task of a row; takes also its location, for errors, and the task's id unless a field has it."""
+
+
+def _reader(spec: DataEnvSpec, rows: Rows, fields: GenerationFields, completion: str) -> _ReadTask | None:
+    """A function that reads tasks from the rows themselves: with the environment's own names of fields or, if the first
+    row does not have them, with usual ones. None if the first row holds no task that can be graded."""
+    names = {"prompt": fields.prompt, "answer": fields.reference}
+    chosen = {name: field for name, field in names.items() if field is not None}
+    of_env = spec.config.data.model_dump(include=_READING) if spec.config.data is not None else {}
+    for settings in ({**of_env, **chosen}, chosen):
+        source = SourceConfig(**settings)
+        first_row, location = _data_row(rows[0], completion), rows.location(0)
+        try:
+            task = spec.reader(source).read(first_row, location, rows.name(0))[0]
+            spec.check_task(task)
+        except DataError:
+            if chosen and settings is chosen:
+                raise
+            continue
+        reader = spec.reader(source)
+        return lambda row, location, name: reader.read(_data_row(row, completion), location, name)[0]
+    return None
+
+
+_READING = {"prompt", "answer", "answer_pattern", "id", "template", "system"}
+"""Settings of `data` that say how a row is read."""
+
+
+async def _finder(spec: DataEnvSpec, fields: GenerationFields) -> _ReadTask:
+    """A function that finds the environment's task of a row: by its id, or by its prompt."""
+    by_id: dict[str, Task] = {}
+    by_prompt: dict[int, Task] = {}
+    async with spec:
+        for tasks in (spec.tasks(split) for split in ("train", "test")):
+            for task in [await tasks.get(index) for index in range(tasks.size or 0)]:
+                by_id[task.id] = by_prompt[prompt_key(task)] = task
+
+    def find(row: Row, location: str, name: str) -> Task:
+        for field in ID_FIELDS:
+            if str(row.get(field)) in by_id:
+                return by_id[str(row[field])]
+        for field in (fields.prompt,) if fields.prompt else PROMPT_FIELDS:
+            if isinstance(text := row.get(field), str) and (task := by_prompt.get(prompt_key(Task("", text)))):
+                return task
+        raise DataError(
+            f"{location}: the row has neither a prompt with a reference, nor the id or prompt of a task of {spec.id}. "
+            f"It has {', '.join(row)}: name the fields with --prompt FIELD and --reference FIELD"
+        )
+
+    return find

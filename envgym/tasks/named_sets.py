@@ -1,0 +1,135 @@
+"""Named task sets: a benchmark is a YAML file that names an environment, the rows, and how they are read.
+
+The entry points `envgym.task_sets` of packages name modules whose folders hold such files; the name of a file is the
+name of its task set. A user's own file is named by its path.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from envgym.errors import ConfigError, DataError, did_you_mean
+from envgym.loading import entry_points
+from envgym.settings import Settings, validate_settings
+from envgym.yaml_files import read_yaml
+
+from .config import DataConfig, data_settings
+
+SUFFIXES = (".yaml", ".yml")
+FILES = (".jsonl", ".parquet", ".csv", ".json")
+PATHS = ("path", "test_path", "sources")
+
+
+class HubRows(Settings):
+    """Rows on the Hugging Face hub."""
+
+    id: str
+    configuration: str | None = None
+    revision: str | None = None
+    """The commit to read. None: the newest."""
+    split: str | None = None
+    """The split to train on."""
+    test_split: str | None = None
+    access: str = ""
+    """Conditions of the hub for these rows: a login, terms."""
+
+
+class NamedTaskSet(Settings):
+    """A task set as its file describes it."""
+
+    description: str
+    env: Annotated[dict[str, Any], BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)]
+    """The environment, `name`, and its settings."""
+    data: dict[str, Any] = Field({})
+    """Settings of `data` that say how the rows are read."""
+    hub: HubRows | None = None
+    train_on: str | None = None
+    """For a task set whose rows are all held out: one to train on."""
+    sampling: dict[str, float] = Field({})
+    """Sampling parameters of evaluations: temperature, top_p, top_k, max_tokens."""
+    source: str = ""
+    """The publication."""
+    licence: str = ""
+    """The licence of the rows."""
+    template_of: str = "ours"
+    """Whose prompt it is."""
+
+    _name: str = PrivateAttr("")
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The environment's settings, of which the caller's `settings` win. Raises `DataError` for a folder without its
+        files."""
+        data = dict(data_settings(settings.get("data") or {}))
+        if data.get("folder") is not None:
+            data |= self._files(Path(data.pop("folder")).expanduser())
+        elif self.train_on and "path" in data and "test_path" not in data:
+            data["test_path"] = data.pop("path")
+        elif not any(data.get(name) for name in PATHS):
+            data = self._hub_rows() | data
+        fields = {name: value for name, value in self.env.items() if name != "name"}
+        return {**fields, **settings, "data": {**self.data, **data}}
+
+    def _files(self, folder: Path) -> dict[str, str]:
+        """The paths of the files in `folder`, as settings of `data`."""
+        train, test, unsplit = (_find(folder, self.name + ending) for ending in ("_train", "_test", ""))
+        if self.train_on:
+            train, test = None, test or unsplit
+        elif unsplit and not (train or test):
+            train, test = unsplit, unsplit if "test_select" in self.data else None
+        if not (train or test):
+            names = f"{self.name}.jsonl" if self.train_on else f"{self.name}_train.jsonl or {self.name}_test.jsonl"
+            raise DataError(f"data.folder: there is no file {names} in {folder}")
+        return {name: path for name, path in (("path", train), ("test_path", test)) if path}
+
+    def _hub_rows(self) -> dict[str, str]:
+        """The paths of the data set on the hub; without one, of files in the working directory."""
+        if self.hub is None:
+            return {"test_path": f"{self.name}.jsonl"} if self.train_on else {"path": f"{self.name}_train.jsonl"}
+        address = self.hub.id + "".join(
+            f"{mark}{part}" for mark, part in ((":", self.hub.configuration), ("@", self.hub.revision)) if part
+        )
+        if self.train_on:
+            return {"test_path": address} | ({"test_split": self.hub.test_split} if self.hub.test_split else {})
+        splits = {"split": self.hub.split, "test_split": self.hub.test_split}
+        return {"path": address} | {name: split for name, split in splits.items() if split}
+
+
+def _find(folder: Path, stem: str) -> str | None:
+    return next((str(path) for suffix in FILES if (path := folder / f"{stem}{suffix}").is_file()), None)
+
+
+def is_task_set_file(name: str) -> bool:
+    return name.endswith(SUFFIXES)
+
+
+def read_task_set(path: Path) -> NamedTaskSet:
+    """The task set of a file. Raises `ConfigError` for an unreadable file and for unknown or invalid keys."""
+    task_set = validate_settings(NamedTaskSet, read_yaml(path), f"task set {path}")
+    if "name" not in task_set.env:
+        raise ConfigError(f"task set {path}: env names no environment: env: {{name: …}}")
+    if unknown := [key for key in task_set.data if key not in DataConfig.model_fields]:
+        hint = did_you_mean(unknown[0], DataConfig.model_fields)
+        raise ConfigError(f"task set {path}: unknown key 'data.{unknown[0]}'.{hint}")
+    task_set._name = path.stem
+    return task_set
+
+
+@cache
+def task_set_files() -> dict[str, Path]:
+    """The files of the installed task sets, by name."""
+    files: dict[str, Path] = {}
+    for module in entry_points("envgym.task_sets").values():
+        spec = importlib.util.find_spec(module)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            files |= {path.stem: path for path in sorted(Path(folder).iterdir()) if path.suffix in SUFFIXES}
+    return files
