@@ -1,20 +1,21 @@
 """The settings that upstream's source requires of every flag, written by hand in `golden/PROGRAM.yaml`, and what our
 translation makes of it.
 
-A row is named by our flat name of the flag. `flat` and `dotted`: where upstream's parsers define it. `default`: `theirs`,
-upstream's default, and `ours`, the settings without the flag. `other`: `words`, and the settings with them, or `note`, a
-part of the note on the terminal, or `refused`, a part of the error; or a list of these. `words` of a default are what it
-needs to have an effect. With `alone` the words are the whole command line, otherwise they are added to `MINIMAL`.
+A row is named by our flat name of the flag. `flat` and `dotted`: where upstream's parsers define it. `default`:
+`theirs`, upstream's default, and `ours`, the settings without the flag. `other`: `words`, and the settings with them,
+or `note`, a part of the note on the terminal, or `refused`, a part of the error; or a list of these. `words` of a
+default are what it needs to have an effect. With `alone` the words are the whole command line, otherwise they are
+added to `MINIMAL`.
 
 `ours` has dotted keys of the last stage of the resolved configuration or of the run, and `null` for what is unset:
  - a role's setting that is unset is the stage's, or the learner's;
  - `environ.VARIABLE`, and `translation.FIELD`;
- - `words.--OPTION`: the value of an option before the settings; `translation.words`: all words there; `words`: some that
-   follow each other;
+ - `words.--OPTION`: the value of an option before the settings; `translation.words`: all words there; `words`: some
+   that follow each other;
  - of models in a list only the keys that are named.
 
-Rows of `golden/differs_PROGRAM.md` are known to differ: `- `flag` default: why`, or `other`, or `other 2` for the second
-of several.
+Rows of `golden/differs_PROGRAM.md` are known to differ: a bullet begins with the flag and `default:`, `other:`, or
+`other 2:` for the second of several; then the reason.
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ def settings_of(made: Translation) -> dict[str, Any]:
         config = resolve_options(*parser.parse_with_words(made.arguments[1:]), Invocation())
     elif made.command in ("rollout", "score"):
         words = [word for word in made.arguments if "=" in word and not word.startswith("--")]
+        if made.command == "score":
+            words.append(f"data.path={made.words[0]}")
         named = {key: options[f"--{key}"] for key in ("env", "model") if f"--{key}" in options}
         config = resolve(merge(named, parse_overrides(words)))
     else:
