@@ -203,6 +203,8 @@ class LearnerConfig(Settings):
     heads and vectors stay with AdamW. It does not clip: orthogonalising discards the gradient's norm."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     muon_lr: float | None = Field(None, gt=0)

@@ -74,7 +74,7 @@ def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[
 
     stage = config.stages[number]
     models = local_models(stage.make_spec())
-    plan = plan_of(stage, list(models), nodes)
+    plan = plan_of(stage, {name: model.ranks for name, model in models.items()}, nodes)
     needs = MemoryNeeds(stage, plan, models, dict(zip(config.stage_names, config.stages, strict=True)))
     if len(config.stages) > 1:
         print(f"{'' if number == 0 else chr(10)}stage {number + 1}, {config.stage_names[number]}")

@@ -29,7 +29,7 @@ def complete_stage(stage: StageConfig) -> None:
     for setting in settings_of(learner_class.Config, "learner."):
         if new := RENAMED.get(setting.key):  # in a user's learner, where it would have no effect
             raise ConfigError(f"{setting.key} is now {new}: rename it in learner {stage.learner.name}")
-    _check_roles(stage, learner_class(learner_config).roles, learner_config, samples=agent_class.uses_policy)
+    _check_roles(stage, learner_class(learner_config).roles, samples=agent_class.uses_policy)
     if stage.kind == "train" and learner_class.needs_policy_samples and not agent_class.uses_policy:
         raise ConfigError(
             f"learner {stage.learner.name} trains on episodes that the policy samples, and agent {stage.agent.name} "
@@ -65,9 +65,7 @@ def _check_staleness(stage: StageConfig, learner_class: type[Learner], config: L
         )
 
 
-def _check_roles(
-    stage: StageConfig, roles: Mapping[str, RoleSpec], learner_config: LearnerConfig, *, samples: bool
-) -> None:
+def _check_roles(stage: StageConfig, roles: Mapping[str, RoleSpec], *, samples: bool) -> None:
     for role in stage.roles:
         if role not in roles:
             raise ConfigError(
@@ -75,7 +73,9 @@ def _check_roles(
             )
     for role, role_spec in roles.items():
         workers, lora = stage.workers_of(role), stage.lora_of(role, role_spec)
-        workers.check(role, learner_config if role_spec.trained else None)
+        if not role_spec.trained and (unused := sorted(stage.roles.get(role, RoleConfig()).optimizer_settings)):
+            raise ConfigError(f"roles.{role}.{unused[0]}: the {role} is not trained, so it has no optimizer")
+        workers.check(role, stage.learner_config_of(role) if role_spec.trained else None)
         lora.check(role, workers, is_sampled=samples and role == "actor")
         if role_spec.trained and workers.offload_parameters and samples and stage.takes_turns(role):
             raise ConfigError(

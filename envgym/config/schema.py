@@ -148,12 +148,15 @@ class EngineConfig(Settings):
 class EvalConfig(Settings):
     """Evaluation on held-out tasks during training."""
 
-    every: int = Field(20, ge=0)
-    """Training steps between evaluations; also before the first step and after the last. 0: no evaluation."""
+    every: Annotated[int, Field(ge=0)] | Literal["epoch"] = 20
+    """Training steps between evaluations, or `epoch`: one per pass over the training tasks. Also before the first step
+    and after the last. 0: no evaluation."""
+    temperature: float | None = Field(None, gt=0)
+    """Sampling temperature of evaluations; by default the training temperature. Greedy ones are `greedy`."""
     tasks: int = Field(512, ge=1)
     """Number of held-out tasks, always the first ones."""
     samples: int = Field(1, ge=1)
-    """Episodes per task, sampled at the training temperature."""
+    """Episodes per task."""
     greedy: bool = True
     """Also evaluate greedily before the first step and after the last."""
 
@@ -219,14 +222,47 @@ class RoleConfig(Settings):
     teacher, which only returns its most likely tokens."""
     api_key_env: str | None = None
     """Name of the environment variable with that server's key."""
-    lr: float | None = Field(None, ge=0)
-    """Its peak learning rate; by default the learner's."""
+    lr: float | None = None
+    """Its peak learning rate; by default the learner's, as all settings of its optimizer."""
+    lr_schedule: str | None = None
+    """Its schedule."""
+    lr_min_ratio: float | None = None
+    """Its final learning rate, as a share of the peak."""
+    warmup_steps: int | None = None
+    """Its warm-up, in optimizer steps; replaces the learner's, in steps or as a share."""
+    warmup_ratio: float | None = None
+    """Its warm-up, as a share of the run's optimizer steps; replaces the learner's, in steps or as a share."""
+    optimizer: str | None = None
+    """Its optimizer."""
+    betas: tuple[float, float] | None = None
+    """AdamW's decay rates for it."""
+    eps: float | None = None
+    """AdamW's epsilon for it."""
+    weight_decay: float | None = None
+    """Its weight decay."""
+    muon_lr: float | None = None
+    """Muon's learning rate for it."""
+    muon_momentum: float | None = None
+    """Muon's momentum for it."""
+    max_grad_norm: float | None = None
+    """Its gradient's largest norm."""
     save: bool = False
     """Save its weights in the run folder, under the role's name, when the stage ends. The policy is always saved."""
     workers: dict[str, Any] = Field({})
     """Settings of its workers that differ from the stage's `workers`."""
     lora: dict[str, Any] = Field({})
     """Settings of its adapter that differ from the stage's `lora`; `{rank: 0}` trains it in full."""
+
+    @property
+    def optimizer_settings(self) -> dict[str, Any]:
+        """The learner's settings that this role overrides. A warm-up replaces the learner's, in steps or as a share."""
+        names = RoleConfig.model_fields.keys() & LearnerConfig.model_fields.keys()
+        settings = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if {"warmup_steps", "warmup_ratio"} & settings.keys():
+            settings = {"warmup_steps": 0, "warmup_ratio": 0.0, **settings}
+        if settings.get("optimizer") == "adamw":
+            settings = {"muon_lr": None, **settings}
+        return settings
 
 
 class StageConfig(Settings):
@@ -300,6 +336,14 @@ class StageConfig(Settings):
         settings, label = self.learner.model_dump(), f"learner {self.learner.name}"
         return learner_class, validate_settings(learner_class.Config, settings, label)
 
+    def learner_config_of(self, role: str) -> LearnerConfig:
+        """The learner's settings for a role, with those of its own optimizer."""
+        learner_class, config = self.learner_config()
+        overrides = self.roles.get(role, RoleConfig()).optimizer_settings
+        if not overrides:
+            return config
+        return validate_settings(learner_class.Config, {**config.model_dump(), **overrides}, f"roles.{role}")
+
     def workers_of(self, role: str) -> WorkersConfig:
         """The settings of a role's workers."""
         overrides = self.roles.get(role, RoleConfig()).workers
@@ -351,6 +395,8 @@ class RunConfig(Settings):
     """Outputs for metrics in addition to `metrics.jsonl`: any of `tensorboard`, `wandb`, `swanlab`."""
     project: str = "envgym"
     """The run's project in W&B and SwanLab, unless their own variables (`WANDB_PROJECT`) name one."""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard's files, in a folder with the run's name; by default the run's own folder."""
     debug: bool = False
     """Run workers inside the controller, where breakpoints work, and show tracebacks of errors."""
     stages: list[StageConfig] = Field(min_length=1)

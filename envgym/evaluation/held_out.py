@@ -41,7 +41,7 @@ class HeldOut:
     def __init__(self, run_groups: RunGroups, spec: EnvSpec, sampling: SamplingParams, config: EvalConfig) -> None:
         self._run_groups = run_groups
         self._spec = spec
-        self._sampling = sampling
+        self._sampling = sampling if config.temperature is None else replace(sampling, temperature=config.temperature)
         self._config = config
         self._tasks: list[Task] = []
         self.warning = ""
@@ -56,7 +56,7 @@ class HeldOut:
         return self._tasks
 
     async def evaluate_sampled(self) -> dict[str, Any]:
-        """Evaluate at the training temperature, with `config.samples` episodes per task."""
+        """Evaluate at `config.temperature`, with `config.samples` episodes per task."""
         groups = await self._run_groups(await self.tasks(), SamplingPlan("eval", self._sampling, self._config.samples))
         self.warning = score_warning(self._spec, groups)
         return result_of(groups)

@@ -109,7 +109,7 @@ async def start_role(
         role,
         stage.roles.get(role, RoleConfig()).model or model,
         role_spec,
-        learner=learner_config.model_dump(),
+        learner=stage.learner_config_of(role).model_dump(),
         settings=stage.workers_of(role),
         lora=stage.lora_of(role, role_spec),
         seed=config.seed,

@@ -23,6 +23,7 @@ from envgym.learner import LearnerConfig
 from envgym.models import is_path
 from envgym.processes.runtime import Slot
 from envgym.run_folder import policy_of_run
+from envgym.services.declarations import RewardModel
 from envgym.workers.config import WorkersConfig, number_format
 
 from .placement import ENGINE, Plan, name_of_service
@@ -185,19 +186,20 @@ class MemoryNeeds:
     `stages`: the run's stages, for models that are earlier stages' results."""
 
     def __init__(
-        self, stage: StageConfig, plan: Plan, models: Mapping[str, str], stages: Mapping[str, StageConfig]
+        self, stage: StageConfig, plan: Plan, models: Mapping[str, RewardModel], stages: Mapping[str, StageConfig]
     ) -> None:
         self._stages = stages
         self._stage = stage
         self._plan = plan
-        learner_class, self._learner = stage.learner_config()
-        self._roles = learner_class(self._learner).roles
+        learner_class, learner_config = stage.learner_config()
+        self._roles = learner_class(learner_config).roles
         self._models = {name_of_service(worker, list(models)): model for worker, model in models.items()}
 
     def part_memory(self, part: str) -> Memory | None:
         """The memory of each process of a part; None if its model is not on this machine."""
         stage, role = self._stage, self._roles.get(part)
-        name = stage.roles.get(part, RoleConfig()).model if role is not None else self._models.get(part)
+        service = self._models.get(part)
+        name = stage.roles.get(part, RoleConfig()).model if service is None else service.model
         name = name or stage.model
         while name.startswith(STAGE):
             name = self._stages[name.removeprefix(STAGE)].model
@@ -208,10 +210,11 @@ class MemoryNeeds:
         if part == ENGINE:
             return engine_memory(sizes, stage, self._plan, self._plan.nodes[slot.node].gpu_bytes if on_gpu else None)
         if role is None:  # a reward model
-            return Memory({"weights": sizes.parameters * (2.0 if on_gpu else 4.0)})
+            ranks = 1 if service is None else service.ranks
+            return Memory({"weights": sizes.parameters * (2.0 if on_gpu else 4.0) / ranks})
         lora = stage.lora_of(part, role)
         share = 1.0 if not lora.rank else min(1.0, _adapter_parameters(sizes, lora.rank) / sizes.parameters)
-        learner = self._learner if role.trained else None
+        learner = stage.learner_config_of(part) if role.trained else None
         return rank_memory(sizes, stage.workers_of(part), learner, on_gpu=on_gpu, trained_share=share)
 
     def totals(self) -> list[Total]:

@@ -82,9 +82,10 @@ class Plan:
         return ENGINE_SHARES[kind] / max(map(gpus.count, gpus), default=1)
 
 
-def plan_of(stage: StageConfig, services: Sequence[str], nodes: Sequence[Node], *, trains: bool = True) -> Plan:
-    """The plan of a stage on these nodes. `services`: the names of its environment's local workers. `trains`: False for
-    a stage that only samples. Raises `ConfigError` for the first part that does not fit."""
+def plan_of(stage: StageConfig, services: Mapping[str, int], nodes: Sequence[Node], *, trains: bool = True) -> Plan:
+    """The plan of a stage on these nodes. `services`: the ranks of its environment's reward models, by the names of
+    their workers. `trains`: False for a stage that only samples. Raises `ConfigError` for the first part that does not
+    fit."""
     parts = parts_of(stage, services, trains=trains)
     names = [part.name for part in parts]
     sets = stage.colocate if isinstance(stage.colocate, list) else []
@@ -122,7 +123,7 @@ def _check_transfer(transfer: str, plan: Plan) -> None:
         )
 
 
-def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True) -> list[StagePart]:
+def parts_of(stage: StageConfig, services: Mapping[str, int], *, trains: bool = True) -> list[StagePart]:
     """The parts of one training stage, each of which runs in processes of its own."""
 
     def part(name: str, workers: Sequence[str], gpus: float = 1.0, *, in_turns: bool = False) -> StagePart:
@@ -146,7 +147,10 @@ def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True
             if not stage.is_base(role, roles) and stage.roles.get(role, RoleConfig()).base_url is None:
                 ranks = [f"{role}-{rank}" for rank in range(stage.workers_of(role).ranks)]
                 parts.append(part(role, ranks, in_turns=stage.takes_turns(role)))
-    return parts + [part(name_of_service(worker, services), [worker]) for worker in services]
+    for worker, n_ranks in services.items():
+        workers = [worker] if n_ranks == 1 else [f"{worker}-{rank}" for rank in range(n_ranks)]
+        parts.append(part(name_of_service(worker, list(services)), workers))
+    return parts
 
 
 def name_of_service(worker: str, services: Sequence[str]) -> str:
@@ -300,7 +304,7 @@ def placed_runtime(
 ) -> PlacedRuntime:
     """The runtime of a stage with these environments. Raises `ConfigError` if a part does not fit, before anything
     starts."""
-    services = list(dict.fromkeys(name for spec in specs for name in local_models(spec)))
+    services = {name: model.ranks for spec in specs for name, model in local_models(spec).items()}
     try:
         plan = plan_of(stage, services, nodes_of(runtime, only_free=True), trains=trains)
     except ConfigError:  # use GPUs of other jobs: the runtime waits until they are free

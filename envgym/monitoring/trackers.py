@@ -79,11 +79,13 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer: Any = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=FLUSH_SECONDS)
+        parent = run.config.get("tensorboard_dir")
+        folder = run.folder / "tensorboard" if parent is None else Path(str(parent)) / run.name
+        self._writer: Any = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
         if run.step:  # drop the steps after the checkpoint, which are taken again
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=run.step + 1, session_log=start))
-        return f"tensorboard --logdir {run.folder.parent}"
+        return f"tensorboard --logdir {run.folder.parent if parent is None else parent}"
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

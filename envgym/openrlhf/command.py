@@ -104,7 +104,8 @@ def _printed_command(translation: Translation) -> str:
     variables = "".join(f"{name}={'…' if 'KEY' in name else shlex.quote(text)} " for name, text in environ)
     line = f"{variables}envgym " + " \\\n  ".join(words)
     if translation.save_path is not None:
-        line += f"\n{shlex.join(['cp', '-r', str(translation.run / translation.result), str(translation.save_path)])}"
+        source, target = f"{translation.run / translation.result}/.", f"{translation.save_path}/"
+        line += f"\n{shlex.join(['mkdir', '-p', target])} && {shlex.join(['cp', '-r', source, target])}"
     return line if translation.finish is None else f"{line}\n# then the file is converted to OpenRLHF's rows"
 
 

@@ -51,12 +51,19 @@ def translate_file(name: str, arguments: Sequence[str], *, world_size: int | Non
                 values |= flags
     settings = {key[1:]: values.pop(key) for key in list(values) if key.startswith("=")}
     if program == "train_dpo":
+        for name in ("prompt_key", "chosen_key", "rejected_key"):  # TRL's rows have fields of several names
+            values.setdefault(name, None)
+        betas = [settings.pop(f"beta{n}", default) for n, default in enumerate(values["adam_betas"], 1)]
+        values["adam_betas"] = betas
         values["train_batch_size"] = values["micro_train_batch_size"] * settings.pop("accumulation") * (world_size or 1)
     else:
         # VERL counts prompts, and its models share all GPUs.
         values["train_batch_size"] = settings.pop("mini_batch") * values.get("n_samples_per_prompt", 1)
         for number in ("num_nodes", "num_gpus_per_node"):
-            values |= {f"{role}_{number}": values.get(f"actor_{number}", 1) for role in ("actor", "critic", "ref")}
+            values |= {
+                f"{role}_{number}": values.get(f"actor_{number}", 1) for role in ("actor", "critic", "ref", "reward")
+            }
+        values.setdefault("critic_pretrain", values.get("pretrain"))  # VERL's critic starts from the policy
         if not settings.pop("kl_in_reward", False) and not values.get("use_kl_loss"):
             values["init_kl_coef"] = 0.0
             settings.pop("roles.reference.model", None)

@@ -17,6 +17,9 @@ PROGRAMS = (*TRAINING, "batch_inference", "lora_combiner", "serve_rm")
 MAX_VALUES = {"flag": 0, "one": 1, "pair": 2, "many": 1000}
 
 
+UNCHANGED = object()
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """A flag of one program, its values and its translation. `flags.yaml` describes the fields."""
@@ -25,6 +28,8 @@ class Flag:
     aliases: Sequence[str] = ()
     kind: str = "one"
     default: Any = None
+    dotted_default: Any = UNCHANGED
+    """The default in commands with dotted names; `UNCHANGED`: that of the others."""
     setting: str | Sequence[str] | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     value: Any = None
@@ -62,11 +67,14 @@ def flags_of(program: str) -> dict[str, Flag]:
         fields = {key: value for key, value in entry.items() if key not in ("programs", "overrides", "if")}
         condition = entry.get("if")
         if overrides := entry.get("overrides", {}).get(program):
-            fields = {key: value for key, value in fields.items() if key in ("aliases", "kind", "default", "question")}
+            inherited = ("aliases", "kind", "default", "dotted_default", "question")
+            fields = {key: value for key, value in fields.items() if key in inherited}
             fields |= {key: value for key, value in overrides.items() if key != "if"}
             condition = overrides.get("if")
         if isinstance(fields.get("default"), Mapping):
             fields["default"] = fields["default"]["by_program"].get(program)
+        if isinstance(fields.get("dotted_default"), Mapping):
+            fields["dotted_default"] = fields["dotted_default"]["by_program"].get(program, UNCHANGED)
         flags[name] = Flag(name, condition=condition, **fields)
     return flags
 
@@ -97,6 +105,11 @@ def parse(program: str, arguments: Sequence[str]) -> tuple[dict[str, Any], list[
             del words[0]
         options[flag.name] = _value(program, flag, values)
     return options, notes
+
+
+def is_dotted(arguments: Sequence[str]) -> bool:
+    """True for a command with the dotted names of later versions."""
+    return any(word.startswith("--") and "." in word.partition("=")[0] for word in arguments)
 
 
 def help_of(program: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,16 @@ from typing import Any
 from envgym.errors import ConfigError, did_you_mean
 
 from .rows import post_processor, write_rows
-from .table import PROGRAMS, parse
-from .translation import Flags, Translation, apply_flag, set_template, set_training, source_settings
+from .table import PROGRAMS, is_dotted, parse
+from .translation import (
+    Flags,
+    Translation,
+    apply_flag,
+    schedule_settings,
+    set_template,
+    set_training,
+    source_settings,
+)
 
 
 def translate(program: str, arguments: Sequence[str], *, world_size: int | None = None) -> Translation:
@@ -21,7 +30,7 @@ def translate(program: str, arguments: Sequence[str], *, world_size: int | None 
             f"there is no program {program!r}.{did_you_mean(program, PROGRAMS)} Known: {', '.join(PROGRAMS)}"
         )
     options, notes = parse(program, arguments)
-    return translate_flags(Flags(program, options, world_size), notes)
+    return translate_flags(Flags(program, options, world_size, dotted=is_dotted(arguments)), notes)
 
 
 def translate_flags(flags: Flags, notes: Sequence[str]) -> Translation:
@@ -73,6 +82,10 @@ def _fields(flags: Flags, translation: Translation) -> dict[str, Any]:
 # Reinforcement learning
 
 
+CONTEXT, COMPLETION = 2048, 1024
+"""Default tokens of a sequence in later versions, and of a completion in earlier ones."""
+
+
 def _set_ppo(flags: Flags, translation: Translation) -> None:
     """Set what depends on several flags."""
     settings, estimator = translation.settings, flags["advantage_estimator"]
@@ -81,20 +94,45 @@ def _set_ppo(flags: Flags, translation: Translation) -> None:
             f"train_ppo_ray: {estimator} compares the completions of a prompt. How many? Give --n_samples_per_prompt"
         )
     translation.words = ["--recipe", settings.pop("recipe")]
-    length = int(flags["max_len"] or flags["prompt_max_len"] + flags["generate_max_len"])
-    settings["engine.max_model_len"] = length
+    length = _set_lengths(flags, translation)
+    if "prompt_max_len" in flags.options:
+        translation.notes.append(
+            "--prompt_max_len bounds the context alone: a longer prompt is not cut, and leaves less for the completion"
+        )
     set_training(flags, translation, length)
     settings |= source_settings(flags, "prompt_data", "prompt_data_probs")
     set_template(flags, translation, "data.template")
     _set_reward(flags, translation)
     _set_loss(flags, translation)
+    if estimator == "gae":
+        _set_critic(flags, translation)
+    _set_evaluation(flags, translation)
     _set_placement(flags, translation)
+
+
+def _set_lengths(flags: Flags, translation: Translation) -> int:
+    """Set the context and the length of completions, and return the context. Up to 0.9.7 a completion has 1,024 tokens
+    and the context is the sum with the prompt's; later a completion may have what the prompt leaves of `max_len`. So
+    may each turn of an agent in all versions."""
+    longest, max_len = flags["generate_max_len"] or flags["max_new_tokens"], flags["max_len"]
+    if flags.dotted or flags["max_new_tokens"] is not None:
+        max_len = max_len or CONTEXT
+    length = int(max_len or flags["prompt_max_len"] + (longest or COMPLETION))
+    translation.settings["engine.max_model_len"] = length
+    if longest is None or flags["agent_func_path"]:
+        longest = length if max_len or flags["agent_func_path"] else COMPLETION
+    translation.settings["rollout.max_tokens"] = longest
+    return length
 
 
 def _set_reward(flags: Flags, translation: Translation) -> None:
     """Set the source of rewards: an agent's or reward function's file, servers, or models."""
     settings = translation.settings
     value = str(flags["agent_func_path"] or flags["remote_rm_url"] or flags["reward_pretrain"] or "")
+    files = value.split(",")
+    if len(files) > 1 and files[0].endswith(".py"):
+        translation.notes.append(f"--remote_rm_url: rewards come from {files[0]} alone, as in OpenRLHF")
+        value = files[0]
     if not value:
         raise ConfigError(
             "train_ppo_ray: which reward? Give --reward_pretrain MODEL, --remote_rm_url URL or FILE.py, or "
@@ -112,15 +150,41 @@ def _set_reward(flags: Flags, translation: Translation) -> None:
         return
     options: dict[str, Any] = {"normalise": True} if flags["normalize_reward"] else {}
     options |= {"render": "raw"} if settings["render"] == "raw" else {}
-    options |= {"offload": True} if flags["ref_reward_offload"] else {}
-    settings["env.models"] = [{"model": model, **options} for model in value.split(",")]
+    options |= {"offload": True} if flags["ref_reward_offload"] or flags["reward.offload"] else {}
+    nodes = flags["reward_num_nodes"]
+    if (ranks := nodes * flags["reward_num_gpus_per_node"]) > 1:
+        options["ranks"] = ranks
+    models = value.split(",")
+    settings["env.models"] = [{"model": model, **options} for model in models]
+    if nodes > 1 and len(models) == 1:
+        settings["placement.reward.nodes"] = nodes
 
 
 def _set_loss(flags: Flags, translation: Translation) -> None:
     """Set the loss and the number of optimizer steps per rollout."""
     settings = translation.settings
     if flags["overlong_buffer_len"]:
-        settings["learner.shaping.overlong_length"] = flags["generate_max_len"]
+        settings["learner.shaping.overlong_length"] = settings["rollout.max_tokens"]
+    estimator = flags["advantage_estimator"]
+    settings["learner.aggregation"] = "token"  # for every estimator, whatever its paper says
+    settings["learner.old_logprobs"] = "recompute"
+    if flags["param_dtype"] == "fp16":
+        translation.notes.append("--param_dtype fp16: the engines compute in float16 too; OpenRLHF's in bfloat16")
+    if estimator not in ("gae", "reinforce"):
+        settings["learner.gamma"] = 1
+    if estimator == "group_norm":
+        settings["learner.advantage_eps"] = 1e-9
+    if flags["agent_func_path"] and estimator in ("gae", "reinforce"):
+        settings["learner.credit"] = "episode"
+    if flags["policy_loss_type"] == "gspo":
+        settings["learner.aggregation"] = "sequence"
+        if settings.pop("learner.correction.kind", None):
+            for key in [key for key in settings if key.startswith("learner.correction.")]:
+                del settings[key]
+            translation.notes.append(
+                "--enable_vllm_is_correction is ignored with gspo, as in OpenRLHF; there the sequence's ratio is to "
+                "the sampler's log-probabilities, here to the trainer's"
+            )
     if flags["no_advantage_std_norm"] and flags["advantage_estimator"] in ("rloo", "group_norm", "dr_grpo"):
         translation.notes.append("--no_advantage_std_norm is ignored: OpenRLHF ignores it too with this estimator")
         settings.pop("learner.advantage_norm")
@@ -140,6 +204,62 @@ def _set_loss(flags: Flags, translation: Translation) -> None:
             "evenly over its optimizer steps"
         )
     settings["learner.minibatches"] = max(1, round(episodes / batch))
+
+
+CRITIC_SETTINGS = {
+    "lr_warmup_ratio": ("lr_warmup_ratio", "warmup_ratio"), "adam.weight_decay": ("l2", "weight_decay"),
+    "adam.betas": ("adam_betas", "betas"), "adam.eps": ("adam.eps", "eps"), "max_norm": ("max_norm", "max_grad_norm"),
+    "optim": ("optim", "optimizer"),
+}  # fmt: skip
+"""Dotted flags of the critic's optimizer -> the policy's flag, and the setting of the role."""
+
+
+def _set_critic(flags: Flags, translation: Translation) -> None:
+    """Set the critic's start (the first reward model, else the policy) and its optimizer. Flat flags are those of both
+    models; with dotted names each has its own, with its own defaults."""
+    settings = translation.settings
+    if flags["freezing_actor_steps"] >= 0:  # steps are counted from 0, and trained above this one
+        settings["learner.critic_warmup_steps"] = flags["freezing_actor_steps"] + 1
+    if flags["critic_pretrain"] is None and flags["reward_pretrain"]:
+        settings["roles.critic.model"] = str(flags["reward_pretrain"]).split(",")[0]
+    if not flags.dotted:
+        return
+    for name, (actor, setting) in CRITIC_SETTINGS.items():
+        if (value := flags[f"critic.{name}"]) != flags[actor]:
+            settings[f"roles.critic.{setting}"] = {"adam": "adamw"}.get(str(value), value)
+    if flags["critic.optim"] == "muon":
+        settings |= {f"roles.critic.muon_{name}": flags[f"critic.muon.{name}"] for name in ("lr", "momentum")}
+    schedule = str(flags["critic.lr_scheduler"])
+    critic = schedule_settings(schedule, flags, "critic.min_lr_ratio", "roles.critic")
+    if critic != schedule_settings(str(flags["lr_scheduler"]), flags, "min_lr_ratio", "roles.critic"):
+        settings |= critic
+    if schedule == "constant":
+        settings["roles.critic.warmup_ratio"] = 0.0
+    elif flags["lr_scheduler"] == "constant":
+        settings["roles.critic.warmup_ratio"] = flags["critic.lr_warmup_ratio"]
+
+
+def _set_evaluation(flags: Flags, translation: Translation) -> None:
+    """Set the rows and the sampling of evaluations, and the metric of the best checkpoint: by default pass@1, which is
+    the score."""
+    name, settings = str(flags["ckpt.best_metric_key"]), translation.settings
+    if flags["eval_dataset"] is None:
+        return
+    if flags["eval_split"] is None and not Path(str(flags["eval_dataset"])).suffix:
+        settings["data.test_split"] = "train"
+    settings |= {"eval.tasks": int(flags["max_samples"] or 10**8), "eval.greedy": flags["eval_temperature"] == 0}
+    if flags["eval_temperature"] > 0:
+        settings["eval.temperature"] = flags["eval_temperature"]
+    if name == "none" or not settings["eval.every"]:
+        return
+    attempts = re.fullmatch(r"(?:eval_.*_pass(\d+))?", name)
+    if attempts is None:
+        translation.notes.append(
+            f"--ckpt.best_metric_key {name}: only eval_…_passN are known: no best checkpoint is kept"
+        )
+    else:
+        samples = int(attempts[1] or 1)
+        settings["checkpoint.best"] = "eval/score" if samples == 1 else f"eval/pass@{samples}"
 
 
 def _set_placement(flags: Flags, translation: Translation) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from envgym.config.words import parse_overrides
 from envgym.errors import ConfigError
 
-from .table import Flag, flags_of
+from .table import UNCHANGED, Flag, flags_of
 
 
 @dataclass(slots=True)
@@ -50,16 +50,22 @@ def _word(key: str, value: Any) -> str:
 
 
 class Flags:
-    """The flags of a command: its `options`, else OpenRLHF's defaults. `world_size`: ranks that a launcher started."""
+    """The flags of a command: its `options`, else OpenRLHF's defaults. `world_size`: ranks that a launcher started;
+    `dotted`: whether the command has the names, and so the defaults, of later versions."""
 
-    def __init__(self, program: str, options: Mapping[str, Any], world_size: int | None = None) -> None:
+    def __init__(
+        self, program: str, options: Mapping[str, Any], world_size: int | None = None, *, dotted: bool = False
+    ) -> None:
         self.program = program
+        self.dotted = dotted
         self.options = options
         self.world_size = world_size
         self.table = flags_of(program)
 
     def __getitem__(self, name: str) -> Any:
-        return self.options.get(name, self.table[name].default)
+        flag = self.table[name]
+        changed = self.dotted and flag.dotted_default is not UNCHANGED
+        return self.options.get(name, flag.dotted_default if changed else flag.default)
 
     def holds(self, condition: str | None) -> bool:
         """True if a flag's condition (`if` in `flags.yaml`) holds."""
@@ -86,7 +92,7 @@ def apply_flag(flag: Flag, flags: Flags, translation: Translation) -> None:
         raise ConfigError(f"{flags.program}: {option}: {flag.unsupported}")
     if is_set and flag.ignored is not None:
         translation.notes.append(f"--{flag.name} is ignored: {flag.ignored}")
-    if (value in (None, False) and not is_set) or not flags.holds(flag.condition):
+    if value is None or (value is False and not is_set) or not flags.holds(flag.condition):
         return
     if flag.environ is not None:
         translation.environ[flag.environ] = str(value)
@@ -108,31 +114,64 @@ def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
     settings, folder = translation.settings, Path(flags["ckpt_path"])
     settings |= {"runs_dir": str(folder.parent), "name": folder.name}
     translation.save_path, translation.resumes = Path(flags["save_path"]), bool(flags["load_checkpoint"])
-    translation.result = "adapter" if flags["lora_rank"] else "model"
+    averages = "enable_ema" in flags.table and flags["enable_ema"]
+    translation.result = "adapter" if flags["lora_rank"] else "model_ema" if averages else "model"
     settings.setdefault("workers.tokens_per_microbatch", flags["micro_train_batch_size"] * max_len)
+    settings |= schedule_settings(str(flags["lr_scheduler"]), flags, "min_lr_ratio")
+    if settings.get("learner.lr_schedule") == "constant" and flags["lr_scheduler"] == "constant":
+        settings["learner.warmup_ratio"] = 0.0
+    if (folder_of_logs := flags["use_tensorboard"]) is not None:
+        settings["report_to"] = ["tensorboard"]
+        if folder_of_logs is not True:
+            settings["tensorboard_dir"] = str(folder_of_logs)
+    if flags["load_in_4bit"] and not flags["lora_rank"]:
+        raise ConfigError(f"{flags.program}: --load_in_4bit: weights of 4 bits are not trained: give --lora_rank too")
     if token := flags["use_wandb"]:
         settings["report_to"] = ["wandb", *settings.get("report_to", ())]
         translation.environ |= {} if str(token).lower() in ("true", "1") else {"WANDB_API_KEY": str(token)}
     if flags["eval_dataset"] is None:
         settings |= {"eval.every": 0, "data.test_fraction": 0.0}
+    elif flags["eval_steps"] > 0:
+        settings["eval.every"] = flags["eval_steps"]
     else:
-        settings["eval.every"] = flags["eval_steps"] if flags["eval_steps"] > 0 else 20
+        settings["eval.every"] = 0 if flags.program == "train_ppo_ray" else "epoch"
+
+
+SCHEDULES = {
+    "cosine_with_min_lr": "cosine", "cosine": "cosine", "linear": "linear", "constant": "constant",
+    "constant_with_warmup": "constant",
+}  # fmt: skip
+"""OpenRLHF's schedules (those of transformers) by envgym's. Of the decaying ones only `cosine_with_min_lr` has a floor;
+`constant` has no warm-up."""
+
+
+def schedule_settings(name: str, flags: Flags, floor_flag: str, prefix: str = "learner") -> dict[str, Any]:
+    """The settings of a schedule and its floor."""
+    if name not in SCHEDULES:
+        raise ConfigError(f"{flags.program}: --lr_scheduler is one of {', '.join(SCHEDULES)}, not {name}")
+    floor = flags[floor_flag] if floor_flag in flags.table else 0.1
+    settings: dict[str, Any] = {f"{prefix}.lr_schedule": SCHEDULES[name]}
+    if SCHEDULES[name] != "constant":
+        settings[f"{prefix}.lr_min_ratio"] = floor if name == "cosine_with_min_lr" else 0.0
+    return settings
 
 
 def source_settings(flags: Flags, paths_flag: str, weights_flag: str, key: str = "data") -> dict[str, Any]:
-    """The settings of one path, or of several with their weights."""
+    """The settings of one path, or of several with their weights; without weights one follows the other."""
     paths = str(flags[paths_flag]).split(",")
+    if folders := [path for path in paths if "@" in path and not Path(path).exists()]:
+        raise ConfigError(f"{flags.program}: --{paths_flag} {folders[0]}: give the folder of the data set as a path")
     if len(paths) == 1:
         return {f"{key}.path": paths[0]}
-    weights = str(flags[weights_flag]).split(",") if flags[weights_flag] is not None else ["1"] * len(paths)
+    settings = {f"{key}.sources.s{number}.path": path for number, path in enumerate(paths, 1)}
+    if flags[weights_flag] is None:
+        return settings
+    weights = str(flags[weights_flag]).split(",")
     if len(weights) != len(paths):
         raise ConfigError(
             f"{flags.program}: --{paths_flag} names {len(paths)} sources, --{weights_flag} {len(weights)}"
         )
-    settings: dict[str, Any] = {}
-    for number, (path, weight) in enumerate(zip(paths, weights, strict=True), 1):
-        settings |= {f"{key}.sources.s{number}.path": path, f"{key}.sources.s{number}.weight": float(weight)}
-    return settings
+    return settings | {f"{key}.sources.s{number}.weight": float(weight) for number, weight in enumerate(weights, 1)}
 
 
 def set_template(flags: Flags, translation: Translation, key: str, suffix: str = "") -> None:

@@ -76,6 +76,8 @@ class RewardModel(Service):
     trained with `render=raw`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the weights; `auto` is bfloat16 on an accelerator and float32 on a CPU."""
+    ranks: int = Field(1, ge=1)
+    """Processes with a share of the weights each (ZeRO 3), each on a GPU of its own: for a model that no GPU holds."""
     offload: bool = False
     """Keep the weights in host memory and move them to the accelerator layer by layer (DeepSpeed): slower, but it
     leaves the accelerator's memory to others."""

@@ -11,11 +11,15 @@ from itertools import cycle
 from typing import Any
 
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
+from envgym.learner import RoleSpec
 from envgym.net.client import JsonCaller, RequestRejected
 from envgym.net.tokens import read_secret
-from envgym.processes.runtime import Runtime, WorkerHandle
+from envgym.processes.runtime import Runtime
 from envgym.render.spelling import escape_for_api, mark_after_prompt, rewrite
 from envgym.types import as_messages
+from envgym.workers.config import WorkersConfig
+from envgym.workers.group import WorkerGroup
+from envgym.workers.spec import WorkerSpec
 
 from .batches import Batcher
 from .client import Assessment, Conversation, RewardClient, Text, preference
@@ -37,7 +41,7 @@ class RewardModelClient(RewardClient):
         self._name = name
         self._runtime = runtime
         self._deterministic = deterministic
-        self._starting: asyncio.Task[WorkerHandle] | None = None
+        self._starting: asyncio.Task[WorkerGroup] | None = None
         self._batcher: Batcher[Text, Assessment] = Batcher(self._send, size=BATCHES_PER_ROUND * declared.batch_size)
 
     async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:
@@ -51,37 +55,53 @@ class RewardModelClient(RewardClient):
         return preference(assessment.reward)
 
     async def start(self) -> None:
-        await self._in_home_loop(self._worker())
+        await self._in_home_loop(self._ranks())
 
     async def close(self) -> None:
         await self._batcher.close()
         if self._starting is not None:
             self._starting.cancel()
-            [worker] = await asyncio.gather(self._starting, return_exceptions=True)
-            if not isinstance(worker, BaseException):
-                await worker.close()
+            [ranks] = await asyncio.gather(self._starting, return_exceptions=True)
+            if not isinstance(ranks, BaseException):
+                await ranks.close()
 
-    async def _worker(self) -> WorkerHandle:
+    async def _ranks(self) -> WorkerGroup:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
-    async def _start(self) -> WorkerHandle:
-        arguments = {"declared": self._declared, "deterministic": self._deterministic}
+    async def _start(self) -> WorkerGroup:
+        """Start the ranks, one after the other: each looks for the device with the most free memory."""
+        count = self._declared.ranks
+        settings = WorkersConfig(ranks=count, zero_stage=3)
+        spec = WorkerSpec(self._name, self._declared.model, RoleSpec(trained=False, head="scalar"), settings=settings)
         # Sampling waits for rewards, so each may use every core.
-        environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))}
-        target = "envgym.services.reward_worker:RewardWorker"
-        return await self._runtime.start(target, arguments, name=self._name, environ=environ)
+        environ = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) // count or 1))
+        }
+        ranks = WorkerGroup(spec, [])
+        try:
+            for rank in range(count):
+                arguments = {"declared": self._declared, "deterministic": self._deterministic, "rank": rank}
+                name = self._name if count == 1 else f"{self._name}-{rank}"
+                target = "envgym.services.reward_worker:RewardWorker"
+                ranks.add(await self._runtime.start(target, arguments, name=name, environ=environ))
+            if count > 1:
+                await ranks.on_all("join", await ranks.on_first("address"))
+        except BaseException:
+            await ranks.close()
+            raise
+        return ranks
 
     async def _send(self, texts: list[Text]) -> list[Assessment | Exception]:
         """Score texts in the worker; an error is returned in place of each text that cannot be scored. Raises
         `InvalidOutcome` if the call fails."""
-        worker = await self._worker()
+        ranks = await self._ranks()
         self.counters["requests"] += len(texts)
         self.counters["rounds"] += 1
         try:
             async with asyncio.timeout(self._declared.timeout):
-                scored = await worker.call("score", texts)
+                scored = await ranks.on_all("score", texts)
         except WorkerDied:
             raise  # the run cannot continue without it
         except TimeoutError:
@@ -93,7 +113,9 @@ class RewardModelClient(RewardClient):
         except WorkerError as error:
             self.counters["failures"] += len(texts)
             raise InvalidOutcome("service", str(error), retryable=True) from None
-        return [self._assessment(*result) for result in scored]
+        # Each conversation is scored by one rank; to the others its reward is None.
+        results = [max(parts, key=lambda part: part[0] is not None) for parts in zip(*scored, strict=True)]
+        return [self._assessment(*result) for result in results]
 
     def _assessment(self, reward: float | None, tokens: int, cut: bool) -> Assessment | Exception:
         """The assessment of a reward, or the error (returned) of a text that could not be scored."""

@@ -32,7 +32,7 @@ class RewardWorker:
     of its batch by rounding alone; `deterministic` avoids that with batches of one.
     """
 
-    def __init__(self, declared: RewardModel, *, deterministic: bool = False) -> None:
+    def __init__(self, declared: RewardModel, *, deterministic: bool = False, rank: int = 0) -> None:
         with needs("torch", "train", "a reward model"):
             import transformers
 
@@ -43,11 +43,17 @@ class RewardWorker:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self._name = _find_model(declared.model)
+        self._rank, self._ranks, self._offloads = rank, declared.ranks, declared.offload
         self._batch_size = 1 if deterministic else declared.batch_size
         self._truncates = declared.too_long == "cut"
-        loaded = _load(self._name, number_format(declared.dtype, on_cpu=self._device.type == "cpu")).eval()
+        self._dtype = number_format(declared.dtype, on_cpu=self._device.type == "cpu")
+        loaded = _load(self._name, self._dtype) if rank == 0 else _allocate(self._name, self._dtype)
         self._config = loaded.config.get_text_config()
-        self._model = _offload(loaded, self._device) if declared.offload else loaded.to(self._device)
+        self._model = loaded.eval()
+        if self._ranks == 1 and not declared.offload:
+            self._model.to(self._device)
+        elif self._ranks == 1:
+            self.join(None)
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(self._name)
         as_rows = getattr(loaded.config, "reward_at", None) == "end_of_turn" or declared.render == "raw"
         self._renderer = make_renderer(declared.render, self._tokenizer) if as_rows else None
@@ -55,10 +61,26 @@ class RewardWorker:
         self._max_length = declared.max_length or _limit(self._config, self._tokenizer)
         self._mean, self._std = _statistics(loaded.config, self._name) if declared.normalise else (0.0, 1.0)
 
+    def address(self) -> str:
+        """A free `host:port` on this rank's machine, at which the ranks can meet."""
+        from envgym.workers.zero import free_address
+
+        return free_address()
+
+    def join(self, address: str | None) -> None:
+        """Distribute the weights over the ranks, by DeepSpeed's ZeRO 3. They meet at `address`; None: a single rank."""
+        from envgym.workers import zero
+
+        zero.join_process_group(address, self._rank, self._ranks, self._device)
+        settings = WorkersConfig(ranks=self._ranks, zero_stage=3, offload_parameters=self._offloads)
+        json = zero.config(settings, None, self._model.dtype, self._device)
+        self._model = zero.engine(self._model, json, self._device)
+
     def score(self, texts: Sequence[Text]) -> list[tuple[float | None, int, bool]]:
         """(reward, tokens, whether it was truncated) of each conversation, in order.
 
-        The reward is None for an empty conversation, and for one that is too long where truncation is not allowed.
+        The reward is None for an empty conversation, for one that is too long where truncation is not allowed, and for
+        those that another rank scores. All ranks call their models equally often, since each needs the others' weights.
         """
         sequences = [self._encode(text) for text in texts]
         results: list[tuple[float | None, int, bool]] = [(None, len(ids), False) for ids in sequences]
@@ -68,9 +90,12 @@ class RewardWorker:
             if ids and (self._truncates or not too_long):
                 entries.append((index, self._truncate(ids) if too_long else ids, too_long))
         entries.sort(key=lambda entry: len(entry[1]))  # stable: equal lengths keep their order
-        for start in range(0, len(entries), self._batch_size):
-            batch = entries[start : start + self._batch_size]
-            for (index, _, cut), reward in zip(batch, self._forward([ids for _, ids, _ in batch]), strict=True):
+        batches = [entries[start : start + self._batch_size] for start in range(0, len(entries), self._batch_size)]
+        for first in range(0, len(batches), self._ranks):
+            is_spare = first + self._rank >= len(batches)
+            batch = batches[first if is_spare else first + self._rank]
+            rewards = self._forward([ids for _, ids, _ in batch])
+            for (index, _, cut), reward in zip(batch, rewards, strict=True) if not is_spare else ():
                 results[index] = ((reward - self._mean) / self._std, len(sequences[index]), cut)
         return results
 
@@ -181,13 +206,15 @@ def _load(name: str, dtype: str) -> Any:
     return model
 
 
-def _offload(model: Any, device: Any) -> Any:
-    """The model behind DeepSpeed's ZeRO 3 of one rank, with its weights in the CPU's memory."""
-    from envgym.workers import zero
+def _allocate(name: str, dtype: str) -> Any:
+    """The model without its weights, which rank 0 sends."""
+    import torch
 
-    zero.join_process_group(None, 0, 1, device)
-    json = zero.config(WorkersConfig(offload_parameters=True), None, model.dtype, device)
-    return zero.engine(model, json, device)
+    from envgym.workers.network import load_model
+
+    model = load_model(name, "scalar", getattr(torch, dtype), uninitialized=True)
+    model.config.get_text_config().use_cache = False
+    return model
 
 
 def _limit(config: Any, tokenizer: Any) -> int:

@@ -115,10 +115,11 @@ def _make_clients(spec: EnvSpec, clients: dict[str, Client], runtime: Runtime, d
             part.clients[name] = by_key[declared.key]
 
 
-def local_models(spec: EnvSpec) -> dict[str, str]:
-    """An environment's reward models, which become workers: each one's model, by the worker's name."""
+def local_models(spec: EnvSpec) -> dict[str, RewardModel]:
+    """An environment's reward models, which become workers, by the name of the worker; its ranks are NAME-0, NAME-1, …
+    if there are several."""
     declared = _declared(spec).items()
-    return {WORKER.format(name): service.model for name, service in declared if isinstance(service, RewardModel)}
+    return {WORKER.format(name): service for name, service in declared if isinstance(service, RewardModel)}
 
 
 def check_servable(spec: EnvSpec) -> None:

@@ -29,7 +29,7 @@ from .components import Components, start_components
 from .new_model import make_model
 from .stop import Interrupts, Stopped
 from .trainer import Trainer
-from .update import steps_of
+from .update import evaluation_interval, steps_of
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -100,7 +100,9 @@ async def _set_up(
     state.has_held_out = check_held_out(spec, required=bool(stage.eval.every))
     check_recordings(stage, spec)
     check_training_tasks(spec)
-    steps_of(stage, spec.tasks("train").size)  # rejects `epochs` of endless tasks early
+    n_tasks = spec.tasks("train").size
+    steps_of(stage, n_tasks)  # these reject epochs of endless tasks early
+    evaluation_interval(stage, n_tasks)
     check_episodes(stage, spec)
     model = await fetch_model(stage.model, config, display, make_model)
     for role in stage.roles.values():

@@ -24,7 +24,7 @@ from .checkpoints import Checkpoints, Progress
 from .components import Components
 from .step_groups import StepGroups
 from .stop import Stop, Stopped
-from .update import Update, steps_of
+from .update import Update, evaluation_interval, steps_of
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -42,7 +42,8 @@ class Trainer:
         self.display = display
         self.stop = Stop()
         self.progress = Progress()
-        self.steps = steps_of(stage, components.runner.spec.tasks("train").size)
+        n_tasks = components.runner.spec.tasks("train").size
+        self.steps, self.eval_every = steps_of(stage, n_tasks), evaluation_interval(stage, n_tasks)
         self.recorder = Recorder(folder, display, self.steps)
         self.uses_policy = components.runner.agent.uses_policy
         self.groups = groups = StepGroups(run, stage, components, folder, self.progress, self.stop, display)
@@ -130,7 +131,7 @@ class Trainer:
         """Write the step's metrics; evaluate and save a checkpoint when they are due."""
         step, stage = self.progress.step, self.stage
         await self.checkpoints.wait_for_writes(unless_busy=True)
-        if stage.eval.every and (step % stage.eval.every == 0 or step == self.steps):
+        if self.eval_every and (step % self.eval_every == 0 or step == self.steps):
             await self.evaluate()
         if step or len(self.progress.record) > 1:
             self.recorder.write(self.progress.record)

@@ -103,11 +103,10 @@ class Update:
         return logged
 
     def _config_of(self, role: str) -> LearnerConfig:
-        """The learner's settings for a role, with the role's own learning rate if it has one."""
-        config, role_config = self._components.learner.config, self._stage.roles.get(role)
-        if role_config is None or role_config.lr is None:
-            return config
-        return config.model_copy(update={"lr": role_config.lr})
+        """The learner's settings for a role, with those of its own optimizer."""
+        role_config = self._stage.roles.get(role)
+        overrides = {} if role_config is None else role_config.optimizer_settings
+        return self._components.learner.config.model_copy(update=overrides)
 
 
 def split_minibatches(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
@@ -128,6 +127,15 @@ def steps_of(stage: StageConfig, n_tasks: int | None) -> int:
     if n_tasks is None:
         raise ConfigError("epochs are passes over the training tasks, which have no end here: set steps")
     return max(1, math.ceil(stage.epochs * n_tasks / stage.rollout.tasks_per_step))
+
+
+def evaluation_interval(stage: StageConfig, n_tasks: int | None) -> int:
+    """The training steps between evaluations, of a stage on `n_tasks` training tasks; 0: no evaluation."""
+    if stage.eval.every != "epoch":
+        return stage.eval.every
+    if n_tasks is None:
+        raise ConfigError("eval.every=epoch counts passes over the training tasks, which have no end here: set steps")
+    return math.ceil(n_tasks / stage.rollout.tasks_per_step)
 
 
 def learning_rate(config: LearnerConfig, optimizer_step: int, training_steps: int) -> float:

@@ -72,6 +72,10 @@ class WorkerGroup:
             raise
         return group
 
+    def add(self, handle: WorkerHandle) -> None:
+        """Add a rank that has started."""
+        self._handles.append(handle)
+
     def without_adapter(self, role: str) -> WorkerGroup:
         """The same workers as a frozen role: its `forward` disables the LoRA adapter, as before training. It is
         closed with this group."""

@@ -9,7 +9,6 @@ the process's environment names the accelerator and the rank.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -89,9 +88,7 @@ class ModelWorker(ModelLearning):
 
     def address(self) -> str:
         """A free `host:port` on this rank's machine, at which the ranks can meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{os.environ.get('ENVGYM_NODE_ADDRESS', '127.0.0.1')}:{probe.getsockname()[1]}"
+        return zero.free_address()
 
     def load(self, address: str | None = None) -> RankInfo:
         """Load the model and, if it is trained or partitioned, join the other ranks. Returns `info()`.

@@ -20,7 +20,6 @@ from . import tensor_parallel, zero
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
 
-ADAM_EPS = 1e-8
 """AdamW's epsilon in torch and DeepSpeed; DeepSpeed's Muon has another."""
 
 
@@ -65,7 +64,7 @@ def muon_optimizer(
 
     def create(parameters: Sequence[nn.Parameter]) -> Any:
         common: dict[str, Any] = {"weight_decay": learner.weight_decay, "lr": learner.lr, "lr_scale": 1.0}
-        adam = {**common, "use_muon": False, "betas": tuple(learner.betas), "eps": ADAM_EPS}
+        adam = {**common, "use_muon": False, "betas": tuple(learner.betas), "eps": learner.eps}
         matrices = {**common, "use_muon": True, "momentum": learner.muon_momentum}
         if learner.muon_lr is not None:
             matrices |= {"lr": learner.muon_lr, "lr_scale": learner.muon_lr / learner.lr}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -73,12 +74,20 @@ def config(
             "params": {
                 "lr": learner.lr,
                 "betas": list(learner.betas),
+                "eps": learner.eps,
                 "weight_decay": learner.weight_decay,
                 # DeepSpeed's own Adam must be compiled first, but for offloaded parameters it is several times faster.
                 "torch_adam": not (settings.offload_optimizer and device.type == "cuda"),
             },
         }
     return deep_merge(json, settings.deepspeed)
+
+
+def free_address() -> str:
+    """A free `host:port` of this machine, at which ranks can meet."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{os.environ.get('ENVGYM_NODE_ADDRESS', '127.0.0.1')}:{probe.getsockname()[1]}"
 
 
 def join_process_group(address: str | None, rank: int, world_size: int, device: torch.device) -> None:

@@ -11,6 +11,7 @@ wrong.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import threading
@@ -24,7 +25,8 @@ from types import ModuleType
 from typing import Any
 
 from envgym import registry
-from envgym.errors import NameNotFound
+from envgym.errors import ConfigError, NameNotFound
+from envgym.loading import load_function
 
 from .episode import InstanceEpisode
 from .llm_engine import OutOfRoom
@@ -115,6 +117,59 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     """The executor's name in the current interface."""
 
 
+class SingleTurnAgentExecutor(AgentExecutorBase):
+    """One completion of the prompt, with the reward of the function `reward_func` of a Python file.
+
+    Raises `ConfigError` for the address of a reward server: `--remote_rm_url` without an agent file asks it.
+    """
+
+    def __init__(self, remote_rm_url: Any = None) -> None:
+        super().__init__()
+        endpoints = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
+        if endpoints and not endpoints[0].endswith(".py"):
+            raise ConfigError(f"SingleTurnAgentExecutor({endpoints[0]!r}): give a Python file with a reward_func")
+        self.reward_func = load_function(f"{endpoints[0]}:reward_func", "reward function") if endpoints else None
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int | None = None,
+        hf_tokenizer: Any = None,
+        llm_engine: Any = None,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """Sample a completion. Without a reward function, `reward` is None: a subclass sets it."""
+        tokens = _encode(hf_tokenizer, prompt)
+        output = (await llm_engine.generate(tokens, deepcopy(sampling_params))).outputs[0]
+        logprobs = [entry[id].logprob for id, entry in zip(output.token_ids, output.logprobs, strict=True)]
+        result = {
+            "prompt": prompt,
+            "label": label,
+            "images": images,
+            "observation_tokens": [*tokens, *output.token_ids],
+            "action_ranges": [(len(tokens), len(tokens) + len(output.token_ids))],
+            "rollout_log_probs": [0.0] * len(tokens) + logprobs,
+            "truncated": output.finish_reason == "length",
+            "reward": None,
+            "scores": None,
+            "extra_logs": {},
+        }
+        if self.reward_func is not None:
+            query = hf_tokenizer.decode(result["observation_tokens"], skip_special_tokens=False)
+            rewards = await asyncio.to_thread(self.reward_func, [query], [prompt], [label])
+            result["reward"], scores = (_first(rewards.get(name)) for name in ("rewards", "scores"))
+            result["scores"] = result["reward"] if scores is None else scores
+            result["extra_logs"] = rewards.get("extra_logs") or {}
+        return result
+
+
+def _first(values: Any) -> Any:
+    """The number of a list, array or tensor of one number."""
+    return values[0] if hasattr(values, "__len__") and len(values) else values
+
+
 def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -143,7 +198,9 @@ def _mathematics() -> type[Any]:
 
 
 MATHEMATICS = {"extract_boxed_answer": extract_boxed_answer, "grade_answer": grade_answer}
-AGENT = {cls.__name__: cls for cls in (AgentInstanceBase, AgentExecutorBase, MultiTurnAgentExecutor)}
+AGENT = {
+    cls.__name__: cls for cls in (AgentInstanceBase, AgentExecutorBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor)
+}
 MODULES: dict[str, dict[str, Any]] = {
     "openrlhf": {},
     "openrlhf.utils": MATHEMATICS,

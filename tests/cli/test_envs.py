@@ -183,24 +183,21 @@ def test_input_that_ends_leaves_the_episode(run, guess):
 
 
 def test_tools_are_called_by_hand(run):
-    typed = (
-        '/call price {"good": "figs"}\n'
-        "/call price {figs}\n"
-        '"""\n/call price {"good": "apple"}\n/call prize {}\n"""\n'
-        "14\n"
-    )
+    typed = '/call total {"order": 3}\n/call total {figs}\n"""\n/call total {"order": 1}\n/call prize {}\n"""\n14\n'
     result = run("envs", "try", FOLDER / "tools.py", "--task", "test:8", typed=typed)
     assert (result.returncode, result.stderr) == (0, "")
-    assert 'tool price(good: string)\n  The price of one piece.\n  /call price {"good": "<string>"}\n' in result.stdout
-    assert "tool price:\n7\n" in result.stdout
-    assert "not sent: the arguments of price are no JSON" in result.stdout
-    assert re.search(r"tool price:\n3\ntool prize:\nError: .*prize", result.stdout)
+    assert (
+        'tool total(order: integer)\n  The total of an order.\n  /call total {"order": "<integer>"}\n' in result.stdout
+    )
+    assert "tool total:\n38\n" in result.stdout
+    assert "not sent: the arguments of total are no JSON" in result.stdout
+    assert re.search(r"tool total:\n47\ntool prize:\nError: .*prize", result.stdout)
     assert re.search(r"^terminated after 3 turns: reward \d, score \d, tool_calls 3", result.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--task", "first"], "a task is a number"), (["--task", "test:99"], "there is no task 99 in test: it has 11")],
+    [(["--task", "first"], "a task is a number"), (["--task", "test:99"], "there is no task 99 in test: it has 12")],
 )
 def test_a_task_that_is_not_there(run, words, said):
     result = run("envs", "try", FOLDER / "tools.py", *words)
@@ -358,4 +355,4 @@ def test_arguments_of_a_constructor_are_set_like_settings(run, tmp_path):
 def test_show_says_agent_and_tools(run):
     shown = run("envs", "show", FOLDER / "tools.py").stdout
     assert "agent: tool_calling\n" in shown
-    assert "  price(good: string)  The price of one piece.\n" in shown
+    assert "  total(order: integer)  The total of an order.\n" in shown

@@ -16,7 +16,7 @@ DPO = ["train_dpo", "--pretrain", "org/model", "--dataset", "org/pairs", "--appl
 
 def translated(printed):
     """The words of the command that was printed, without the copy after it."""
-    return shlex.split(printed.replace("\\\n", " ").partition("\ncp ")[0])
+    return shlex.split(printed.replace("\\\n", " ").partition("\nmkdir ")[0])
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_a_dry_run_prints_a_command_that_can_be_pasted(run):
     assert done.returncode == 0
     assert "s3cret" not in done.stdout + done.stderr
     assert "note: --packing_samples is ignored: sequences are packed if that is faster" in done.stderr
-    assert "cp -r ckpt/checkpoints_dpo/model ckpt" in done.stdout
+    assert "mkdir -p ckpt/ && cp -r ckpt/checkpoints_dpo/model/. ckpt/" in done.stdout
     words = translated(done.stdout)
     assert words[:3] == ["WANDB_API_KEY=…", "envgym", "train"]
     shown = run("config", *words[3:])

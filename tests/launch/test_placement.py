@@ -34,7 +34,7 @@ def share_gpus(plan, one, other):
 
 def test_every_part_has_gpus_of_its_own_where_there_are_enough():
     settings = {"learner": "ppo", "workers.ranks": 2, "engine.count": 2, "engine.tensor_parallel": 2}
-    plan = plan_of(stage(**settings), ["service-reward"], machines(16))
+    plan = plan_of(stage(**settings), {"service-reward": 1}, machines(16))
     assert where(plan) == {
         "engine-0": (0, (0, 1)), "engine-1": (0, (2, 3)),
         "actor-0": (0, (4,)), "actor-1": (0, (5,)), "critic-0": (0, (6,)), "critic-1": (0, (7,)),
@@ -45,43 +45,43 @@ def test_every_part_has_gpus_of_its_own_where_there_are_enough():
 
 
 def test_without_gpus_all_is_on_the_first_machine_but_for_what_is_to_be_spread():
-    assert where(plan_of(stage(**{"workers.ranks": 2}), [], machines(0, 0))) == {
+    assert where(plan_of(stage(**{"workers.ranks": 2}), {}, machines(0, 0))) == {
         "engine": (0, ()), "actor-0": (0, ()), "actor-1": (0, ()),
     }  # fmt: skip
     spread = {"workers.ranks": 2, "engine.count": 2, "placement.actor.nodes": 2, "placement.engine.nodes": 2}
-    assert where(plan_of(stage(**spread), [], machines(0, 0))) == {
+    assert where(plan_of(stage(**spread), {}, machines(0, 0))) == {
         "engine-0": (0, ()), "engine-1": (1, ()), "actor-0": (0, ()), "actor-1": (1, ()),
     }  # fmt: skip
     with pytest.raises(ConfigError, match="engine needs 2 nodes, and there are 1"):
-        plan_of(stage(**spread), [], machines(0))
+        plan_of(stage(**spread), {}, machines(0))
 
 
 def test_where_there_are_too_few_gpus_all_share_them_unless_told_otherwise():
-    shared = plan_of(stage(), [], machines(1))
+    shared = plan_of(stage(), {}, machines(1))
     assert where(shared) == {"engine": (0, (0,)), "actor-0": (0, (0,))}
     assert [slot.share for slot in shared.slots.values()] == [0.5, 0.5]
     assert share_gpus(shared, "actor", "engine")
     with pytest.raises(ConfigError, match=r"^actor needs 1 GPU; free are 0 of 1 on node0: lower .* colocate=all$"):
-        plan_of(stage(colocate="none"), [], machines(1))
+        plan_of(stage(colocate="none"), {}, machines(1))
     with pytest.raises(ConfigError, match=r"engine and actor need 2 GPUs; free are 1 of 1 on node0"):
-        plan_of(stage(**{"workers.ranks": 2}), [], machines(1))
+        plan_of(stage(**{"workers.ranks": 2}), {}, machines(1))
 
 
 def test_pairs_share_and_the_others_do_not():
     settings = {"learner": "ppo", "learner.kl.coef": 0.1, "workers.ranks": 2}
     chosen = stage(**settings, colocate=[["actor", "reference"], ["critic", "engine"]])
-    plan = plan_of(chosen, [], machines(4))
+    plan = plan_of(chosen, {}, machines(4))
     assert where(plan) == {
         "actor-0": (0, (0,)), "actor-1": (0, (1,)), "reference-0": (0, (0,)), "reference-1": (0, (1,)),
         "critic-0": (0, (2,)), "critic-1": (0, (3,)), "engine": (0, (2,)),
     }  # fmt: skip
     assert (share_gpus(plan, "critic", "engine"), share_gpus(plan, "actor", "engine")) == (True, False)
     with pytest.raises(ConfigError, match=r"colocate: this stage has no part 'refrence'. Did you mean 'reference'"):
-        plan_of(stage(**settings, colocate=[["actor", "refrence"]]), [], machines(4))
+        plan_of(stage(**settings, colocate=[["actor", "refrence"]]), {}, machines(4))
     with pytest.raises(ConfigError, match="colocate: actor is in two sets"):
-        plan_of(stage(**settings, colocate=[["actor", "reference"], ["actor", "critic"]]), [], machines(4))
+        plan_of(stage(**settings, colocate=[["actor", "reference"], ["actor", "critic"]]), {}, machines(4))
     with pytest.raises(ConfigError, match="placement: this stage has no part 'judge'"):
-        plan_of(stage(**{"placement.judge.gpus": 1}), [], machines(4))
+        plan_of(stage(**{"placement.judge.gpus": 1}), {}, machines(4))
 
 
 def test_parts_are_spread_over_machines():
@@ -101,7 +101,7 @@ def test_parts_are_spread_over_machines():
     with pytest.raises(ConfigError, match=r"actor needs 8 GPUs on 2 nodes, 4 each; free are 8 of 8 on node0, 2"):
         place_parts(parts, machines(8, 2), [])
     with pytest.raises(ConfigError, match=r"placement.actor.nodes=2 does not divide its 3 processes"):
-        plan_of(stage(**{"workers.ranks": 3, "placement.actor.nodes": 2}), [], machines(8))
+        plan_of(stage(**{"workers.ranks": 3, "placement.actor.nodes": 2}), {}, machines(8))
 
 
 def test_what_no_machine_holds_alone_goes_over_several_but_no_engine_does():
@@ -117,14 +117,14 @@ def test_what_no_machine_holds_alone_goes_over_several_but_no_engine_does():
 
 def test_who_must_be_spread_chooses_first():
     settings = {"workers.ranks": 2, "placement.actor.nodes": 2, "engine.count": 2}
-    assert where(plan_of(stage(**settings), [], machines(2, 2))) == {
+    assert where(plan_of(stage(**settings), {}, machines(2, 2))) == {
         "actor-0": (0, (0,)), "actor-1": (1, (0,)), "engine-0": (0, (1,)), "engine-1": (1, (1,)),
     }  # fmt: skip
 
 
 def test_processes_may_share_a_gpu_or_have_none():
     settings = {"workers.ranks": 2, "placement.actor.gpus": 0.5, "placement.reward.gpus": 0}
-    plan = plan_of(stage(**settings), ["service-reward"], machines(2))
+    plan = plan_of(stage(**settings), {"service-reward": 1}, machines(2))
     assert where(plan) == {"engine": (0, (0,)), "actor-0": (0, (1,)), "actor-1": (0, (1,)), "service-reward": (0, ())}
 
 
@@ -149,16 +149,16 @@ def test_a_worker_sees_the_gpus_of_its_slot(tmp_path, monkeypatch):
     assert asyncio.run(main()) == ["GPU-7,9", "", "4,GPU-7,9"]
 
 
-REWARD = ["service-reward"]
+REWARD = {"service-reward": 1}
 SHARES = [
-    ({}, [], 8, 0.9),
-    ({}, [], 1, 0.5),
-    ({"colocate": "none"}, [], 2, 0.9),
-    ({"colocate": "all"}, [], 1, 0.85),
-    ({"colocate": "all", "engine.tensor_parallel": 2}, [], 2, 0.85),
-    ({"colocate": [["actor", "engine"]]}, [], 1, 0.85),
-    ({"learner": "ppo", "colocate": [["actor", "critic"]]}, [], 2, 0.9),
-    ({"engine.count": 2, "placement.engine.gpus": 0.5}, [], 2, 0.45),
+    ({}, {}, 8, 0.9),
+    ({}, {}, 1, 0.5),
+    ({"colocate": "none"}, {}, 2, 0.9),
+    ({"colocate": "all"}, {}, 1, 0.85),
+    ({"colocate": "all", "engine.tensor_parallel": 2}, {}, 2, 0.85),
+    ({"colocate": [["actor", "engine"]]}, {}, 1, 0.85),
+    ({"learner": "ppo", "colocate": [["actor", "critic"]]}, {}, 2, 0.9),
+    ({"engine.count": 2, "placement.engine.gpus": 0.5}, {}, 2, 0.45),
     ({"colocate": "all"}, REWARD, 1, 0.5),  # which stays where it is
     ({"colocate": [["engine", "reward"]]}, REWARD, 2, 0.5),
     ({"colocate": "all", "placement.reward.gpus": 0}, REWARD, 1, 0.85),
@@ -191,19 +191,19 @@ def test_the_engine_takes_the_share_of_a_gpu_that_is_planned(settings, services,
 def test_a_way_for_weights_that_these_gpus_have_not_is_refused_with_the_plan():
     nccl, ipc = {"sync.transfer": "nccl"}, {"sync.transfer": "cuda_ipc"}
     with pytest.raises(ConfigError, match=r"^sync\.transfer=nccl: the engine and the actor share a GPU.*colocate=none"):
-        plan_of(stage(**nccl), [], machines(1))
+        plan_of(stage(**nccl), {}, machines(1))
     with pytest.raises(ConfigError, match="share a GPU"):
-        plan_of(stage(**nccl, colocate="all"), [], machines(2))
-    plan_of(stage(**nccl), [], machines(2))
-    plan_of(stage(**nccl), [], machines(1, 1))
+        plan_of(stage(**nccl, colocate="all"), {}, machines(2))
+    plan_of(stage(**nccl), {}, machines(2))
+    plan_of(stage(**nccl), {}, machines(1, 1))
     with pytest.raises(ConfigError, match=r"^sync\.transfer=cuda_ipc: the engine has a GPU without .*colocate=all"):
-        plan_of(stage(**ipc), [], machines(2))
+        plan_of(stage(**ipc), {}, machines(2))
     with pytest.raises(ConfigError, match="has a GPU without a rank"):
-        plan_of(stage(**ipc, **{"engine.tensor_parallel": 2}, colocate="all"), [], machines(2))
-    plan_of(stage(**ipc), [], machines(1))
-    plan_of(stage(**ipc, **{"workers.ranks": 2, "engine.count": 2}, colocate="all"), [], machines(2))
+        plan_of(stage(**ipc, **{"engine.tensor_parallel": 2}, colocate="all"), {}, machines(2))
+    plan_of(stage(**ipc), {}, machines(1))
+    plan_of(stage(**ipc, **{"workers.ranks": 2, "engine.count": 2}, colocate="all"), {}, machines(2))
     for without in (nccl, ipc):  # what has no GPU is refused once it is known
-        plan_of(stage(**without), [], machines(0))
+        plan_of(stage(**without), {}, machines(0))
 
 
 def test_parameters_on_the_host_for_good_take_no_turns():
@@ -219,8 +219,8 @@ def test_parameters_on_the_host_for_good_take_no_turns():
 
 
 def test_a_reward_model_beside_the_engine_takes_no_turns():
-    plan = plan_of(stage(colocate=[["engine", "reward"]]), ["service-reward"], machines(2))
+    plan = plan_of(stage(colocate=[["engine", "reward"]]), {"service-reward": 1}, machines(2))
     assert not any(part.in_turns for part in plan.parts)
-    plan = plan_of(stage(colocate="all", learner="ppo"), ["service-reward"], machines(1))
+    plan = plan_of(stage(colocate="all", learner="ppo"), {"service-reward": 1}, machines(1))
     assert [part.name for part in plan.parts if part.in_turns] == ["actor", "critic"]
     stage(colocate=[["engine", "reward"]], **{"rollout.max_staleness": 1})

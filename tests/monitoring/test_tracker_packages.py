@@ -46,6 +46,22 @@ def test_tensorboard(tmp_path):
     assert scalars["alarms"] == [(step, 1.0) for step in STEPS]
 
 
+def test_tensorboard_writes_to_the_folder_that_is_set(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = {"tensorboard_dir": str(tmp_path / "logs")}
+    info = RunInfo("0123456789abcdefghijk", "first", "first", "sums", tmp_path / "run", config, 0)
+    notes = []
+    trackers = Trackers(["tensorboard"], info, notes.append)
+    trackers.log({"step": 1, "reward/mean": 2.0})
+    trackers.close("completed")
+    assert notes == [f"tensorboard: tensorboard --logdir {tmp_path / 'logs'}"]
+    events = EventAccumulator(str(tmp_path / "logs" / "first"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("reward/mean")] == [2.0]
+
+
 def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(tmp_path):
     pytest.importorskip("tensorboard")
     tell("tensorboard", tmp_path, STEPS)

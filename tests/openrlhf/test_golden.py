@@ -50,8 +50,6 @@ MINIMAL = {
 }  # fmt: skip
 PLACE = re.compile(r"(v[\d.]+(post\d+)? )?openrlhf/cli/\w+\.py:\d+")
 BULLET = re.compile(r"^- `([\w.]+)` (default|other)(?: (\d+))?: (.+)", re.MULTILINE)
-LEARNERS_NAMES = {"min_lr_ratio": "lr_min_ratio"}
-"""Names of the learner's settings, by those of roles."""
 
 
 def cases(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -141,7 +139,7 @@ def value_of(settings: Mapping[str, Any], key: str) -> Any:
     if value is None and (found := re.fullmatch(r"roles\.\w+\.(.+)", key)):
         name = found[1]
         is_stages = name == "model" or name.startswith(("workers.", "lora."))
-        return settings.get(name if is_stages else f"learner.{LEARNERS_NAMES.get(name, name)}")
+        return settings.get(name if is_stages else f"learner.{name}")
     return value
 
 

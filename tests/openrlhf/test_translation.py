@@ -88,7 +88,7 @@ def test_sources_with_weights():
 
 def test_several_reward_models():
     made = settings_of("train_ppo_ray", *PPO[:4], "--reward_pretrain", "a,b", "--apply_chat_template")
-    assert made["env.models"] == [{"model": "a"}, {"model": "b"}]
+    assert made["env.models"] == [{"model": "a", "ranks": 8}, {"model": "b", "ranks": 8}]
 
 
 def test_words_are_read_back_as_they_are():
@@ -143,7 +143,7 @@ def test_ppo_and_grpo_of_rlhf_yaml(tmp_path):
         "rollout.tasks_per_step": 1024, "learner.minibatches": 16, "learner.kl.applied_to": "loss",
         "learner.kl.estimator": "k3",
         "learner.kl.coef": 0.001, "workers.ranks": 2, "colocate": "all", "render": "chat",
-        "roles.reference.model": "org/reference", "env.models": [{"model": "org/judge"}],
+        "roles.reference.model": "org/reference", "env.models": [{"model": "org/judge", "ranks": 2}],
     }  # fmt: skip
     assert {key: made.settings.get(key) for key in wanted} == wanted
     ppo = from_file(tmp_path, "train_ppo")
@@ -258,3 +258,125 @@ def test_a_pair_of_numbers_keeps_its_order(flags, flag, keys, default):
 
     assert values() == default
     assert values(f"--{flag}", "0.25", "0.75") == [0.25, 0.75]
+
+
+DOTTED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "p", "--reward.model_name_or_path", "judge"]
+
+
+def test_the_critic_starts_from_the_first_reward_model(tmp_path):
+    start = "roles.critic.model"
+    assert settings_of("train_ppo_ray", *PPO)[start] == "org/judge"
+    assert settings_of("train_ppo_ray", *PPO[:5], "a,b")[start] == "a"
+    assert settings_of("train_ppo_ray", *PPO, "--critic_pretrain", "c")[start] == "c"
+    assert start not in settings_of("train_ppo_ray", *PPO[:4], "--remote_rm_url", "http://h:1/r")
+    assert start not in settings_of("train_ppo_ray", *PPO, "--advantage_estimator", "reinforce")
+    assert from_file(tmp_path, "train_ppo").settings[start] == from_file(tmp_path, "train_ppo").settings["model"]
+
+
+def test_dotted_commands_have_their_own_defaults():
+    flat, dotted = settings_of("train_ppo_ray", *PPO), settings_of("train_ppo_ray", *DOTTED)
+    assert (flat["engine.max_model_len"], flat["rollout.max_tokens"]) == (2048, 1024)
+    assert (dotted["engine.max_model_len"], dotted["rollout.max_tokens"]) == (2048, 2048)
+    assert (flat["workers.tokens_per_microbatch"], dotted["workers.tokens_per_microbatch"]) == (4 * 2048, 2048)
+    longer = settings_of("train_ppo_ray", *DOTTED, "--data.max_len", "4096", "--reward.overlong_buffer_len", "512")
+    assert (longer["rollout.max_tokens"], longer["learner.shaping.overlong_length"]) == (4096, 4096)
+
+
+def critic_settings(*words):
+    made = settings_of("train_ppo_ray", *words)
+    start = "roles.critic."
+    return made, {key.removeprefix(start): value for key, value in made.items() if key.startswith(start)}
+
+
+def test_flat_flags_set_both_optimizers_and_dotted_ones_each_its_own():
+    made, critic = critic_settings(*PPO, "--lr_warmup_ratio", "0.2", "--max_norm", "0.5", "--lr_scheduler", "linear")
+    assert critic.keys() == {"lr", "model"}
+    keys = ("learner.warmup_ratio", "learner.max_grad_norm", "learner.lr_min_ratio")
+    assert [made[key] for key in keys] == [0.2, 0.5, 0.0]
+    actor = ["--actor.lr_warmup_ratio", "0.2", "--actor.adam.betas", "0.9", "0.99", "--actor.lr_scheduler", "constant"]
+    others = ["--critic.max_norm", "2", "--critic.optim", "muon", "--critic.adam.eps", "1e-6"]
+    made, critic = critic_settings(*DOTTED, *actor, *others)
+    keys = ("learner.warmup_ratio", "learner.lr_schedule", "learner.betas")
+    assert [made[key] for key in keys] == [0.0, "constant", [0.9, 0.99]]
+    assert critic == {
+        "model": "judge", "lr": 9e-6, "warmup_ratio": 0.03, "betas": [0.9, 0.95], "eps": 1e-6, "max_grad_norm": 2,
+        "optimizer": "muon", "muon_lr": 0.02, "muon_momentum": 0.95, "lr_schedule": "cosine", "lr_min_ratio": 0.1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "schedule", "floor", "warmup"),
+    [
+        ("cosine_with_min_lr", "cosine", 0.1, 0.03),
+        ("cosine", "cosine", 0.0, 0.03),
+        ("linear", "linear", 0.0, 0.03),
+        ("constant", "constant", None, 0.0),
+        ("constant_with_warmup", "constant", None, 0.03),
+    ],
+)
+def test_schedules_end_where_theirs_do(scheduler, schedule, floor, warmup):
+    made = settings_of("train_sft", *SFT, "--lr_scheduler", scheduler)
+    keys = ("learner.lr_schedule", "learner.lr_min_ratio", "learner.warmup_ratio")
+    assert tuple(made.get(key) for key in keys) == (schedule, floor, warmup)
+
+
+def test_losses_of_groups_are_averages_over_tokens_but_for_gspo():
+    group = [*PPO, "--n_samples_per_prompt", "4", "--advantage_estimator"]
+    assert settings_of("train_ppo_ray", *group, "group_norm")["learner.aggregation"] == "token"
+    assert settings_of("train_ppo_ray", *group, "dr_grpo")["learner.aggregation"] == "token"
+    made = settings_of("train_ppo_ray", *group, "group_norm", "--policy_loss_type", "gspo")
+    assert made["learner.aggregation"] == "sequence"
+
+
+def test_evaluations_and_the_best_checkpoint():
+    served = [*PPO[:4], "--remote_rm_url", "http://h:1/r", "--eval_dataset", "e", "--eval_steps"]
+    made = settings_of("train_ppo_ray", *served, "10")
+    assert (made["eval.every"], made["eval.temperature"], made["checkpoint.best"]) == (10, 0.6, "eval/score")
+    never = settings_of("train_ppo_ray", *served, "-1")
+    assert never["eval.every"] == 0
+    assert "checkpoint.best" not in never
+    key = "--ckpt.best_metric_key"
+    assert "checkpoint.best" not in settings_of("train_ppo_ray", *served, "10", key, "none")
+    assert settings_of("train_ppo_ray", *served, "10", key, "eval_default_pass1")["checkpoint.best"] == "eval/score"
+    assert settings_of("train_ppo_ray", *served, "10", key, "eval_default_pass4")["checkpoint.best"] == "eval/pass@4"
+    [note] = [note for note in translate("train_ppo_ray", [*served, "10", key, "loss"]).notes if key in note]
+    assert "no best checkpoint is kept" in note
+    assert settings_of("train_sft", *SFT, "--eval_dataset", "e")["eval.every"] == "epoch"
+    assert settings_of("train_sft", *SFT, "--eval_dataset", "e", "--eval_steps", "7")["eval.every"] == 7
+
+
+def test_sources_without_probabilities_follow_each_other():
+    made = settings_of("train_sft", *SFT[:3], "a,b")
+    assert {key: value for key, value in made.items() if key.startswith("data.sources")} == {
+        "data.sources.s1.path": "a", "data.sources.s2.path": "b",
+    }  # fmt: skip
+    weighed = settings_of("train_sft", *SFT[:3], "a,b", "--dataset_probs", "0.2,0.8")
+    assert weighed["data.sources.s2.weight"] == 0.8
+
+
+def test_rewards_come_from_the_first_of_several_files():
+    made = translate("train_ppo_ray", [*PPO[:4], "--remote_rm_url", "a.py,b.py"])
+    assert made.words[-2:] == ["--env", "a.py"]
+    assert any("rewards come from a.py alone" in note for note in made.notes)
+
+
+def test_reward_models_are_placed_and_offloaded_as_they_say():
+    made = settings_of("train_ppo_ray", *PPO, "--reward_num_nodes", "2", "--reward_num_gpus_per_node", "8")
+    assert made["env.models"][0]["ranks"] == 16
+    assert made["placement.reward.nodes"] == 2
+    assert "roles.reference.workers.offload_parameters" not in settings_of("train_ppo_ray", *DOTTED, "--reward.offload")
+    assert settings_of("train_ppo_ray", *DOTTED, "--reward.offload")["env.models"][0]["offload"]
+
+
+def test_rows_of_preferences_have_fields_of_several_names(tmp_path):
+    assert not [key for key in from_file(tmp_path, "train_dpo").settings if key.startswith("env.fields")]
+
+
+def test_weights_of_4_bits_without_an_adapter_are_refused():
+    with pytest.raises(ConfigError, match="give --lora_rank too"):
+        translate("train_sft", [*SFT, "--load_in_4bit"])
+
+
+def test_tensorboard_writes_to_their_folder():
+    made = settings_of("train_sft", *SFT, "--use_tensorboard", "logs")
+    assert (made["report_to"], made["tensorboard_dir"]) == (["tensorboard"], "logs")

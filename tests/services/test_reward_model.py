@@ -108,3 +108,29 @@ def test_the_environment_is_set_up_before_a_model_is_loaded(tmp_path):
                 pass
 
     asyncio.run(main())
+
+
+def test_several_ranks_give_the_rewards_of_one(tiny_reward_model):
+    texts = [f"what is {number} + {'3' * (number % 5)}?" for number in range(19)]
+
+    async def rewards(ranks):
+        spec = Spec(judge=RewardModel(model=str(tiny_reward_model), batch_size=4, max_length=64, ranks=ranks))
+        async with start_services(spec):
+            assert len(pids()) >= ranks
+            assessments = await asyncio.gather(*(spec.clients["judge"].assess(text) for text in [*texts, ""]),
+                                               return_exceptions=True)  # fmt: skip
+        assert isinstance(assessments.pop(), InvalidOutcome)
+        return [assessment.reward for assessment in assessments]
+
+    assert asyncio.run(rewards(2)) == pytest.approx(asyncio.run(rewards(1)), abs=1e-6)
+
+
+def test_a_rank_that_dies_ends_the_run(tiny_reward_model):
+    async def main():
+        spec = Spec(judge=RewardModel(model=str(tiny_reward_model), max_length=64, ranks=2))
+        async with start_services(spec):
+            os.kill(max(pids()), signal.SIGKILL)
+            await spec.clients["judge"].assess("a question")
+
+    with pytest.raises(WorkerDied):
+        asyncio.run(main())

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from envgym.config.schema import StageConfig
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig, TrainSample
-from envgym.training.update import aggregate_steps, learning_rate, split_minibatches, steps_of
+from envgym.training.update import (
+    aggregate_steps,
+    evaluation_interval,
+    learning_rate,
+    split_minibatches,
+    steps_of,
+)
 from envgym.types import Objective
 
 
@@ -139,3 +145,13 @@ def test_epochs_are_training_steps_rounded_up():
     assert steps_of(stage(steps=3), None) == 3
     with pytest.raises(ConfigError, match="have no end"):
         steps_of(stage(epochs=1), None)
+
+
+def test_evaluations_are_so_many_steps_apart_or_an_epoch():
+    def stage(every):
+        return StageConfig(env="any", learner="any", rollout={"tasks_per_step": 8}, eval={"every": every})
+
+    assert [evaluation_interval(stage(every), 20) for every in (0, 7, "epoch")] == [0, 7, 3]
+    assert evaluation_interval(stage(5), None) == 5
+    with pytest.raises(ConfigError, match=r"eval\.every=epoch"):
+        evaluation_interval(stage("epoch"), None)

@@ -291,6 +291,33 @@ def test_an_execute_of_the_older_interface_that_hands_its_result_to_a_queue(play
     assert [episode.reward for episode in ok(groups, engine)] == [1.0] * 3
 
 
+SINGLE = """
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+class AgentExecutor(SingleTurnAgentExecutor):
+    def __init__(self):
+        super().__init__({rewards!r})
+"""
+
+
+def test_a_single_turn_executor_with_a_reward_file(play, ok, agent_file, task, tmp_path):
+    rewards = tmp_path / "their_rewards.py"
+    rewards.write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    assert queries[0].startswith(prompts[0])\n"
+        "    return {'rewards': [0.5 + ('yes' in queries[0])], 'extra_logs': {'length': [len(queries[0])]}}\n"
+    )
+    file = agent_file(executor=SINGLE.format(rewards=str(rewards)))
+    groups, engine = play(file, [task()], lambda member, turn: "yes" if member else "no", size=2)
+    assert [episode.reward for episode in ok(groups, engine)] == [0.5, 1.5]
+
+
+def test_a_single_turn_executor_asks_no_server(play, agent_file, task):
+    file = agent_file(executor=SINGLE.format(rewards="http://127.0.0.1:1/reward"))
+    groups, _ = play(file, [task()], "x", size=1)
+    assert "give a Python file with a reward_func" in groups[0].episodes[0].outcome.message
+
+
 def test_an_execute_changes_what_super_returns(play, ok, agent_file, task):
     executor = """
 class AgentExecutor(MultiTurnAgentExecutor):
