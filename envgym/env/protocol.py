@@ -69,6 +69,11 @@ class TaskSet(ABC):
     def size(self) -> int | None:
         """Number of tasks; None for an endless set."""
 
+    @property
+    def epoch_size(self) -> int | None:
+        """Number of tasks until each was drawn at least once; None if there is no such number."""
+        return self.size
+
     def __len__(self) -> int:
         if self.size is None:
             raise TypeError("an endless task set has no len()")

@@ -49,7 +49,7 @@ def translate_flags(flags: Flags, notes: Sequence[str]) -> Translation:
 def _set_offline(flags: Flags, translation: Translation) -> None:
     """Set what depends on several flags."""
     settings = translation.settings
-    is_text = flags.program == "train_sft" and bool(flags["pretrain_mode"])
+    is_text = flags.program in ("train_sft", "train_kd") and bool(flags["pretrain_mode"])
     translation.words = ["--recipe", "distill" if flags.program == "train_kd" else flags.program.removeprefix("train_")]
     settings["workers.ranks"] = flags.world_size or 1
     if flags.program in ("train_sft", "train_kd"):  # other programs' recipes set it
@@ -61,15 +61,25 @@ def _set_offline(flags: Flags, translation: Translation) -> None:
     else:
         set_template(flags, translation, "env.template")
     settings |= {f"env.fields.{name}": str(field) for name, field in _fields(flags, translation).items()}
-    if flags.program == "train_sft":
+    if flags.program == "train_sft" and flags["multiturn"] and not flags["apply_chat_template"]:
+        raise ConfigError("train_sft: --multiturn needs --apply_chat_template, which separates the turns")
+    if flags.program in ("train_sft", "train_kto", "train_kd") and not is_text:
         settings.setdefault("env.teach", "last")
+    if flags.program == "train_rm":
+        if flags["loss"] != "sigmoid":  # the logistic loss in another notation, without margins
+            settings["learner.margin"] = False
+        if flags["eval_dataset"] is None:
+            translation.notes.append(
+                "without --eval_dataset the mean and std of rewards in the model's config are those of the last "
+                "training step; OpenRLHF takes the first hundredth of the rows"
+            )
 
 
 def _fields(flags: Flags, translation: Translation) -> dict[str, Any]:
     """The fields of demonstrations: names in the data by envgym's names."""
     if "output_key" not in flags.table:
         return {}
-    if flags.program == "train_sft" and flags["pretrain_mode"]:
+    if flags.program in ("train_sft", "train_kd") and flags["pretrain_mode"]:
         return {"text": flags["input_key"]}
     if flags["output_key"] is None and flags["apply_chat_template"]:
         return {"messages": flags["input_key"]}
@@ -324,8 +334,10 @@ def _set_generation(flags: Flags, translation: Translation) -> None:
     settings |= {"env.form": "prompt", "env.fields.prompt": str(flags["input_key"])}
     settings |= source_settings(flags, "dataset", "dataset_probs")
     settings["engine.max_model_len"] = flags["prompt_max_len"] + flags["max_new_tokens"]
-    if flags["greedy_sampling"]:
-        settings["rollout.temperature"] = 0.0
+    if flags["greedy_sampling"] and flags["eval_task"] == "generate":
+        settings["rollout.top_k"] = 1
+    elif flags["greedy_sampling"]:
+        translation.notes.append("--greedy_sampling is ignored: OpenRLHF's generate_vllm does not read it")
     set_template(flags, translation, "env.template", f"{flags['csft_prompt'].strip()} " if flags["enable_csft"] else "")
 
 
@@ -336,10 +348,13 @@ def _set_scoring(flags: Flags, translation: Translation) -> None:
         raise ConfigError("batch_inference: --eval_task rm scores one file: call it for each")
     set_template(flags, translation, "data.template")
     render = {"render": "raw"} if settings.pop("render") == "raw" else {}
-    model = {"model": flags["pretrain"], "too_long": "cut", "max_length": flags["max_len"]}
+    dtype = {"fp16": "float16"}.get(str(flags["param_dtype"]), "bfloat16")
+    model = {"model": flags["pretrain"], "too_long": "cut", "max_length": flags["max_len"], "dtype": dtype}
+    translation.notes.append(
+        "rewards are not normalised; OpenRLHF divides by the std in the model's config, if it has one"
+    )
     settings |= {"env.models": [{**model, **render}], "data.prompt": str(flags["input_key"])}
-    if "output_key" in flags.options or render:  # otherwise the last message of a conversation
-        settings["data.answer"] = str(flags["output_key"])
+    settings["data.answer"] = str(flags["output_key"])
 
 
 def _set_merge(flags: Flags, translation: Translation) -> None:

@@ -92,7 +92,7 @@ def apply_flag(flag: Flag, flags: Flags, translation: Translation) -> None:
         raise ConfigError(f"{flags.program}: {option}: {flag.unsupported}")
     if is_set and flag.ignored is not None:
         translation.notes.append(f"--{flag.name} is ignored: {flag.ignored}")
-    if value is None or (value is False and not is_set) or not flags.holds(flag.condition):
+    if value is None or value == "" or (value is False and not is_set) or not flags.holds(flag.condition):
         return
     if flag.environ is not None:
         translation.environ[flag.environ] = str(value)
@@ -116,18 +116,22 @@ def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
     translation.save_path, translation.resumes = Path(flags["save_path"]), bool(flags["load_checkpoint"])
     averages = "enable_ema" in flags.table and flags["enable_ema"]
     translation.result = "adapter" if flags["lora_rank"] else "model_ema" if averages else "model"
-    settings.setdefault("workers.tokens_per_microbatch", flags["micro_train_batch_size"] * max_len)
+    per_row = 2 if flags.program in ("train_rm", "train_dpo") else 1  # a row is a pair
+    settings.setdefault("workers.tokens_per_microbatch", per_row * flags["micro_train_batch_size"] * max_len)
+    packs = "packing_samples" in flags.table and flags["packing_samples"]
+    if packs and "flash" not in settings.get("workers.attention", "flash"):
+        settings["workers.attention"] = "auto"  # OpenRLHF packs with flash attention alone
     settings |= schedule_settings(str(flags["lr_scheduler"]), flags, "min_lr_ratio")
     if settings.get("learner.lr_schedule") == "constant" and flags["lr_scheduler"] == "constant":
         settings["learner.warmup_ratio"] = 0.0
-    if (folder_of_logs := flags["use_tensorboard"]) is not None:
+    if (folder_of_logs := flags["use_tensorboard"]) is not None and not flags["use_wandb"]:
         settings["report_to"] = ["tensorboard"]
         if folder_of_logs is not True:
             settings["tensorboard_dir"] = str(folder_of_logs)
     if flags["load_in_4bit"] and not flags["lora_rank"]:
         raise ConfigError(f"{flags.program}: --load_in_4bit: weights of 4 bits are not trained: give --lora_rank too")
     if token := flags["use_wandb"]:
-        settings["report_to"] = ["wandb", *settings.get("report_to", ())]
+        settings["report_to"] = ["wandb"]
         translation.environ |= {} if str(token).lower() in ("true", "1") else {"WANDB_API_KEY": str(token)}
     if flags["eval_dataset"] is None:
         settings |= {"eval.every": 0, "data.test_fraction": 0.0}
@@ -135,6 +139,15 @@ def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
         settings["eval.every"] = flags["eval_steps"]
     else:
         settings["eval.every"] = 0 if flags.program == "train_ppo_ray" else "epoch"
+    if flags["eval_dataset"] is not None:
+        settings["eval.tasks"] = 10**8  # all
+        has_splits = not Path(str(flags["eval_dataset"])).suffix
+        if (
+            flags["eval_split"] is None
+            and has_splits
+            and flags.program in ("train_dpo", "train_kto", "train_kd", "train_prm")
+        ):
+            settings["data.test_split"] = "test"
 
 
 SCHEDULES = {
@@ -177,6 +190,9 @@ def source_settings(flags: Flags, paths_flag: str, weights_flag: str, key: str =
 def set_template(flags: Flags, translation: Translation, key: str, suffix: str = "") -> None:
     """Set the rendering, and the template of prompts at the setting `key`. `suffix`: text after every prompt."""
     text = "" if flags["apply_chat_template"] else flags["input_template"] or ""
+    if text and "{}" not in text:
+        translation.notes.append("--input_template is ignored: it has no {} for the prompt")
+        text = ""
     translation.settings["render"] = "chat" if flags["apply_chat_template"] else "raw"
     if "\\n" in text:
         translation.notes.append("--input_template: \\n is read as a line break")

@@ -92,6 +92,14 @@ class Interleaved(Joined):
         ]
         return [(part, number) for _, part, number in sorted(slots)]
 
+    @property
+    def epoch_size(self) -> int | None:
+        """The tasks until the last of the sets is exhausted; None if one of them is endless."""
+        sizes, total = [part.size for part in self._parts], sum(self._counts)
+        if None in sizes:
+            return None
+        return max(math.ceil((size or 0) * total / count) for size, count in zip(sizes, self._counts, strict=True))
+
     def _index(self, part: int, draw: int) -> int:
         """The index in `part` of its draw number `draw`."""
         size = self._parts[part].size

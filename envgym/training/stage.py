@@ -100,7 +100,7 @@ async def _set_up(
     state.has_held_out = check_held_out(spec, required=bool(stage.eval.every))
     check_recordings(stage, spec)
     check_training_tasks(spec)
-    n_tasks = spec.tasks("train").size
+    n_tasks = spec.tasks("train").epoch_size
     steps_of(stage, n_tasks)  # these reject epochs of endless tasks early
     evaluation_interval(stage, n_tasks)
     check_episodes(stage, spec)

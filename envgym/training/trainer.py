@@ -42,7 +42,7 @@ class Trainer:
         self.display = display
         self.stop = Stop()
         self.progress = Progress()
-        n_tasks = components.runner.spec.tasks("train").size
+        n_tasks = components.runner.spec.tasks("train").epoch_size
         self.steps, self.eval_every = steps_of(stage, n_tasks), evaluation_interval(stage, n_tasks)
         self.recorder = Recorder(folder, display, self.steps)
         self.uses_policy = components.runner.agent.uses_policy

@@ -113,7 +113,8 @@ class Reader:
     # -- the forms --------------------------------------------------------------------------------------------
 
     def _demonstration(self, row: Row, context: str) -> Record:
-        if name := self._name("messages", row):
+        is_named = self.names.get("prompt") and self.names.get("answer") and not self.names.get("messages")
+        if (name := self._name("messages", row)) and not is_named:
             messages = _messages(row[name], context)
         else:
             answer = row[self._require("answer", row, context)]
@@ -132,12 +133,13 @@ class Reader:
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         if chosen == rejected:
             raise DataError(f"{context}: the chosen answer is the rejected one: there is nothing to prefer")
-        margin = row[name] if (name := self._name("margin", row)) else 0.0
+        margin = row[name] if (name := self._name("margin", row)) and row[name] is not None else 0.0
         variants = tuple(
             Variant(_checked_answer(side, context), (*[None] * (_n_turns(side) - 1), reward))
             for side, reward in ((chosen, 1.0), (rejected, 0.0))
         )
-        return Record(_prompt(prompt, context), variants, _number(margin, "margin", context), self._tools(row, context))
+        prompt = _prompt(prompt, context) if prompt else ()  # two whole texts
+        return Record(prompt, variants, _number(margin, "margin", context), self._tools(row, context))
 
     def _labelled(self, row: Row, context: str) -> Record:
         name = self._require("label", row, context)
@@ -212,6 +214,8 @@ class Reader:
             return _messages(row[name], context)
         name = self._require("prompt", row, context)
         prompt = _messages_of(row[name], context, role="user")
+        if self.names.get("prompt"):  # it is the whole prompt
+            return prompt
         if (extra := self._name("input", row)) and isinstance(row[extra], str) and row[extra].strip():  # Alpaca
             prompt = (Message("user", f"{prompt[-1].text}\n\n{row[extra]}"),)
         if (history := self._name("history", row)) and isinstance(row[history], list):

@@ -161,6 +161,24 @@ def test_a_bad_row_is_named_with_its_line(row, settings, says, write):
     assert "data.jsonl:2: " in str(failure.value)
 
 
+def test_a_prompt_whose_field_is_named_is_the_whole_prompt(write):
+    """Another program's `--input_key input` names it; by its usual name the field goes with an instruction."""
+    row = {"input": "What?", "output": "That.", "system": "Be kind.", "history": [["a", "b"]], "messages": TALK}
+    fields = {"prompt": "input", "answer": "output"}
+    [record] = records(write(row), form="demonstration", fields=fields)
+    assert told(record.prompt) == [("user", "What?")]
+    assert told(record.variants[0].messages) == [("assistant", "That.")]
+
+
+def test_two_whole_texts_are_a_preference_without_a_prompt(write):
+    [record] = records(write({"chosen": "good text", "rejected": "bad text", "margin": None}))
+    assert record.prompt == ()
+    assert [told(variant.messages) for variant in record.variants] == [
+        [("assistant", "good text")], [("assistant", "bad text")],
+    ]  # fmt: skip
+    assert record.margin == 0
+
+
 def test_an_unknown_field_is_refused_with_the_ones_there_are():
     with pytest.raises(ConfigError, match=r"there is no field 'choosen'. Did you mean 'chosen'"):
         envgym.spec("recorded", fields={"choosen": "a"})
@@ -326,22 +344,22 @@ def test_several_sets_are_mixed_by_their_weights(write):
     assert drawn.count("few") == 10
 
 
-def test_several_weighted_sets_have_no_end_so_that_sft_wants_steps_and_takes_them(write):
-    path = write({"prompt": "1 + 2?", "completion": "3"})
+def test_an_epoch_of_several_weighted_sets_ends_with_the_last_of_them(write):
+    path = write(*[{"prompt": f"{n} + 2?", "completion": "3"} for n in range(8)])
     sources = {name: {"path": path, "weight": weight} for name, weight in (("a", 3), ("b", 1))}
 
     def steps(**words):
-        stage = resolve({"env": "recorded", "data": {"sources": sources}, **words}, recipe="sft").stages[0]
+        settings = {"env": "recorded", "data": {"sources": sources, "test_fraction": 0}, "eval": {"every": 0}}
+        stage = resolve({**settings, "rollout": {"tasks_per_step": 4}, **words}, recipe="sft").stages[0]
 
         async def main():
             async with stage.make_spec() as spec:
-                return steps_of(stage, spec.tasks("train").size)
+                return steps_of(stage, spec.tasks("train").epoch_size)
 
         return asyncio.run(main())
 
     assert steps(steps=9) == 9
-    with pytest.raises(ConfigError, match=r"the training tasks, which have no end here: set steps"):
-        steps()
+    assert steps(epochs=1) == 8  # 8 tasks are a quarter of 32
 
 
 def test_the_preview_shows_what_is_taught_and_refuses_what_is_not(write, tiny_model, capsys):

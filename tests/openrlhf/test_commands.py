@@ -36,7 +36,7 @@ BY_HAND = {
         "workers.gradient_checkpointing": True, "env.teach": "last", "checkpoint.every": 0, "seed": 42,
     },
     "rm-train_rm": {
-        "recipe": "rm", "learner.lr": 7e-6, "agent.max_tokens": 4096, "workers.tokens_per_microbatch": 8192,
+        "recipe": "rm", "learner.lr": 7e-6, "agent.max_tokens": 4096, "workers.tokens_per_microbatch": 16384,
         "env.form": "preference", "env.fields": {"chosen": "chosen", "rejected": "rejected"}, "render": "chat",
         "workers.attention": "auto", "workers.zero_stage": 3, "report_to": ["wandb"], "project": "openrlhf_train_rm",
     },
@@ -47,7 +47,7 @@ BY_HAND = {
     "dpo-train_dpo": {
         "recipe": "dpo", "learner.beta": 0.2, "learner.lr": 4e-7, "learner.betas": (0.9, 0.98),
         "rollout.tasks_per_step": 64,
-        "agent.max_tokens": 2048, "workers.tokens_per_microbatch": 4096, "env.form": "preference", "render": "chat",
+        "agent.max_tokens": 2048, "workers.tokens_per_microbatch": 8192, "env.form": "preference", "render": "chat",
         "learner.loss": "sigmoid", "learner.warmup_ratio": 0.03, "learner.lr_schedule": "cosine",
     },
     "kto-train_kto": {

@@ -240,3 +240,21 @@ def test_raw_texts_are_judged_without_a_chat_template(tiny_reward_model, by_tran
     raw = make_worker(tiny_reward_model, render="raw")
     expected = by_transformers("what is 12 + 34?the answer is 46<|im_end|>")
     assert rewards(raw, [CONVERSATION]) == pytest.approx([expected], abs=1e-5)
+
+
+def test_a_critic_that_starts_from_it_begins_with_its_values(tiny_reward_model, worker):
+    import numpy as np
+
+    from envgym.learner import RoleSpec, TrainSample
+    from envgym.types import Objective
+    from envgym.workers.model import ModelWorker
+    from envgym.workers.spec import WorkerSpec
+
+    critic = ModelWorker(WorkerSpec("critic", str(tiny_reward_model), RoleSpec(trained=False, head="scalar")))
+    critic.load()
+    samples = []
+    for text in TEXTS:
+        ids = np.array(worker._encode(text), np.int32)
+        zeros = np.zeros(len(ids), np.float32)
+        samples.append(TrainSample(ids, zeros, zeros, Objective.POLICY_GRADIENT))
+    assert [float(values[-1]) for values in critic.forward(samples)] == pytest.approx(rewards(worker, TEXTS), abs=1e-5)

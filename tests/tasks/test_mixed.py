@@ -227,3 +227,11 @@ def test_a_task_set_with_an_end_has_a_length():
             len(tasks)
         assert tasks
     assert not named("a", 0)
+
+
+def test_an_epoch_of_weighted_sets_ends_with_the_last_of_them():
+    assert Interleaved([named("a", 10), named("b", 10)], [1, 3]).epoch_size == 40
+    assert Interleaved([named("a", 10), named("b", 30)], [1, 3]).epoch_size == 40
+    assert Interleaved([named("a", 3), SeededTasks("train")], [1, 1]).epoch_size is None
+    mixed = Interleaved([named("a", 7), named("b", 2)], [2, 1])
+    assert len(set(read(mixed, mixed.epoch_size))) == 9
