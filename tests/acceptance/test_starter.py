@@ -33,7 +33,7 @@ FROM_DEMONSTRATIONS = ("--recipe", "sft_grpo")
 CASES = {
     "class": ("--env", "reverse.py"),
     "reward_function": ("--env", "three_words.py"),
-    "own_problems": ("--env", "math_verify", "data.path=problems.jsonl"),
+    "own_problems": ("--env", "math_verify", "data.path=problems.jsonl", *FROM_DEMONSTRATIONS),
     "template_reward": ("--env", "new_reward.py"),
     "template_multi_turn": ("--env", "new_multi_turn.py"),
     "guess": ("--env", "examples/guess.py:Guess"),
