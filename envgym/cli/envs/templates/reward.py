@@ -8,10 +8,10 @@ def problems(split):
     for a in range(10, 100):
         for b in range(10, 100):
             if (split == "test") == ((a + b) % 10 == 7):  # hold a tenth out
-                yield {"prompt": f"What is {a} + {b}? Answer with the number alone.", "answer": str(a + b)}
+                yield {"prompt": f"What is {a} + {b}?\nPut the final answer in \\boxed{{}}.", "answer": str(a + b)}
 
 
 @envgym.reward(tasks=problems)
 def new_environment(completion, answer):
     """Sums of two numbers."""
-    return float(completion.strip() == answer)
+    return float(completion.strip().endswith(f"\\boxed{{{answer}}}"))

@@ -2,24 +2,25 @@
 
 import envgym
 
-PRICES = {"apple": 3, "bread": 5, "cheese": 8, "dates": 4, "eggs": 6, "figs": 7}
+TOTALS = {number: 10 + number * 37 % 83 for number in range(1, 61)}
+"""Order -> its total. Stands for a database, which only the tool can read."""
 
 
 class NewEnvironment(envgym.ToolEnv):
-    """Look a price up, and multiply."""
+    """Look an order up, and say its total."""
 
     def tools(self):
-        return [self.price]
+        return [self.total]
 
-    def price(self, good: str) -> int:
-        """The price of one piece.
+    def total(self, order: int) -> int:
+        """The total of an order.
 
         Args:
-            good: the good to buy, for example apple
+            order: the number of the order, for example 17
         """
-        if good not in PRICES:
-            raise KeyError(f"{good} is not for sale")  # the policy reads this message
-        return PRICES[good]
+        if order not in TOTALS:
+            raise KeyError(f"there is no order {order}")  # the policy reads this message
+        return TOTALS[order]
 
     def grade(self, action):
         return float(action.text.strip() == self.task.answer)
@@ -33,22 +34,20 @@ class NewEnvironmentSpec(envgym.EnvSpec):
     agent = "tool_calling"
 
     def tasks(self, split):
-        goods = sorted(PRICES)
-        orders = [(count, good) for good in goods for count in range(2, 20)]
-        split_orders = [order for number, order in enumerate(orders) if (number % 10 == 0) == (split == "test")]
         return envgym.TaskList(
             [
                 envgym.Task(
-                    id=f"{count}-{good}",
-                    prompt=f"What do {count} times {good} cost? Look the price up. Answer with the number alone.",
-                    answer=str(count * PRICES[good]),
-                    fields={"good": good},
+                    id=str(order),
+                    prompt=f"What is the total of order {order}? Look it up. Answer with the number alone.",
+                    answer=str(total),
+                    fields={"order": order},
                 )
-                for count, good in split_orders
+                for order, total in TOTALS.items()
+                if (order % 5 == 0) == (split == "test")  # hold a fifth out
             ]
         )
 
     def demonstrations(self, task, seed):
         """The turns of a correct episode, to train on: a call, then the answer."""
-        call = envgym.ToolCall("call_0", "price", {"good": task.fields["good"]})
+        call = envgym.ToolCall("call_0", "total", {"order": task.fields["order"]})
         return [envgym.Message("assistant", (), (call,)), task.answer]
