@@ -252,8 +252,8 @@ def group_of_rows(n_groups=3, size=4, prompt=12, longest=9, objective=Objective.
     return rows
 
 
-def learned(tmp_path, model, rows, learner, *, ranks=1, role="actor", lora=None, **settings):
-    """Scores before a step of plain gradient descent, its metrics, and the weights after it."""
+def learned(tmp_path, model, rows, learner, *, ranks=1, role="actor", lora=None, steps=1, **settings):
+    """Scores before `steps` steps of plain gradient descent on all rows, the last one's metrics, and the weights."""
     settings = {"tokens_per_microbatch": 60, "dtype": "float32", "deepspeed": PLAIN_GRADIENT_DESCENT} | settings
     head = "lm" if role == "actor" else "scalar"
     config = WorkersConfig(ranks=ranks, **settings)
@@ -266,7 +266,8 @@ def learned(tmp_path, model, rows, learner, *, ranks=1, role="actor", lora=None,
             group = await WorkerGroup.start(runtime, spec)
             try:
                 scores = await group.forward(rows)
-                metrics = await group.accumulate(rows, normalizers) | await group.step(1.0)
+                for _ in range(steps):
+                    metrics = await group.accumulate(rows, normalizers) | await group.step(1.0)
                 await export_group(group, tmp_path / "weights")
                 return group.info, scores, metrics, load_file(tmp_path / "weights")
             finally:
@@ -296,6 +297,14 @@ def assert_same(tmp_path, model, rows, learner, *, share_at_least=0.3, shared=No
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"packing": True}, {"role": "critic"}])
 def test_a_worker_learns_the_same(options, tmp_path, tied_model, learner):
     assert_same(tmp_path, tied_model, group_of_rows(), learner, **options)
+
+
+def test_so_it_does_in_several_steps_on_rows_of_different_versions(tmp_path, tied_model, learner):
+    rows = group_of_rows()
+    for index, row in enumerate(rows):
+        row.versions, row.is_on_policy = ((3,), (2, 3), (1,))[index % 3], index % 3 == 0
+        row.old_logprobs[12:] = np.random.default_rng(index).normal(-5.5, 0.2, len(row) - 12)
+    assert_same(tmp_path, tied_model, rows, learner, steps=3)
 
 
 def test_so_does_an_adapter(tmp_path, untied_model, learner):
