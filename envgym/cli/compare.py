@@ -58,8 +58,8 @@ def _text(comparison: Comparison, gate: Sequence[tuple[str, str]]) -> str:
         summary.append(("p", _p(suite["p_value"])))
         if suite["detectable"] is not None:
             summary.append(("detectable", f"{_detectable(suite)}   found four times in five, were it there"))
-    summary += [("note", note) for note in comparison.notes]
-    return "\n\n".join(filter(None, [table, "\n".join(flipped), aligned([*summary, *gate])]))
+    notes = aligned([("note", note) for note in comparison.notes]) if comparison.notes else ""
+    return "\n\n".join(filter(None, [notes, table, "\n".join(flipped), aligned([*summary, *gate])]))
 
 
 def _cells(paired: dict[str, Any]) -> list[str]:

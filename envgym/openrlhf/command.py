@@ -103,17 +103,23 @@ def _printed_command(translation: Translation) -> str:
     environ = translation.environ.items()
     variables = "".join(f"{name}={'…' if 'KEY' in name else shlex.quote(text)} " for name, text in environ)
     line = f"{variables}envgym " + " \\\n  ".join(words)
-    if translation.save_path is not None:
-        source, target = f"{translation.run / translation.result}/.", f"{translation.save_path}/"
+    for name, path in _copies(translation).items():
+        source, target = f"{translation.run / name}/.", f"{path}/"
         line += f"\n{shlex.join(['mkdir', '-p', target])} && {shlex.join(['cp', '-r', source, target])}"
     return line if translation.finish is None else f"{line}\n# then the file is converted to OpenRLHF's rows"
+
+
+def _copies(translation: Translation) -> dict[str, Path]:
+    """The folders of the run that are copied at its end, and where to."""
+    result = {} if translation.save_path is None else {translation.result: translation.save_path}
+    return {**result, **translation.copies}
 
 
 def _run(translation: Translation, invocation: Invocation) -> int:
     os.environ.update(translation.environ)
     status: int = load_command(translation.command).main(translation.arguments[1:], invocation)
-    if status == 0 and translation.save_path is not None:
-        shutil.copytree(translation.run / translation.result, translation.save_path, dirs_exist_ok=True)
+    for name, path in _copies(translation).items() if status == 0 else ():
+        shutil.copytree(translation.run / name, path, dirs_exist_ok=True)
     if status == 0 and translation.finish is not None:
         print(translation.finish())
     return status

@@ -64,7 +64,16 @@ def translate_file(name: str, arguments: Sequence[str], *, world_size: int | Non
                 f"{role}_{number}": values.get(f"actor_{number}", 1) for role in ("actor", "critic", "ref", "reward")
             }
         values.setdefault("critic_pretrain", values.get("pretrain"))  # VERL's critic starts from the policy
-        if not settings.pop("kl_in_reward", False) and not values.get("use_kl_loss"):
+        in_reward = settings.pop("kl_in_reward", False)
+        if in_reward and values.get("use_kl_loss"):
+            raise ConfigError(
+                f"{file}: use_kl_in_reward and use_kl_loss: the KL is in the reward or in the loss: set one"
+            )
+        if in_reward:
+            values |= {"init_kl_coef": 0.001, "kl_estimator": "k1"}  # VERL's own; kl_loss_coef is the loss's
+        if name == "train_grpo":
+            settings["learner.advantage_eps"] = 1e-6
+        if not in_reward and not values.get("use_kl_loss"):
             values["init_kl_coef"] = 0.0
             settings.pop("roles.reference.model", None)
     if "--deepspeed" in options:

@@ -17,9 +17,9 @@ Row = dict[str, Any]
 Process = Callable[[list[Row]], list[Row]]
 
 
-def write_rows(episodes: Path, file: Path, model: str, process: Process, *, chat: bool) -> int:
+def write_rows(episodes: Path, file: Path, model: str, process: Process, *, chat: bool) -> tuple[int, int]:
     """Write a row (`input`, `output`, and the `reward` if there is one) for each episode with a completion to `file`,
-    and return the number of rows.
+    and return the numbers of rows and of the episodes without one.
 
     With `chat`, the chat template of the tokenizer of `model` renders the input. Special tokens that the policy or a
     tool spelled out are broken up by a space, since programs that read the rows would take them for tokens.
@@ -31,7 +31,8 @@ def write_rows(episodes: Path, file: Path, model: str, process: Process, *, chat
     folder = model if Path(model).is_dir() else find_on_hub(model)
     renderer = make_renderer("chat" if chat else "raw", load_tokenizer(folder))
     rows: list[Row] = []
-    for episode in read_episodes(episodes):
+    all_episodes = read_episodes(episodes)
+    for episode in all_episodes:
         *prompt, completion = episode.messages or [Message("assistant", "")]
         if episode.failed or not completion.text.strip():  # data with an empty completion raises an error
             continue
@@ -41,17 +42,18 @@ def write_rows(episodes: Path, file: Path, model: str, process: Process, *, chat
         rows.append({"input": text, "output": output, **reward})
     if not rows:
         raise RunError(f"{episodes}: every episode failed or has an empty completion: there is no row to write")
+    n_left_out = len(all_episodes) - len(rows)
     rows = process(rows)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
-    return len(rows)
+    return len(rows), n_left_out
 
 
 def post_processor(name: str | None, template: str, *, normalize: bool) -> Process:
     """A post-processor of rows: `rs`, the best completion of each input; `iter_dpo`, the best and the worst (`prompt`,
-    `chosen`, `rejected`); `csft`, all rows with their reward written into the input by `template`, with `normalize`
-    after normalising rewards to mean 0 and standard deviation 1; None, the rows unmodified. Raises `ConfigError` for
-    other names."""
+    `chosen`, `rejected`) of each input with different rewards; `csft`, all rows with their reward written into the
+    input by `template`, with `normalize` after normalising rewards to mean 0 and standard deviation 1; None, the rows
+    unmodified. Raises `ConfigError` for other names."""
     if missing := [part for part in ("{input}", "{reward}") if part not in template]:
         raise ConfigError(f"batch_inference: --reward_template has no {missing[0]} in it")
     processors: dict[str | None, Process] = {
@@ -72,7 +74,7 @@ def _rank_rows(rows: list[Row]) -> list[list[Row]]:
 
 
 def _pairs(rows: list[Row]) -> list[Row]:
-    pairs = [(group[0], group[-1]) for group in _rank_rows(rows) if group[0]["output"] != group[-1]["output"]]
+    pairs = [(group[0], group[-1]) for group in _rank_rows(rows) if group[0]["reward"] != group[-1]["reward"]]
     return [
         {"prompt": best["input"], "chosen": best["output"], "rejected": worst["output"],
          "chosen_reward": best["reward"], "rejected_reward": worst["reward"]}

@@ -25,12 +25,21 @@ from .translation import (
 def translate(program: str, arguments: Sequence[str], *, world_size: int | None = None) -> Translation:
     """Translate a command line. `world_size`: ranks that a launcher started. Raises `ConfigError` for an unknown,
     missing or unsupported flag."""
+    if program in FORMER_PROGRAMS:
+        raise ConfigError(f"{program} is not translated: {FORMER_PROGRAMS[program]}")
     if program not in PROGRAMS:
         raise ConfigError(
             f"there is no program {program!r}.{did_you_mean(program, PROGRAMS)} Known: {', '.join(PROGRAMS)}"
         )
     options, notes = parse(program, arguments)
     return translate_flags(Flags(program, options, world_size, dotted=is_dotted(arguments)), notes)
+
+
+FORMER_PROGRAMS = {
+    "train_ppo": "train_ppo_ray is its successor, with the same flags for models and data",
+    "interactive_chat": "serve the model's folder with vLLM, and talk to that",
+}
+"""Programs of earlier versions, and advice."""
 
 
 def translate_flags(flags: Flags, notes: Sequence[str]) -> Translation:
@@ -61,6 +70,7 @@ def _set_offline(flags: Flags, translation: Translation) -> None:
     else:
         set_template(flags, translation, "env.template")
     settings |= {f"env.fields.{name}": str(field) for name, field in _fields(flags, translation).items()}
+    _note_limit(flags, translation, "dataset")
     if flags.program == "train_sft" and flags["multiturn"] and not flags["apply_chat_template"]:
         raise ConfigError("train_sft: --multiturn needs --apply_chat_template, which separates the turns")
     if flags.program in ("train_sft", "train_kto", "train_kd") and not is_text:
@@ -73,6 +83,11 @@ def _set_offline(flags: Flags, translation: Translation) -> None:
                 "without --eval_dataset the mean and std of rewards in the model's config are those of the last "
                 "training step; OpenRLHF takes the first hundredth of the rows"
             )
+
+
+def _note_limit(flags: Flags, translation: Translation, paths_flag: str) -> None:
+    if "max_samples" in flags.options and "," in str(flags[paths_flag]):
+        translation.notes.append("--max_samples bounds the rows of each data set; OpenRLHF then bounds their sum too")
 
 
 def _fields(flags: Flags, translation: Translation) -> dict[str, Any]:
@@ -111,6 +126,13 @@ def _set_ppo(flags: Flags, translation: Translation) -> None:
         )
     set_training(flags, translation, length)
     settings |= source_settings(flags, "prompt_data", "prompt_data_probs")
+    _note_limit(flags, translation, "prompt_data")
+    if flags["train.partial_rollout_enable"] and not flags["async_train"]:
+        raise ConfigError(
+            "train_ppo_ray: --partial_rollout continues episodes with new weights: give --async_train too"
+        )
+    if flags["freezing_actor_steps"] >= 0 and estimator != "gae":
+        translation.notes.append("--freezing_actor_steps is ignored: only a critic warms up, and there is none")
     set_template(flags, translation, "data.template")
     _set_reward(flags, translation)
     _set_loss(flags, translation)
@@ -132,6 +154,11 @@ def _set_lengths(flags: Flags, translation: Translation) -> int:
     if longest is None or flags["agent_func_path"]:
         longest = length if max_len or flags["agent_func_path"] else COMPLETION
     translation.settings["rollout.max_tokens"] = longest
+    if longest == COMPLETION and not {"generate_max_len", "max_new_tokens"} & flags.options.keys():
+        translation.notes.append(
+            f"completions have up to {COMPLETION:,} tokens, as up to 0.9.7; later versions give them what the prompt "
+            "leaves of --max_len"
+        )
     return length
 
 
@@ -200,6 +227,8 @@ def _set_loss(flags: Flags, translation: Translation) -> None:
         settings.pop("learner.advantage_norm")
     if flags["init_kl_coef"] > 0:
         settings.setdefault("learner.kl.applied_to", "reward")
+        if flags["use_kl_estimator_k3"]:
+            settings["learner.kl.estimator"] = "k3"
     if flags["async_train"] and "learner.correction.kind" not in settings:
         settings["learner.correction.kind"] = "tis"
         translation.notes.append(
@@ -228,6 +257,8 @@ def _set_critic(flags: Flags, translation: Translation) -> None:
     """Set the critic's start (the first reward model, else the policy) and its optimizer. Flat flags are those of both
     models; with dotted names each has its own, with its own defaults."""
     settings = translation.settings
+    if flags["save_value_network"]:
+        translation.copies["critic"] = Path(f"{flags['save_path']}_critic")
     if flags["freezing_actor_steps"] >= 0:  # steps are counted from 0, and trained above this one
         settings["learner.critic_warmup_steps"] = flags["freezing_actor_steps"] + 1
     if flags["critic_pretrain"] is None and flags["reward_pretrain"]:
@@ -262,13 +293,17 @@ def _set_evaluation(flags: Flags, translation: Translation) -> None:
         settings["eval.temperature"] = flags["eval_temperature"]
     if name == "none" or not settings["eval.every"]:
         return
-    attempts = re.fullmatch(r"(?:eval_.*_pass(\d+))?", name)
-    if attempts is None:
+    attempts = re.fullmatch(r"(?:eval_(.*)_pass(\d+))?", name)
+    if attempts is None or int(attempts[2] or 1) not in (1, flags["eval_n_samples_per_prompt"]):
         translation.notes.append(
             f"--ckpt.best_metric_key {name}: only eval_…_passN are known: no best checkpoint is kept"
         )
     else:
-        samples = int(attempts[1] or 1)
+        samples = int(attempts[2] or 1)
+        if attempts[1] not in (None, "default"):
+            translation.notes.append(
+                f"--ckpt.best_metric_key {name}: the metric is that of all held-out tasks together"
+            )
         settings["checkpoint.best"] = "eval/score" if samples == 1 else f"eval/pass@{samples}"
 
 
@@ -320,9 +355,18 @@ def _set_inference(flags: Flags, translation: Translation) -> None:
     (_set_scoring if task == "rm" else _set_generation)(flags, translation)
     translation.words += ["--out", str(episodes), "--overwrite"]
     processor = None if flags["post_processor"] in ("null", "None") else flags["post_processor"]
+    if processor is not None and task != "rm":
+        translation.notes.append("--post_processor is ignored: it needs rewards, which --eval_task rm gives")
+        processor = None
     process = post_processor(processor, flags["reward_template"], normalize=bool(flags["normalize_reward"]))
     chat, model = bool(flags["apply_chat_template"]), str(flags["pretrain"])
-    translation.finish = lambda: f"{write_rows(episodes, file, model, process, chat=chat)} rows in {file}"
+
+    def finish() -> str:
+        n_rows, n_left_out = write_rows(episodes, file, model, process, chat=chat)
+        left_out = f"; {n_left_out} failed or empty completions are left out" if n_left_out else ""
+        return f"{n_rows} rows in {file}{left_out}"
+
+    translation.finish = finish
 
 
 def _set_generation(flags: Flags, translation: Translation) -> None:

@@ -30,6 +30,8 @@ class Translation:
     """Destination of the copy of the trained model or adapter."""
     result: str = "model"
     """Name of the folder to copy, in the run's folder."""
+    copies: dict[str, Path] = field(default_factory=dict)
+    """Further folders to copy from the run's, by name."""
     run: Path = Path()
     """The run's folder."""
     resumes: bool = False
@@ -139,6 +141,8 @@ def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
         settings["eval.every"] = flags["eval_steps"]
     else:
         settings["eval.every"] = 0 if flags.program == "train_ppo_ray" else "epoch"
+    if "," in str(flags["eval_dataset"]):
+        raise ConfigError(f"{flags.program}: --eval_dataset names several data sets: join them in one file or folder")
     if flags["eval_dataset"] is not None:
         settings["eval.tasks"] = 10**8  # all
         has_splits = not Path(str(flags["eval_dataset"])).suffix
@@ -171,7 +175,11 @@ def schedule_settings(name: str, flags: Flags, floor_flag: str, prefix: str = "l
 
 def source_settings(flags: Flags, paths_flag: str, weights_flag: str, key: str = "data") -> dict[str, Any]:
     """The settings of one path, or of several with their weights; without weights one follows the other."""
-    paths = str(flags[paths_flag]).split(",")
+    paths = [path.strip() for path in str(flags[paths_flag]).split(",")]
+    if scripts := [path for path in paths if path.endswith(".py")]:
+        raise ConfigError(
+            f"{flags.program}: --{paths_flag} {scripts[0]}: scripts of data sets are not run: save its rows"
+        )
     if folders := [path for path in paths if "@" in path and not Path(path).exists()]:
         raise ConfigError(f"{flags.program}: --{paths_flag} {folders[0]}: give the folder of the data set as a path")
     if len(paths) == 1:

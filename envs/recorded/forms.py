@@ -23,7 +23,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "system": ("system", "system_prompt"),
     "history": ("history",),
     "answer": ("response", "completion", "answer", "output", "solution", "target", "chosen"),
-    "chosen": ("chosen", "chosen_response", "response_chosen", "preferred", "accepted"),
+    "chosen": ("chosen", "chosen_response", "response_chosen", "preferred", "accepted", "answer"),
     "rejected": ("rejected", "rejected_response", "response_rejected", "dispreferred", "negative"),
     "margin": ("margin",),
     "label": ("label", "labels", "rating", "is_good"),

@@ -37,9 +37,9 @@ def written(tmp_path, tiny_model):
         source, out = tmp_path / "episodes.jsonl", tmp_path / "rows" / "out.jsonl"
         write_episodes(source, EPISODES)
         process = post_processor(name, template, normalize=normalize)
-        number = write_rows(source, out, str(tiny_model), process, chat=chat)
+        number, n_left_out = write_rows(source, out, str(tiny_model), process, chat=chat)
         rows = [json.loads(line) for line in out.read_text().splitlines()]
-        assert len(rows) == number
+        assert (len(rows), n_left_out) == (number, 2)
         return rows
 
     return write

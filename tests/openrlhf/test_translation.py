@@ -379,3 +379,68 @@ def test_weights_of_4_bits_without_an_adapter_are_refused():
 def test_tensorboard_writes_to_their_folder():
     made = settings_of("train_sft", *SFT, "--use_tensorboard", "logs")
     assert (made["report_to"], made["tensorboard_dir"]) == (["tensorboard"], "logs")
+
+
+SERVED = [*PPO[:4], "--remote_rm_url", "http://h:1/r", "--eval_dataset", "e", "--eval_steps", "10"]
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "note"),
+    [
+        ("train_sft", [*SFT[:3], "a,b", "--max_samples", "2"], "bounds the rows of each data set"),
+        (
+            "batch_inference",
+            [*SFT, "--output_path", "o", "--eval_task", "generate", "--post_processor", "rs"],
+            "rewards",
+        ),
+        ("train_ppo_ray", PPO, "completions have up to 1,024 tokens, as up to 0.9.7"),
+        ("train_ppo_ray", [*SERVED, "--best_metric_key", "eval_gsm8k_pass1"], "that of all held-out tasks together"),
+        ("train_ppo_ray", [*SERVED, "--best_metric_key", "eval_default_pass5"], "no best checkpoint is kept"),
+        ("train_ppo_ray", [*PPO, "--advantage_estimator", "reinforce", "--freezing_actor_steps", "9"], "there is none"),
+        ("train_dpo", [*SFT, "--train_split", "x"], "the training split up to 0.6.4"),
+    ],
+)
+def test_a_difference_is_noted(program, flags, note):
+    assert any(note in line for line in translate(program, flags).notes)
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "said"),
+    [
+        ("train_ppo_ray", [*PPO, "--partial_rollout"], "give --async_train too"),
+        ("train_ppo", PPO, "train_ppo_ray is its successor"),
+        ("interactive_chat", ["--pretrain", "m"], "serve the model's folder with vLLM"),
+        ("train_sft", [*SFT, "--eval_dataset", "a,b"], "--eval_dataset names several data sets"),
+        ("train_sft", [*SFT[:3], "rows.py"], "scripts of data sets are not run"),
+        ("train_sft", [*SFT[:3], "org/rows@folder"], "give the folder of the data set as a path"),
+    ],
+)
+def test_what_cannot_be_theirs_is_refused(program, flags, said):
+    with pytest.raises(ConfigError) as error:
+        translate(program, flags)
+    assert said in str(error.value)
+
+
+def test_the_value_network_is_copied_beside_the_policy():
+    made = translate("train_ppo_ray", [*PPO, "--save_value_network", "--save_path", "out"])
+    assert {name: str(path) for name, path in made.copies.items()} == {"critic": "out_critic"}
+
+
+def test_spaces_after_commas_are_no_part_of_a_path():
+    made = settings_of("train_sft", *SFT[:3], "org/a, org/b")
+    assert made["data.sources.s2.path"] == "org/b"
+
+
+def test_earlier_spellings():
+    assert settings_of("train_ppo_ray", *PPO, "--use_kl_estimator_k3")["learner.kl.estimator"] == "k3"
+    assert settings_of("train_sft", *SFT, "--torch_compile")["workers.compile"] is True
+
+
+def test_the_kl_of_verl_is_in_the_reward_or_in_the_loss(tmp_path):
+    made = from_file(tmp_path, "train_ppo", {"ppo.use_kl_in_reward": True})
+    keys = ("learner.kl.applied_to", "learner.kl.coef", "learner.kl.estimator")
+    assert [made.settings[key] for key in keys] == ["reward", 0.001, "k1"]
+    with pytest.raises(ConfigError, match="set one"):
+        from_file(tmp_path, "train_grpo", {"ppo.use_kl_in_reward": True, "ppo.use_kl_loss": True})
+    assert made.settings["learner.weight_decay"] == 0.01
+    assert made.settings["learner.dual_clip"] == 3.0
