@@ -40,7 +40,7 @@ ALWAYS = ("--max_samples", "--train_batch_size", "--micro_train_batch_size")
 ALWAYS_PPO = (*ALWAYS, "--rollout_batch_size", "--prompt_max_len", "--generate_max_len", "--actor_num_gpus_per_node",
               "--critic_num_gpus_per_node", "--ref_num_gpus_per_node", "--prompt_data", "--vllm_gpu_memory_utilization",
               "--ckpt_path", "--save_path")  # fmt: skip
-LEFT_OUT = ("--use_wandb", "{wandb_token}")  # nobody to report to
+LEFT_OUT = ("--use_wandb", "{wandb_token}", "{token}")  # nobody to report to
 AGENT = '''
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 import torch
@@ -270,6 +270,36 @@ def test_reinforcement_learning_as_a_job_of_a_ray_cluster(place, name, given, fo
     assert (folder / f"saved_{name}" / "model.safetensors").is_file()
     assert "--runtime ray" in done.stdout
     store(f"openrlhf_{name}", place=place, words=words, seconds=summary["seconds"], steps=summary["steps"])
+
+
+def test_a_reward_model_and_then_ppo_whose_critic_starts_from_it(folder, store):
+    """The first document's pipeline: a critic that is saved untrained has the reward model's weights."""
+    from safetensors.torch import load_file
+
+    rm = {"--dataset": "pairs.jsonl", "--learning_rate": 0.01, "--save_path": "pipeline_rm",
+          "--ckpt_path": "kept/pipeline_rm"}  # fmt: skip
+    words = substituted(only(place_of("003:93", "rm"), "train_rm", folder), rm)
+    done = started(folder, (sys.executable, "-m"), "train_rm", words)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ppo = {"--reward_pretrain": "pipeline_rm", "--critic_learning_rate": 0, "--n_samples_per_prompt": 1,
+           "--save_path": "pipeline_ppo", "--ckpt_path": "kept/pipeline_ppo"}  # fmt: skip
+    words = substituted(only(place_of("000:51", "ppo"), "train_ppo_ray", folder), ppo)
+    done = started(folder, (sys.executable, "-m"), "train_ppo_ray", [*words, "--save_value_network"])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    summary = json.loads((folder / "kept/pipeline_ppo/summary.json").read_text())
+    assert summary["status"] == "completed"
+    rewarding, critic = (
+        load_file(folder / name / "model.safetensors") for name in ("pipeline_rm", "pipeline_ppo_critic")
+    )
+    assert set(critic) == set(rewarding)
+    for name, tensor in critic.items():
+        assert (tensor.float() - rewarding[name].float()).abs().max() < 1e-2 * rewarding[
+            name
+        ].float().abs().max() + 1e-6
+    actor = load_file(folder / "pipeline_ppo" / "model.safetensors")
+    shared = [name for name in critic if name in actor]
+    assert any((critic[name].float() - actor[name].float()).abs().max() > 1e-4 for name in shared)
+    store("openrlhf_pipeline", words=words, steps=summary["steps"], seconds=summary["seconds"])
 
 
 def test_a_reward_model_is_served(folder):
