@@ -241,7 +241,9 @@ def task_set_of(name: str) -> NamedTaskSet | None:
 
 
 def _suggest(namespace: str | None, name: str) -> str:
-    """A hint with the closest name of the same namespace, or else of all, as Gymnasium's."""
+    """A hint: the file of that name, or the closest name of the same namespace, or else of all, as Gymnasium's."""
+    if namespace is None and Path(f"{name}.py").is_file():
+        return f" Did you mean the file {name}.py?"
     ids = {parse_env_id(key)[:2] for key in list_ids()}
     names = [candidate for space, candidate in ids if space == namespace]
     if matches := get_close_matches(name, names, n=1, cutoff=0.5):

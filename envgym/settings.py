@@ -85,7 +85,9 @@ def settings_error(error: ValidationError, model: type[BaseModel], context: str 
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         names = known_keys(model, first["loc"][:-1])
-        return UnknownKey(f"{prefix}unknown key {key!r}", key, did_you_mean(key.rpartition(".")[2], names), names)
+        parent, dot, name = key.rpartition(".")
+        hint = did_you_mean(name, names).replace("'", f"'{parent}{dot}", 1)
+        return UnknownKey(f"{prefix}unknown key {key!r}", key, hint, names)
     if first["type"] == "missing":
         return ConfigError(f"{prefix}key {key!r} is required")
     if first["type"] in ("model_type", "dict_type"):

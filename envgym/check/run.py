@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from envgym.errors import EnvgymError, WorkerDied, WorkerError
+from envgym.errors import ConfigError, EnvgymError, WorkerDied, WorkerError
 from envgym.loading import absolute_target, is_file_target, is_user_file
 from envgym.processes.local import LocalRuntime, LocalWorker
 from envgym.registry import spec
@@ -58,6 +58,8 @@ async def check_environment(
     Call it from the main thread, with a name that a new process can resolve too: an id of an installed package, a file,
     an import path or a URL. Raises `EnvgymError` if the environment cannot be set up.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"checks run in other processes, so give a name (a file, say), not {name!r:.60}")
     report, start = Report(absolute_target(name) if is_file_target(name) else name), time.monotonic()
     arguments = {"name": report.env, "settings": dict(settings or {}), "setup_seconds": setup_seconds}
     async with temporary_runtime("check") as (runtime, logs):

@@ -92,7 +92,8 @@ def _lines(result: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
         lines.append((number, f"{_change(change)}   95% intervals{coverage}"))
         if number == numbers[0]:
             lines += [(f"  {name}", _change(part[number])) for name, part in result["parts"].items()]
-    lines.append(("changed", f"{result['changed']} episodes"))
+    if any(result[number].earlier for number in ("score", "reward")):
+        lines.append(("changed", f"{result['changed']} episodes"))
     if result["short"]:
         lines.append(("truncated", f"{result['short']} for which the environment wants more turns than were recorded"))
     if result["unused"]:
@@ -102,7 +103,7 @@ def _lines(result: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
 
 
 def _change(change: Change) -> str:
-    return f"{_mean(change.earlier)}  ->  {_mean(change.new)}"
+    return _mean(change.new) if change.earlier is None else f"{_mean(change.earlier)}  ->  {_mean(change.new)}"
 
 
 def _mean(mean: Mean | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from envgym.config.schema import StageConfig
 from envgym.env import EnvSpec
-from envgym.errors import ConfigError, DataError, did_you_mean
+from envgym.errors import DataError, did_you_mean
 from envgym.tasks import DataEnvSpec, SourceConfig
 from envgym.tasks.columns import PROMPT_FIELDS, prompt_key
 from envgym.tasks.rows import Row, Rows, open_rows
@@ -56,10 +56,9 @@ async def generated_episodes(stage: StageConfig, path: Path, fields: GenerationF
     """
     rows = open_rows(path)
     spec = stage.make_spec()
-    if not isinstance(spec, DataEnvSpec):
-        raise ConfigError(f"{path} holds no episodes, and environment {spec.id} takes no data, so no rows of it either")
     completion = _completion_field(rows, fields)
-    read_task = _reader(spec, rows, fields, completion) or await _finder(spec, fields)
+    reader = _reader(spec, rows, fields, completion) if isinstance(spec, DataEnvSpec) else None
+    read_task = reader or await _finder(spec, fields)
     episodes: list[Episode] = []
     tasks: dict[tuple[int, str], Task] = {}
     counts: Counter[str] = Counter()
@@ -157,7 +156,7 @@ _READING = {"prompt", "answer", "answer_pattern", "id", "template", "system"}
 """Settings of `data` that say how a row is read."""
 
 
-async def _finder(spec: DataEnvSpec, fields: GenerationFields) -> _ReadTask:
+async def _finder(spec: EnvSpec, fields: GenerationFields) -> _ReadTask:
     """A function that finds the environment's task of a row: by its id, or by its prompt."""
     by_id: dict[str, Task] = {}
     by_prompt: dict[int, Task] = {}
@@ -173,6 +172,11 @@ async def _finder(spec: DataEnvSpec, fields: GenerationFields) -> _ReadTask:
         for field in (fields.prompt,) if fields.prompt else PROMPT_FIELDS:
             if isinstance(text := row.get(field), str) and (task := by_prompt.get(prompt_key(Task("", text)))):
                 return task
+        if not isinstance(spec, DataEnvSpec):
+            raise DataError(
+                f"{location}: the row names no task of {spec.id}, by its id ({', '.join(ID_FIELDS)}) or its prompt. "
+                f"It has {', '.join(row)}"
+            )
         raise DataError(
             f"{location}: the row has neither a prompt with a reference, nor the id or prompt of a task of {spec.id}. "
             f"It has {', '.join(row)}: name the fields with --prompt FIELD and --reference FIELD"

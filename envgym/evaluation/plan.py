@@ -12,7 +12,7 @@ from envgym.config.resolve import resolve, set_sampled_model
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import merge
 from envgym.engine import SamplingParams
-from envgym.errors import ConfigError, reported_as
+from envgym.errors import ConfigError, DataError, reported_as
 from envgym.registry import task_set_of
 
 from .suite import Sampling, Suite, SuiteEnv
@@ -57,7 +57,10 @@ def parts_of_suite(
             "folder of the files of named task sets, goes with a suite"
         )
     parts = []
-    for name, item in suite.sized_environments(size).items():
+    environments = suite.sized_environments(size)
+    if folder:
+        _check_folder(environments, folder)
+    for name, item in environments.items():
         if task_set := task_set_of(item.env.name):
             sampling = {**task_set.sampling, **item.sampling.model_dump(exclude_none=True)}
             item = item.model_copy(update={"sampling": Sampling(**sampling), "data": {**item.data, **folder}})
@@ -79,6 +82,20 @@ def parts_of_suite(
             overrides["sampling"] = item.sampling.model_copy(update={"temperature": 0.0 if greedy else None})
         parts.append(Part(name=name, env=item.model_copy(update=overrides), config=config))
     return parts
+
+
+def _check_folder(environments: Mapping[str, SuiteEnv], data: Mapping[str, Any]) -> None:
+    """Raise `DataError`, with all the files that `data.folder` lacks, if it lacks any."""
+    problems = []
+    for item in environments.values():
+        if task_set := task_set_of(item.env.name):
+            try:
+                task_set.settings({"data": data})
+            except DataError as error:
+                problems.append(str(error).removeprefix("data.folder: "))
+    if problems:
+        hint = "a suite of your own, a YAML file, can name fewer environments"
+        raise DataError(f"data.folder: {', '.join(problems)}; {hint}")
 
 
 def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None) -> list[Part]:

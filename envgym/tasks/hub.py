@@ -38,7 +38,7 @@ def fetch_data_set(name: str) -> Path:
         data_set = datasets.load_dataset(repo, config or None, revision=revision or None)
     except Exception as error:  # `datasets` raises errors of many other libraries
         reason = (
-            f"the hub cannot be reached ({problem}); a file works, data.path=FILE"
+            f"the hub cannot be reached ({problem}); files work: data.path=FILE, data.test_path=HELD_OUT_FILE"
             if problem
             else " ".join(str(error).split())[:300]
         )

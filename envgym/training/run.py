@@ -107,6 +107,8 @@ def _run_training(config: RunConfig, stage: StageConfig, folder: RunFolder, disp
     """Run a training stage, from its newest readable checkpoint if it has one."""
     while True:
         checkpoint = folder.last_checkpoint()
+        if checkpoint is not None:
+            display.note(f"resuming {config.name} from {checkpoint.name}")
         try:
             return event_loop.run(run_stage(config, stage, folder, display))
         except (asyncio.CancelledError, KeyboardInterrupt) as error:

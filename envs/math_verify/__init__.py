@@ -43,12 +43,17 @@ class MathVerifyConfig(DataEnvConfig):
     `The answer is`, `ANSWER:`."""
     instruction: str | None = None
     """Added to every problem; empty for none. Unset: it asks for the form that is read."""
-    boxed_share: float = Field(0.4, ge=0, le=1)
-    """Share of the demonstrations with a boxed answer. The others show formats that get no reward."""
+    boxed_share: float | None = Field(None, ge=0, le=1)
+    """Share of the demonstrations with a boxed answer. The others show formats that get no reward. Unset: 0.4 for the
+    sums, 1 for problems of your own."""
     grader_processes: int = Field(2, ge=1)
     """Processes that grade at the same time (and one or two more for answers that are costly)."""
     grader_timeout: float = Field(5.0, gt=0)
     """Seconds one answer may take to grade; then it counts as wrong."""
+
+
+BOXED_SHARE = 0.4
+"""Of the demonstrations for sums: a policy that was trained on them has a format to learn by reinforcement."""
 
 
 class MathVerifyEnv(Env):
@@ -111,7 +116,10 @@ class MathVerify(DataEnvSpec):
         """One right answer, in a format drawn by the seed; only the boxed format gets the reward."""
         rng = random.Random(f"{task.id} {seed}")
         answer = reference(task.answer)
-        if rng.random() < self.config.boxed_share:
+        share = self.config.boxed_share
+        if share is None:
+            share = BOXED_SHARE if self.config.data is None else 1.0
+        if rng.random() < share:
             return [rf"\boxed{{{answer}}}" if self.config.read == BOX else f"{self.config.read} {answer}"]
         return [rng.choice((f"The answer is {answer}.", f"= {answer}", answer))]
 

@@ -131,7 +131,7 @@ MISTAKES = {
     "recipe": (["train", "--env", "math_verify", "--recipe", "grop"], "no recipe 'grop'. Did you mean 'grpo'?"),
     "key": (["train", "--env", "math_verify", "stepz=3"], "'stepz'. Did you mean 'steps'?"),
     "key of the run": (["train", "--env", "math_verify", "sed=3"], "'sed'. Did you mean 'seed'?"),
-    "nested key": (["train", "--env", "math_verify", "rollout.task_per_step=3"], "Did you mean 'tasks_per_step'?"),
+    "nested key": (["train", "--env", "math_verify", "rollout.task_per_step=3"], "mean 'rollout.tasks_per_step'?"),
     "type": (["train", "--env", "math_verify", "steps=many"], "got 'many'"),
     "negative steps": (["train", "--env", "math_verify", "steps=-3"], "got -3"),
     "runtime": (["train", "--env", "math_verify", "--runtime", "slurm"], "got 'slurm'"),

@@ -289,3 +289,14 @@ def test_a_comparison_names_the_settings_that_differ(monkeypatch, tmp_path):
         "data.test_path is 'x@1' in A and 'x@2' in B",
         "data.limit is not set in A and 3 in B",
     ]
+
+
+def test_a_suite_names_every_file_that_its_folder_lacks(run, tmp_path):
+    (tmp_path / "gsm8k_test.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}')
+    result = run("eval", "--suite", "math", "data.folder=.", "--model", "starter")
+    assert result.returncode == 2
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("envgym: error: ")]
+    assert "no file aime_2024.jsonl in" in line
+    assert "minerva_math" in line
+    assert "gsm8k" not in line
+    assert "a suite of your own" in line

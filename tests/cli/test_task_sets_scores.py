@@ -112,8 +112,31 @@ def test_a_row_that_cannot_be_used_is_one_line(rows, words, message, run, tmp_pa
     assert "Traceback" not in result.stderr
 
 
-def test_an_environment_without_data_refuses_generations(run, tmp_path):
-    write(tmp_path, "generations.jsonl", [{"prompt": "q", "completion": "x"}])
-    result = run("score", "generations.jsonl", "--env", "tool_use")
+OWN = """
+import envgym
+
+class Upper(envgym.Env):
+    async def reset(self, *, seed=None, options=None):
+        return f"Write {self.task.id} in capitals.", {}
+
+    async def step(self, action):
+        return None, float(action.text == self.task.answer), True, False, {}
+
+class UpperSpec(envgym.EnvSpec):
+    env_class = Upper
+
+    def tasks(self, split):
+        return envgym.TaskList([envgym.Task(id=word, prompt=word, answer=word.upper()) for word in ("cat", "dog")])
+"""
+
+
+def test_rows_of_an_environment_without_data_are_found_by_id_or_prompt(score, run, tmp_path):
+    (tmp_path / "upper.py").write_text(OWN)
+    rows = [{"task_id": "cat", "completion": "CAT"}, {"task_id": "dog", "completion": "CAT"}]
+    assert score(rows, "--env", "upper.py") == [1.0, 0.0]
+    assert score([{"prompt": "dog", "completion": "DOG"}], "--env", "upper.py") == [1.0]
+    write(tmp_path, "generations.jsonl", [{"prompt": "cow", "completion": "x"}])
+    result = run("score", "generations.jsonl", "--env", "upper.py", "--overwrite")
     assert result.returncode == 2
-    assert "generations.jsonl" in result.stderr
+    assert "generations.jsonl:1: the row names no task of" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -356,12 +356,12 @@ REFUSED = {
     # an unknown key names its neighbour, at every level
     "stpes=3": "unknown key 'stpes'. Did you mean 'steps'?",
     "sead=3": "unknown key 'sead'. Did you mean 'seed'?",
-    "rollout.task_per_step=3": "unknown key 'rollout.task_per_step'. Did you mean 'tasks_per_step'?",
-    "engine.kin=vllm": "unknown key 'engine.kin'. Did you mean 'kind'?",
-    "workers.zero=2": "unknown key 'workers.zero'. Did you mean 'zero_stage'?",
-    "eval.sample=2": "unknown key 'eval.sample'. Did you mean 'samples'?",
-    "checkpoint.evry=2": "unknown key 'checkpoint.evry'. Did you mean 'every'?",
-    "sync.tolerence=1": "unknown key 'sync.tolerence'. Did you mean 'tolerance'?",
+    "rollout.task_per_step=3": "unknown key 'rollout.task_per_step'. Did you mean 'rollout.tasks_per_step'?",
+    "engine.kin=vllm": "unknown key 'engine.kin'. Did you mean 'engine.kind'?",
+    "workers.zero=2": "unknown key 'workers.zero'. Did you mean 'workers.zero_stage'?",
+    "eval.sample=2": "unknown key 'eval.sample'. Did you mean 'eval.samples'?",
+    "checkpoint.evry=2": "unknown key 'checkpoint.evry'. Did you mean 'checkpoint.every'?",
+    "sync.tolerence=1": "unknown key 'sync.tolerence'. Did you mean 'sync.tolerance'?",
     "learner.lrr=1": "learner grpo: unknown key 'lrr'. Did you mean 'lr'?",
     "learner.clip_hihg=1": "learner grpo: unknown key 'clip_hihg'. Did you mean 'clip_high'?",
     "env.digit=1": "environment math_verify-v0: unknown key 'digit'. Did you mean 'digits'?",
@@ -387,7 +387,7 @@ REFUSED = {
     "agent.lr=1": "agent multi_turn: unknown key 'lr'. Did you mean 'learner.lr'?",
     "data.lr=1": "unknown key 'data.lr'. Did you mean 'learner.lr'?",
     "agent.turns=1": "agent multi_turn: unknown key 'turns'.",
-    "data.paht=x": "unknown key 'data.paht'. Did you mean 'path'?",
+    "data.paht=x": "unknown key 'data.paht'. Did you mean 'data.path'?",
     # a value of the wrong kind or size says what was given
     "steps=-1": "key 'steps': must be at least 1, got -1",
     "steps=many": "key 'steps': must be a whole number, got 'many'",
@@ -479,7 +479,10 @@ def test_a_replay_has_no_groups_to_compare():
         ("rollout:\n  tasks: 1\n  tasks: 2", r"bad.yaml:3: not valid YAML \(key 'tasks' is given twice\)"),
         ("learner: {lr: 1, lr: 2}", r"bad.yaml:1: not valid YAML \(key 'lr' is given twice\)"),
         ("- 1\n- 2", r"bad.yaml: a config file holds `key: value` pairs, not a list"),
-        ("rollout:\n  tsaks_per_step: 1", r"unknown key 'rollout.tsaks_per_step'. Did you mean 'tasks_per_step'\?"),
+        (
+            "rollout:\n  tsaks_per_step: 1",
+            r"unknown key 'rollout.tsaks_per_step'. Did you mean 'rollout.tasks_per_step'\?",
+        ),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, text, says):

@@ -178,6 +178,14 @@ def test_demonstrations_are_right_and_boxed_as_often_as_asked():
     assert spec.demonstrations(task, 7) == answers[7]
 
 
+def test_demonstrations_of_own_problems_are_all_boxed(tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "What is 20 + 3?", "answer": "23"}\n')
+    task = Task("t", "What is 20 + 3?", 23)
+    of_sums, of_file = envgym.spec("math_verify"), envgym.spec("math_verify", data=str(tmp_path / "mine.jsonl"))
+    assert len({of_sums.demonstrations(task, seed)[0] for seed in range(100)}) == 4
+    assert {of_file.demonstrations(task, seed)[0] for seed in range(100)} == {r"\boxed{23}"}
+
+
 def test_mistakes_in_settings():
     with pytest.raises(ConfigError, match=r"unknown key 'digit'. Did you mean 'digits'\?"):
         envgym.spec("math_verify", digit=3)

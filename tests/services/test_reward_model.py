@@ -127,9 +127,12 @@ def test_several_ranks_give_the_rewards_of_one(tiny_reward_model):
 
 def test_a_rank_that_dies_ends_the_run(tiny_reward_model):
     async def main():
-        spec = Spec(judge=RewardModel(model=str(tiny_reward_model), max_length=64, ranks=2))
+        spec, before = Spec(judge=RewardModel(model=str(tiny_reward_model), max_length=64, ranks=2)), set(pids())
         async with start_services(spec):
-            os.kill(max(pids()), signal.SIGKILL)
+            commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in set(pids()) - before}
+            ranks = [pid for pid, command in commands.items() if b"envgym.processes.child" in command]
+            assert len(ranks) == 2
+            os.kill(ranks[1], signal.SIGKILL)
             await spec.clients["judge"].assess("a question")
 
     with pytest.raises(WorkerDied):

@@ -25,7 +25,7 @@ PAGED = {"device": "cpu", "pin_memory": False}
 
 
 def adamw(torch_adam=True):
-    params = {"lr": 1e-5, "betas": [0.9, 0.98], "weight_decay": 0.1, "torch_adam": torch_adam}
+    params = {"lr": 1e-5, "betas": [0.9, 0.98], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": torch_adam}
     return {"optimizer": {"type": "AdamW", "params": params}}
 
 

@@ -63,11 +63,11 @@ async def _show(spec: EnvSpec) -> None:
     from envgym.registry import task_set_of
     from envgym.services import start_services
 
+    if (task_set := task_set_of(spec.id)) is not None:
+        print(f"{spec.id}  {task_set.description}")
+        print(f"source: {task_set.source}; licence: {task_set.licence or 'not stated'}")
     async with start_services(spec, eager=False):
         env = spec.make()
-        if (task_set := task_set_of(spec.id)) is not None:
-            print(f"{spec.id}  {task_set.description}")
-            print(f"source: {task_set.source}; licence: {task_set.licence or 'not stated'}")
         is_whole = spec.summary == first_sentence(spec.docstring)  # a remote environment has only the first sentence
         label = spec.id if task_set is None else f"environment {task_set.env['name']}:"
         print(f"{label}  {spec.docstring if is_whole else spec.summary}".rstrip())
