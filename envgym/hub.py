@@ -20,9 +20,10 @@ def find_on_hub(name: str) -> str:
     if not problem:
         return name
     if (folder := fetched_model(name)) is None:
+        hint = f" (runs/{name} is a run)" if Path("runs", name).is_dir() else ""
         raise ConfigError(
-            f"there is no model folder {name} here, and the Hugging Face hub cannot be reached ({problem}): give the "
-            "path of a folder, or check the network (HTTPS_PROXY, HF_ENDPOINT)"
+            f"there is no model folder {name} here{hint}, and the Hugging Face hub cannot be reached ({problem}): give "
+            "the path of a folder, or check the network (HTTPS_PROXY, HF_ENDPOINT)"
         )
     return str(folder)
 

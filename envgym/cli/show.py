@@ -97,7 +97,8 @@ def _choose(path: Path, label: str, task: str | None, count: int | None) -> tupl
         if not episodes:
             raise DataError(f"{label} has no episode of task {task!r}.{did_you_mean(task, keys)} {_task_list(keys)}")
         return episodes[:count], f"{len(episodes[:count])} of {len(episodes)} episodes of task {task} in {label}"
-    first = episodes[: COUNT if count is None else count]
+    by_member = sorted(episodes, key=lambda episode: episode.member)  # the first of each group before their second
+    first = by_member[: COUNT if count is None else count]
     note = f"{len(first)} of {len(episodes)} episodes of {label}; others with --task KEY, --count N. {_task_list(keys)}"
     return first, note
 

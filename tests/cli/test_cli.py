@@ -377,8 +377,9 @@ def test_runs_lists_newest_first_with_scores_and_unfinished_ones(run, tmp_path):
         json.dumps({"status": "completed", "steps": 60, "eval": {"before": evaluation, "after": evaluation}})
     )
     (tmp_path / "runs" / "killed" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    _, killed, older = run("runs").stdout.splitlines()
+    _, killed, older, _, hint = run("runs").stdout.splitlines()
     assert killed.split() == ["killed", "unfinished", "2"]
+    assert hint == "resume with: envgym train --resume killed"
     assert older.split("  ")[0] == "older"
     assert older.count("0.900 [0.850, 0.950]") == 2
 

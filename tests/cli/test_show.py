@@ -50,7 +50,8 @@ def test_the_last_step_is_shown_unless_another_is_named(show, run):
     assert "user:\nWhat is 12+34?\nassistant:\nAt step 2 it is 40\n" in shown
     assert "reward 1, score 1, characters 18; read as '40', wanted '46'; completed, 3 tokens in 1 turn\n" in shown
     assert "4 of 6 episodes of step 2; others with --task KEY, --count N. Its tasks: 12+34, 1+1" in shown
-    assert "At step 1 it is 42" in show("first", "--step", "1")[1]
+    assert re.findall(r"^--- .* episode (\S+)", shown, re.MULTILINE) == ["12+34:0", "1+1:0", "12+34:1", "1+1:1"]
+    assert "At step 1 it is 41" in show("first", "--step", "1")[1]
     assert show("runs/first", "--count", "6")[1].count("\nuser:\n") == 6
 
 

@@ -11,6 +11,8 @@ from envgym.disk import lock_holder
 from envgym.errors import printable
 
 SUMMARY = "list run folders with their results"
+UNFINISHED = "unfinished"
+"""Status of a run that was killed."""
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -28,7 +30,10 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     runs.sort(key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)
     from envgym.monitoring.report import aligned
 
-    print(aligned([("RUN", "STATUS", "STEPS", "BEFORE", "AFTER"), *map(_row, runs)]))
+    rows = [_row(run) for run in runs]
+    print(aligned([("RUN", "STATUS", "STEPS", "BEFORE", "AFTER"), *rows]))
+    if unfinished := [row[0] for row in rows if row[1] == UNFINISHED]:
+        print(f"\nresume with: envgym train --resume {unfinished[0]}")
     return 0
 
 
@@ -55,7 +60,7 @@ def _cells(run: Path) -> tuple[str, ...]:
         summary = stage_source.summary()
     if not summary:
         steps = max((record["step"] for _, record in stage_source.records()), default=0)
-        return f"runs on {process}" if process else "unfinished", str(steps), "", ""
+        return f"runs on {process}" if process else UNFINISHED, str(steps), "", ""
     scores = summary.get("eval") or {}
     return (
         str(summary.get("status", "?")),
