@@ -58,9 +58,11 @@ def with_interval(mean: Mapping[str, Any]) -> str:
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
-    """The result of a run, from its `summary.json` with `run` (its folder) and, if drawn, `picture`."""
+    """The result of a run, or its last stage, from `summary.json` with `run` (its folder) and, if drawn, `picture`."""
     seconds, tokens, evals = summary["seconds"], summary["tokens"], summary["eval"]
-    lines = [("run", f"{summary['status']}: {summary['steps']} steps in {duration(seconds['total'])}")]
+    stages = summary.get("stages", [])
+    last = f" of {stages[-1]}, the last of {len(stages)} stages," if stages else ""
+    lines = [("run", f"{summary['status']}: {summary['steps']} steps{last} in {duration(seconds['total'])}")]
     for name, first, last in (("held-out", "before", "after"), ("greedy", "greedy_before", "greedy_after")):
         parts = [f"{label} {score(evals[key])}" for label, key in (("before", first), ("after", last)) if key in evals]
         if parts:

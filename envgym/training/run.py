@@ -80,7 +80,8 @@ def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, 
             summary = _write_episodes(config, resolved, stage_folder, display)
     if len(stages) > 1:
         folders = [stage_folder.path.name for stage_folder, _ in stages]
-        RunFolder(folder).write_summary({**summary, "stages": folders})
+        summary |= {"stages": folders}
+        RunFolder(folder).write_summary(summary)
     picture = stages[-1][0].path / PICTURE
     display.finish({**summary, "run": str(folder)} | ({"picture": str(picture)} if picture.exists() else {}))
     return summary

@@ -71,6 +71,11 @@ def test_a_run_ends_with_what_it_came_to(summary):
     }
 
 
+def test_a_run_of_several_stages_says_of_which_its_numbers_are(summary):
+    summary["stages"] = ["1-sft", "2-grpo"]
+    assert dict(summary_lines(summary))["run"] == "completed: 60 steps of 2-grpo, the last of 2 stages, in 3 min 20 s"
+
+
 def test_the_best_checkpoint_is_named(summary):
     summary["best"] = {"metric": "eval/score", "value": 0.96123, "step": 40}
     assert dict(summary_lines(summary))["best"] == "eval/score 0.9612 at step 40   checkpoints/best"
