@@ -7,6 +7,7 @@ name of its task set. A user's own file is named by its path.
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from envgym.errors import ConfigError, DataError, did_you_mean
+from envgym.errors import ConfigError, DataError, SettingsNote, did_you_mean
 from envgym.loading import entry_points
 from envgym.settings import Settings, validate_settings
 from envgym.yaml_files import read_yaml
@@ -24,6 +25,8 @@ from .config import DataConfig, data_settings
 SUFFIXES = (".yaml", ".yml")
 FILES = (".jsonl", ".parquet", ".csv", ".json")
 PATHS = ("path", "test_path", "sources")
+HELD_OUT = {"test_path", "test_split", "test_fraction", "test_select"}
+"""Settings of `data` that say what is held out."""
 
 
 class HubRows(Settings):
@@ -76,6 +79,10 @@ class NamedTaskSet(Settings):
             data["test_path"] = data.pop("path")
         elif not any(data.get(name) for name in PATHS):
             data = self._hub_rows() | data
+        elif Path(data.get("path") or "").is_file() and not data.keys() & HELD_OUT and "test_select" not in self.data:
+            share = DataConfig.model_fields["test_fraction"].default
+            note = f"{self.name}: {share:.0%} of data.path are held out; a test file is data.test_path=FILE"
+            warnings.warn(SettingsNote(note), stacklevel=2)
         fields = {name: value for name, value in self.env.items() if name != "name"}
         return {**fields, **settings, "data": {**self.data, **data}}
 

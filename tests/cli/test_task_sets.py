@@ -300,3 +300,11 @@ def test_a_suite_names_every_file_that_its_folder_lacks(run, tmp_path):
     assert "minerva_math" in line
     assert "gsm8k" not in line
     assert "a suite of your own" in line
+
+
+def test_rows_without_a_test_file_are_split_with_a_note(run, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 20)
+    note = "gsm8k: 10% of data.path are held out; a test file is data.test_path=FILE"
+    assert note in run("envs", "show", "gsm8k", "data.path=rows.jsonl").stderr
+    assert note not in run("envs", "show", "gsm8k", "data.test_path=rows.jsonl").stderr
+    assert note not in run("envs", "show", "gsm8k", "data.path=rows.jsonl", "data.test_path=rows.jsonl").stderr
