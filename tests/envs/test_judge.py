@@ -261,6 +261,6 @@ def test_settings():
         asyncio.run(start())
     with pytest.raises(ConfigError, match="lowest must be below highest"):
         JudgeSpec("judge", lowest=3, highest=3)
-    with pytest.raises(ConfigError, match=r"unknown key 'judge.api_key'\. Did you mean 'api_key_env'"):
+    with pytest.raises(ConfigError, match=r"unknown key 'judge.api_key'\. Did you mean 'judge.api_key_env'"):
         JudgeSpec("judge", judge={"base_url": "http://h", "model": "m", "api_key": "sk"})
     assert JudgeSpec("judge").demonstrations(TASK, 0) == ["2"]

@@ -80,7 +80,7 @@ CONTRADICTIONS = {
     ("kl.coef=0", "kl.target=0.1"): "key 'kl.target': a target adapts kl.coef, which is 0",
     ("kl.coef=-1",): "key 'kl.coef': must be at least 0",
     ("kl.applied_to=nowhere",): "key 'kl.applied_to': must be 'reward' or 'loss'",
-    ("kl.estimater=k1",): "unknown key 'kl.estimater'. Did you mean 'estimator'?",
+    ("kl.estimater=k1",): "unknown key 'kl.estimater'. Did you mean 'kl.estimator'?",
     ("kl_coef=0.1",): "unknown key 'kl_coef'.",
     ("kl=0.1",): "key 'kl' holds nested keys",
     ("shaping.clip=[1, -1]",): "key 'shaping.clip': the lower bound comes first",

@@ -156,7 +156,7 @@ def test_4_bit_weights_in_reinforcement_learning(tmp_path, tiny_model, engine):
         ({"lora.quantize": "4bit"}, "lora.quantize of the actor has no effect without an adapter: set lora.rank"),
         ({"lora.rank": 4, "lora.dropout": 0.1}, "would train another policy than the one that is sampled"),
         ({"lora.rank": 4, "lora.targets": "all"}, "lora.targets"),
-        ({"lora.rank": 4, "lora.quantise": "4bit"}, "quantise.*Did you mean 'quantize'"),
+        ({"lora.rank": 4, "lora.quantise": "4bit"}, "quantise.*Did you mean 'lora.quantize'"),
         (
             {"lora.rank": 4, "learner.kl.coef": 0.1, "roles.reference.workers.zero_stage": 3},
             "roles.reference: with lora the reference is the policy's own model without its adapter",
