@@ -87,7 +87,7 @@ def _fit_to_machine(translation: Translation) -> None:
     runs = [folder]
     while runs[-1].exists():
         runs.append(folder.with_name(f"{folder.name}-{len(runs) + 1}"))
-    if translation.resumes and len(runs) > 1:
+    if translation.resumes and len(runs) > 1 and (runs[-2] / "config.yaml").is_file():
         translation.words, translation.settings = ["--resume", str(runs[-2])], {}
         translation.run = runs[-2]
         return

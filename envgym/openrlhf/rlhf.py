@@ -50,6 +50,8 @@ def translate_file(name: str, arguments: Sequence[str], *, world_size: int | Non
             case flags:
                 values |= flags
     settings = {key[1:]: values.pop(key) for key in list(values) if key.startswith("=")}
+    if settings.pop("no_adapter", False):
+        values["lora_rank"] = 0  # whatever peft.r says, before or after it
     if program == "train_dpo":
         for name in ("prompt_key", "chosen_key", "rejected_key"):  # TRL's rows have fields of several names
             values.setdefault(name, None)

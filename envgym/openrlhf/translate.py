@@ -107,6 +107,9 @@ def _fields(flags: Flags, translation: Translation) -> dict[str, Any]:
 # Reinforcement learning
 
 
+PROMPT_NOTE = (
+    "--prompt_max_len bounds the context alone: a longer prompt is not cut, and leaves less for the completion"
+)
 CONTEXT, COMPLETION = 2048, 1024
 """Default tokens of a sequence in later versions, and of a completion in earlier ones."""
 
@@ -118,12 +121,14 @@ def _set_ppo(flags: Flags, translation: Translation) -> None:
         raise ConfigError(
             f"train_ppo_ray: {estimator} compares the completions of a prompt. How many? Give --n_samples_per_prompt"
         )
+    if flags["dynamic_filtering"] and flags["n_samples_per_prompt"] < 2:
+        raise ConfigError(
+            "train_ppo_ray: --dynamic_filtering compares the completions of a prompt: give --n_samples_per_prompt"
+        )
     translation.words = ["--recipe", settings.pop("recipe")]
     length = _set_lengths(flags, translation)
     if "prompt_max_len" in flags.options:
-        translation.notes.append(
-            "--prompt_max_len bounds the context alone: a longer prompt is not cut, and leaves less for the completion"
-        )
+        translation.notes.append(PROMPT_NOTE)
     set_training(flags, translation, length)
     settings |= source_settings(flags, "prompt_data", "prompt_data_probs")
     _note_limit(flags, translation, "prompt_data")
@@ -184,6 +189,8 @@ def _set_reward(flags: Flags, translation: Translation) -> None:
     translation.words += ["--env", "reward_model"]
     if flags["remote_rm_url"]:
         settings["env.endpoints"] = [{"urls": value.split(",")}]
+        if flags["normalize_reward"]:
+            translation.notes.append("--normalize_reward is ignored: the rewards of a server are not normalised")
         return
     options: dict[str, Any] = {"normalise": True} if flags["normalize_reward"] else {}
     options |= {"render": "raw"} if settings["render"] == "raw" else {}
@@ -378,6 +385,10 @@ def _set_generation(flags: Flags, translation: Translation) -> None:
     settings |= {"env.form": "prompt", "env.fields.prompt": str(flags["input_key"])}
     settings |= source_settings(flags, "dataset", "dataset_probs")
     settings["engine.max_model_len"] = flags["prompt_max_len"] + flags["max_new_tokens"]
+    if "prompt_max_len" in flags.options:
+        translation.notes.append(PROMPT_NOTE)
+    if flags["eval_task"] == "generate":
+        settings["engine.kind"] = "transformers"
     if flags["greedy_sampling"] and flags["eval_task"] == "generate":
         settings["rollout.top_k"] = 1
     elif flags["greedy_sampling"]:
@@ -394,9 +405,10 @@ def _set_scoring(flags: Flags, translation: Translation) -> None:
     render = {"render": "raw"} if settings.pop("render") == "raw" else {}
     dtype = {"fp16": "float16"}.get(str(flags["param_dtype"]), "bfloat16")
     model = {"model": flags["pretrain"], "too_long": "cut", "max_length": flags["max_len"], "dtype": dtype}
-    translation.notes.append(
-        "rewards are not normalised; OpenRLHF divides by the std in the model's config, if it has one"
-    )
+    if not flags["normalize_reward"]:
+        translation.notes.append(
+            "rewards are not normalised; OpenRLHF divides by the std in the model's config, if it has one"
+        )
     settings |= {"env.models": [{**model, **render}], "data.prompt": str(flags["input_key"])}
     settings["data.answer"] = str(flags["output_key"])
 

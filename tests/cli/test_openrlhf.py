@@ -117,3 +117,11 @@ def test_a_run_leaves_a_model_where_it_was_told_and_goes_on_where_it_stopped(sta
     assert (again.returncode, [path.name for path in (tmp_path / "ckpt").iterdir()]) == (0, ["checkpoints_sft"])
     anew = start(*words[:-1], "--dry-run")
     assert "name=checkpoints_sft-2" in anew.stdout  # nothing is overwritten
+
+
+def test_a_folder_without_a_run_is_not_resumed(run, tmp_path):
+    (tmp_path / "ckpt" / "checkpoints_dpo").mkdir(parents=True)
+    done = run("openrlhf", *DPO, "--load_checkpoint", "--dry-run")
+    assert done.returncode == 0
+    assert "--resume" not in done.stdout
+    assert "name=checkpoints_dpo-2" in done.stdout

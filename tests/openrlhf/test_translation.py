@@ -381,6 +381,7 @@ def test_tensorboard_writes_to_their_folder():
     assert (made["report_to"], made["tensorboard_dir"]) == (["tensorboard"], "logs")
 
 
+GENERATE = [*SFT, "--output_path", "o", "--eval_task"]
 SERVED = [*PPO[:4], "--remote_rm_url", "http://h:1/r", "--eval_dataset", "e", "--eval_steps", "10"]
 
 
@@ -398,6 +399,10 @@ SERVED = [*PPO[:4], "--remote_rm_url", "http://h:1/r", "--eval_dataset", "e", "-
         ("train_ppo_ray", [*SERVED, "--best_metric_key", "eval_default_pass5"], "no best checkpoint is kept"),
         ("train_ppo_ray", [*PPO, "--advantage_estimator", "reinforce", "--freezing_actor_steps", "9"], "there is none"),
         ("train_dpo", [*SFT, "--train_split", "x"], "the training split up to 0.6.4"),
+        ("train_ppo_ray", [*SERVED, "--normalize_reward"], "the rewards of a server are not normalised"),
+        ("train_sft", [*SFT, "--eval_steps", "10"], "--eval_steps is ignored: nothing is evaluated without"),
+        ("train_ppo_ray", [*PPO, "--eval_split", "test"], "--eval_split is ignored: nothing is evaluated without"),
+        ("batch_inference", [*GENERATE, "generate_vllm", "--prompt_max_len", "9"], "a longer prompt is not cut"),
     ],
 )
 def test_a_difference_is_noted(program, flags, note):
@@ -409,6 +414,7 @@ def test_a_difference_is_noted(program, flags, note):
     [
         ("train_ppo_ray", [*PPO, "--partial_rollout"], "give --async_train too"),
         ("train_ppo", PPO, "train_ppo_ray is its successor"),
+        ("train_ppo_ray", [*PPO, "--dynamic_filtering"], "--dynamic_filtering compares the completions of a prompt"),
         ("interactive_chat", ["--pretrain", "m"], "serve the model's folder with vLLM"),
         ("train_sft", [*SFT, "--eval_dataset", "a,b"], "--eval_dataset names several data sets"),
         ("train_sft", [*SFT[:3], "rows.py"], "scripts of data sets are not run"),
@@ -419,6 +425,18 @@ def test_what_cannot_be_theirs_is_refused(program, flags, said):
     with pytest.raises(ConfigError) as error:
         translate(program, flags)
     assert said in str(error.value)
+
+
+def test_generation_without_vllm_is_by_transformers():
+    assert translate("batch_inference", [*GENERATE, "generate"]).settings["engine.kind"] == "transformers"
+    assert "engine.kind" not in translate("batch_inference", [*GENERATE, "generate_vllm"]).settings
+
+
+@pytest.mark.parametrize("peft", [{"enabled": False, "r": 8}, {"r": 8, "use_peft": False}])
+def test_an_adapter_that_is_switched_off_stays_off(tmp_path, peft):
+    made = from_file(tmp_path, "train_dpo", {"peft": peft}, world_size=1)
+    assert made.settings.get("lora.rank", 0) == 0
+    assert made.result == "model"
 
 
 def test_the_value_network_is_copied_beside_the_policy():

@@ -130,7 +130,9 @@ def test_what_cannot_be_added_is_one_line_and_leaves_nothing(words, said, tmp_pa
 
 def test_a_file_of_names_that_is_broken_stands_in_nobodys_way(tmp_path):
     Path("envgym.yaml").write_text("environments: {far: {url: http://127.0.0.1:1/x}}")
-    with pytest.raises(ConfigError, match=r"envgym.yaml: unknown key 'environments.far.url'. Did you mean 'environments.far.urls'"):
+    with pytest.raises(
+        ConfigError, match=r"envgym.yaml: unknown key 'environments.far.url'. Did you mean 'environments.far.urls'"
+    ):
         registry.spec("far")
     assert registry.spec("math_verify").id.startswith("math_verify")
 

@@ -170,7 +170,10 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     ("data", "message"),
     [
         ({"path": "x.jsonl", "promt": "q"}, r"unknown key 'data.promt'. Did you mean 'data.prompt'\?"),
-        ({"sources": {"a": {"path": "x.jsonl", "wieght": 1}}}, r"unknown key .*wieght'. Did you mean 'data.sources.a.weight'\?"),
+        (
+            {"sources": {"a": {"path": "x.jsonl", "wieght": 1}}},
+            r"unknown key .*wieght'. Did you mean 'data.sources.a.weight'\?",
+        ),
         ({}, "give data.path, or data.sources.NAME.path for each of several"),
         ({"path": "x", "sources": {"a": {"path": "y"}}}, "give data.path, or data.sources"),
         ({"sources": {"a": {"weight": 1}}}, "data.sources.a.path is missing"),
