@@ -113,7 +113,7 @@ BY_HAND = {
     },
     "000:244-train_dpo": {
         "recipe": "dpo", "learner.beta": 0.1, "learner.lr": 5e-7, "rollout.tasks_per_step": 128, "epochs": 1.0,
-        "agent.max_tokens": 4096, "workers.tokens_per_microbatch": 4096, "workers.zero_stage": 3,
+        "agent.max_tokens": 4096, "workers.tokens_per_microbatch": 2 * 4096, "workers.zero_stage": 3,
         "env.form": "preference",
         "data.path": "OpenRLHF/preference_dataset", "render": "chat", "learner.loss": "sigmoid",
         "learner.betas": (0.9, 0.95), "learner.warmup_ratio": 0.03, "learner.lr_schedule": "cosine",
@@ -126,7 +126,7 @@ BY_HAND = {
         "eval.every": 0, "report_to": ["wandb"], "project": "openrlhf_train_sft",
     },
     "003:93-train_rm": {
-        "recipe": "rm", "learner.lr": 9e-6, "agent.max_tokens": 8192, "workers.tokens_per_microbatch": 8192,
+        "recipe": "rm", "learner.lr": 9e-6, "agent.max_tokens": 8192, "workers.tokens_per_microbatch": 2 * 8192,
         "env.form": "preference", "env.fields": {"chosen": "chosen", "rejected": "rejected"}, "render": "chat",
         "workers.attention": "auto", "learner.margin": False,
     },
