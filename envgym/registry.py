@@ -118,9 +118,8 @@ def spec(name: str | type[Env] | type[EnvSpec] | Callable[..., Any], /, **kwargs
     """The spec of the environment `name`, with the settings `kwargs`.
 
     `name` is an id, a file (`file.py`, `file.py:Class`, `task_set.yaml`), an import path (`package.module:Class`), or a
-    URL. A scheme
-    wins over a module of the same name; `python:package.module:Class` is always an import path. A class, or a function
-    that `envgym.reward` decorates, may stand for its name.
+    URL. A scheme wins over a module of the same name; `python:package.module:Class` is always an import path. A class,
+    or a function that `envgym.reward` decorates, may stand for its name.
     Raises `NameNotFound` or `VersionNotFound` for an unknown name, and `ConfigError` for invalid settings.
     """
     if not isinstance(name, str):

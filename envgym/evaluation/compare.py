@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
+from envgym.config.words import dotted_keys
 from envgym.errors import RunError
 from envgym.types import Episode
 
@@ -178,13 +179,10 @@ def _setting_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str
     return [f"{name} is {_text(sides[0].get(name))} in A and {_text(sides[1].get(name))} in B" for name in names]
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "env.") -> dict[str, Any]:
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings by their dotted keys, as users write them."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        key = "data" if name == "data" and prefix == "env." else f"{prefix}{name}"
-        flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
-    return flat
+    keys = dict(dotted_keys(settings))
+    return {key if key.partition(".")[0] == "data" else f"env.{key}": value for key, value in keys.items()}
 
 
 def _text(value: Any) -> str:

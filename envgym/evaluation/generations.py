@@ -135,19 +135,17 @@ def _reader(spec: DataEnvSpec, rows: Rows, fields: GenerationFields, completion:
     """A function that reads tasks from the rows themselves: with the environment's own names of fields or, if the first
     row does not have them, with usual ones. None if the first row holds no task that can be graded."""
     names = {"prompt": fields.prompt, "answer": fields.reference}
-    chosen = {name: field for name, field in names.items() if field is not None}
+    of_user = {name: field for name, field in names.items() if field is not None}
     of_env = spec.config.data.model_dump(include=_READING) if spec.config.data is not None else {}
-    for settings in ({**of_env, **chosen}, chosen):
-        source = SourceConfig(**settings)
-        first_row, location = _data_row(rows[0], completion), rows.location(0)
+    for settings in ({**of_env, **of_user}, of_user):
+        reader = spec.reader(SourceConfig(**settings))
         try:
-            task = spec.reader(source).read(first_row, location, rows.name(0))[0]
+            task = reader.read(_data_row(rows[0], completion), rows.location(0), rows.name(0))[0]
             spec.check_task(task)
         except DataError:
-            if chosen and settings is chosen:
+            if of_user and settings is of_user:
                 raise
             continue
-        reader = spec.reader(source)
         return lambda row, location, name: reader.read(_data_row(row, completion), location, name)[0]
     return None
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from envgym.errors import ConfigError, did_you_mean
 
-from .rows import post_processor, write_rows
+from .inference import set_inference, set_merge, set_serving
 from .table import PROGRAMS, is_dotted, parse
 from .translation import (
+    PROMPT_NOTE,
     Flags,
     Translation,
     apply_flag,
@@ -107,9 +108,6 @@ def _fields(flags: Flags, translation: Translation) -> dict[str, Any]:
 # Reinforcement learning
 
 
-PROMPT_NOTE = (
-    "--prompt_max_len bounds the context alone: a longer prompt is not cut, and leaves less for the completion"
-)
 CONTEXT, COMPLETION = 2048, 1024
 """Default tokens of a sequence in later versions, and of a completion in earlier ones."""
 
@@ -229,7 +227,7 @@ def _set_loss(flags: Flags, translation: Translation) -> None:
                 "--enable_vllm_is_correction is ignored with gspo, as in OpenRLHF; there the sequence's ratio is to "
                 "the sampler's log-probabilities, here to the trainer's"
             )
-    if flags["no_advantage_std_norm"] and flags["advantage_estimator"] in ("rloo", "group_norm", "dr_grpo"):
+    if flags["no_advantage_std_norm"] and estimator in ("rloo", "group_norm", "dr_grpo"):
         translation.notes.append("--no_advantage_std_norm is ignored: OpenRLHF ignores it too with this estimator")
         settings.pop("learner.advantage_norm")
     if flags["init_kl_coef"] > 0:
@@ -348,91 +346,7 @@ def _set_placement(flags: Flags, translation: Translation) -> None:
         settings["colocate"] = pairs
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Programs that do not train
-
-
-def _set_inference(flags: Flags, translation: Translation) -> None:
-    """Generate or score episodes, and write them as OpenRLHF's rows."""
-    task, file = flags["eval_task"], Path(flags["output_path"])
-    if task not in ("generate_vllm", "generate", "rm"):
-        raise ConfigError(f"batch_inference: --eval_task is generate_vllm, generate or rm, not {task}")
-    translation.settings["data.test_fraction"] = 0.0
-    episodes = Path(f"{file}.episodes.jsonl")
-    (_set_scoring if task == "rm" else _set_generation)(flags, translation)
-    translation.words += ["--out", str(episodes), "--overwrite"]
-    processor = None if flags["post_processor"] in ("null", "None") else flags["post_processor"]
-    if processor is not None and task != "rm":
-        translation.notes.append("--post_processor is ignored: it needs rewards, which --eval_task rm gives")
-        processor = None
-    process = post_processor(processor, flags["reward_template"], normalize=bool(flags["normalize_reward"]))
-    chat, model = bool(flags["apply_chat_template"]), str(flags["pretrain"])
-
-    def finish() -> str:
-        n_rows, n_left_out = write_rows(episodes, file, model, process, chat=chat)
-        left_out = f"; {n_left_out} failed or empty completions are left out" if n_left_out else ""
-        return f"{n_rows} rows in {file}{left_out}"
-
-    translation.finish = finish
-
-
-def _set_generation(flags: Flags, translation: Translation) -> None:
-    size, number = int(flags["rollout_batch_size"]), flags["iter"]
-    tasks = "0:" if number is None else f"{number * size}:{(number + 1) * size}"
-    translation.command, settings = "rollout", translation.settings
-    translation.words = ["--env", "recorded", "--model", str(flags["pretrain"]), "--tasks", tasks]
-    translation.words += ["--samples", str(flags["best_of_n"])]
-    settings |= {"env.form": "prompt", "env.fields.prompt": str(flags["input_key"])}
-    settings |= source_settings(flags, "dataset", "dataset_probs")
-    settings["engine.max_model_len"] = flags["prompt_max_len"] + flags["max_new_tokens"]
-    if "prompt_max_len" in flags.options:
-        translation.notes.append(PROMPT_NOTE)
-    if flags["eval_task"] == "generate":
-        settings["engine.kind"] = "transformers"
-    if flags["greedy_sampling"] and flags["eval_task"] == "generate":
-        settings["rollout.top_k"] = 1
-    elif flags["greedy_sampling"]:
-        translation.notes.append("--greedy_sampling is ignored: OpenRLHF's generate_vllm does not read it")
-    set_template(flags, translation, "env.template", f"{flags['csft_prompt'].strip()} " if flags["enable_csft"] else "")
-
-
-def _set_scoring(flags: Flags, translation: Translation) -> None:
-    translation.command, settings = "score", translation.settings
-    translation.words = [str(flags["dataset"]), "--env", "reward_model"]
-    if "," in translation.words[0]:
-        raise ConfigError("batch_inference: --eval_task rm scores one file: call it for each")
-    set_template(flags, translation, "data.template")
-    render = {"render": "raw"} if settings.pop("render") == "raw" else {}
-    dtype = {"fp16": "float16"}.get(str(flags["param_dtype"]), "bfloat16")
-    model = {"model": flags["pretrain"], "too_long": "cut", "max_length": flags["max_len"], "dtype": dtype}
-    if not flags["normalize_reward"]:
-        translation.notes.append(
-            "rewards are not normalised; OpenRLHF divides by the std in the model's config, if it has one"
-        )
-    settings |= {"env.models": [{**model, **render}], "data.prompt": str(flags["input_key"])}
-    settings["data.answer"] = str(flags["output_key"])
-
-
-def _set_merge(flags: Flags, translation: Translation) -> None:
-    """Merge an adapter into its base."""
-    translation.command = "model"
-    translation.words = ["merge", *(str(flags[name]) for name in ("lora_path", "output_path")), "--base"]
-    translation.words.append(str(flags["model_path"]))
-
-
-def _set_serving(flags: Flags, translation: Translation) -> None:
-    """Serve a reward model; on this machine alone without a token, since OpenRLHF's clients send none."""
-    translation.command, translation.settings["too_long"] = "serve-reward-model", "cut"
-    host = str(flags.options.get("host", "127.0.0.1"))
-    translation.words = ["--model", str(flags["reward_pretrain"]), "--host", host, "--port", str(flags["port"])]
-    if host in ("127.0.0.1", "localhost", "::1"):
-        translation.words.append("--no-token")
-        translation.notes.append(
-            "the server listens on this machine alone, without a token; with --host HOST other machines need the token"
-        )
-
-
 RULES: dict[str, Callable[[Flags, Translation], None]] = {
-    "train_ppo_ray": _set_ppo, "batch_inference": _set_inference, "lora_combiner": _set_merge, "serve_rm": _set_serving
+    "train_ppo_ray": _set_ppo, "batch_inference": set_inference, "lora_combiner": set_merge, "serve_rm": set_serving
 }  # fmt: skip
 """The rules of a program; `_set_offline` for the programs that train on recorded data."""

@@ -111,6 +111,12 @@ def apply_flag(flag: Flag, flags: Flags, translation: Translation) -> None:
 # Rules of several programs
 
 
+PROMPT_NOTE = (
+    "--prompt_max_len bounds the context alone: a longer prompt is not cut, and leaves less for the completion"
+)
+"""Of the programs that sample."""
+
+
 def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
     """Set the run's folder, the copy of its result, trackers, evaluation and the size of micro-batches."""
     settings, folder = translation.settings, Path(flags["ckpt_path"])

@@ -26,7 +26,10 @@ class Update:
 
     def __init__(self, components: Components, stage: StageConfig, progress: Progress, steps: int) -> None:
         self._components = components
-        self._stage = stage
+        self._role_configs = {
+            name: stage.learner_config_of(name) for name, role in stage.roles.items() if role.optimizer_settings
+        }
+        """The learner's settings of the roles whose optimizer has settings of its own."""
         self._progress = progress
         self._steps = steps
         self.first_logprobs: dict[int, FloatArray] = {}
@@ -83,7 +86,9 @@ class Update:
         for role, spec in components.learner.roles.items():
             if not spec.trained or progress.step < spec.frozen_steps:
                 continue
-            lr = learning_rate(self._config_of(role), progress.optimizer_steps, self._steps)
+            lr = learning_rate(
+                self._role_configs.get(role, self._components.learner.config), progress.optimizer_steps, self._steps
+            )
             worker, start = components.workers[role], time.monotonic()
             role_samples = [*samples, *text] if role == "actor" else samples
             metrics = await worker.accumulate(role_samples, normalizers)
@@ -101,12 +106,6 @@ class Update:
             logged |= {f"{prefix}{name}": value for name, value in metrics.items()}
         progress.optimizer_steps += 1
         return logged
-
-    def _config_of(self, role: str) -> LearnerConfig:
-        """The learner's settings for a role, with those of its own optimizer."""
-        role_config = self._stage.roles.get(role)
-        overrides = {} if role_config is None else role_config.optimizer_settings
-        return self._components.learner.config.model_copy(update=overrides)
 
 
 def split_minibatches(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:

@@ -165,7 +165,13 @@ def test_programs_that_learn_from_recorded_data(place, program, launcher, given,
     summary = json.loads((folder / "kept" / program / "summary.json").read_text())
     assert summary["status"] == "completed"
     assert (folder / saved / "model.safetensors").is_file()
-    store(f"openrlhf_{program}", place=place, words=words, launcher=list(launcher[:2]), seconds=summary["seconds"])
+    store(
+        f"openrlhf_{program}",
+        place=place,
+        words=words,
+        launcher=[Path(word).name for word in launcher[:2]],
+        seconds=summary["seconds"],
+    )
 
 
 def test_a_process_reward_model_and_its_data_of_one_text(folder):

@@ -49,7 +49,6 @@ MINIMAL = {
     "serve_rm": ["--reward_pretrain", "org/judge"],
 }  # fmt: skip
 PLACE = re.compile(r"(v[\d.]+(post\d+)? )?openrlhf/cli/\w+\.py:\d+")
-BULLET = re.compile(r"^- `([\w.]+)` (default|other)(?: (\d+))?: (.+)", re.MULTILINE)
 
 
 def cases(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -63,22 +62,12 @@ def rows_of(program: str) -> dict[str, dict[str, Any]]:
     return yaml.safe_load(file.read_text()) if file.exists() else {}
 
 
-def differences(program: str) -> dict[tuple[str, str], str]:
-    """The reasons of known differences, by flag and case."""
-    file = GOLDEN / f"differs_{program}.md"
-    found = BULLET.findall(file.read_text()) if file.exists() else []
-    return {(flag, side if side == "default" else f"other {number or 1}"): why for flag, side, number, why in found}
-
-
 def parameters() -> list[Any]:
     made = []
     for program in PROGRAMS:
-        known = differences(program)
         for flag, row in rows_of(program).items():
             for name, case in cases(row).items():
-                why = known.get((flag, name))
-                marks = [] if why is None else [pytest.mark.xfail(reason=why, strict=True)]
-                made.append(pytest.param(program, case, id=f"{program}-{flag}-{name}", marks=marks))
+                made.append(pytest.param(program, case, id=f"{program}-{flag}-{name}"))
     return made
 
 
@@ -217,8 +206,3 @@ def test_rows_are_complete(program):
         for case in others:
             assert set(case) <= {"words", "ours", "note", "refused", "alone"}, flag
             assert any(case.get(key) for key in ("ours", "note", "refused")), flag
-    known = {(flag, name) for flag, row in rows.items() for name in cases(row)}
-    assert set(differences(program)) <= known
-    listed = GOLDEN / f"differs_{program}.md"
-    bullets = re.findall(r"^- `", listed.read_text(), re.MULTILINE) if listed.exists() else []
-    assert len(bullets) == len(differences(program)), "a bullet without a case, or two for one"
