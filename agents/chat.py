@@ -42,7 +42,7 @@ class ChatAgent(Agent):
         assert sampler is not None, "an agent that uses the policy needs a sampler"
         sampler.limit(self.config.max_tokens)
         observation, _ = await env.reset(seed=seed, options={"task": task})
-        transcript = Transcript(None)
+        transcript = Transcript(sampler)
         transcript.start_row([])
         transcript.messages += observed_messages(observation)
         if not transcript.messages:

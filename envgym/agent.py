@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 from envgym.engine import ChatReply, Generation, SamplingParams
@@ -11,7 +11,7 @@ from envgym.engine import ChatReply, Generation, SamplingParams
 from .env import CheckedEnv
 from .render import Renderer
 from .settings import Settings
-from .types import Episode, Limit, Message, Task, ToolSpec
+from .types import Episode, Limit, Message, Outcome, Task, ToolSpec
 
 
 class OutOfBudget(Exception):
@@ -32,6 +32,10 @@ class Sampler(Protocol):
     @property
     def max_model_len(self) -> int:
         """The engine's context length in tokens."""
+
+    record: Callable[[Task, Outcome], Episode] | None
+    """Makes the episode of what is recorded so far. The runner calls it for an episode that fails; a `Transcript` sets
+    it."""
 
     def limit(self, max_tokens: int | None) -> None:
         """Limit the tokens that the episode may sample in all; None: no limit."""

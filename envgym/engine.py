@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
@@ -60,11 +61,13 @@ def check_fits(token_ids: Sequence[int], max_model_len: int) -> None:
 @dataclass(frozen=True, slots=True)
 class Request:
     """A turn to sample after `token_ids` [T] (int32), which must not change meanwhile. `id` is unique among
-    the requests in flight. The caller ensures that prompt and `sampling.max_tokens` fit into the context."""
+    the requests in flight. The caller ensures that prompt and `sampling.max_tokens` fit into the context. A turn that
+    is not over after `seconds` ends with its next token, as at `max_tokens`."""
 
     id: str
     token_ids: array[int]
     sampling: SamplingParams
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Settings that changed their names: files, command lines and Python may still use the old names."""
+"""Settings of earlier versions: names that changed, and what saved configurations without a newer setting mean."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from envgym.errors import ConfigError, RenamedSetting
+from envgym.rollout.config import RolloutConfig
 
 RENAMED = {
     "do": "kind",
@@ -15,6 +16,8 @@ RENAMED = {
     "learner.kl.place": "learner.kl.applied_to",
 }
 """New keys of a stage by their old keys, which differ in the last part only."""
+BEFORE = {"seed_scope": "task", "failed_reward": None, "policy_timeout": 3600.0}
+"""Settings of rollouts that earlier versions lacked, with the values that they behaved like."""
 OLD_NAMES = {new: old for old, new in RENAMED.items()}
 
 
@@ -47,3 +50,19 @@ def _rename(settings: Any, path: str, old: str, new: str, warn: bool) -> Any:
     if warn:
         warnings.warn(RenamedSetting(f"{old} is now {new}"), stacklevel=1)
     return {name if item == key else item: value for item, value in settings.items()}
+
+
+def with_earlier_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that an earlier version saved, with `BEFORE` where a stage has every other setting of
+    rollouts. Other settings stay unchanged."""
+    stages = settings.get("stages")
+    if not isinstance(stages, list):
+        return dict(settings)
+    saved = RolloutConfig.model_fields.keys() - BEFORE
+    filled = [
+        {**stage, "rollout": {**BEFORE, **stage["rollout"]}}
+        if isinstance(stage, Mapping) and isinstance(stage.get("rollout"), Mapping) and saved <= stage["rollout"].keys()
+        else stage
+        for stage in stages
+    ]
+    return {**settings, "stages": filled}

@@ -22,7 +22,7 @@ from .checks import complete_stage
 from .known_settings import config_class, with_suggestion
 from .missing import missing_part_error, parts_of_recipe
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model
-from .renamed import rename_settings
+from .renamed import rename_settings, with_earlier_defaults
 from .replaced import Replaced
 from .schema import STAGE, RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, changes_name, component_mapping, merge, merge_stage
@@ -47,6 +47,7 @@ def resolve(
     """
     overrides = rename_settings(settings or {}, warn=True)
     from_file = rename_settings(read_yaml(Path(file)), warn=True) if file is not None else {}
+    from_file = with_earlier_defaults(from_file)
     chosen_recipe = overrides.get("recipe") or recipe
     recipe = chosen_recipe or from_file.get("recipe") or DEFAULT_RECIPE
     if misplaced := [key for key in OF_NEW_MODEL if key in from_file or key in overrides]:

@@ -7,6 +7,7 @@ the next batch.
 from __future__ import annotations
 
 import asyncio
+import time
 import traceback
 from array import array
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ class Sample:
     stop: frozenset[int]
     future: asyncio.Future[Generation]
     generator: torch.Generator
+    start: float = field(default_factory=time.monotonic)
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     versions: list[int] = field(default_factory=list)
@@ -49,7 +51,9 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        return len(self.token_ids) >= self.request.sampling.max_tokens or self.stopped or self.future.cancelled()
+        is_late = bool(self.token_ids) and time.monotonic() - self.start >= self.request.seconds
+        is_full = len(self.token_ids) >= self.request.sampling.max_tokens
+        return is_full or is_late or self.stopped or self.future.cancelled()
 
     @property
     def stopped(self) -> bool:

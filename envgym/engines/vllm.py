@@ -7,6 +7,7 @@ code: the platform decides only defaults, and `engine_args` overrides every one 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import traceback
 import warnings
@@ -84,7 +85,7 @@ class VLLMEngine:
         stop = {"stop_token_ids": [*request.sampling.stop_token_ids, *self._end_tokens]}
         # `ignore_eos`: the end tokens are all among the stop tokens.
         sampling = _sampling_params(**(asdict(request.sampling) | stop), ignore_eos=True, logprobs=0)
-        output = (await self._run(request.id, list(request.token_ids), sampling)).outputs[0]
+        output = (await self._run(request.id, list(request.token_ids), sampling, request.seconds)).outputs[0]
         if output.finish_reason not in STOP_REASONS:
             raise InvalidOutcome("engine", _describe_abort(output.finish_reason), retryable=True)
         return Generation(
@@ -173,21 +174,31 @@ class VLLMEngine:
         self._fail("the engine has been closed")
         self._engine.engine_core.shutdown()
 
-    async def _run(self, name: str, token_ids: list[int], sampling: Any) -> Any:
-        """Hand one request to vLLM and wait for its only output."""
+    async def _run(self, name: str, token_ids: list[int], sampling: Any, seconds: float = math.inf) -> Any:
+        """Hand one request to vLLM and wait for its only output. It ends with its next token after `seconds`."""
         self._check()
         self._engine.add_request(name, {"prompt_token_ids": token_ids}, sampling, lora_request=self._adapter)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[name] = future
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step_while_busy())
+        timer = None if math.isinf(seconds) else future.get_loop().call_later(seconds, self._end_soon, name)
         try:
             return await future
         except asyncio.CancelledError:
             self._engine.abort_request([name])
             raise
         finally:
+            if timer is not None:
+                timer.cancel()
             self._waiting.pop(name, None)
+
+    def _end_soon(self, name: str) -> None:
+        """Let a request end with its next token: an abort would lose those sampled so far."""
+        requests = self._engine.engine_core.engine_core.scheduler.requests
+        for internal_id in self._engine.output_processor.external_req_ids.get(name, ()):
+            if internal_id in requests:
+                requests[internal_id].max_tokens = 1
 
     async def _step_while_busy(self) -> None:
         """Take steps while requests are unfinished, and deliver their outputs. An error fails all requests."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from envgym.types import Episode
 
@@ -17,6 +17,23 @@ def reward_as_score(reward: float | None) -> float | None:
     return min(1.0, max(0.0, reward))
 
 
+def reward_failure(episode: Episode, rewards: float | Mapping[str, float] | None) -> None:
+    """Give a failed episode the reward of its kind of failure (`rollout.failed_reward`), at its last turn and in place
+    of earlier ones. An episode that failed before the policy's first turn gets none: nothing was sampled to reward."""
+    if isinstance(rewards, Mapping):
+        reward = rewards.get(episode.outcome.reason)
+    else:
+        reward = None if episode.outcome.reason == "engine" else rewards
+    turns = [turn for row in episode.rows for turn in row.turns]
+    if not episode.failed or reward is None or not turns:
+        return
+    for turn in turns:
+        turn.reward = None
+    turns[-1].reward = episode.reward = reward
+    episode.score = reward_as_score(reward)
+    episode.score_is_reward = episode.score is not None
+
+
 def withdraw_scores(episodes: Iterable[Episode], envs_without_scores: set[str]) -> list[Episode]:
     """Clear reward-derived scores in environments that have given a reward outside [0, 1]. Earlier calls' episodes keep
     their scores. Returns the changed ones, to be recorded again.
@@ -24,7 +41,7 @@ def withdraw_scores(episodes: Iterable[Episode], envs_without_scores: set[str]) 
     Otherwise a game with the rewards 1 and -1 would have scores of its winners only. `envs_without_scores` holds the
     ids of these environments, and is updated.
     """
-    finished = [episode for episode in episodes if not episode.failed]
+    finished = [episode for episode in episodes if episode.is_counted]
     envs_without_scores |= {
         episode.env
         for episode in finished

@@ -193,13 +193,13 @@ def _text(value: Any) -> str:
 def _scores(episodes: Sequence[Episode]) -> dict[str, list[float]]:
     scores: dict[str, list[float]] = {}
     for episode in episodes:
-        if not episode.failed and episode.score is not None:
+        if episode.is_counted and episode.score is not None:
             scores.setdefault(_key(episode), []).append(episode.score)
     return scores
 
 
 def _has_only_rewards(episodes: Sequence[Episode]) -> bool:
-    finished = [episode for episode in episodes if not episode.failed]
+    finished = [episode for episode in episodes if episode.is_counted]
     return not _scores(finished) and any(episode.reward is not None for episode in finished)
 
 

@@ -13,7 +13,7 @@ from envgym.errors import EnvgymError, RunError
 from envgym.learner import Learner, Trajectory, trajectories
 from envgym.rollout.runner import SamplingPlan
 from envgym.tasks.cursor import tasks_at
-from envgym.types import Group, Task
+from envgym.types import Group, SeedScope, Task
 from envgym.workers.group import WorkerGroup
 
 from .result import result_of, score_warning
@@ -38,8 +38,17 @@ def check_held_out(spec: EnvSpec, *, required: bool) -> bool:
 class HeldOut:
     """The first `config.tasks` tasks of the environment's test split, on which a policy is evaluated."""
 
-    def __init__(self, run_groups: RunGroups, spec: EnvSpec, sampling: SamplingParams, config: EvalConfig) -> None:
+    def __init__(
+        self,
+        run_groups: RunGroups,
+        spec: EnvSpec,
+        sampling: SamplingParams,
+        config: EvalConfig,
+        seed_scope: Callable[[int], SeedScope],
+    ) -> None:
+        """`seed_scope` is that of evaluations with so many episodes per task."""
         self._run_groups = run_groups
+        self._seed_scope = seed_scope
         self._spec = spec
         self._sampling = sampling if config.temperature is None else replace(sampling, temperature=config.temperature)
         self._config = config
@@ -57,14 +66,17 @@ class HeldOut:
 
     async def evaluate_sampled(self) -> dict[str, Any]:
         """Evaluate at `config.temperature`, with `config.samples` episodes per task."""
-        groups = await self._run_groups(await self.tasks(), SamplingPlan("eval", self._sampling, self._config.samples))
+        samples = self._config.samples
+        plan = SamplingPlan("eval", self._sampling, samples, self._seed_scope(samples))
+        groups = await self._run_groups(await self.tasks(), plan)
         self.warning = score_warning(self._spec, groups)
         return result_of(groups)
 
     async def evaluate_greedily(self) -> dict[str, Any]:
         """Evaluate by greedy sampling (the most likely token), with one episode per task."""
         sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
-        groups = await self._run_groups(await self.tasks(), SamplingPlan("eval-greedy", sampling, 1))
+        plan = SamplingPlan("eval-greedy", sampling, 1, self._seed_scope(1))
+        groups = await self._run_groups(await self.tasks(), plan)
         return {**result_of(groups), "greedy": True}
 
     async def evaluate_recorded(self, learner: Learner, actor: WorkerGroup, score: Scorer) -> dict[str, Any]:
@@ -72,7 +84,7 @@ class HeldOut:
         roles."""
         plan = SamplingPlan("eval", self._sampling, self._spec.recordings_per_task)
         groups = [
-            replace(g, episodes=[e for e in g.episodes if not e.failed])
+            replace(g, episodes=[e for e in g.episodes if e.is_counted])
             for g in await self._run_groups(await self.tasks(), plan)
         ]
         trajectory_groups = trajectories([group for group in groups if len(group.episodes) == plan.samples])

@@ -42,9 +42,9 @@ def inspect_log(env: str, result: Mapping[str, Any], groups: Sequence[Group]) ->
     """The log of one environment of an evaluation, as JSON's own types; `result` is the evaluation's.
 
     An episode is a sample: its id is the task's key, its epoch the member's number from 1 (higher if an evaluation ran
-    the task in several groups). A failed episode has an `error` and no score, so that inspect_ai omits it from its
-    metrics, as envgym does; a truncated one has the `limit` it met, with its usage. The model's name is `none/MODEL`,
-    and in the metadata MODEL alone. Keep the order of the keys when the log is written.
+    the task in several groups). A failed episode without a reward has an `error` and no score, so that inspect_ai omits
+    it from its metrics, as envgym does; a truncated one has the `limit` it met, with its usage. The model's name is
+    `none/MODEL`, and in the metadata MODEL alone. Keep the order of the keys when the log is written.
     """
     env_result, created, model = result["envs"][env], result["began"], f"{API}/{result['model']}"
     settings = {name: result[name] for name in ("suite", "seed", "model")} | {
@@ -58,7 +58,7 @@ def inspect_log(env: str, result: Mapping[str, Any], groups: Sequence[Group]) ->
     scored: dict[str, list[float]] = {}
     for episode in episodes:
         task_scores = scored.setdefault(episode.task.key, [])
-        if not episode.failed and episode.score is not None:
+        if episode.is_counted and episode.score is not None:
             task_scores.append(episode.score)
     usage = Counter({"input_tokens": 0, "output_tokens": 0, "total_tokens": 0})
     for sample in samples:
@@ -185,7 +185,7 @@ def _inspect_sample(episode: Episode, epoch: int, model: str, created: str) -> d
         "working_time": episode.seconds,
         "turn_count": len(turns),
     }
-    if episode.failed:
+    if not episode.is_counted:
         problem = f"{outcome.reason}: {outcome.message}" if outcome.message else outcome.reason
         sample["error"] = {"message": problem, "traceback": problem, "traceback_ansi": problem}
     elif episode.score is not None:

@@ -46,7 +46,8 @@ class PartRun:
     async def run_episodes(self, folder: ResumableFolder, display: Display) -> list[Group]:
         """Run the episodes that `folder` does not have, and return the groups of all tasks."""
         sampling = self.part.sampling(self.runner.agent.renderer.stop_token_ids)
-        plan = SamplingPlan(self.part.name, sampling, self.part.samples)
+        seed_scope = self.part.stage.rollout.scope_in_evaluation(self.part.samples)
+        plan = SamplingPlan(self.part.name, sampling, self.part.samples, seed_scope)
         return await self.runner.roll_out(
             self.tasks, plan, display.rollout, completed=folder.saved, on_episode=folder.write
         )

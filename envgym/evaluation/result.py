@@ -37,7 +37,8 @@ def result_of(groups: Sequence[Group], *, success: float = 1.0, cluster: str | N
       the episodes per task. A task with fewer finished episodes is excluded (`tasks_at_k`: the number of tasks); a k
       without tasks is absent. Majorities exist if the environment reads answers.
     variance: of scores `within` tasks and `between` them.
-    n_episodes; failures (kind -> count), excluded from every number above; unscored, finished without a score;
+    n_episodes; failures (kind -> count), excluded from every number above but the rewarded_failures (a count), which
+      have a reward by `rollout.failed_reward`; unscored, finished without a score;
     truncated (count) and truncated_by (limit -> count), included with their rewards and scores; played_again, failed
       attempts that were retried.
     tokens (sampled), turns (mean), seconds (median `p50` and `p95` of an episode), metrics (means of the
@@ -56,7 +57,7 @@ def result_of(groups: Sequence[Group], *, success: float = 1.0, cluster: str | N
 def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> dict[str, Any]:
     """`result_of` without the members of a mixture."""
     episodes = [episode for group in groups for episode in group.episodes]
-    finished = [episode for episode in episodes if not episode.failed]
+    finished = [episode for episode in episodes if episode.is_counted]
     scores, rewards = _values_by_group(groups, "score"), _values_by_group(groups, "reward")
     clusters = _clusters(groups, cluster)
     successes = {id: [float(score >= success - 1e-9) for score in values] for id, values in scores.items()}
@@ -72,6 +73,7 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
         "variance": {"within": number_or_none(variance_within), "between": number_or_none(variance_between)},
         "n_episodes": len(episodes),
         "failures": dict(Counter(episode.outcome.reason for episode in episodes if episode.failed)),
+        "rewarded_failures": sum(episode.failed and episode.is_counted for episode in episodes),
         "unscored": sum(episode.score is None for episode in finished),
         "truncated": sum(limits.values()),
         "truncated_by": dict(limits),
@@ -94,14 +96,14 @@ def score_warning(spec: EnvSpec, groups: Sequence[Group]) -> str:
     ranks have (a single task: its rewards look like ranks). Tasks with a failed episode are ignored, because ranks
     among fewer have another mean.
     """
-    finished = [episode for group in groups for episode in group.episodes if not episode.failed]
+    finished = [episode for group in groups for episode in group.episodes if episode.is_counted]
     if finished and all(episode.score is None and episode.reward is not None for episode in finished):
         return (
             f"{spec.id} has rewards outside [0, 1] and therefore no score: compare the mean reward, or let step return "
             'a score in info["score"]'
         )
     jointly_scored = [group for group in groups if spec.spec_for(group.task).scores_groups]
-    valid = [group for group in jointly_scored if not any(episode.failed for episode in group.episodes)]
+    valid = [group for group in jointly_scored if all(episode.is_counted for episode in group.episodes)]
     task_rewards = [rewards for rewards in _values_by_group(valid, "reward").values() if rewards]
     means = [fmean(rewards) for rewards in task_rewards]
     if not means or max(means) - min(means) > 1e-9 or (len(means) == 1 and not _is_ranking(task_rewards[0])):
@@ -143,7 +145,7 @@ def ks(samples: int) -> list[int]:
 def _values_by_group(groups: Sequence[Group], field: str) -> dict[str, list[float]]:
     return {
         group.id: [
-            value for episode in group.episodes if not episode.failed and (value := getattr(episode, field)) is not None
+            value for episode in group.episodes if episode.is_counted and (value := getattr(episode, field)) is not None
         ]
         for group in groups
     }
@@ -159,7 +161,7 @@ def _clusters(groups: Sequence[Group], field: str | None) -> dict[str, str]:
 def _metrics_at_k(groups: Sequence[Group], scores: Values, successes: Values) -> dict[str, dict[str, float]]:
     """`pass@k`, `pass^k` and, if episodes have answers, `majority@k`, each by k as text."""
     votes = {
-        group.id: [episode.answer for episode in group.episodes if not episode.failed and episode.score is not None]
+        group.id: [episode.answer for episode in group.episodes if episode.is_counted and episode.score is not None]
         for group in groups
     }
     has_answers = any(answer is not None for task_votes in votes.values() for answer in task_votes)

@@ -38,7 +38,7 @@ def _rows(envs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         "failed": [_share(sum(env["failures"].values()), env["n_episodes"]) for _, env in items],
         "unscored": [_share(env["unscored"], env["n_episodes"]) for _, env in items],
         "truncated": [_share(env["truncated"], env["n_episodes"]) for _, env in items],
-        "tokens": [_per_episode(env["tokens"], env["n_episodes"] - sum(env["failures"].values())) for _, env in items],
+        "tokens": [_per_episode(env["tokens"], env["n_episodes"] - _n_excluded(env)) for _, env in items],
         "turns": ["" if env["turns"] is None else f"{env['turns']:.1f}" for _, env in items],
         "p50 s": ["" if env["seconds"] is None else f"{env['seconds']['p50']:.2f}" for _, env in items],
     }
@@ -81,10 +81,19 @@ def _lines(result: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
                     ("note", f"{name}: {count} of {env['n_tasks']} tasks have the {k} finished episodes for k={k}")
                 )
     if result["failures"]:
-        lines.append(("failed", f"{counts(result['failures'])}   excluded from every score"))
+        n_excluded = sum(map(_n_excluded, result["envs"].values()))
+        fate = f"{n_excluded} excluded from every score, the others have a reward (rollout.failed_reward)"
+        if n_excluded == sum(result["failures"].values()):
+            fate = "excluded from every score"
+        lines.append(("failed", f"{counts(result['failures'])}   {fate}"))
     lines.append(("time", f"{duration(result['seconds'])}, {result['tokens']:,} tokens sampled"))
     lines.append(("folder", str(folder)))
     return lines
+
+
+def _n_excluded(env: Mapping[str, Any]) -> int:
+    """Failed episodes without a reward. Results of earlier versions have no others."""
+    return int(sum(env["failures"].values()) - env.get("rewarded_failures", 0))
 
 
 def _per_episode(total: int, count: int) -> str:

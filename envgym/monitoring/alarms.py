@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -85,12 +86,20 @@ def falls_from_best(values: Sequence[float], share: float, floor: float, steps: 
     return bool(means) and max(means) > floor and means[-1] < share * max(means)
 
 
+def sums_up(values: Sequence[float], limit: float, steps: int, negative: bool = True) -> bool:
+    """True if the last `steps` values (at least 3 of them, each a standard normal number by chance) add up to more than
+    `limit` standard deviations of their sum, or with `negative` also to less than minus that."""
+    last = values[-steps:]
+    total = sum(last) / math.sqrt(len(last))
+    return len(last) >= 3 and (abs(total) if negative else total) > limit
+
+
 ROLE = re.compile(r"((?!env/|eval/)[^/]+/)?")
 """The role before an alarm's `metric` in a metric's name. Metrics of an environment (`env/…`) raise no alarms."""
 
 CONDITIONS: dict[str, Callable[..., bool]] = {
     function.__name__.removeprefix("is_"): function
-    for function in (is_above, is_below, falls_below, begins_below, mean_below, jumps, grows, falls_from_best)
+    for function in (is_above, is_below, falls_below, begins_below, mean_below, jumps, grows, falls_from_best, sums_up)
 }
 
 

@@ -16,6 +16,8 @@ from envgym.learner import TrainSample
 from envgym.render.spelling import IN_APIS
 from envgym.types import Episode, Group, Status, StopReason
 
+from .failure_bias import failure_bias
+
 Match = Callable[[str], object]
 """True for a completion that spells out a special token as text."""
 
@@ -23,13 +25,16 @@ Match = Callable[[str], object]
 def rollout_metrics(groups: Sequence[Group], *, sampled: bool = True, spells: Match = IN_APIS.search) -> dict[str, Any]:
     """Rewards, scores, lengths and failures of a step's groups, in total and per member of a mixture.
 
-    Failed episodes, and failed attempts that were retried, are only counted. Episodes that were not `sampled` have no
-    reward and score metrics, since these are constants of the data. `spells` is the policy's renderer's.
+    Failed episodes without a reward, and failed attempts that were retried, are only counted. Episodes that were not
+    `sampled` have no reward and score metrics, since these are constants of the data. `spells` is the policy's
+    renderer's.
     """
     record = _outcomes(groups, sampled, spells)
-    finished = [episode for group in groups for episode in group.episodes if not episode.failed]
+    finished = [episode for group in groups for episode in group.episodes if episode.is_counted]
     if finished and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
         record |= _lengths(finished)
+    if sampled:
+        record |= failure_bias(groups)
     for name in sorted({group.task.env for group in groups} - {""}):
         member_record = _outcomes([group for group in groups if group.task.env == name], sampled, spells)
         record |= {f"env/{name}/{key.removeprefix('env/')}": value for key, value in member_record.items()}
@@ -38,7 +43,7 @@ def rollout_metrics(groups: Sequence[Group], *, sampled: bool = True, spells: Ma
 
 def _outcomes(groups: Sequence[Group], sampled: bool, spells: Match) -> dict[str, Any]:
     episodes = [episode for group in groups for episode in group.episodes]
-    finished = [episode for episode in episodes if not episode.failed]
+    finished = [episode for episode in episodes if episode.is_counted]
     failed = [episode for group in groups for episode in [*group.episodes, *group.superseded] if episode.failed]
     rewards = [episode.reward for episode in finished if sampled and episode.reward is not None]
     scores = [episode.score for episode in finished if sampled and episode.score is not None]
@@ -64,7 +69,7 @@ def _outcomes(groups: Sequence[Group], sampled: bool, spells: Match) -> dict[str
 
 def _distinct_rewards(group: Group) -> int | None:
     """The number of distinct rewards in a group; None with fewer than two rewards."""
-    rewards = [episode.reward for episode in group.episodes if episode.reward is not None and not episode.failed]
+    rewards = [episode.reward for episode in group.episodes if episode.reward is not None and episode.is_counted]
     return len(set(rewards)) if len(rewards) > 1 else None
 
 
@@ -145,9 +150,10 @@ def computing_metrics(flops: float, peak_flops: float | None, ranks: int, second
 
 
 def check_failures(groups: Sequence[Group], max_share: float) -> None:
-    """Raise `RolloutFailed`, with the most common reason, if more than `max_share` of the episodes failed."""
+    """Raise `RolloutFailed`, with the most common reason, if more than `max_share` of the episodes failed and have no
+    reward."""
     episodes = [episode for group in groups for episode in group.episodes]
-    failed = [episode for episode in episodes if episode.failed]
+    failed = [episode for episode in episodes if not episode.is_counted]
     if failed and len(failed) > max_share * len(episodes):
         (kind, message), _ = Counter((e.outcome.reason, e.outcome.message) for e in failed).most_common(1)[0]
         n_failed = f"{len(failed)} of {len(episodes)} episodes failed"

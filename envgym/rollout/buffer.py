@@ -21,9 +21,9 @@ MAX_ROUNDS = 4
 class Buffer:
     """Accepts groups, returns them in order, and never loses a group that it accepted.
 
-    Failed members are removed from their group. A group is dropped and counted if fewer than `min_group_size` members
-    remain that have a reward, or if `filter` drops it (counts by reason in `filtered`); the trainer rolls out another
-    task instead.
+    Failed members without a reward are removed from their group. A group is dropped and counted if fewer than
+    `min_group_size` members remain that have a reward, or if `filter` drops it (counts by reason in `filtered`); the
+    trainer rolls out another task instead.
     """
 
     def __init__(self, min_group_size: int, *, needs_reward: bool, filter: FilterConfig | None = None) -> None:
@@ -47,7 +47,7 @@ class Buffer:
             self.failures.update(e.outcome.reason for e in [*group.episodes, *group.superseded] if e.failed)
             self.n_retried += len(group.superseded)
             self.refills += group.refills
-            members = [e for e in group.episodes if not e.failed and (e.reward is not None or not self.needs_reward)]
+            members = [e for e in group.episodes if e.is_counted and (e.reward is not None or not self.needs_reward)]
             if len(members) < self._min_group_size:
                 self.dropped_groups += 1
             elif reason := drop_reason(self._filter, members):
@@ -109,7 +109,7 @@ class RolloutBatch:
                 f"rollout.filter dropped all {len(self.groups)} groups of {self.rounds} rounds: the tasks are "
                 "all too hard for the policy, or all solved"
             )
-        if all(episode.failed or episode.reward is None for episode in self.episodes):
+        if all(not episode.is_counted or episode.reward is None for episode in self.episodes):
             return "no episode has a reward: the environment gave none, so there is nothing to train on (see rollouts/)"
         return "no group of episodes is complete enough to train on (see rollouts/)"
 
@@ -138,6 +138,6 @@ async def fill_buffer(
         batch.n_buffered += buffer.add(groups)
         batch.groups += groups
         batch.rounds += 1
-        if all(episode.failed or (buffer.needs_reward and episode.reward is None) for episode in batch.episodes):
+        if not any(e.is_counted and (e.reward is not None or not buffer.needs_reward) for e in batch.episodes):
             break  # more rounds would not help; the caller raises the error
     return batch

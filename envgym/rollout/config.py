@@ -6,6 +6,7 @@ from pydantic import Field
 
 from envgym.engine import SamplingParams
 from envgym.settings import Settings
+from envgym.types import SeedScope
 
 from .filter import FilterConfig
 
@@ -28,7 +29,10 @@ class RolloutConfig(Settings):
     concurrency: int = Field(1024, ge=1)
     """Maximum number of concurrent episodes."""
     episode_timeout: float = Field(300.0, gt=0)
-    """Seconds an episode may take before it counts as failed (`timeout`)."""
+    """Seconds an episode may take, without the policy's time in the engine, before it counts as failed (`timeout`)."""
+    policy_timeout: float = Field(3600.0, gt=0)
+    """Seconds in the engine, waiting included, that the policy may take per episode. Then its turn ends as at
+    `max_tokens`, and the episode is truncated (`time`)."""
     max_staleness: int = Field(0, ge=0, le=4)
     """Maximum number of training steps between the policy version that starts an episode and the one trained on it. 0:
     synchronous training. Above 0, episodes run during training and new weights take over in mid-episode; 1 is usual.
@@ -37,9 +41,21 @@ class RolloutConfig(Settings):
     """Maximum retries of an episode that failed transiently (a timeout, a lost connection)."""
     refills: int = Field(1, ge=0)
     """Maximum number of permanently failed episodes that a group replaces; it is trained on without any others."""
+    seed_scope: SeedScope | None = None
+    """Episodes with the same environment seed. `task`: all episodes of a task, for the whole run; `group`: the members
+    of a group, so that each visit of a task draws a new seed; `episode`: none. Unset: `group`, but in evaluations
+    `task` or, with several episodes per task, `episode`. `reset` gets the seed of a task that has its own."""
+    failed_reward: float | dict[str, float] | None = None
+    """Reward of failed episodes: one number for every kind of failure but `engine`, or a number per kind
+    (`rollout.failed_reward.environment=0`). Such an episode is not retried. It is trained on, and counts in metrics and
+    evaluations. Unset: failed episodes are retried, then left out."""
     max_failed_share: float = Field(0.5, gt=0, le=1)
-    """Maximum share of failed episodes in a training step. A higher share stops the run."""
+    """Maximum share of failed episodes without a reward in a training step. A higher share stops the run."""
     filter: FilterConfig = FilterConfig()
+
+    def scope_in_evaluation(self, samples: int) -> SeedScope:
+        """The scope of environment seeds in an evaluation with `samples` episodes per task."""
+        return self.seed_scope or ("task" if samples == 1 else "episode")
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """The sampling parameters of one turn."""

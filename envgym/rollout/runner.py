@@ -1,7 +1,7 @@
 """Rollouts: an environment, an agent and an engine run episodes, with deadlines and limits.
 
-An error inside an episode ends that episode as a failure of a named kind. It never ends the run, and never counts as a
-reward.
+An error inside an episode ends that episode as a failure of a named kind. It never ends the run, and has a reward only
+if `rollout.failed_reward` gives its kind one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.env.boundary import UsersCode
 from envgym.env.checked import describe
-from envgym.episodes.scores import reward_as_score, withdraw_scores
+from envgym.episodes.scores import reward_as_score, reward_failure, withdraw_scores
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from envgym.hashing import derived_seed, task_hash
 from envgym.loading import user_line
@@ -29,7 +29,7 @@ from envgym.processes import cancellation
 from envgym.processes.cancellation import StillRunning, run_to_end
 from envgym.processes.deadline import Deadline
 from envgym.services.policy import LOCKSTEP
-from envgym.types import Episode, Group, Outcome, Reward, Span, Task, timed
+from envgym.types import Episode, Group, Limit, Outcome, Reward, SeedScope, Span, Task, timed
 
 from .config import RolloutConfig
 from .sampler import EpisodeSampler, LockstepBatcher
@@ -59,6 +59,12 @@ class SamplingPlan:
     sampling: SamplingParams
     samples: int
     """Episodes per task."""
+    seed_scope: SeedScope = "task"
+
+    def env_seed(self, run_seed: int, group: Group, member: int) -> int:
+        """The environment's seed for a member of a group."""
+        visit: dict[str, tuple[object, ...]] = {"task": (), "group": (group.id,), "episode": (group.id, member)}
+        return derived_seed(run_seed, group.task.key, *visit[self.seed_scope])
 
 
 def group_ids(purpose: str, tasks: Iterable[Task]) -> dict[str, Task]:
@@ -106,7 +112,7 @@ class Runner:
     ) -> list[Group]:
         """Roll out every task `plan.samples` times and return the groups in the order of `tasks`.
 
-        All members of a group get the same environment seed, and so the same problem. Failed episodes are in
+        Members of a group get the same environment seed unless `plan.seed_scope` is `episode`. Failed episodes are in
         the groups, with their outcome. `on_progress` is called at the end of each episode.
 
         Members start as slots (`rollout.concurrency`) become free. Episodes `completed` in an earlier call, by group id
@@ -176,7 +182,10 @@ class Runner:
     async def score_groups(self, groups: Iterable[Group]) -> list[list[Episode]]:
         """Let environments judge each group as a whole (`score_group`). Returns the changed episodes of each group."""
         seconds = self.config.episode_timeout
-        return await asyncio.gather(*(score_group(self.spec, group, seconds) for group in groups))
+        scored = await asyncio.gather(*(score_group(self.spec, group, seconds) for group in groups))
+        for episode in itertools.chain(*scored):
+            reward_failure(episode, self.config.failed_reward)
+        return scored
 
     def withdraw_scores(self, groups: Iterable[Group]) -> list[Episode]:
         """Clear reward-derived scores in environments that have given a reward outside [0, 1], in this call or before.
@@ -192,7 +201,8 @@ class Runner:
         retries = 0
         for attempt in itertools.count():
             episode = await self._run_attempt(group, member, attempt, plan, batcher)
-            if not episode.failed or episode.outcome.reason == "prompt_too_long":  # every attempt has the same prompt
+            # Every attempt has the same prompt, so one that is too long stays too long.
+            if episode.is_counted or episode.outcome.reason == "prompt_too_long":
                 break
             if episode.outcome.retryable and retries < self.config.retries:
                 retries += 1
@@ -212,12 +222,13 @@ class Runner:
         fingerprint = self._task_hash[1]
         # The group is part of the id: a small task set may repeat within one step.
         episode_id = f"{group.id}:{member:03d}:{attempt}"
-        seed = derived_seed(self.seed, task.key)
+        seed = plan.env_seed(self.seed, group, member)
         sampler = None
         if self.engine is not None:
             sampling_seed = derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None
             source = batcher or self.engine
-            sampler = EpisodeSampler(source, episode_id, plan.sampling, self.max_model_len, sampling_seed)
+            seconds = self.config.policy_timeout
+            sampler = EpisodeSampler(source, episode_id, plan.sampling, self.max_model_len, sampling_seed, seconds)
         LOCKSTEP.set(batcher)  # for opponents; each episode has a separate asyncio task, and so a separate context
 
         def run(env: CheckedEnv) -> Coroutine[Any, Any, Episode]:
@@ -227,6 +238,7 @@ class Runner:
             return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), recording_index=member)
 
         episode = await run_episode(self.spec, task, run, self.config.episode_timeout, sampler)
+        reward_failure(episode, self.config.failed_reward)
         episode.id, episode.env, episode.group_id = episode_id, task.env or spec.id, group.id
         episode.member, episode.attempt, episode.seed = member, attempt, seed
         episode.fingerprints = {**self._fingerprint(spec), "task": fingerprint}
@@ -287,9 +299,20 @@ async def run_episode(
             result = returned
     if result is None:
         result = _failure(spec, call.error)
-    episode = Episode(id="", task=task, outcome=result) if isinstance(result, Outcome) else result
+    episode = failed_episode(task, result, sampler) if isinstance(result, Outcome) else result
+    if sampler is not None and sampler.seconds_left <= 0 and episode.outcome.reason == Limit.LENGTH:
+        episode.outcome = Outcome.truncate(Limit.TIME)
     episode.seconds = time.monotonic() - start
     episode.spans = [*waiting, *(env.spans if env else ()), *(sampler.spans if sampler else ())]
+    return episode
+
+
+def failed_episode(task: Task, outcome: Outcome, sampler: EpisodeSampler | None) -> Episode:
+    """An episode that failed: what the policy answered before, without a reward."""
+    if sampler is None or sampler.record is None:
+        return Episode(id="", task=task, outcome=outcome)
+    episode = sampler.record(task, outcome)
+    episode.reward, episode.score, episode.score_is_reward = None, None, False
     return episode
 
 

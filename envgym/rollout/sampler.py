@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +15,8 @@ from envgym.engine import ChatEngine, ChatReply, ChatRequest, Engine, Generation
 from envgym.errors import InvalidOutcome
 from envgym.hashing import derived_seed
 from envgym.processes.cancellation import start_task
-from envgym.types import Limit, Message, Span, ToolSpec, int_array, timed
+from envgym.processes.deadline import pause_timeouts
+from envgym.types import Episode, Limit, Message, Outcome, Span, Task, ToolSpec, int_array, timed
 
 
 class LockstepBatcher:
@@ -76,9 +79,12 @@ class EpisodeSampler:
     sampling: SamplingParams
     max_model_len: int
     seed: int | None = None
+    seconds_left: float = math.inf
+    """Seconds that the policy may still take in the engine (`rollout.policy_timeout`)."""
     turn: int = field(default=0, init=False)
     has_ended: bool = field(default=False, init=False)
     spans: list[Span] = field(default_factory=list, init=False)
+    record: Callable[[Task, Outcome], Episode] | None = field(default=None, init=False)
     _tokens_left: float = field(default=math.inf, init=False)
     """Tokens that may still be sampled, without those reserved for requests in flight."""
     _in_flight: int = field(default=0, init=False)
@@ -96,8 +102,9 @@ class EpisodeSampler:
         sampling, sampled = await self._reserve(overrides), 0
         try:
             limited = sampling.within_context(self.max_model_len, len(token_ids))
-            with timed(self.spans, "generating"):
-                generation = await self.engine.generate(Request(self._request_id, int_array(token_ids), limited))
+            with self._timed():
+                request = Request(self._request_id, int_array(token_ids), limited, self.seconds_left)
+                generation = await self.engine.generate(request)
             sampled = len(generation.token_ids)
             return generation
         finally:
@@ -111,12 +118,22 @@ class EpisodeSampler:
         sampled: int | None = 0
         try:
             request = ChatRequest(self._request_id, tuple(messages), tuple(tools), sampling)
-            with timed(self.spans, "generating"):
+            with self._timed():
                 reply = await self.engine.chat(request)
             sampled = reply.completion_tokens
             return reply
         finally:
             self._release(sampling.max_tokens, sampled)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the time of a request, which is the policy's and not the episode's."""
+        start = time.monotonic()
+        try:
+            with timed(self.spans, "generating"), pause_timeouts():
+                yield
+        finally:
+            self.seconds_left -= time.monotonic() - start
 
     @property
     def _request_id(self) -> str:
@@ -134,6 +151,8 @@ class EpisodeSampler:
             raise InvalidOutcome("engine", "agent.max_tokens needs the number of sampled tokens: this API reports none")
         if self._tokens_left < 1:
             raise OutOfBudget(Limit.TOKENS)
+        if self.seconds_left <= 0:
+            raise OutOfBudget(Limit.TIME)
         if self._tokens_left < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=int(self._tokens_left))
         if self.seed is not None:

@@ -42,6 +42,8 @@ class Transcript:
         self.metrics: dict[str, float] = {}
         self.context = array("i")
         self._engine = engine
+        if engine is not None:
+            engine.record = self.episode
 
     def start_row(self, token_ids: Iterable[int]) -> None:
         """Start a token sequence with this prompt: the first, or a new one if the context does not extend the last."""

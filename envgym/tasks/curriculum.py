@@ -66,7 +66,7 @@ class Curriculum:
     def observe(self, groups: Sequence[Group]) -> None:
         """Record finished groups. Groups with fewer than two scores or rewards are ignored."""
         for group in groups:
-            members = [e for e in group.episodes if not e.failed and (e.score, e.reward) != (None, None)]
+            members = [e for e in group.episodes if e.is_counted and (e.score, e.reward) != (None, None)]
             if len(members) < 2:
                 continue
             flat, score = is_flat(members), members[0].score

@@ -70,8 +70,7 @@ class StepGroups:
         step, config = self.progress.step + 1, self.stage.rollout
 
         async def roll_out(tasks: Sequence[Task], round_number: int) -> list[Group]:
-            plan = SamplingPlan(f"{purpose_prefix(step)}{round_number}", self.components.sampling, self.group_size)
-            return await self._run_groups(tasks, plan, self.unfinished)
+            return await self._run_groups(tasks, self._plan(f"{purpose_prefix(step)}{round_number}"), self.unfinished)
 
         self.unfinished.start_step(step)
         with self.progress.timed("rollout"):
@@ -129,9 +128,12 @@ class StepGroups:
 
     async def run_group(self, task: Task, purpose: str) -> Group:
         """Roll out a task as one group."""
-        plan = SamplingPlan(purpose, self.components.sampling, self.group_size)
-        [group] = await self.components.runner.roll_out([task], plan)
+        [group] = await self.components.runner.roll_out([task], self._plan(purpose))
         return group
+
+    def _plan(self, purpose: str) -> SamplingPlan:
+        seed_scope = self.stage.rollout.seed_scope or "group"
+        return SamplingPlan(purpose, self.components.sampling, self.group_size, seed_scope)
 
     async def run_groups(self, tasks: Sequence[Task], plan: SamplingPlan) -> list[Group]:
         """Roll out tasks, unless the user stops the run first."""

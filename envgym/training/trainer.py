@@ -48,7 +48,8 @@ class Trainer:
         self.uses_policy = components.runner.agent.uses_policy
         self.groups = groups = StepGroups(run, stage, components, folder, self.progress, self.stop, display)
         self.update = Update(components, stage, self.progress, self.steps)
-        self.held_out = HeldOut(self.groups.run_groups, components.runner.spec, components.sampling, stage.eval)
+        spec, scope = components.runner.spec, stage.rollout.scope_in_evaluation
+        self.held_out = HeldOut(self.groups.run_groups, spec, components.sampling, stage.eval, scope)
         self.checkpoints = Checkpoints(
             stage.checkpoint, folder, components, self.progress, groups.cursor, groups.buffer, groups.async_rollouts
         )

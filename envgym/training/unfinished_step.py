@@ -25,7 +25,7 @@ class UnfinishedStep:
         self._unwritten: list[Episode] = []
         self._last_write = time.monotonic()
         if seconds is not None and path.exists():
-            self._saved = {key: episode for key, episode in self._journal.originals().items() if not episode.failed}
+            self._saved = {key: episode for key, episode in self._journal.originals().items() if episode.is_counted}
             self._journal.open()
 
     def start_step(self, step: int) -> None:

@@ -13,6 +13,7 @@ from .episodes import (
     Reward,
     Role,
     Row,
+    SeedScope,
     Segment,
     Span,
     Status,
@@ -40,7 +41,7 @@ from .messages import (
 
 __all__ = [
     "Action", "Episode", "Group", "Limit", "Message", "Objective", "Observation", "Outcome", "Reward", "Role", "Row",
-    "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn", "VersionSpan",
-    "add_instruction", "as_action", "as_messages", "as_observation", "float_array", "int_array", "observed_messages",
-    "timed",
+    "SeedScope", "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn",
+    "VersionSpan", "add_instruction", "as_action", "as_messages", "as_observation", "float_array", "int_array",
+    "observed_messages", "timed",
 ]  # fmt: skip

@@ -24,6 +24,8 @@ class VersionSpan:
 
 
 Role = Literal["prompt", "action", "feedback"]
+SeedScope = Literal["task", "group", "episode"]
+"""Episodes with the same environment seed: all of a task, the members of a group, or none."""
 
 
 def float_array(values: Iterable[float]) -> array[float]:
@@ -143,7 +145,8 @@ class Status(StrEnum):
     TRUNCATED = "truncated"
     """A limit ended it: the environment's (`truncated`) or a token, turn or context budget. Its reward counts."""
     FAILED = "failed"
-    """An error ended it that the policy did not cause. It is counted and reported, and never has a reward of zero."""
+    """An error ended it that the policy is not known to have caused. It is counted and reported, and has no reward
+    unless `rollout.failed_reward` gives its kind of failure one."""
 
 
 class Limit(StrEnum):
@@ -159,6 +162,8 @@ class Limit(StrEnum):
     """The model's context was full (`engine.max_model_len`)."""
     TEMPLATE = "template"
     """The chat template cannot render another turn after the policy's last one."""
+    TIME = "time"
+    """The policy's time in the engine was used up (`rollout.policy_timeout`)."""
     ENVIRONMENT = "environment"
     """The environment returned `truncated`."""
 
@@ -254,6 +259,12 @@ class Episode:
     @property
     def failed(self) -> bool:
         return self.outcome.failed
+
+    @property
+    def is_counted(self) -> bool:
+        """True if it did not fail, or its failure has a reward (`rollout.failed_reward`): it is trained on, and counts
+        in rewards and scores."""
+        return not self.failed or self.reward is not None
 
     @property
     def purpose(self) -> str:

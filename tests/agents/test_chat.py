@@ -121,8 +121,8 @@ def test_tools_may_be_left_out():
         ([said("o", stop=StopReason.LENGTH), said("two"), said("three")], {}, ("completed", ""), 3),
         ([said("one"), PromptTooLong("full")], {}, ("truncated", "context"), 1),
         ([PromptTooLong("full")], {}, ("failed", "prompt_too_long"), 0),
-        ([said("one"), InvalidOutcome("engine", "gone")], {}, ("failed", "engine"), 0),
-        ([said("one", used=(None, None))], {"max_tokens": 6}, ("failed", "engine"), 0),
+        ([said("one"), InvalidOutcome("engine", "gone")], {}, ("failed", "engine"), 1),
+        ([said("one", used=(None, None))], {"max_tokens": 6}, ("failed", "engine"), 1),
     ],
 )
 def test_limits_and_failures(replies, settings, outcome, n_turns):

@@ -1,6 +1,7 @@
 """What every engine promises, held against the model itself in float32. Each engine is one process for all tests."""
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +139,18 @@ def test_stop_and_length(engine):
     for generation in results:
         ended = generation.token_ids[-1] == END  # the model's own end token stops it too
         assert generation.stop_reason is (StopReason.STOP if ended else StopReason.LENGTH)
+
+
+def test_a_turn_ends_soon_after_its_seconds_with_the_tokens_that_it_has(engine, policy):
+    """Of twenty long requests, those with a limit are shorter than the others, and exact."""
+    prompt, sampling = tuple(range(3, 13)), SamplingParams(max_tokens=CONTEXT - 10)
+    wave = [Request(f"t{i}", prompt, sampling, seconds=1e-3 if i % 2 else math.inf) for i in range(20)]
+    results = engine.generate(wave)
+    late, free = results[1::2], results[::2]
+    assert max(len(generation.token_ids) for generation in late) < max(len(g.token_ids) for g in free)
+    for request, generation in zip(wave[1::2], late, strict=True):
+        assert generation.token_ids[-1] == END or generation.stop_reason is StopReason.LENGTH
+        assert_exact(policy, request, generation)
 
 
 def test_the_models_own_end_token_ends_a_turn(engine, policy):

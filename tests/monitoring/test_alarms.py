@@ -37,6 +37,10 @@ FIRES = {
     "truncation": [0.2, *[0.9] * 5],
     "cut_turns": [0.5, 1.0, 1.0, 0.95],
     "failures": [0.0, 0.2, 0.2, 0.2],
+    "failures_by_length": [-0.5, -3.0, -3.0, -3.0],
+    "failures_by_turns": [0.5, 3.0, 3.0, 3.0],
+    "failures_by_surprise": [1.5] * 8,
+    "failures_by_reward": [1.0, 4.0, 5.0],
     "explained_variance": [*[0.1] * 20, *[-2.0] * 10],
     "short_batch": [1.0, 0.75],
 }
@@ -59,6 +63,10 @@ HEALTHY = {
     "truncation": [*[1.0] * 4, *noisy(0.3, 0.2)],
     "cut_turns": [1.0, 1.0, *noisy(0.3, 0.2)],
     "failures": [0.3, 0.3, *noisy(0.05, 0.05)],
+    "failures_by_length": [RNG.gauss(0, 1) for _ in range(1000)],
+    "failures_by_turns": [-3.0] * 30,  # failed episodes have fewer turns, since they ended early
+    "failures_by_surprise": [6.0, 0.1, *[RNG.gauss(0, 1) for _ in range(1000)]],
+    "failures_by_reward": [3.0, *[RNG.gauss(0, 1) for _ in range(1000)]],
     "explained_variance": [*[-20.0] * 20, *noisy(0.0, 0.4)],  # a head that was drawn knows nothing at first
     "short_batch": [1.0] * 30,
 }

@@ -345,6 +345,54 @@ def test_an_episode_beyond_its_deadline_is_a_timeout_and_is_retried(world):
     assert (world.n_made, world.closed) == (2, 2)
 
 
+class Slow(OneToken):
+    """An engine that needs 0.1 s for a token, and stops as at the token limit at the policy's time limit."""
+
+    async def generate(self, request):
+        await asyncio.sleep(min(0.1, request.seconds))
+        reason = StopReason.LENGTH if request.seconds < 0.1 else StopReason.STOP
+        return Generation((7,), (-1.0,), reason, ())
+
+
+def test_the_time_of_the_policy_is_not_that_of_the_episode(world):
+    [outcome] = outcomes(play(make_spec(world), size=1, tasks=TASKS[:1], engine=Slow(), episode_timeout=0.05))
+    assert outcome.completed
+
+
+def test_a_policy_out_of_time_truncates_its_episode(world):
+    class Cut(OneAnswer):
+        async def run(self, env, task, engine, *, seed):
+            episode = await super().run(env, task, engine, seed=seed)
+            episode.outcome = Outcome.truncate("length")  # as a transcript has it for such a turn
+            return episode
+
+    settings = {"size": 1, "tasks": TASKS[:1], "engine": Slow(), "agent": Cut}
+    [late] = outcomes(play(make_spec(world), **settings, policy_timeout=0.02))
+    [long] = outcomes(play(make_spec(world), **settings, policy_timeout=10))
+    assert (late.truncated, late.reason, long.reason) == (True, "time", "length")
+
+
+@pytest.mark.parametrize(("scope", "distinct"), [("task", 1), ("group", 2), ("episode", 4)])
+def test_environment_seeds(world, scope, distinct):
+    """The seeds of one task in two groups of two, twice the same in a second run."""
+    spec = make_spec(world)
+    for _ in range(2):
+        runner = Runner(
+            spec, OneAnswer(None, AgentConfig()), OneToken(), RolloutConfig(), max_model_len=64, seed=0,
+            deterministic=False,
+        )  # fmt: skip
+        for purpose in ("first", "second"):
+            event_loop.run(runner.roll_out(TASKS[:1], SamplingPlan(purpose, SAMPLING, 2, scope)))
+    seeds = [seed for _, seed in world.seeds]
+    assert len(set(seeds)) == distinct
+    assert seeds[:4] == seeds[4:]
+
+
+def test_scopes_of_evaluations():
+    assert [RolloutConfig().scope_in_evaluation(n) for n in (1, 4)] == ["task", "episode"]
+    assert [RolloutConfig(seed_scope="group").scope_in_evaluation(n) for n in (1, 4)] == ["group", "group"]
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("breaks", "attempts", "fails"), [(0, 1, False), (2, 3, False), (9, 3, True)])
 def test_retryable_failures_are_retried_at_most_so_often(world, deterministic, breaks, attempts, fails):
