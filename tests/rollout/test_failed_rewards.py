@@ -18,7 +18,6 @@ from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import StopReason, Task
 
-
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -91,7 +90,10 @@ def test_a_reward_takes_the_place_of_those_of_earlier_turns_and_the_episode_is_f
     [group] = roll_out(renderer, "breaks", failed_reward=0)
     assert (group.superseded, group.refills) == ([], 0)
     for episode in group.episodes:
-        assert (episode.outcome.reason, episode.reward, episode.score, episode.is_counted) == ("environment", 0, 0, True)
+        assert (episode.outcome.reason, episode.reward, episode.score, episode.is_counted) == (
+            "environment",
+            *[0, 0, True],
+        )
         assert [turn.reward for row in episode.rows for turn in row.turns] == [None, 0]
 
 

@@ -1,5 +1,7 @@
 """An environment of several turns. See docs/environments/environments.md of envgym."""
 
+import random
+
 import envgym
 
 
@@ -15,11 +17,8 @@ class Config(envgym.EnvConfig):
 class NewEnvironment(envgym.Env):
     """Guess a number; each guess is answered with `higher` or `lower`."""
 
-    Config = Config
-
     async def reset(self, *, seed=None, options=None):
-        # self.rng is seeded: all episodes of one task get the same number. Never use the random module's own.
-        self.number = self.rng.randint(1, self.config.highest)
+        self.number = number_of(self.task, self.config.highest)
         self.left = self.config.guesses
         ask = f"Guess my number between 1 and {self.config.highest}. Answer with a number alone."
         return [{"role": "user", "content": ask}], {}
@@ -33,3 +32,24 @@ class NewEnvironment(envgym.Env):
             return None, float(won), True, False, {"score": float(won), "metrics": {"guesses_left": self.left}}
         hint = "That is no number." if guess is None else "higher" if guess < self.number else "lower"
         return [{"role": "user", "content": hint}], 0.0, False, False, {}
+
+
+class NewEnvironmentSpec(envgym.EnvSpec):
+    """The settings, and demonstrations. The tasks are the usual ones, an endless supply of seeds."""
+
+    env_class = NewEnvironment
+    Config = Config
+
+    def demonstrations(self, task, seed):
+        """The turns of a correct episode, to train on (`--recipe sft_grpo`): each guess halves the range."""
+        number, low, high, turns = number_of(task, self.config.highest), 1, self.config.highest, []
+        while not turns or turns[-1] != str(number):
+            guess = (low + high) // 2
+            turns.append(str(guess))
+            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+        return turns
+
+
+def number_of(task, highest):
+    """The task's number, drawn by its seed. For chance within an episode use `self.rng`, never the global generator."""
+    return random.Random(task.seed).randint(1, highest)
