@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config.resolve import resolve
 from .config.schema import RunConfig
-from .config.words import nest_keys
+from .config.words import dotted_keys, nest_keys
 from .errors import ConfigError
 from .loading import MAIN, entry_points, importing, load_function, target_of
 from .monitoring.display import Display
@@ -104,27 +104,34 @@ def train(
     recipe: str | None = None,
     file: str | Path | None = None,
     resume: str | Path | None = None,
+    from_run: str | Path | None = None,
     quiet: bool = False,
     **overrides: Any,
 ) -> TrainResult:
     """Run a recipe, as `envgym train` does, or `resume` a run, by name or folder. A resumed run has its saved settings;
-    only `steps` and those of the hardware may change, as with `envgym train --resume`.
+    the same ones may change as with `envgym train --resume`. `from_run` begins a new run with the weights and
+    optimizers of another, or of one of its checkpoints, and with its settings unless they are given.
 
     `settings` are nested or dotted keys, `{"env": "math_verify", "learner.lr": 1e-4}`, or keyword arguments. `env`,
     `agent` and `learner` are names, classes or functions decorated with `envgym.reward`; `data`, `data.path` and
     `data.test_path` may be lists of dictionaries or data sets of the `datasets` package. Raises `EnvgymError` for
     whatever the user can fix.
     """
-    from .training.resume import check_changes, resume_config
+    from .training.resume import check_changes, derived_config, resume_config
     from .training.run import train as run_stages
 
     changes = _plain_settings(settings, overrides)
-    if resume is None:
-        config = resolve(changes, recipe=recipe, file=file)
+    if [resume, from_run, recipe or file].count(None) < 2:
+        raise ConfigError("give one of resume, from_run, and recipe or file")
+    runs_dir = str(changes.get("runs_dir", RunConfig.model_fields["runs_dir"].default))
+    if from_run is not None:
+        config = derived_config(str(from_run), runs_dir, changes)
+    elif resume is not None:
+        check_changes(key for key, _ in dotted_keys(changes))
+        changes.pop("runs_dir", None)
+        config = resume_config(str(resume), runs_dir, changes)
     else:
-        check_changes(changes)
-        runs_dir = changes.pop("runs_dir", RunConfig.model_fields["runs_dir"].default)
-        config = resume_config(str(resume), runs_dir, changes.pop("steps", None), changes)
+        config = resolve(changes, recipe=recipe, file=file)
     for stage in config.stages:
         if stage.learner.name.startswith(f"{MAIN}:") and not config.debug:
             raise ConfigError(

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ByteSize, TypeAdapter
+
 from envgym.disk import flush_to_disk, replacement_file, write_atomically
 from envgym.episodes.record import decode, encode, from_record, to_record
 from envgym.errors import CheckpointDamaged, ConfigError, RunError
@@ -42,6 +44,8 @@ class RunFolder:
     model_ema/        the moving average of its weights, with `learner.ema_decay`
     adapter/          the LoRA adapter, in peft's format; `model` has it merged
     logs/             the output of every child process
+    changes.jsonl     the settings that changed when the run was resumed
+    removed.json      the files of past steps that were removed (`keep.rollouts`, `keep.learned`)
     summary.json      the result, for scripts
     episodes.parquet  the episodes of a stage that samples or scores without training
     unfinished.jsonl  episodes of the current step, if it takes long
@@ -60,6 +64,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.tokenizer_file = path / "tokenizer.json"
         self.summary_file = path / "summary.json"
+        self.removed_file = path / "removed.json"
         self.episodes = path / "episodes.parquet"
         self.unfinished_step = path / "unfinished.jsonl"
 
@@ -97,6 +102,27 @@ class RunFolder:
 
     def learned_file(self, step: int) -> Path:
         return self.learned / f"step_{step:06d}.parquet"
+
+    def remove_old_files(self, keep: Mapping[str, int | str | None]) -> None:
+        """Remove all but the newest files of `rollouts` and `learned`: `keep` has a number of steps, a size (`20GB`),
+        or None for all. The newest file always stays. `removed.json` says what was removed."""
+        removed = json.loads(self.removed_file.read_text(encoding="utf-8")) if self.removed_file.exists() else {}
+        previous = json.dumps(removed)
+        for name, amount in keep.items():
+            if amount is None:
+                continue
+            files, amount_so_far = files_by_step(self.path / name, ".parquet"), 0
+            limit = TypeAdapter(ByteSize).validate_python(amount)
+            for number, step in enumerate(sorted(files, reverse=True)):
+                size = files[step].stat().st_size
+                amount_so_far += 1 if isinstance(amount, int) else size
+                if number and amount_so_far > limit:
+                    files[step].unlink()
+                    total = removed.setdefault(name, {"last_step": 0, "files": 0, "bytes": 0})
+                    total["last_step"] = max(total["last_step"], step)
+                    total["files"], total["bytes"] = total["files"] + 1, total["bytes"] + size
+        if json.dumps(removed) != previous:
+            write_atomically(self.removed_file, json.dumps(removed, indent=2) + "\n")
 
     def append_events(self, step: int, events: Iterable[Mapping[str, Any]]) -> None:
         """Append a step's timed events."""

@@ -384,7 +384,7 @@ def begun(path, steps, recipe=None, **length):
 
 def test_a_run_is_resumed_with_more_steps_and_otherwise_its_own_settings(tmp_path):
     config = begun(tmp_path / "run", 5)
-    further = resume_config("run", str(tmp_path), 8)
+    further = resume_config("run", str(tmp_path), {"steps": 8})
     assert further.stages[0].steps == 8
     further.stages[0].steps = 5
     assert further.stages == config.stages
@@ -394,7 +394,7 @@ def test_a_run_is_resumed_with_more_steps_and_otherwise_its_own_settings(tmp_pat
 def test_a_run_may_go_on_elsewhere_and_stays_there(tmp_path):
     config = begun(tmp_path / "run", 5)
     changes = nest_keys({"workers.ranks": 2, "engine.count": 3, "roles.actor.workers.zero_stage": 3}.items())
-    moved = resume_config("run", str(tmp_path), 8, {**changes, "runtime": "ray", "colocate": "all"})
+    moved = resume_config("run", str(tmp_path), {"steps": 8, **changes, "runtime": "ray", "colocate": "all"})
     assert moved.stages[0].workers_of("actor").zero_stage == 3
     with claimed_folder(moved, resume=True):
         pass
@@ -406,7 +406,7 @@ def test_a_run_may_go_on_elsewhere_and_stays_there(tmp_path):
 
 def test_of_several_stages_the_last_one_goes_further(tmp_path):
     config = begun(tmp_path / "run", 5, recipe="sft_grpo")
-    first, last = resume_config("run", str(tmp_path), 8).stages
+    first, last = resume_config("run", str(tmp_path), {"steps": 8}).stages
     assert (first, last.steps) == (config.stages[0], 8)
 
 
@@ -417,9 +417,9 @@ def test_a_run_by_epochs_goes_on_to_a_number_of_steps(tmp_path):
     before["stages"][0]["steps"] = 100  # as versions wrote it that kept both
     saved.write_text(yaml.safe_dump(before))
     with pytest.raises(RunError, match="has taken 5 steps"):
-        resume_config("run", str(tmp_path), 5)
+        resume_config("run", str(tmp_path), {"steps": 5})
     for steps in (8, None):
-        further = resume_config("run", str(tmp_path), steps)
+        further = resume_config("run", str(tmp_path), steps and {"steps": steps})
         with claimed_folder(further, resume=True):
             pass
         last = yaml.safe_load(saved.read_text())["stages"][-1]
@@ -430,7 +430,7 @@ def test_a_run_by_epochs_goes_on_to_a_number_of_steps(tmp_path):
 def test_a_run_does_not_go_back(tmp_path, steps, says):
     begun(tmp_path / "run", 5)
     with pytest.raises(EnvgymError, match=says):
-        resume_config("run", str(tmp_path), steps)
+        resume_config("run", str(tmp_path), {"steps": steps})
 
 
 def test_folders_of_the_same_second_have_different_names(tmp_path, monkeypatch):

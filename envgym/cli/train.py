@@ -23,9 +23,16 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     )
     add_run_options(parser)
     parser.add_argument("--resume", metavar="RUN", help="resume this run with its saved settings; steps=N extends it")
+    parser.add_argument(
+        "--from",
+        dest="from_run",
+        metavar="RUN",
+        help="begin a new run with the weights, optimizers and settings of this run, or of one of its checkpoints",
+    )
     options, words = parser.parse_with_words(arguments)
     resumes = options.resume is not None
-    config = (_resumed_config if resumes else resolve_options)(options, words, invocation)
+    read = _resumed_config if resumes else _derived_config if options.from_run else resolve_options
+    config = read(options, words, invocation)
 
     from envgym.monitoring.terminal import open_display
     from envgym.training.run import train
@@ -43,11 +50,27 @@ def _resumed_config(options: argparse.Namespace, words: Sequence[str], invocatio
     """The saved settings, with the changes that are allowed."""
     from envgym.training.resume import check_changes, resume_config
 
-    names = [f"--{name}" for name, value in vars(options).items() if value is not None and name != "resume"]
+    names = [
+        f"--{name.removesuffix('_run')}"
+        for name, value in vars(options).items()
+        if value is not None and name != "resume"
+    ]
     check_changes([*names, *dict.fromkeys(word.partition("=")[0] for word in words)])
     changes = cli_settings(options, words)
-    debug, steps = changes.pop("debug", False), changes.pop("steps", None)
-    runs_dir = str(changes.pop("runs_dir", default_of("runs_dir")))
-    config = resume_config(options.resume, runs_dir, steps, changes)
+    debug, runs_dir = changes.pop("debug", False), str(changes.pop("runs_dir", default_of("runs_dir")))
+    config = resume_config(options.resume, runs_dir, changes)
     invocation.debug |= config.debug or debug is True
     return config.model_copy(update={"debug": invocation.debug})
+
+
+def _derived_config(options: argparse.Namespace, words: Sequence[str], invocation: Invocation) -> RunConfig:
+    """The settings of another run, with any changes."""
+    from envgym.errors import ConfigError
+    from envgym.training.resume import derived_config
+
+    if layers := [f"--{name}" for name in ("recipe", "config") if getattr(options, name) is not None]:
+        raise ConfigError(f"--from has the settings of its run: leave out {' and '.join(layers)}")
+    changes = cli_settings(options, words)
+    config = derived_config(options.from_run, str(changes.get("runs_dir", default_of("runs_dir"))), changes)
+    invocation.debug |= config.debug
+    return config

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, model_validator
 
 from envgym.agent import Agent, AgentConfig
 from envgym.env import EnvSpec
@@ -188,6 +188,29 @@ class CheckpointConfig(Settings):
         return self.metric.startswith("eval/")
 
 
+def _check_size(value: Any) -> Any:
+    """Raise `ValueError` for a text that is not a size."""
+    if isinstance(value, str):
+        try:
+            TypeAdapter(ByteSize).validate_python(value)
+        except ValueError:
+            raise ValueError(f"must be a number of steps or a size such as 20GB, not {value!r:.60}") from None
+    return value
+
+
+Amount = Annotated[Annotated[int, Field(ge=1)] | str | None, BeforeValidator(_check_size)]
+"""A number of steps, or a size (`20GB`)."""
+
+
+class KeepConfig(Settings):
+    """Files of past steps to keep: a number of steps, or a size in all (`20GB`), of the newest. Unset: all."""
+
+    rollouts: Amount = None
+    """Episodes, in `rollouts/`."""
+    learned: Amount = None
+    """Training values of their tokens, in `learned/`."""
+
+
 class PlacementConfig(Settings):
     """Placement of one part of a stage: a role, the `engine`, a reward model of the environment."""
 
@@ -283,6 +306,8 @@ class StageConfig(Settings):
     model: str = DEFAULT_MODEL
     """Hugging Face folder or hub id, a recipe that makes a model (its name or its YAML file), or `stage:NAME`. Later
     stages start by default from the model of the last training stage."""
+    from_checkpoint: str | None = None
+    """Checkpoint of another run of the same model, whose weights and optimizers the stage begins with (`--from`)."""
     data: dict[str, Any] = Field({})
     """Tasks for the environment: `path`, field names (`prompt`, `answer`, …), a template, splits: see
     `envgym/tasks/config.py`."""
@@ -311,6 +336,7 @@ class StageConfig(Settings):
     """Nodes and GPUs of each part, by name."""
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    keep: KeepConfig = KeepConfig()
     sync: SyncConfig = SyncConfig()
 
     @model_validator(mode="before")

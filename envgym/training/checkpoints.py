@@ -168,6 +168,15 @@ class Checkpoints:
         for role in components.trained_roles:
             await components.workers[role].on_all("load_state", str(checkpoint / role))
 
+    async def load_models(self, checkpoint: Path) -> None:
+        """Begin with the weights and optimizers in the checkpoint of another run. Raises `RunError` if it lacks one of
+        the trained roles."""
+        roles = self._components.trained_roles
+        if missing := [role for role in roles if not (checkpoint / role).is_dir()]:
+            raise RunError(f"{checkpoint} holds no {missing[0]}: it must be a checkpoint of a run with the same roles")
+        for role in roles:
+            await self._components.workers[role].on_all("load_state", str(checkpoint / role))
+
     # -- snapshot of the last complete step ---------------------------------------------------------------
 
     def snapshot_step(self) -> None:

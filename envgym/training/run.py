@@ -42,7 +42,7 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
     check_installed(config.report_to)
     if any(stage.engine.kind == "openai" for stage in config.stages):
         raise ConfigError("engine.kind=openai gives no tokens to train on: an API can be evaluated and rolled out only")
-    with claimed_folder(config, resume=resume) as folder:
+    with claimed_folder(config, resume=resume, note=display.note) as folder:
         display.begin(config.name, f"{config.stages[-1].env.name}, {config.stages[-1].model}")
         with _watching_stop_file(folder):
             return _run_stages(config, folder, display)

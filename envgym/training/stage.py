@@ -129,6 +129,8 @@ async def _restore(trainer: Trainer, folder: RunFolder, checkpoint: Path | None,
     if checkpoint is not None and saved is not None:
         trainer.recorder.resume()
         await trainer.checkpoints.load(checkpoint, saved)
+    elif trainer.stage.from_checkpoint is not None:
+        await trainer.checkpoints.load_models(Path(trainer.stage.from_checkpoint))
     state.trainer = trainer
 
 

@@ -136,6 +136,7 @@ class Trainer:
             await self.evaluate()
         if step or len(self.progress.record) > 1:
             self.recorder.write(self.progress.record)
+        self.folder.remove_old_files(stage.keep.model_dump())
         if self.progress.spans:
             spans, self.progress.spans = self.progress.spans, []
             self.folder.append_events(step, [{"phases": spans}])

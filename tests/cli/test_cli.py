@@ -140,8 +140,8 @@ MISTAKES = {
     "data file": (["train", "--env", "math_verify", "data.path=none.jsonl"], "none.jsonl"),
     "run to resume": (["train", "--resume", "nothing"], "'nothing'"),
     "settings of a resumed run": (
-        ["train", "--resume", "nothing", "--env", "x", "learner.lr=1", "steps=9"],
-        "(workers, placement, colocate, engine.count): leave out --env, learner.lr=…",
+        ["train", "--resume", "nothing", "--env", "x", "learner.gamma=1", "steps=9"],
+        "leave out --env, learner.gamma=…, or begin a new run with --from",
     ),
     "evaluation without model": (["eval", "--env", "math_verify"], "needs --model"),
     "evaluation without environment": (["eval", "--model", "starter"], "which environment?"),

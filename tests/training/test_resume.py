@@ -1,0 +1,112 @@
+"""Resuming with other settings, beginning from another run's checkpoint, and removing files of past steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from envgym.cli import main
+from envgym.errors import ConfigError, RunError
+from envgym.run_folder import RunFolder
+from envgym.training.resume import check_changes, derived_config, resume_config
+
+SETTINGS = (
+    "rollout.tasks_per_step=2", "rollout.group_size=2", "rollout.max_tokens=8", "eval.tasks=2", "eval.greedy=false",
+    "eval.every=0", "engine.kind=transformers", "learner.kl.coef=0",
+)  # fmt: skip
+
+
+def train(*words):
+    assert main(["train", *words]) == 0
+
+
+def records(name):
+    return RunFolder(Path(name)).read_metrics()
+
+
+def optimizer_steps(checkpoint):
+    """The number of steps that AdamW's moments have seen."""
+    saved = torch.load(checkpoint / "actor/deepspeed/mp_rank_00_model_states.pt", weights_only=False)
+    return {int(state["step"]) for state in saved["optimizer"]["state"].values()}
+
+
+def test_a_run_resumes_with_other_settings_and_another_begins_from_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train("--env", "math_verify", "--name", "a", *SETTINGS, "steps=2", "checkpoint.every=1", "keep.rollouts=1")
+    train("--resume", "a", "steps=3", "learner.lr=1e-5", "rollout.max_tokens=9", "report_to=tensorboard")
+    assert "learner.lr=1e-05 (was 0.0006)" in capsys.readouterr().out
+    assert [record["lr"] for record in records("runs/a") if record["step"]] == [6e-4, 6e-4, 1e-5]
+    [change] = [json.loads(line) for line in (tmp_path / "runs/a/changes.jsonl").read_text().splitlines()]
+    assert change["step"] == 2
+    assert change["changes"] == {
+        "steps": [2, 3], "learner.lr": [6e-4, 1e-5], "rollout.max_tokens": [8, 9], "report_to": [[], ["tensorboard"]],
+    }  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "runs/a/rollouts").iterdir()) == ["step_000003.parquet"]
+    removed = json.loads((tmp_path / "runs/a/removed.json").read_text())
+    assert (removed.keys(), removed["rollouts"]["files"], removed["rollouts"]["last_step"]) == ({"rollouts"}, 2, 2)
+
+    train("--from", "a", "--name", "b", "learner.lr=0", "steps=1")
+    *_, record = records("runs/b")
+    assert (record["step"], record["lr"]) == (1, 0)
+    first, second = (RunFolder(Path("runs", name)) for name in "ab")
+    assert (first.model / "model.safetensors").read_bytes() == (second.model / "model.safetensors").read_bytes()
+    assert optimizer_steps(first.last_checkpoint()) == {3}
+    assert optimizer_steps(second.last_checkpoint()) == {4}
+
+
+@pytest.mark.parametrize(
+    "key", ["learner.lr", "eval.every", "checkpoint.keep", "keep.rollouts", "epochs", "report_to", "rollout.max_tokens"]
+)
+def test_settings_that_may_change(key):
+    check_changes([key])
+
+
+@pytest.mark.parametrize(
+    "key", ["learner.gamma", "rollout.group_size", "model", "env.digits", "seed", "--env", "lora.rank"]
+)
+def test_settings_that_may_not(key):
+    with pytest.raises(ConfigError, match=f"leave out {key}.*--from"):
+        check_changes([key])
+
+
+def saved_run(folder, **settings):
+    """The folder of a run that has a configuration and nothing else."""
+    from envgym.config.resolve import resolve
+
+    config = resolve({"env": "math_verify", "name": folder.name, "runs_dir": str(folder.parent), **settings})
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+
+
+def test_changes_are_of_the_last_stage(tmp_path):
+    saved_run(tmp_path / "run", recipe="sft_grpo")
+    first, last = resume_config("run", str(tmp_path), {"learner": {"lr": 0.5}, "eval": {"every": 3}}).stages
+    assert (first.learner.settings["lr"], first.eval.every) == (1e-3, 100)
+    assert (last.learner.settings["lr"], last.eval.every) == (0.5, 3)
+
+
+def test_nothing_to_begin_from(tmp_path):
+    saved_run(tmp_path / "run")
+    for name, says in {"run": "no checkpoint to begin from", "none": "no run 'none'"}.items():
+        with pytest.raises(RunError, match=says):
+            derived_config(name, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("amount", "left"), [(2, [3, 4]), ("250B", [3, 4]), ("1B", [4]), (9, [1, 2, 3, 4]), (None, [1, 2, 3, 4])]
+)
+def test_files_of_past_steps(tmp_path, amount, left):
+    folder = RunFolder(tmp_path)
+    folder.create()
+    for step in range(1, 5):
+        folder.learned_file(step).write_bytes(bytes(100))
+    folder.remove_old_files({"learned": amount})
+    assert sorted(int(path.stem[5:]) for path in folder.learned.iterdir()) == left
+    assert folder.removed_file.exists() == (len(left) < 4)
+
+
+def test_a_size_that_is_none(tmp_path, capsys):
+    assert main(["train", "--env", "math_verify", "keep.rollouts=many"]) == 2
+    assert "keep.rollouts': must be a number of steps or a size such as 20GB, not 'many'" in capsys.readouterr().err
