@@ -171,6 +171,9 @@ def spec_from_json(text: str) -> EnvSpec:
     return spec(name, **kwargs)
 
 
+EnvSpec.from_json = spec_from_json
+
+
 def load_component(kind: Literal["learner", "agent"], name: str) -> type:
     """The `Learner` or `Agent` class of a name: an id, `file.py[:Class]` or `package.module:Class`."""
     from . import agent, learner

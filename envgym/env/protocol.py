@@ -46,6 +46,8 @@ class EnvConfig(Settings):
     """Maximum concurrent episodes of this environment; unset: the rollout's."""
     call_timeout: float = Field(120.0, gt=0)
     """Seconds a reset or a step may take before the episode counts as failed (`timeout`)."""
+    processes: int = Field(0, ge=0)
+    """Run instances in this many separate processes, whose crash ends episodes and not the run. 0: in the run's own."""
 
 
 @dataclass(frozen=True, slots=True)

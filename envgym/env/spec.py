@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,7 @@ from envgym.settings import settings_error
 from envgym.types import Episode, Message, Reward, Task
 
 from .checked import CheckedEnv
+from .in_processes import EnvProcesses, ProcessEnv
 from .protocol import Env, EnvConfig, Recording, SeededTasks, TaskSet
 
 
@@ -43,6 +44,11 @@ class EnvSpec:
     """Distributions that decide rewards; their versions are in the fingerprint."""
     gives_rewards: ClassVar[bool] = True
     """False if steps give no rewards or scores by design: recordings to imitate."""
+    hosts_instances: ClassVar[bool] = True
+    """True if `env.processes` runs instances in processes; False if it means processes that `setup` starts."""
+
+    from_json: ClassVar[Callable[[str], EnvSpec]]
+    """Builds an equal spec from `to_json`. The registry sets it."""
 
     def __init__(self, id: str, env_class: type[Env] | None = None, /, **kwargs: Any) -> None:
         self.id = id
@@ -52,6 +58,12 @@ class EnvSpec:
             self.config = config_class(**kwargs)
         except ValidationError as error:
             raise settings_error(error, config_class, f"environment {id}") from None
+        if self.config.processes and type(self).make is not EnvSpec.make:
+            raise ConfigError(
+                f"environment {id}: its instances are made elsewhere: set processes there, for each part of it or "
+                "where it is served"
+            )
+        self._instance_processes: EnvProcesses | None = None
         self.clients: dict[str, Any] = {}
         """Clients of its `services`, by name. The runtime sets them before `setup`."""
         self.closing = AsyncExitStack()
@@ -157,6 +169,9 @@ class EnvSpec:
         """A new instance, wrapped in `CheckedEnv`."""
         if self._env_class is None:
             raise ConfigError(f"environment {self.id} names no Env class")
+        if self.config.processes and self.hosts_instances:
+            self._instance_processes = self._instance_processes or EnvProcesses(self)
+            return ProcessEnv(self, self._instance_processes)
         env = self._env_class.__new__(self._env_class)
         env.spec = self
         arguments = {name: getattr(self.config, name) for name in self._arguments}
@@ -176,10 +191,19 @@ class EnvSpec:
                 try:
                     await self.setup()
                     self._check_tasks()
+                    if self.config.processes and self.hosts_instances:
+                        self._instance_processes = self._instance_processes or EnvProcesses(self)
+                        self.closing.push_async_callback(self._end_processes)
+                        await self._instance_processes.pool.start()
                 except BaseException:
                     await self.closing.aclose()
                     raise
                 self._is_set_up = True
+
+    async def _end_processes(self) -> None:
+        processes, self._instance_processes = self._instance_processes, None
+        if processes is not None:
+            await processes.close()
 
     def _check_tasks(self) -> None:
         """Raise `ConfigError` if `tasks` returns anything but a task set. An error in `tasks` is raised at its use."""

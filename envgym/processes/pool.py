@@ -79,6 +79,7 @@ class Processes:
         process = min(self._processes, key=lambda process: process.sessions)
         process.sessions += 1
         try:
+            await process.wait_for_check()
             return ProcessSession(process, await process.restart())
         except BaseException:
             process.sessions -= 1
@@ -208,12 +209,20 @@ class ProcessSession:
         self._is_closed = False
 
     @property
+    def pid(self) -> int:
+        return self._worker.pid
+
+    @property
     def alive(self) -> bool:
         return self._process._worker is self._worker
 
     async def call(self, method: str, *args: Any) -> Any:
         """Run a method in the session's process, without a timeout; see `Process.call`."""
         return await self._process.call(method, *args, worker=self._worker)
+
+    async def wait_for_check(self) -> None:
+        """Wait until it is known whether the process still responds after a cancelled call."""
+        await self._process.wait_for_check()
 
     async def close(self, method: str, *args: Any) -> None:
         """Run a last method if the process is alive, and end the session. A process that has died has no state left, so

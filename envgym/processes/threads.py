@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import inspect
 import queue
 import threading
@@ -35,13 +36,13 @@ class DedicatedThread:
         """Run `function` on the thread and return its result; a coroutine function gets an event loop there."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        returns = _returns_to(loop)
+        returns, context = _returns_to(loop), contextvars.copy_context()
 
         def job() -> None:
             error: BaseException | None = None
             result = None
             try:
-                result = _run(function, *args, **kwargs)
+                result = context.run(_run, function, *args, **kwargs)
             except BaseException as raised:  # also SystemExit: user code must not end the thread
                 error = raised
             self._unfinished -= 1

@@ -142,6 +142,7 @@ class TextArenaGame(EnvSpec):
 
     env_class = TextArenaEnv
     Config = TextArenaConfig
+    hosts_instances = False
     config: TextArenaConfig
 
     processes: Processes

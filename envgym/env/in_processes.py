@@ -1,0 +1,176 @@
+"""Instances in separate processes (`env.processes`): a crash of one ends episodes, not the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envgym.errors import InvalidOutcome, ResetNeeded
+from envgym.processes import cancellation
+from envgym.processes.cancellation import start_task
+from envgym.processes.deadline import call_in_time
+from envgym.processes.pool import Processes, ProcessSession
+from envgym.processes.runtime import describe_error
+from envgym.types import Action, Observation, Task, as_action, timed
+
+from .checked import CheckedEnv, posed_task
+from .marks import NONE, read_mark
+from .protocol import Info
+
+if TYPE_CHECKING:
+    from .spec import EnvSpec
+
+HOST = "envgym.env.host:EnvHost"
+
+
+class EnvProcesses:
+    """The processes that hold an environment's instances, and the calls of its services from there."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        description = json.loads(spec.to_json())
+        description["kwargs"]["processes"] = 0
+        self._marks = tempfile.TemporaryDirectory(prefix="envgym-marks-")
+        kwargs = {
+            "read": type(spec).from_json,
+            "description": json.dumps(description),
+            "clients": [*spec.clients],
+            "marks": self._marks.name,
+        }
+        self.pool = Processes(HOST, kwargs, count=spec.config.processes, name="environment")
+        self._clients = spec.clients
+        self._numbers = itertools.count()
+        self._answering: set[asyncio.Task[None]] = set()
+
+    def new_id(self) -> int:
+        """A number for an instance."""
+        return next(self._numbers)
+
+    def has_ended(self, session: ProcessSession, instance: int) -> bool:
+        """True if a process may have died by the code of this instance: it ran then, or it is not known which did."""
+        try:
+            return read_mark(Path(self._marks.name), session.pid) in (instance, NONE)
+        except OSError:
+            return True
+
+    async def close(self) -> None:
+        await self.pool.close()
+        self._marks.cleanup()
+
+    async def serve_clients(self, session: ProcessSession, instance: int) -> None:
+        """Answer an instance's calls of services, until it is cancelled."""
+        while self._clients:
+            request = await session.call("next_request", instance)
+            start_task(self._answer(session, *request), self._answering)
+
+    async def _answer(
+        self, session: ProcessSession, number: int, client: str, method: str, args: Any, kwargs: Any
+    ) -> None:
+        error, result = None, None
+        try:
+            result = await getattr(self._clients[client], method)(*args, **kwargs)
+        except Exception as raised:
+            error = describe_error(raised)
+        await session.call("answer", number, error, result)
+
+
+class ProcessEnv(CheckedEnv):
+    """One episode at a time of an instance in another process, which makes the checks of `CheckedEnv`.
+
+    If its code ends the process, the episode fails (`crash`). If that of another instance does, this one is built again
+    in another process, by its seed and actions. It must then give the same observations and rewards.
+    """
+
+    def __init__(self, spec: EnvSpec, processes: EnvProcesses) -> None:
+        self.rng = random.Random()
+        super().__init__(self, spec)
+        self._processes = processes
+        self._id = processes.new_id()
+        self._session: ProcessSession | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._history: list[tuple[str, tuple[Any, ...], Any]] = []
+        """The calls of the running episode: method, arguments and result without its info."""
+        self._n_repeated = 0
+        """The first calls of the episode that the session's process has answered."""
+
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, Info]:
+        await self.spec.ensure_setup()
+        await self.acquire()
+        self.task: Task = posed_task(options) or await self._draw_task(seed)
+        self._history, self._n_repeated = [], 0
+        seed = random.getrandbits(31) if seed is None else seed
+        observation, info = await self._ask("reset", seed, {**(options or {}), "task": self.task})
+        self._playing = True
+        return observation, info
+
+    async def step(self, action: Action | str) -> tuple[Observation, float | None, bool, bool, Info]:
+        if not self._playing:
+            raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
+        result: tuple[Observation, float | None, bool, bool, Info] = await self._ask("step", as_action(action))
+        self._playing = not (result[2] or result[3])
+        return result
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the instance, in a living process."""
+        with timed(self.spans, "environment"):
+            while True:
+                session = await self._living_session()
+                try:
+                    await self._repeat_history(session)
+                    result = await self._call_in(session, method, *args)
+                    break
+                except InvalidOutcome as failure:
+                    if failure.kind != "crash" or session.alive or self._processes.has_ended(session, self._id):
+                        raise
+        self._history.append((method, args, result[:-1]))
+        self._n_repeated += 1
+        return result
+
+    async def _living_session(self) -> ProcessSession:
+        """The instance's session; a new one if its process has died."""
+        if self._session is not None:
+            await self._session.wait_for_check()
+            if self._session.alive:
+                return self._session
+        await self._end_session()
+        self._session = await self._processes.pool.session()
+        self._n_repeated = 0
+        self._serving = asyncio.create_task(self._processes.serve_clients(self._session, self._id))
+        return self._session
+
+    async def _repeat_history(self, session: ProcessSession) -> None:
+        """Repeat the calls of the episode that an earlier process had answered."""
+        for method, args, result in self._history[self._n_repeated :]:
+            if (await self._call_in(session, method, *args))[:-1] != result:
+                message = "its process died, and in another one the same actions gave another result"
+                raise InvalidOutcome("crash", f"{self.spec.id}: {message}", retryable=True)
+            self._n_repeated += 1
+
+    async def _call_in(self, session: ProcessSession, method: str, *args: Any) -> Any:
+        """Call a method of the instance, whose own deadline comes first unless its process is stuck."""
+        seconds = self.spec.config.call_timeout + cancellation.GRACE_SECONDS
+        return await call_in_time(session.call(method, self._id, *args), seconds, f"{self.spec.id}: {method}")
+
+    async def _close_instance(self) -> None:
+        try:
+            await self._end_session()
+        finally:
+            self.release()
+
+    async def _end_session(self) -> None:
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
+            with contextlib.suppress(BaseException):
+                self._serving.exception()  # of a process that died: the episode's own call raised it
+        session, self._session, self._serving = self._session, None, None
+        if session is not None:
+            await session.close("close_instance", self._id)

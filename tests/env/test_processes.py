@@ -1,0 +1,229 @@
+"""Instances in separate processes (`env.processes`)."""
+
+import asyncio
+import os
+import textwrap
+
+import pytest
+
+import envgym
+from envgym.env import EnvSpec
+from envgym.errors import CallTimeout, ConfigError, InvalidOutcome, InvalidStep, NameNotFound
+from envgym.processes import cancellation, event_loop
+from envgym.types import Task
+
+SOURCE = """
+import asyncio, ctypes, os
+import envgym
+
+class Config(envgym.EnvConfig):
+    bonus: float = 0.0
+
+class Counter(envgym.Env):
+    Config = Config
+
+    async def reset(self, *, seed=None, options=None):
+        self.steps, self.roll = 0, self.rng.random()
+        pid = os.getpid() if options["task"].id == "pid" else ""
+        return f"{options['task'].id} {pid}", {"roll": self.roll, "pid": os.getpid()}
+
+    async def step(self, action):
+        self.steps += 1
+        if action.text == "segfault":
+            ctypes.string_at(0)
+        if action.text == "wait":
+            await asyncio.sleep(0.1)
+        if action.text == "exit":
+            os._exit(3)
+        if action.text == "raise":
+            raise KeyError("no such thing")
+        if action.text == "spin":
+            while True:
+                pass
+        if action.text == "wrong":
+            return 1
+        if action.text == "ask":
+            answers = [self.spec.clients["judge"].complete(f"{n}?", seed=n) for n in range(3)]
+            return " ".join(await asyncio.gather(*answers)), 1.0, True, False, {}
+        return f"{self.steps}", self.steps + self.config.bonus, self.steps == 3, False, {"score": 0.5}
+
+class Blocking(envgym.Env):
+    def reset(self, *, seed=None, options=None):
+        return "", {}
+
+    def step(self, action):
+        return asyncio.run(self.spec.clients["judge"].complete("blocking?")), 1.0, True, False, {}
+"""
+
+
+@pytest.fixture
+def counter(tmp_path):
+    (tmp_path / "counter.py").write_text(textwrap.dedent(SOURCE))
+    return f"{tmp_path / 'counter.py'}:Counter"
+
+
+def run(play):
+    return event_loop.run(asyncio.wait_for(play, 60))
+
+
+async def episode(env, seed=4):
+    observation, info = await env.reset(seed=seed)
+    steps = [await env.step("x") for _ in range(3)]
+    return observation, info["roll"], steps
+
+
+def test_episodes_are_those_of_an_instance_in_the_runs_process(counter):
+    async def play():
+        results = []
+        for processes in (0, 2):
+            async with envgym.spec(counter, processes=processes, bonus=0.25) as spec:
+                envs = [spec.make() for _ in range(4)]
+                results.append(await asyncio.gather(*(episode(env, seed) for seed, env in enumerate(envs))))
+                pids = {(await env.reset(seed=0))[1]["pid"] for env in envs}
+                assert (os.getpid() in pids, len(pids)) == (processes == 0, processes or 1)
+                for env in envs:
+                    await env.close()
+        assert results[0] == results[1]
+
+    run(play())
+
+
+def test_the_end_of_a_process_ends_its_episodes_and_no_others(counter):
+    async def play():
+        async with envgym.spec(counter, processes=2) as spec:
+            first, second = spec.make(), spec.make()
+            await first.reset(seed=0)
+            await second.reset(seed=0)
+            for word, says in {"segfault": "killed by SIGSEGV", "exit": "exit status 3"}.items():
+                with pytest.raises(InvalidOutcome, match=says) as error:
+                    await first.step(word)
+                assert (error.value.kind, error.value.retryable) == ("crash", True)
+                assert (await second.step("x"))[1] in (1.0, 2.0)
+                await first.reset(seed=0)  # in a new process
+            await first.close()
+            await second.close()
+
+    run(play())
+
+
+def test_an_instance_whose_process_died_between_two_calls_is_built_again(counter):
+    async def play():
+        async with envgym.spec(counter, processes=1) as spec:
+            patient, deadly = spec.make(), spec.make()
+            _, info = await patient.reset(seed=5)
+            await patient.step("x")
+            await deadly.reset(seed=0)
+            with pytest.raises(InvalidOutcome):
+                await deadly.step("exit")
+            observation, reward, *_ = await patient.step("x")
+            assert (observation.text, reward) == ("2", 2.0)
+            assert info["roll"] == (await patient.reset(seed=5))[1]["roll"]
+            await patient.reset(seed=5, options={"task": Task("pid")})  # shows the number of its process
+            await deadly.reset(seed=0)
+            with pytest.raises(InvalidOutcome):
+                await deadly.step("exit")
+            with pytest.raises(InvalidOutcome, match="gave another result"):
+                await patient.step("x")
+            await patient.close()
+            await deadly.close()
+
+    run(play())
+
+
+def test_of_concurrent_calls_the_one_that_ends_the_process_fails_and_the_others_are_repeated(counter):
+    async def play():
+        async with envgym.spec(counter, processes=1) as spec:
+            envs = [spec.make() for _ in range(6)]
+            await asyncio.gather(*(env.reset(seed=n) for n, env in enumerate(envs)))
+            words = ["x", "segfault", "x", "exit", "wait", "x"]
+            results = await asyncio.gather(
+                *(env.step(word) for env, word in zip(envs, words, strict=True)), return_exceptions=True
+            )
+            crashed = [getattr(result, "kind", "") for result in results]
+            assert crashed == ["", "crash", "", "crash", "", ""]
+            assert [result[1] for result, kind in zip(results, crashed, strict=True) if not kind] == [1.0] * 4
+            for env in envs:
+                await env.close()
+
+    run(play())
+
+
+def test_errors_are_those_of_an_instance_in_the_runs_process(counter, monkeypatch):
+    monkeypatch.setattr(cancellation, "GRACE_SECONDS", 0.2)
+
+    async def play():
+        async with envgym.spec(counter, processes=1, call_timeout=0.3) as spec, spec.make() as env:
+            await env.reset(seed=0)
+            with pytest.raises(InvalidOutcome, match=r"KeyError: 'no such thing' \(.*counter.py, line 25\)") as error:
+                await env.step("raise")
+            assert error.value.kind == "environment"
+            await env.reset(seed=0)
+            with pytest.raises(InvalidStep, match="step must return"):
+                await env.step("wrong")
+            await env.reset(seed=0)
+            with pytest.raises(CallTimeout):
+                await env.step("spin")  # blocks the process, which is killed
+            await env.reset(seed=0)
+            assert (await env.step("x"))[1] == 1.0
+
+    monkeypatch.setattr("envgym.processes.pool.PING_SECONDS", 0.2)
+    run(play())
+
+
+class Judge:
+    """A service of the run's own process."""
+
+    async def complete(self, messages, *, seed=None):
+        if messages == "1?":
+            await asyncio.sleep(0.05)
+        return f"{messages.rstrip('?')}:{seed}"
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "answer"), [("Counter", "ask", "0:0 1:1 2:2"), ("Blocking", "x", "blocking:None")]
+)
+def test_services_are_called_in_the_runs_process(counter, name, word, answer):
+    async def play():
+        spec = envgym.spec(counter.replace("Counter", name), processes=1)
+        spec.clients["judge"] = Judge()
+        async with spec, spec.make() as env, spec.make() as other:
+            for instance in (env, other):
+                await instance.reset(seed=0)
+            assert [(await instance.step(word))[0].text for instance in (env, other)] == [answer] * 2
+
+    run(play())
+
+
+def test_an_error_of_a_service_reaches_the_environment(counter):
+    class Broken:
+        async def complete(self, *args, **kwargs):
+            raise InvalidOutcome("judge", "no grade", retryable=True)
+
+    async def play():
+        spec = envgym.spec(counter, processes=1)
+        spec.clients["judge"] = Broken()
+        async with spec, spec.make() as env:
+            await env.reset(seed=0)
+            with pytest.raises(InvalidOutcome, match="no grade") as error:
+                await env.step("ask")
+            assert (error.value.kind, error.value.retryable) == ("judge", True)
+
+    run(play())
+
+
+def test_a_class_of_a_notebook_or_of_a_mixture_is_refused(tmp_path):
+    class Here(envgym.Env):
+        async def reset(self, *, seed=None, options=None):
+            return "", {}
+
+        async def step(self, action):
+            return "", 1.0, True, False, {}
+
+    async def play():
+        async with EnvSpec("__main__:Here", Here, processes=1):
+            pass
+
+    with pytest.raises(NameNotFound, match="Here was defined in a notebook"):
+        run(play())
+    with pytest.raises(ConfigError, match="made elsewhere"):
+        envgym.spec("mixture", processes=1, members={"a": {"env": "math_verify"}})
