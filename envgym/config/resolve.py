@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from envgym.errors import ConfigError, DroppedSettings, NameNotFound, UnknownKey, did_you_mean
+from envgym.render import RenderConfig
 from envgym.run_folder import run_of_checkpoint, stage_name
 from envgym.settings import leaves, validate_settings
 from envgym.yaml_files import read_yaml
@@ -245,8 +246,9 @@ def settings_of_model(model: Any) -> dict[str, Any]:
     if not saved.is_file() or not (stages := read_yaml(saved).get("stages")):
         return {}
     stage = stages[index if index < len(stages) else -1]
+    render = RenderConfig.model_validate(stage["render"])
     return {
-        "render": stage["render"],
+        "render": {"kind": render.kind, "keep_thoughts": render.keep_thoughts},  # the tokenizer has the template
         "engine": {"max_model_len": stage["engine"]["max_model_len"]},
         "rollout": {"max_tokens": stage["rollout"]["max_tokens"]},
     }

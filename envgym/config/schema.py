@@ -17,7 +17,7 @@ from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.learner import Learner, LearnerConfig, RoleSpec
 from envgym.registry import load_component, spec
-from envgym.render import RenderKind
+from envgym.render import RenderConfig
 from envgym.rollout.config import RolloutConfig
 from envgym.run_folder import stage_name
 from envgym.services.declarations import Url, VariableName
@@ -311,9 +311,7 @@ class StageConfig(Settings):
     data: dict[str, Any] = Field({})
     """Tasks for the environment: `path`, field names (`prompt`, `answer`, …), a template, splits: see
     `envgym/tasks/config.py`."""
-    render: RenderKind = "auto"
-    """`chat`: the tokenizer's chat template; `text`: plain text with the speakers' names; `raw`: the texts alone,
-    concatenated; `auto`: the chat template if there is one, else `text`."""
+    render: RenderConfig = RenderConfig()
     steps: int | None = Field(100, ge=1)
     """Training steps to stop after; null if `epochs` is set."""
     epochs: float | None = Field(None, gt=0)

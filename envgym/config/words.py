@@ -67,6 +67,8 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     """`deep_merge`, but a component with another name drops the settings of the old one."""
     if "data" in overrides:
         overrides = {**overrides, "data": data_settings(overrides["data"])}
+    if "render" in base and "render" in overrides:  # the kind alone may be given
+        base, overrides = ({**part, "render": _render_mapping(part["render"])} for part in (base, overrides))
     components = {}
     for key in COMPONENTS:
         if key in overrides:
@@ -88,6 +90,10 @@ def merge_stage(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
     if len(lengths) > 1:
         raise ConfigError("steps and epochs both set the length of training: give one")
     return merge(base, {**overrides, **{key: None for key in LENGTHS if lengths and key not in lengths}})
+
+
+def _render_mapping(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
 
 
 def component_mapping(value: Any) -> Any:

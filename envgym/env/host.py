@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from envgym.errors import EnvgymError, InvalidOutcome
 from envgym.loading import user_line
@@ -18,7 +18,9 @@ from envgym.types import Action
 from .boundary import UsersCode
 from .checked import CheckedEnv
 from .marks import Marked, Marks
-from .spec import EnvSpec
+
+if TYPE_CHECKING:
+    from .spec import EnvSpec
 
 T = TypeVar("T")
 INSTANCE: ContextVar[int] = ContextVar("INSTANCE")

@@ -21,7 +21,7 @@ from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime, Runtime
-from envgym.render import NoRenderer, load_tokenizer, make_renderer
+from envgym.render import NoRenderer, load_renderer
 from envgym.rollout.runner import Runner
 from envgym.run_folder import RunFolder
 from envgym.services import Chat, Services, start_services
@@ -228,7 +228,7 @@ def make_agent(stage: StageConfig, model: str) -> Agent:
     if stage.engine.kind != "openai":
         if agent_class.interface == "messages":
             raise ConfigError(f"agent {stage.agent.name} uses messages, which needs engine.kind=openai")
-        return agent_class(make_renderer(stage.render, load_tokenizer(model)), agent_config)
+        return agent_class(load_renderer(model, stage.render), agent_config)
     if agent_class.interface != "messages":
         chat_agent = vars(agent_class).get("chat_agent")
         if chat_agent is None:

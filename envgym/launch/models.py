@@ -14,7 +14,7 @@ from envgym.config.schema import STAGE, RunConfig, StageConfig
 from envgym.disk import publish, work_folder
 from envgym.errors import ConfigError, EnvgymError, reported_as
 from envgym.models import check_no_file, is_path
-from envgym.render import load_tokenizer
+from envgym.render import load_renderer
 from envgym.run_folder import (
     CONTROLLER,
     RunFolder,
@@ -176,4 +176,4 @@ async def _write_policy(
         with reported_as(ConfigError, f"checkpoint {checkpoint} cannot be read", cause=EnvgymError):
             await actor.on_all("load_state", str(checkpoint / "actor"))
         await actor.on_all("save", str(folder))
-        load_tokenizer(base).save_pretrained(folder)
+        load_renderer(base, stage.render).tokenizer.save_pretrained(folder)

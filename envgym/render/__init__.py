@@ -5,23 +5,29 @@ tokens are never rendered again: they stay as the engine returned them, and late
 new token sequence if the template would render the earlier turns differently.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 from .chat import ChatRenderer
+from .config import RenderConfig, RenderKind
 from .dialogue import Dialogue, Extension
 from .renderer import NoRenderer, Renderer, load_tokenizer
 from .text import RawRenderer, TextRenderer
 
-RenderKind = Literal["auto", "chat", "text", "raw"]
-
 __all__ = [
-    "ChatRenderer", "Dialogue", "Extension", "NoRenderer", "RawRenderer", "RenderKind", "Renderer", "TextRenderer",
-    "load_tokenizer", "make_renderer",
+    "ChatRenderer", "Dialogue", "Extension", "NoRenderer", "RawRenderer", "RenderConfig", "RenderKind", "Renderer",
+    "TextRenderer", "load_renderer", "load_tokenizer", "make_renderer",
 ]  # fmt: skip
 
 
-def make_renderer(kind: RenderKind, tokenizer: Any) -> Renderer:
+def load_renderer(model: str, config: RenderConfig) -> Renderer:
+    """The renderer of a model folder or hub id."""
+    tokenizer = load_tokenizer(model)
+    config.set_template(tokenizer)
+    return make_renderer(config.kind, tokenizer, keep_thoughts=config.keep_thoughts)
+
+
+def make_renderer(kind: RenderKind, tokenizer: Any, *, keep_thoughts: bool = False) -> Renderer:
     """The renderer of a kind; `auto` takes the tokenizer's chat template if it has one."""
     if kind == "chat" or (kind == "auto" and tokenizer.chat_template):
-        return ChatRenderer(tokenizer)
+        return ChatRenderer(tokenizer, keep_thoughts=keep_thoughts)
     return RawRenderer(tokenizer) if kind == "raw" else TextRenderer(tokenizer)

@@ -12,15 +12,17 @@ from envgym.types import Message, Observation, ToolCall
 from .dialogue import Dialogue, Extension
 from .renderer import Renderer
 from .spelling import BREAK, rewrite
-from .template import ChatMessage, Template
+from .template import ANSWER, ChatMessage, Template
 from .tool_calls import Reading, read_calls
 
 
 class ChatRenderer(Renderer):
-    """Messages through the tokenizer's own chat template, with its generation prompt."""
+    """Messages through the tokenizer's own chat template, with its generation prompt. With `keep_thoughts`, later
+    messages are appended to the exact tokens also where the template would write earlier turns differently."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, keep_thoughts: bool = False) -> None:
         super().__init__(tokenizer)
+        self.keep_thoughts = keep_thoughts
         if not tokenizer.chat_template:
             raise ConfigError(f"{tokenizer.name_or_path} has no chat template: set render=text")
         self.template = Template(tokenizer, tuple(self.added_tokens.values()))
@@ -153,8 +155,19 @@ class ChatDialogue(Dialogue):
             if forms and self._accepts([*self._turns, self._template.assistant("text"), *new]):
                 raise TurnRefused("the chat template rejects the policy's completion, which may be empty")
             raise refusal
-        text, self._turns = rendered[-1] if rendered[-1][0].startswith(self._text) else rendered[0]
-        previous_text, self._text = self._text, text
+        text, turns = rendered[-1] if rendered[-1][0].startswith(self._text) else rendered[0]
+        if self.renderer.keep_thoughts and not observation.tools and not text.startswith(self._text):
+            text = self._text + continued if (continued := self._continuation(new)) else text
+        previous_text, self._text, self._turns = self._text, text, turns
         if text.startswith(previous_text):
             return Extension(self.renderer.encode_after(self._last, text[len(previous_text) :]))
         return Extension(self.renderer.encode(text), fork=True)
+
+    def _continuation(self, new: list[ChatMessage]) -> str:
+        """The text that the template writes after an answer without a thought, from the token that ended the policy's
+        turn on; empty if the template does not show that answer, or ends turns with another token."""
+        turns = [*self._turns, self._template.assistant(ANSWER), *new]
+        _, shows, text = self._template.render(turns, self.tools).rpartition(ANSWER)
+        has_ended = self._last is not None and self.renderer.ends_turn(self._last)
+        end = self._template.end_of_turn if has_ended else ""
+        return text.removeprefix(end) if shows and self._text.endswith(end) else ""

@@ -205,6 +205,8 @@ def value_of(config, key):
     for part in rest:
         value = value.settings if isinstance(value, Component) and part != "name" else value
         value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+    if key == "render":
+        return value.kind
     return value
 
 

@@ -1,0 +1,87 @@
+"""Settings of rendering."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_serializer, model_validator
+
+from envgym.errors import ConfigError, did_you_mean
+from envgym.settings import Settings
+
+RenderKind = Literal["auto", "chat", "text", "raw"]
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of templates that the conversation sets."""
+
+
+class RenderConfig(Settings):
+    """The rendering of conversations as tokens. `render=KIND` sets the kind alone."""
+
+    kind: RenderKind = "auto"
+    """`chat`: the tokenizer's chat template; `text`: plain text with the speakers' names; `raw`: the texts alone,
+    concatenated; `auto`: the chat template if there is one, else `text`."""
+    template: str | None = None
+    """File with a chat template (Jinja) in place of the tokenizer's."""
+    template_kwargs: dict[str, Any] = Field({})
+    """Values of the template's own variables (`render.template_kwargs.enable_thinking=false`)."""
+    keep_thoughts: bool = False
+    """Keep the thoughts of earlier turns in the prompt where the template drops them, so that an episode stays one
+    token sequence."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_kind(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _as_kind(self, dump: Any) -> Any:
+        """The kind alone if nothing else is set, as earlier versions saved it."""
+        return self.kind if self == RenderConfig(kind=self.kind) else dump(self)
+
+    def set_template(self, tokenizer: Any) -> None:
+        """Give `tokenizer` the template, with the variables in it, so that they are saved with the model. Raises
+        `ConfigError` for a file that cannot be read or is no template, and for a variable that it does not have."""
+        if self.template is not None:
+            try:
+                tokenizer.chat_template = Path(self.template).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(f"render.template: {self.template} cannot be read ({reason})") from None
+        if self.template is None and not self.template_kwargs:
+            return
+        if not isinstance(tokenizer.chat_template, str):
+            raise ConfigError("render.template_kwargs: this tokenizer has no chat template, or several")
+        names = _variables(tokenizer.chat_template) - {*RESERVED}
+        if unknown := [name for name in self.template_kwargs if name not in names]:
+            hint = did_you_mean(unknown[0], names)
+            raise ConfigError(f"render.template_kwargs: the chat template has no variable {unknown[0]!r}.{hint}")
+        tokenizer.chat_template = _with_values(tokenizer.chat_template, self.template_kwargs)
+
+
+def _variables(template: str) -> set[str]:
+    """The variables that a template names. Raises `ConfigError` for a text that is no template."""
+    from jinja2 import TemplateSyntaxError, nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        tree = _compile_jinja_template(template).environment.parse(template)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"the chat template is not valid Jinja (line {error.lineno}: {error.message})") from None
+    return {node.name for node in tree.find_all(nodes.Name)}
+
+
+def _with_values(template: str, values: Mapping[str, Any]) -> str:
+    """A template that sets variables itself, unless its caller does."""
+    lines = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+        for name, value in values.items()
+    ]
+    return "".join(lines) + template
+
+
+def _literal(value: Any) -> str:
+    """A value as Jinja writes it."""
+    return "none" if value is None else json.dumps(value)
