@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,18 @@ def translate_file(name: str, arguments: Sequence[str], *, world_size: int | Non
         values["zero_stage"] = read_yaml(Path(options["--deepspeed"])).get("zero_optimization", {}).get("stage", 0)
         notes.append("--deepspeed: only its ZeRO stage is used; set more in workers.deepspeed")
     options = {key: value for key, value in values.items() if value is not False}
-    translation = translate_flags(Flags(program, options, world_size), notes)
+    keys = {rule: key for key, rule in rules.items() if isinstance(rule, str)}
+
+    def in_keys(text: str) -> str:
+        """A sentence about flags, with the file's keys in their place."""
+        text = re.sub(r"--([\w.]+)", lambda match: keys.get(match[1], match[0]), text)
+        return text.replace(f"{program}: ", f"{file}: ")
+
+    try:
+        translation = translate_flags(Flags(program, options, world_size), notes)
+    except ConfigError as error:
+        raise ConfigError(in_keys(str(error))) from None
+    translation.notes = [in_keys(note) for note in translation.notes]
     translation.settings |= settings
     return translation
 

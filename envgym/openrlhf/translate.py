@@ -134,6 +134,8 @@ def _set_ppo(flags: Flags, translation: Translation) -> None:
         raise ConfigError(
             "train_ppo_ray: --partial_rollout continues episodes with new weights: give --async_train too"
         )
+    if "vllm_num_engines" not in flags.options:
+        translation.notes.append("--vllm_num_engines is not given: vLLM samples where it is installed")
     if flags["freezing_actor_steps"] >= 0 and estimator != "gae":
         translation.notes.append("--freezing_actor_steps is ignored: only a critic warms up, and there is none")
     set_template(flags, translation, "data.template")
@@ -265,7 +267,8 @@ def _set_critic(flags: Flags, translation: Translation) -> None:
     if flags["save_value_network"]:
         translation.copies["critic"] = Path(f"{flags['save_path']}_critic")
     if flags["freezing_actor_steps"] >= 0:  # steps are counted from 0, and trained above this one
-        settings["learner.critic_warmup_steps"] = flags["freezing_actor_steps"] + 1
+        n_frozen = settings["learner.critic_warmup_steps"] = flags["freezing_actor_steps"] + 1
+        translation.notes.append(f"--freezing_actor_steps counts from 0: the policy is frozen for {n_frozen} steps")
     if flags["critic_pretrain"] is None and flags["reward_pretrain"]:
         settings["roles.critic.model"] = str(flags["reward_pretrain"]).split(",")[0]
     if not flags.dotted:
@@ -293,6 +296,7 @@ def _set_evaluation(flags: Flags, translation: Translation) -> None:
         return
     if flags["eval_split"] is None and not Path(str(flags["eval_dataset"])).suffix:
         settings["data.test_split"] = "train"
+        translation.notes.append("--eval_split is not given: the split `train` of --eval_dataset is evaluated")
     settings |= {"eval.tasks": int(flags["max_samples"] or 10**8), "eval.greedy": flags["eval_temperature"] == 0}
     if flags["eval_temperature"] > 0:
         settings["eval.temperature"] = flags["eval_temperature"]

@@ -136,6 +136,8 @@ def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
         settings["report_to"] = ["tensorboard"]
         if folder_of_logs is not True:
             settings["tensorboard_dir"] = str(folder_of_logs)
+    if settings.get("workers.attention") == "auto" and "flash_attn" in flags.options:
+        translation.notes.append("--flash_attn: FlashAttention is used where it is installed, else torch's attention")
     if flags["load_in_4bit"] and not flags["lora_rank"]:
         raise ConfigError(f"{flags.program}: --load_in_4bit: weights of 4 bits are not trained: give --lora_rank too")
     if token := flags["use_wandb"]:
