@@ -16,6 +16,7 @@ from envgym.agent import Agent, AgentConfig
 from envgym.engine import Generation, SamplingParams
 from envgym.env import Env, EnvSpec
 from envgym.errors import InvalidOutcome, PromptTooLong, WorkerDied, WorkerError
+from envgym.evaluation.result import result_of
 from envgym.monitoring.display import Display
 from envgym.processes import cancellation, event_loop, watch
 from envgym.rollout.config import RolloutConfig
@@ -386,6 +387,49 @@ def test_environment_seeds(world, scope, distinct):
     seeds = [seed for _, seed in world.seeds]
     assert len(set(seeds)) == distinct
     assert seeds[:4] == seeds[4:]
+
+
+def test_a_fair_coin_that_is_thrown_four_times(world):
+    """pass^4 of a coin is 1/16 where each episode has its own throw, and 1/2 where all have the same."""
+
+    async def step(self, action):
+        heads = float(self.rng.random() < 0.5)
+        return "", heads, True, False, {"score": heads}
+
+    spec = make_spec(world)
+    spec.env_class.step = step
+    tasks = [Task(f"t{index}", prompt="?") for index in range(400)]
+    config = RolloutConfig()
+    runner = Runner(
+        spec, OneAnswer(None, AgentConfig()), OneToken(), config, max_model_len=64, seed=0, deterministic=False
+    )
+    shares = {}
+    for scope in ("task", config.scope_in_evaluation(4)):
+        result = result_of(event_loop.run(runner.roll_out(tasks, SamplingPlan("eval", SAMPLING, 4, scope))))
+        shares[scope] = result["pass^k"]["4"]
+        low, high = result["ci95"]
+        assert low < 0.5 < high
+    assert abs(shares["task"] - 1 / 2) < 4 * (0.25 / 400) ** 0.5
+    assert abs(shares["episode"] - 1 / 16) < 4 * (1 / 16 * 15 / 16 / 400) ** 0.5
+
+
+def test_the_rewards_of_a_coin_vary_over_the_visits_of_a_task(world):
+    async def step(self, action):
+        return "", float(self.rng.random() < 0.5), True, False, {}
+
+    spec = make_spec(world)
+    spec.env_class.step = step
+    runner = Runner(
+        spec, OneAnswer(None, AgentConfig()), OneToken(), RolloutConfig(), max_model_len=64, seed=0, deterministic=False
+    )
+    for scope, distinct in (("task", 1), ("group", 2)):
+        visits = [
+            event_loop.run(runner.roll_out(TASKS[:1], SamplingPlan(f"step-{n}", SAMPLING, 4, scope)))[0]
+            for n in range(12)
+        ]
+        rewards = [{episode.reward for episode in group.episodes} for group in visits]
+        assert all(len(members) == 1 for members in rewards)  # members of a group share the throw
+        assert len(set().union(*rewards)) == distinct
 
 
 def test_scopes_of_evaluations():
