@@ -399,12 +399,12 @@ def test_a_fair_coin_that_is_thrown_four_times(world):
     spec = make_spec(world)
     spec.env_class.step = step
     tasks = [Task(f"t{index}", prompt="?") for index in range(400)]
-    config = RolloutConfig()
-    runner = Runner(
-        spec, OneAnswer(None, AgentConfig()), OneToken(), config, max_model_len=64, seed=0, deterministic=False
-    )
     shares = {}
-    for scope in ("task", config.scope_in_evaluation(4)):
+    for scope in ("task", RolloutConfig().scope_in_evaluation(4)):
+        runner = Runner(
+            spec, OneAnswer(None, AgentConfig()), OneToken(), RolloutConfig(), max_model_len=64, seed=0,
+            deterministic=False,
+        )  # fmt: skip
         result = result_of(event_loop.run(runner.roll_out(tasks, SamplingPlan("eval", SAMPLING, 4, scope))))
         shares[scope] = result["pass^k"]["4"]
         low, high = result["ci95"]
