@@ -23,10 +23,10 @@ from envgym.errors import ConfigError, WorkerError
 from envgym.models import capped_attention
 from envgym.models.weights_file import Bucket, IncomingWeights
 from envgym.types import StopReason, VersionSpan
-from envgym.workers.config import number_format
+from envgym.workers.config import check_visible_gpu, number_format
 
 from .model_folder import check_model_folder, end_tokens
-from .spec import EngineSpec
+from .spec import LONGEST_DEFAULT, EngineSpec
 
 MAX_BATCH = 256
 """Requests sampled together; the rest wait."""
@@ -75,6 +75,7 @@ class TransformersEngine:
     def __init__(self, spec: EngineSpec) -> None:
         check_model_folder(spec.model)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        check_visible_gpu(self._device.type)
         dtype = number_format(spec.dtype, on_cpu=self._device.type == "cpu")
         try:
             loaded = transformers.AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **spec.engine_args)
@@ -86,7 +87,7 @@ class TransformersEngine:
             raise ConfigError(f"transformers cannot load the model {spec.model!r}: {reason}") from None
         self._model: Any = loaded.to(self._device).eval()
         config = self._model.config
-        self._max_model_len: int = spec.max_model_len or config.max_position_embeddings
+        self._max_model_len: int = spec.max_model_len or min(config.max_position_embeddings, LONGEST_DEFAULT)
         self._end_tokens = end_tokens(config, spec.model)
         self._generator = torch.Generator(self._device).manual_seed(spec.seed)
         self._version = 0

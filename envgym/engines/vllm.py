@@ -23,7 +23,7 @@ from envgym.types import StopReason, VersionSpan, float_array, int_array
 from envgym.workers.config import number_format
 
 from .model_folder import check_model_folder, end_tokens
-from .spec import EngineSpec
+from .spec import LONGEST_DEFAULT, EngineSpec
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
 """The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that reports which weights sampled which tokens."""
@@ -58,6 +58,7 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork copies the running event loop
         self._version = _import_vllm()
         self._engine: Any = _build(spec)
         self._adapter: Any = None
@@ -232,9 +233,11 @@ class WeightReader:
     """Mixed into vLLM's worker class: each worker reads the weights it holds from the files."""
 
     model_runner: Any
+    vllm_config: Any
 
     def begin_reload(self) -> None:
         """Prepare the layers for new weights."""
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         model = self.model_runner.get_model()
@@ -242,19 +245,22 @@ class WeightReader:
             if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
                 layer.quant_method.moe_kernel = None  # vLLM repacks experts only when it makes their kernel
         # Rebuild the layers: on a CPU their matrices have been repacked, and only a reload repacks again.
-        initialize_layerwise_reload(model)
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
 
     def load_bucket(self, bucket: Bucket) -> None:
         self.model_runner.get_model().load_weights(iter(read_bucket(bucket).items()))
 
     def end_reload(self) -> None:
         """Convert the layers to their kernels' format after the last weights, and forget adapters of the old ones."""
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         runner = self.model_runner
         model = runner.get_model()
-        finalize_layerwise_reload(model, runner.model_config)
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, runner.model_config)
         for layer in _repacked(model):
             if isinstance(layer, ParallelLMHead):  # tied to the embedding, it loads nothing: its copy is old
                 layer.quant_method.process_weights_after_loading(layer)
@@ -351,15 +357,16 @@ def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
         "model": spec.model,
         "runner": "generate",
         "dtype": number_format(spec.dtype, on_cpu=cpu),
-        "max_model_len": spec.max_model_len,
+        "max_model_len": spec.max_model_len or _default_length(spec.model),
         "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,
         "disable_log_stats": True,  # unused here, and they cost time at every token
         "enable_prefix_caching": not spec.deterministic,
         "worker_extension_cls": f"{WeightReader.__module__}.{WeightReader.__qualname__}",
-        # Tokens are stamped with the weights that sampled them only if no step overlaps the next.
-        "async_scheduling": False,
+        # Tokens are stamped with the weights that sampled them only if no step overlaps the next. Weights that are
+        # loaded between two rollouts meet no step at all.
+        "async_scheduling": not cpu and not spec.in_flight,
         "enforce_eager": cpu,
     }
     if cpu or spec.deterministic:  # on a CPU a seeded request with its prompt split into chunks crashes vLLM 0.32
@@ -371,6 +378,17 @@ def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
     if spec.concurrency is not None:
         settings["max_num_seqs"] = min(spec.concurrency, MOST_AT_ONCE)
     return {**settings, **spec.engine_args}
+
+
+def _default_length(model: str) -> int | None:
+    """`LONGEST_DEFAULT` for a model with a longer context; None for any other."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError, KeyError):  # vLLM gives the reason, or knows it
+        return None
+    return LONGEST_DEFAULT if (getattr(config, "max_position_embeddings", None) or 0) > LONGEST_DEFAULT else None
 
 
 def _reason(error: Exception) -> str:

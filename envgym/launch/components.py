@@ -178,6 +178,7 @@ async def start_engine(
         concurrency=max_concurrency(stage),
         lora_rank=lora_rank,
         sleeps=sleeps,
+        in_flight=stage.rollout.max_staleness > 0,
         gpu_share=runtime.plan.engine_share() if isinstance(runtime, PlacedRuntime) else ENGINE_SHARES["shared"],
         engine_args=engine_args,
     )

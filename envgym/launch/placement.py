@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -261,17 +262,25 @@ def visible_gpus() -> list[str]:
     """The GPUs of this machine that a process may use, by their names in `CUDA_VISIBLE_DEVICES`."""
     if (variable := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in variable.split(",") if name not in ("", "-1")]
+    if (sizes := _gpu_sizes()) is not None:
+        return [str(number) for number in range(len(sizes))]
     return [str(number) for number in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
 
 
 def _gpu_bytes() -> int | None:
     """Memory of the smallest GPU, from `nvidia-smi`; None without that program."""
+    return min(_gpu_sizes() or [0]) or None
+
+
+@functools.cache
+def _gpu_sizes() -> list[int] | None:
+    """The bytes of each GPU that `nvidia-smi` shows; None without that program. It shows those of a container, and
+    `/proc` may show the host's, or none."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     answer = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30, check=False).stdout.split()
-    sizes = [int(size) for size in answer if size.isdecimal()]
-    return min(sizes) * 2**20 if sizes else None
+    return [int(size) * 2**20 for size in answer if size.isdecimal()]
 
 
 class PlacedRuntime:

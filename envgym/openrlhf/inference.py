@@ -23,6 +23,8 @@ def set_inference(flags: Flags, translation: Translation) -> None:
     if processor is not None and task != "rm":
         translation.notes.append("--post_processor is ignored: it needs rewards, which --eval_task rm gives")
         processor = None
+    if processor == "iter_dpo":
+        translation.notes.append("--post_processor iter_dpo: an input whose rewards are all equal gives no pair")
     process = post_processor(processor, flags["reward_template"], normalize=bool(flags["normalize_reward"]))
     chat, model = bool(flags["apply_chat_template"]), str(flags["pretrain"])
 

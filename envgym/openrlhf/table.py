@@ -41,6 +41,7 @@ class Flag:
     condition: str | None = None
     question: str | None = None
     excludes: Sequence[str] = ()
+    differs: str | None = None
 
 
 TRANSLATIONS = ("setting", "derive", "environ", "ignored", "unsupported")

@@ -72,6 +72,12 @@ def _set_offline(flags: Flags, translation: Translation) -> None:
         set_template(flags, translation, "env.template")
     settings |= {f"env.fields.{name}": str(field) for name, field in _fields(flags, translation).items()}
     _note_limit(flags, translation, "dataset")
+    if "max_len" in flags.options:
+        translation.notes.append("--max_len: a longer row is cut; OpenRLHF also writes an end token over its last one")
+    if flags.program == "train_kto":
+        translation.notes.append(
+            "the KL of train_kto is of mismatched pairs of a training step; OpenRLHF takes that of each micro-batch"
+        )
     if flags.program == "train_sft" and flags["multiturn"] and not flags["apply_chat_template"]:
         raise ConfigError("train_sft: --multiturn needs --apply_chat_template, which separates the turns")
     if flags.program in ("train_sft", "train_kto", "train_kd") and not is_text:
@@ -134,6 +140,12 @@ def _set_ppo(flags: Flags, translation: Translation) -> None:
         raise ConfigError(
             "train_ppo_ray: --partial_rollout continues episodes with new weights: give --async_train too"
         )
+    if "reward_clip_range" in flags.options and estimator not in ("gae", "reinforce"):
+        translation.notes.append(
+            "--reward_clip_range clips before rewards are compared within a group; OpenRLHF clips the differences"
+        )
+    if flags["use_icepop"] and not flags["enable_vllm_is_correction"]:
+        translation.notes.append("--use_icepop turns the correction on; OpenRLHF waits for --enable_vllm_is_correction")
     if "vllm_num_engines" not in flags.options:
         translation.notes.append("--vllm_num_engines is not given: vLLM samples where it is installed")
     if flags["freezing_actor_steps"] >= 0 and estimator != "gae":
@@ -167,6 +179,9 @@ def _set_lengths(flags: Flags, translation: Translation) -> int:
     return length
 
 
+QUERY_NOTE = "prompts and queries are the plain texts; OpenRLHF's have the chat template's marks and end token"
+
+
 def _set_reward(flags: Flags, translation: Translation) -> None:
     """Set the source of rewards: an agent's or reward function's file, servers, or models."""
     settings = translation.settings
@@ -182,6 +197,8 @@ def _set_reward(flags: Flags, translation: Translation) -> None:
         )
     if not flags["reward_pretrain"] and value.endswith(".py"):
         translation.words += ["--env", value]
+        if flags["remote_rm_url"]:
+            translation.notes.append(f"--remote_rm_url: {QUERY_NOTE}")
         settings["env.chat"] = settings["render"] == "chat"
         if flags["normalize_reward"]:
             translation.notes.append("--normalize_reward is ignored: the rewards of a file are not normalised")
@@ -189,6 +206,7 @@ def _set_reward(flags: Flags, translation: Translation) -> None:
     translation.words += ["--env", "reward_model"]
     if flags["remote_rm_url"]:
         settings["env.endpoints"] = [{"urls": value.split(",")}]
+        translation.notes.append(f"--remote_rm_url: {QUERY_NOTE}")
         if flags["normalize_reward"]:
             translation.notes.append("--normalize_reward is ignored: the rewards of a server are not normalised")
         return

@@ -94,6 +94,8 @@ def apply_flag(flag: Flag, flags: Flags, translation: Translation) -> None:
         raise ConfigError(f"{flags.program}: {option}: {flag.unsupported}")
     if is_set and flag.ignored is not None:
         translation.notes.append(f"--{flag.name} is ignored: {flag.ignored}")
+    if is_set and flag.differs is not None:
+        translation.notes.append(f"--{flag.name}: {flag.differs}")
     if value is None or value == "" or (value is False and not is_set) or not flags.holds(flag.condition):
         return
     if flag.environ is not None:

@@ -28,7 +28,8 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 millisecond of spinning: small models have thousands of parallel loops per step, and waking a thread for each made a
 learner's step twice as long."""
 START_TIMEOUT = 300.0
-"""Seconds a worker's constructor may take (imports and loading a model included)."""
+"""Seconds without progress that a worker's constructor may take: imports and loading a model from a slow disk may take
+much longer."""
 CLOSE_TIMEOUT = 10.0
 """Seconds a worker may take to close, and again after SIGTERM, before it is killed."""
 
@@ -56,8 +57,24 @@ class LocalWorker:
         """Build the worker object in the process; raises what its constructor raised."""
         start_answer = self._expect(START)
         self._outbox.post((target, dict(kwargs), sys.path))
-        async with asyncio.timeout(START_TIMEOUT):
-            await start_answer
+        progress = self._progress()
+        while not (await asyncio.wait({start_answer}, timeout=START_TIMEOUT))[0]:
+            previous, progress = progress, self._progress()
+            if progress == previous:
+                raise TimeoutError
+        await start_answer
+
+    def _progress(self) -> tuple[int, int, int]:
+        """Numbers that grow while the process works: bytes of its log, MiB that it has read, and its processor time, in
+        hundredths of `START_TIMEOUT`. Zeros for one that has ended."""
+        folder = Path("/proc", str(self.pid))
+        try:
+            ticks = sum(map(int, (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]))
+            n_read = int((folder / "io").read_text(encoding="utf-8").split()[1])
+            n_logged = self.log.stat().st_size
+        except OSError:
+            return 0, 0, 0
+        return n_logged, n_read >> 20, int(100 * ticks / os.sysconf("SC_CLK_TCK") / START_TIMEOUT)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._end is not None:
@@ -164,8 +181,9 @@ class LocalRuntime:
         except BaseException as error:
             await worker.kill()
             if isinstance(error, TimeoutError):
+                log = f"log: {worker.log}{_last_line(worker.log)}"
                 raise WorkerError(
-                    f"{name} was not ready after {START_TIMEOUT:.0f} s (log: {worker.log}{_last_line(worker.log)})"
+                    f"{name} is not ready, and made no progress for {START_TIMEOUT:.0f} s ({log})"
                 ) from None
             raise
         return worker
@@ -185,12 +203,18 @@ class LocalRuntime:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**WAITING, **os.environ, **UTF8, **environ},
+                env={**WAITING, **os.environ, **UTF8, "PATH": _path(), **environ},
                 pass_fds=(child_end.fileno(),),
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_unix_connection(sock=parent_end)
         return LocalWorker(name, log, process, reader, Outbox(writer, whole_turns=self._deterministic), self._watch)
+
+
+def _path() -> str:
+    """`PATH` with the interpreter's programs first: DeepSpeed builds kernels by a `ninja` that an environment which is
+    not activated hides."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _describe_status(status: int) -> str:

@@ -24,7 +24,7 @@ class RenderConfig(Settings):
     """`chat`: the tokenizer's chat template; `text`: plain text with the speakers' names; `raw`: the texts alone,
     concatenated; `auto`: the chat template if there is one, else `text`."""
     template: str | None = None
-    """File with a chat template (Jinja) in place of the tokenizer's."""
+    """A chat template in place of the tokenizer's: a file, or the template's own text (Jinja)."""
     template_kwargs: dict[str, Any] = Field({})
     """Values of the template's own variables (`render.template_kwargs.enable_thinking=false`)."""
     keep_thoughts: bool = False
@@ -44,7 +44,9 @@ class RenderConfig(Settings):
     def set_template(self, tokenizer: Any) -> None:
         """Give `tokenizer` the template, with the variables in it, so that they are saved with the model. Raises
         `ConfigError` for a file that cannot be read or is no template, and for a variable that it does not have."""
-        if self.template is not None:
+        if self.template is not None and ("{{" in self.template or "{%" in self.template):
+            tokenizer.chat_template = self.template
+        elif self.template is not None:
             try:
                 tokenizer.chat_template = Path(self.template).expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:

@@ -21,11 +21,16 @@ if TYPE_CHECKING:
     from envgym.learner import FloatArray
 
 
+CHECKED_PARAMETERS = 8
+"""Parameters whose weights are compared with the optimizer's after each optimizer step."""
+
+
 class ModelLearning(ModelState):
     """Training of a `ModelWorker`. All calls are collective."""
 
     _logprobs: list[FloatArray]
     _row_layout: Layout
+    _n_checked = 0
 
     def accumulate(
         self, microbatches: Sequence[list[TrainSample]], normalizers: Mapping[str, float], layout: Layout = "padded"
@@ -71,9 +76,17 @@ class ModelLearning(ModelState):
             return metrics
         if not math.isfinite(norm):
             raise RunError(f"the gradient of {self.spec.role} is not finite: lower learner.lr, or look at the rewards")
+        self._check_some_weights()
         if self.average is not None:
             self.average.update()
         return metrics if self.learner.config.optimizer == "muon" else {"grad_norm": norm, **metrics}
+
+    def _check_some_weights(self) -> None:
+        """Check `CHECKED_PARAMETERS` of the trained parameters, others at every step."""
+        trained = [item for item in self.network.named_parameters() if item[1].requires_grad]
+        for number in range(self._n_checked, self._n_checked + min(CHECKED_PARAMETERS, len(trained))):
+            zero.check_weights(*trained[number % len(trained)])
+        self._n_checked += CHECKED_PARAMETERS
 
     def _loss(
         self, samples: Sequence[TrainSample], normalizers: Mapping[str, float], share_of_tokens: float

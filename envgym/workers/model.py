@@ -23,6 +23,7 @@ from envgym.learner import Learner, TrainSample
 
 from . import checkpoint, tensor_parallel, zero
 from .adapter import Adapter
+from .config import check_visible_gpu
 from .learning import ModelLearning
 from .metrics import peak_flops
 from .micro_batches import choose_layout, micro_batches, network_inputs, pad
@@ -75,6 +76,7 @@ class ModelWorker(ModelLearning):
             torch.cuda.set_device(self.device)
         else:
             self.device = torch.device("cpu")
+        check_visible_gpu(self.device.type)
         if "OMP_NUM_THREADS" not in os.environ:  # two ranks with all cores each are many times slower
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.settings.ranks))
         if spec.deterministic:

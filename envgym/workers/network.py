@@ -254,9 +254,10 @@ def flash_attention(config: Any, factory: Any, dtype: torch.dtype) -> str | None
     model_class = factory._model_mapping.get(type(config), None)
     if dtype not in (torch.bfloat16, torch.float16) or not getattr(model_class, "_supports_flash_attn", False):
         return None
-    if is_flash_attn_2_available():
-        return "flash_attention_2"
-    return "flash_attention_3" if is_flash_attn_3_available() else None
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if is_flash_attn_3_available() and (is_hopper or not is_flash_attn_2_available()):
+        return "flash_attention_3"
+    return "flash_attention_2" if is_flash_attn_2_available() else None
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from envgym.processes import family
 from envgym.processes.runtime import UTF8, ErrorRecord, Slot, close_object, describe_error, load_target, rebuild_error
 from envgym.processes.watchdog import CONTROLLER_LOG, CallWatch, watched_thread
 
+FORWARDED = ("NCCL_", "HF_", "VLLM_", "TORCH_NCCL_")
+"""Prefixes of the variables that workers get from the controller: a running cluster has an environment of its own."""
 START_TIMEOUT = 600.0
 """Seconds a worker may take to be placed, to import what it needs, and to return from its constructor."""
 CLOSE_TIMEOUT = 10.0
@@ -210,7 +212,7 @@ class RayRuntime:
         self._group: Any = None
         self._reserving: asyncio.Task[None] | None = None
         self._nodes: list[str] = []
-        self._gpus: list[list[int]] = []
+        self._gpus: list[list[str]] = []
         """The reserved GPUs of each node, by Ray's numbers."""
 
     def nodes(self, *, only_free: bool = False) -> list[tuple[str, int, int]]:
@@ -254,7 +256,7 @@ class RayRuntime:
                 "job holds them (see: ray status)"
             ) from None
         references = [_gpu_numbers(ray, self._strategy(number), gpus) for number, gpus in enumerate(bundles)]
-        self._gpus = [[int(gpu) for gpu in await _future(ids)] if ids else [] for ids in references]
+        self._gpus = [[str(gpu) for gpu in await _future(ids)] if ids else [] for ids in references]
 
     def _strategy(self, bundle: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -274,12 +276,14 @@ class RayRuntime:
         ray = self._ray()
         log = self._log_dir / f"{name}.log"
         keep_threads = "OMP_NUM_THREADS" in {**os.environ, **(environ or {})}
-        variables, options = dict(environ or {}), {"num_gpus": float(ray.cluster_resources().get("GPU", 0.0) > 0)}
+        forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+        variables = forwarded | dict(environ or {})
+        options: dict[str, Any] = {"num_gpus": float(ray.cluster_resources().get("GPU", 0.0) > 0)}
         if slot is not None:
             # The group holds the GPUs; the placement, not Ray, decides which of them a worker sees.
             options = {"num_gpus": 0.0, "scheduling_strategy": self._strategy(slot.node)}
             if node_gpus := self._gpus[slot.node]:
-                visible = ",".join(str(node_gpus[gpu]) for gpu in slot.gpus)
+                visible = ",".join(node_gpus[gpu] for gpu in slot.gpus)
                 variables |= {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         actor = (
             ray.remote(Host)
@@ -337,7 +341,7 @@ def _gpu_numbers(ray: Any, strategy: Any, gpus: int) -> Any:
     if not gpus:
         return None
 
-    def gpu_ids() -> list[int]:
+    def gpu_ids() -> list[int | str]:
         import ray
 
         return list(ray.get_gpu_ids())

@@ -77,7 +77,9 @@ def config(
                 "eps": learner.eps,
                 "weight_decay": learner.weight_decay,
                 # DeepSpeed's own Adam must be compiled first, but for offloaded parameters it is several times faster.
-                "torch_adam": not (settings.offload_optimizer and device.type == "cuda"),
+                "torch_adam": (in_torch := not (settings.offload_optimizer and device.type == "cuda")),
+                # One kernel for all parameters, without a temporary of their size.
+                **({"fused": True} if in_torch and device.type == "cuda" else {}),
             },
         }
     return deep_merge(json, settings.deepspeed)
@@ -123,6 +125,10 @@ def wait_for_ranks(device: torch.device) -> None:
         count = torch.zeros((), device=device)
         torch.distributed.all_reduce(count)
         count.item()  # blocks; the all_reduce alone only enqueues on a GPU
+
+
+SAMPLED_WEIGHTS = 16
+"""Weights of a parameter that `check_weights` compares."""
 
 
 def check_device(settings: WorkersConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -212,6 +218,22 @@ def optimizer_part(parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, 
         fragment = parameter._hp_mapping
         return (None, 0) if fragment is None else (fragment.hp_fragment, fragment.lp_fragment_address.start)
     return parameter.data.reshape(-1), 0
+
+
+def check_weights(name: str, parameter: torch.nn.Parameter) -> None:
+    """Raise `RunError` if sampled weights of a parameter are not those of the optimizer, rounded to their format: then
+    the optimizer updates numbers that neither the model nor the engine reads, and nothing is learned."""
+    part, start = optimizer_part(parameter)
+    if part is None or not len(part):
+        return
+    weights = parameter.ds_tensor.data if hasattr(parameter, "ds_id") else parameter.data.reshape(-1)[start:]
+    indices = torch.linspace(0, len(part) - 1, SAMPLED_WEIGHTS, device=part.device).long()
+    expected = part.detach()[indices].to(weights.device, weights.dtype)
+    if not torch.equal(weights.reshape(-1)[indices.to(weights.device)], expected):
+        raise RunError(
+            f"after an optimizer step the weights of {name} are not those of the optimizer, so that nothing is "
+            "learned: this is a bug of envgym or of this version of DeepSpeed; try another workers.zero_stage"
+        )
 
 
 def gather_full(

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import os
 
 import pytest
 
 from envgym.config.resolve import resolve
 from envgym.config.words import nest_keys
 from envgym.errors import ConfigError
+from envgym.launch import placement
 from envgym.launch.components import start_engine
 from envgym.launch.memory import ModelSizes, engine_memory
 from envgym.launch.placement import Node, PlacedRuntime, Plan, StagePart, nodes_of, place_parts, plan_of, this_machine
@@ -126,6 +128,22 @@ def test_processes_may_share_a_gpu_or_have_none():
     settings = {"workers.ranks": 2, "placement.actor.gpus": 0.5, "placement.reward.gpus": 0}
     plan = plan_of(stage(**settings), {"service-reward": 1}, machines(2))
     assert where(plan) == {"engine": (0, (0,)), "actor-0": (0, (1,)), "actor-1": (0, (1,)), "service-reward": (0, ())}
+
+
+@pytest.mark.parametrize(("shown", "count"), [("81559\n81559\n", 2), ("", 0), ("No devices were found\n", 0)])
+def test_gpus_are_those_that_the_driver_shows(tmp_path, monkeypatch, shown, count):
+    """Not those of `/proc`, which in a container are the host's, or missing."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{shown}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    placement._gpu_sizes.cache_clear()
+    try:
+        machine = this_machine()
+    finally:
+        placement._gpu_sizes.cache_clear()
+    assert (machine.gpus, machine.gpu_bytes) == (count, 81559 * 2**20 if count else None)
 
 
 def test_a_worker_sees_the_gpus_of_its_slot(tmp_path, monkeypatch):

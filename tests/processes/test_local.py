@@ -27,6 +27,12 @@ class Worker:
             raise ValueError("bad\\nstart")
         if start == "config":
             raise ConfigError("mend the key")
+        end = time.monotonic() + 3
+        while start == "logs" and time.monotonic() < end:
+            print("still loading", flush=True)
+            time.sleep(0.2)
+        while start == "computes" and time.monotonic() < end:
+            pass
         if start == "hang":
             time.sleep(1000)
         self.events, self.stepping, self.gate = [], None, asyncio.Event()
@@ -259,8 +265,21 @@ def test_a_constructor_that_fails_or_hangs(worker_module, tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"^mend the key$"):
         with_worker(worker_module, tmp_path, None, start="config")
     monkeypatch.setattr(local, "START_TIMEOUT", 1.0)
-    with pytest.raises(WorkerError, match="w was not ready after 1 s"):
+    with pytest.raises(WorkerError, match="w is not ready, and made no progress for 1 s"):
         with_worker(worker_module, tmp_path, None, start="hang")
+
+
+def test_a_constructor_that_makes_progress_may_take_longer(worker_module, tmp_path, monkeypatch):
+    """One that logs, and one that computes, for three times the limit."""
+    monkeypatch.setattr(local, "START_TIMEOUT", 1.0)
+    for kind in ("logs", "computes"):
+        assert with_worker(worker_module, tmp_path, lambda worker: worker.call("add", 2, 3), start=kind) == 5
+
+
+def test_programs_beside_the_interpreter_come_first(worker_module, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin")
+    path, *_ = with_worker(worker_module, tmp_path, lambda worker: worker.call("environment", "PATH"))
+    assert path == f"{Path(sys.executable).parent}:/usr/bin"
 
 
 def test_a_worker_that_will_not_end_is_killed(worker_module, tmp_path, monkeypatch):

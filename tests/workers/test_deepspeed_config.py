@@ -24,8 +24,8 @@ PINNED = {"device": "cpu", "pin_memory": True}
 PAGED = {"device": "cpu", "pin_memory": False}
 
 
-def adamw(torch_adam=True):
-    params = {"lr": 1e-5, "betas": [0.9, 0.98], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": torch_adam}
+def adamw(torch_adam=True, **more):
+    params = {"lr": 1e-5, "betas": [0.9, 0.98], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": torch_adam, **more}
     return {"optimizer": {"type": "AdamW", "params": params}}
 
 
@@ -89,7 +89,7 @@ def test_no_setting_gets_an_optimizer_that_cannot_be_moved_or_compiled(dtype, nu
 
 def test_compiled():
     assert emitted(torch.bfloat16, GPU, {}, zero_stage=3, compile=True) == (
-        BFLOAT16 | SUMS | stage(3) | {"compile": {"deepcompile": True}} | CLIPPED | adamw()
+        BFLOAT16 | SUMS | stage(3) | {"compile": {"deepcompile": True}} | CLIPPED | adamw(fused=True)
     )
 
 

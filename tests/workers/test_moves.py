@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from envgym.errors import RunError
 from envgym.learner import RoleSpec
 from envgym.workers.config import WorkersConfig
 from envgym.workers.lora import LoraConfig
@@ -172,3 +173,35 @@ def test_a_state_of_deepspeeds_own_optimizer_for_bfloat16_goes_on(make_worker, l
     assert learn(final, 1) == pytest.approx(learn(initial, 1), rel=1e-2)
     for name, tensor in numbers(initial).items():
         torch.testing.assert_close(numbers(final)[name], tensor, atol=2e-3, rtol=1e-2)
+
+
+LINKS = {
+    1: "_update_model_bit16_weights",
+    2: "_update_model_bit16_weights",
+    3: "_reassign_or_swap_out_partitioned_parameters",
+}
+"""ZeRO's stage -> DeepSpeed's method that gives the model what the optimizer has updated."""
+
+
+@pytest.mark.parametrize("zero_stage", LINKS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_that_the_optimizer_no_longer_updates_end_the_run(make_worker, learn, zero_stage, dtype):
+    """As after a move of the parameters out of the buffers that DeepSpeed writes to."""
+    worker = make_worker(zero_stage=zero_stage, dtype=dtype)
+    learn(worker, 0)
+    setattr(worker.engine.optimizer, LINKS[worker.engine.zero_optimization_stage()], lambda *args: None)
+    for parameter in worker.network.parameters():
+        held = getattr(parameter, "ds_tensor", parameter)
+        held.data = held.data.clone()
+    with pytest.raises(RunError, match=r"the weights of \S+ are not those of the optimizer"):
+        learn(worker, 1)
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-12])
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}])
+def test_small_steps_and_adapters_are_no_fault(make_worker, make_rows, normalizers, lr, lora):
+    worker = make_worker(zero_stage=2, dtype="bfloat16", lora=lora)
+    for seed in range(3):
+        rows = make_rows(6, seed)
+        worker.accumulate(micro_batches(rows, 60, 1)[0], normalizers(rows))
+        worker.step(lr)

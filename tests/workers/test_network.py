@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -12,10 +13,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from envgym.errors import ConfigError
 from envgym.learner import RoleSpec
 from envgym.workers import head as head_module
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, check_visible_gpu
 from envgym.workers.micro_batches import padding_samples
 from envgym.workers.model import ModelWorker
-from envgym.workers.network import TokenNetwork, check_experts, packs
+from envgym.workers.network import TokenNetwork, check_experts, flash_attention, packs
 from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export
 
@@ -328,3 +329,29 @@ def test_a_dense_critic_beside_a_mixture_of_experts_has_nothing_to_balance(make_
     rows = make_rows(2)
     worker = make_worker(make_model("llama", "scalar"), role="critic", head="scalar", moe_aux_coef=0.1)
     assert "moe/aux_loss" not in worker.accumulate([rows], normalizers(rows))
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "chosen"),
+    [
+        ({2, 3}, 9, "flash_attention_3"), ({2, 3}, 8, "flash_attention_2"), ({2}, 9, "flash_attention_2"),
+        ({3}, 9, "flash_attention_3"), (set(), 9, None),
+    ],
+)  # fmt: skip
+def test_the_flash_kernel_is_the_fastest_one_of_the_gpu(monkeypatch, installed, capability, chosen):
+    for version in (2, 3):
+        monkeypatch.setattr(transformers.utils, f"is_flash_attn_{version}_available", lambda v=version: v in installed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    config = transformers.Qwen3Config()
+    assert flash_attention(config, transformers.AutoModelForCausalLM, torch.bfloat16) == chosen
+
+
+def test_a_worker_that_was_given_a_gpu_that_torch_does_not_see_says_so(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match=r"was given GPU 0 .* and torch sees none"):
+        check_visible_gpu("cpu")
+    check_visible_gpu("cuda")
+    for value in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        check_visible_gpu("cpu")
