@@ -19,7 +19,8 @@ def reward_as_score(reward: float | None) -> float | None:
 
 def reward_failure(episode: Episode, rewards: float | Mapping[str, float] | None) -> None:
     """Give a failed episode the reward of its kind of failure (`rollout.failed_reward`), at its last turn and in place
-    of earlier ones. An episode that failed before the policy's first turn gets none: nothing was sampled to reward."""
+    of earlier ones, and the score that is nearest to it. An episode that failed before the policy's first turn gets
+    none: nothing was sampled to reward."""
     if isinstance(rewards, Mapping):
         reward = rewards.get(episode.outcome.reason)
     else:
@@ -30,8 +31,7 @@ def reward_failure(episode: Episode, rewards: float | Mapping[str, float] | None
     for turn in turns:
         turn.reward = None
     turns[-1].reward = episode.reward = reward
-    episode.score = reward_as_score(reward)
-    episode.score_is_reward = episode.score is not None
+    episode.score, episode.score_is_reward = min(1.0, max(0.0, reward)), True
 
 
 def withdraw_scores(episodes: Iterable[Episode], envs_without_scores: set[str]) -> list[Episode]:

@@ -121,7 +121,12 @@ def test_kinds(renderer, monkeypatch, error, settings, reward):
     monkeypatch.setattr(Breaks, "error", error)
     [group] = roll_out(renderer, "breaks", size=1, refills=0, engine=engine, failed_reward=settings)
     assert group.episodes[0].reward == reward
-    assert group.episodes[0].score == (None if reward == -1 else reward)
+    assert group.episodes[0].score == (None if reward is None else max(0, reward))
+
+
+def test_a_reward_outside_the_range_of_scores_leaves_the_environment_its_scores(renderer):
+    groups = roll_out(renderer, "breaks", "sound", failed_reward=-1)
+    assert [[(e.reward, e.score) for e in group.episodes] for group in groups] == [[(-1, 0)] * 2, [(1.0, 1.0)] * 2]
 
 
 def test_an_episode_that_failed_before_the_first_turn_has_none(renderer):
