@@ -86,6 +86,10 @@ class ModelSizes:
         return cls(parameters, width, layers, inner, vocabulary, kv) if parameters else None
 
 
+PERMANENT = ("weights", "gradients", "optimizer")
+"""Parts of a rank's memory that wait in the host's while the engine has the GPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Peak bytes of a process by purpose. `host`: the bytes in addition that a process on a GPU offloads to host
@@ -249,7 +253,11 @@ class MemoryNeeds:
         libraries = LIBRARIES["engine" if part == ENGINE else "rank"]
         if memory is None:
             return libraries
-        return libraries + (memory.host if on_gpu else memory.total)
+        if not on_gpu:
+            return libraries + memory.total
+        takes_turns = any(other.in_turns for other in self._plan.parts if other.name == part and part != ENGINE)
+        on_host = sum(memory.parts.get(name, 0.0) for name in PERMANENT) if takes_turns else 0.0
+        return libraries + memory.host + on_host
 
 
 def check_episodes(stage: StageConfig, spec: EnvSpec) -> None:

@@ -30,7 +30,16 @@ def test_a_crash_on_wrong_answers_is_learned_from_with_a_reward_and_noticed_with
     results = {}
     for name, result in {"before": {}, **runs}.items():
         model = "starter" if name == "before" else f"runs/{name}"
-        words = ("--env", f"{ENVIRONMENTS}:SoundSpec", "--model", model, "--name", name, "eval.tasks=512")
+        words = (
+            "--env",
+            f"{ENVIRONMENTS}:SoundSpec",
+            "--model",
+            model,
+            "--name",
+            name,
+            "eval.tasks=512",
+            "eval.greedy=false",
+        )
         envgym("eval", *words, timeout=600)
         [env] = json.loads((tmp_path / "evals" / name / "result.json").read_text())["envs"].values()
         lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines() if name != "before" else []

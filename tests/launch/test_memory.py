@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from envgym.launch.memory import ModelSizes
+from envgym.config.resolve import resolve
+from envgym.config.words import nest_keys
+from envgym.launch.memory import GIB, MemoryNeeds, ModelSizes
+from envgym.launch.placement import Node, plan_of
 
 PUBLISHED = {
     "Qwen2.5-0.5B": (494_032_768, {
@@ -67,3 +70,18 @@ def test_a_mixture_that_transformers_does_not_know_has_no_known_size(tmp_path):
     _, config = PUBLISHED["Qwen3-30B-A3B"]
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
     assert ModelSizes.from_folder(tmp_path) is None
+
+
+def test_what_takes_turns_waits_in_host_memory(tmp_path):
+    """7 B in bfloat16 with AdamW: weights, float32 gradients, and float32 weights and moments, about 120 GB."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen2.5-7B"][1]))
+
+    def host_gb(colocate):
+        settings = {"env": "math_verify", "model": str(tmp_path), "colocate": colocate, "learner.kl.coef": 0}
+        stage = resolve(nest_keys(settings.items())).stages[0]
+        plan = plan_of(stage, {}, [Node("one", 1, 80 * GIB)])
+        [host] = [total for total in MemoryNeeds(stage, plan, {}, {}).totals() if total.device == "one"]
+        return host.required / 1e9
+
+    bare, in_turns = host_gb("auto"), host_gb("all")
+    assert in_turns - bare == pytest.approx(7.6 * (2 + 4 + 12), rel=0.01)
