@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, field_validator
 
 from envgym.engine import SamplingParams
 from envgym.settings import Settings
@@ -52,6 +55,15 @@ class RolloutConfig(Settings):
     max_failed_share: float = Field(0.5, gt=0, le=1)
     """Maximum share of failed episodes without a reward in a training step. A higher share stops the run."""
     filter: FilterConfig = FilterConfig()
+
+    @field_validator("failed_reward", mode="before")
+    @classmethod
+    def _check_failed_reward(cls, value: Any) -> Any:
+        """One sentence for both forms: pydantic's names the types of the union."""
+        values = list(value.values()) if isinstance(value, Mapping) else [value]
+        if value is not None and any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
+            raise ValueError("must be a number, or numbers by kind of failure")
+        return value
 
     def scope_in_evaluation(self, samples: int) -> SeedScope:
         """The scope of environment seeds in an evaluation with `samples` episodes per task."""

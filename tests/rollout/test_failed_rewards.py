@@ -8,7 +8,7 @@ from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
 from envgym.config.words import parse_overrides
 from envgym.engine import Generation, SamplingParams
 from envgym.env import Env, EnvSpec
-from envgym.errors import InvalidOutcome, WorkerError
+from envgym.errors import ConfigError, InvalidOutcome, WorkerError
 from envgym.evaluation.result import result_of
 from envgym.monitoring.metrics import check_failures, rollout_metrics
 from envgym.processes import event_loop
@@ -16,6 +16,7 @@ from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.buffer import Buffer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
+from envgym.settings import validate_settings
 from envgym.types import StopReason, Task
 
 TEMPLATE = (
@@ -139,3 +140,9 @@ def test_an_episode_that_failed_before_the_first_turn_has_none(renderer):
 def test_as_words_of_the_command_line(word):
     setting = RolloutConfig(**parse_overrides([word])["rollout"]).failed_reward
     assert setting in (-0.5, {"environment": -0.5})
+
+
+@pytest.mark.parametrize("value", ["zero", True, {"environment": "x"}, [0]])
+def test_a_reward_that_is_none(value):
+    with pytest.raises(ConfigError, match=r"key 'failed_reward': must be a number, or numbers by kind of failure"):
+        validate_settings(RolloutConfig, {"failed_reward": value})
