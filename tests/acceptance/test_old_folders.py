@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -125,4 +126,4 @@ def test_another_grader_is_noted(folder, capsys):
     done = subprocess.run([str(ENVGYM), *words], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert main(["compare", "sums", "today"]) == 0
-    assert "math_verify: the environment's code differ" in capsys.readouterr().out
+    assert re.search(r"math_verify: the environment.s code .*differ", capsys.readouterr().out)
