@@ -77,7 +77,8 @@ class EnvProcesses:
             result = await getattr(self._clients[client], method)(*args, **kwargs)
         except Exception as raised:
             error = describe_error(raised)
-        await session.call("answer", number, error, result)
+        with contextlib.suppress(InvalidOutcome):  # of a process that died: the instance's own call raises it
+            await session.call("answer", number, error, result)
 
 
 class ProcessEnv(CheckedEnv):

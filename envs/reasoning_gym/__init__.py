@@ -122,6 +122,7 @@ class ReasoningGym(EnvSpec):
 
     env_class = ReasoningGymEnv
     Config = ReasoningGymConfig
+    hosts_instances = False
     config: ReasoningGymConfig
 
     processes: Processes
