@@ -1,0 +1,323 @@
+"""What the first machine with a GPU must answer, in steps that run one at a time; each prints ok, FAILED or skipped.
+
+    python benchmarks/gpu_first.py                    # every step, the cheap ones first
+    python benchmarks/gpu_first.py placement turns    # these
+    python benchmarks/gpu_first.py --toy              # toy sizes, also on a CPU
+
+A step is a process of its own, and writes its results to `benchmarks/results/gpu_first.json` before the next one
+begins. What this machine lacks (a torch that vLLM's wheel accepts, a second GPU) is said, and the other steps run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from gpu_deepspeed import make_rows
+from gpu_main_job import ENVGYM, SIZES, WAYS
+from gpu_main_job import make_model as make_policy
+from record import RESULTS, ROOT, conditions, store
+
+SHAPES = {"full": SIZES["0.5B"], "toy": (64, 2, 128, 2, 1)}
+VOCABULARY = {"full": 151936, "toy": 512}
+BUDGETS = {"full": (4096, 16384, 32768), "toy": (256,)}
+SECONDS = 1200
+"""Time limit of a step."""
+
+
+class Skipped(Exception):
+    """This machine lacks something that the step needs."""
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def placement(size: str) -> dict[str, Any]:
+    """The plan and torch count the same GPUs, and both know their memory."""
+    import torch
+
+    from envgym.launch.placement import this_machine
+
+    machine, count = this_machine(), gpus()
+    names = [torch.cuda.get_device_name(number) for number in range(count)]
+    total = [torch.cuda.mem_get_info(number)[1] for number in range(count)]
+    assert machine.gpus == count, f"the plan counts {machine.gpus} GPUs, torch {count}"
+    if machine.gpu_bytes is not None:
+        assert abs(min(total) / machine.gpu_bytes - 1) < 0.05, (
+            f"the plan knows {machine.gpu_bytes} bytes, torch {total}"
+        )
+    return {"gpus": names, "bytes": total, "torch": torch.__version__, "cuda": torch.version.cuda}
+
+
+def turns(size: str) -> dict[str, Any]:
+    """A model that leaves the device between steps learns exactly what one that stays does, and its weights move."""
+    losses: dict[str, list[float]] = {}
+    for stage, lora, offload in product((0, 2, 3), (0, 4), (False, True)):
+        if offload and (lora or not stage):
+            continue
+        name = f"stage {stage}{', LoRA' if lora else ''}{', offload' if offload else ''}"
+        settings = {"zero_stage": stage, "offload_optimizer": offload}
+        expected, observed = (_three_steps(size, settings, lora, in_turns=in_turns) for in_turns in (False, True))
+        assert observed == expected, f"{name}: losses {observed} with turns, {expected} without"
+        losses[name] = expected
+    return {"losses": losses}
+
+
+def _three_steps(size: str, settings: dict[str, Any], lora: int, *, in_turns: bool) -> list[float]:
+    import torch
+
+    from envgym.learner import RoleSpec
+    from envgym.types import Objective
+    from envgym.workers.config import WorkersConfig
+    from envgym.workers.lora import LoraConfig
+    from envgym.workers.model import ModelWorker
+    from envgym.workers.spec import WorkerSpec
+
+    torch.manual_seed(0)
+    losses = []
+    with tempfile.TemporaryDirectory() as folder:
+        learner = {"name": "sft", "lr": 1e-3}
+        workers, adapter = WorkersConfig(**settings), LoraConfig(rank=lora)
+        model = _save_model(folder, size)
+        worker = ModelWorker(WorkerSpec("actor", model, RoleSpec(trained=True), learner, workers, adapter))
+        worker.load()
+        first = {name: tensor.float().clone() for name, tensor in worker._parameters(with_adapter=True)}
+        for step in range(3):
+            rows = make_rows(8, 64 if size == "toy" else 512, step)
+            total = sum(float(row.loss_weights.sum()) for row in rows)
+            logged = worker.accumulate([rows], {Objective.CROSS_ENTROPY: total})
+            worker.step(1e-3)
+            losses.append(logged["loss"][0] / logged["loss"][1])
+            if in_turns:
+                worker.offload(True)
+                worker.offload(False)
+                worker.onload()
+        last = dict(worker._parameters(with_adapter=True))
+        moved = sum(not torch.equal(tensor, last[name].float()) for name, tensor in first.items())
+        assert moved > len(first) / 3, f"{moved} of {len(first)} parameters moved"
+        worker.close()
+    return losses
+
+
+def _save_model(folder: str, size: str) -> str:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hidden, layers, inner, heads, kv_heads = SHAPES[size]
+    config = Qwen3Config(
+        vocab_size=max(VOCABULARY[size], 1024), hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def deepspeed(size: str) -> dict[str, Any]:
+    """Stages, offload and compilation train to the same losses (`gpu_deepspeed.py`)."""
+    sizes = ["--layers", "1", "--width", "64", "--steps", "2", "--rows", "4", "--length", "32"] if size == "toy" else []
+    cases = "zero1,zero2,zero3,checkpointing,offload_optimizer_zero2,offload_all,compile_zero3,average"
+    _script("gpu_deepspeed.py", "--cases", cases, *sizes)
+    stored = json.loads((RESULTS / "gpu_deepspeed.json").read_text())["cases"]
+    losses = {name: case["loss"] for name, case in stored.items() if "loss" in case}
+    for name, loss in losses.items():
+        assert max(abs(a / b - 1) for a, b in zip(loss, losses["zero1"], strict=True)) < 0.02, f"{name}: {loss}"
+    return {name: case.get("refused") or case["tokens_per_second"] for name, case in stored.items()}
+
+
+def loop_transformers(size: str) -> dict[str, Any]:
+    """The whole loop on one GPU without vLLM, beside each other and in turns; the weights move."""
+    return {way: _loop(size, "engine.kind=transformers", f"colocate={way}") for way in ("auto", "all")}
+
+
+def loop_vllm(size: str) -> dict[str, Any]:
+    """The whole loop with vLLM, for every weight transfer that this machine has."""
+    _need_vllm()
+    ways = ("files", "turns") if gpus() < 2 else ("files", "nccl", "cuda_ipc", "turns", "turns_cuda_ipc", "beside")
+    return {way: _loop(size, *WAYS[way]) for way in ways}
+
+
+def ipc(size: str) -> dict[str, Any]:
+    """Weights of a vocabulary of 151,936 go to vLLM by CUDA's handles, in turns on one GPU."""
+    if not gpus():
+        raise Skipped("no GPU")
+    _need_vllm()
+    return _loop(size, *WAYS["turns_cuda_ipc"])
+
+
+def _loop(size: str, *words: str) -> dict[str, Any]:
+    """Three steps of a policy with random weights: seconds of each phase, and the largest difference that the probe saw."""
+    import torch
+    from safetensors.torch import load_file
+
+    tokens, tasks = (8, 4) if size == "toy" else (128, 32)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_policy(Path(folder, "model"), *SHAPES[size])
+        settings = [f"rollout.tasks_per_step={tasks}", "rollout.group_size=4", f"rollout.max_tokens={tokens}"]
+        settings += [
+            "eval.every=0",
+            "checkpoint.every=0",
+            "learner.lr=1e-4",
+            "learner.kl.coef=0.1",
+            f"runs_dir={folder}",
+        ]
+        command = [ENVGYM, "train", "--env", "math_verify", "--model", model, "--name", "run", "steps=3"]
+        done = subprocess.run([*command, *settings, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr.strip()[-500:]
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        weights = [load_file(Path(path, "model.safetensors")) for path in (model, f"{folder}/run/model")]
+        moved = [
+            name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name].to(weights[0][name]))
+        ]
+    # Rewards of a random policy are all 0, so that the KL alone moves it, from the second step on.
+    last = {key: lines[-1][key] for key in ("seconds/rollout", "seconds/learn", "seconds/sync") if key in lines[-1]}
+    return {**last, "probe": max(line.get("sync/max_abs", 0.0) for line in lines), "moved": len(moved)}
+
+
+def speed(size: str) -> dict[str, Any]:
+    """Tokens a second of learning, by tokens per micro-batch, with peak memory, beside the bound by its products."""
+    import torch
+
+    from envgym.learner import RoleSpec
+    from envgym.types import Objective
+    from envgym.workers.config import WorkersConfig
+    from envgym.workers.model import ModelWorker
+    from envgym.workers.parameters import flops_per_token
+    from envgym.workers.spec import WorkerSpec
+
+    device = "cuda" if gpus() else "cpu"
+    result: dict[str, Any] = {"matmul_tflops": _matmul_rate(device, 8192 if gpus() else 512) / 1e12}
+    for budget in BUDGETS[size]:
+        with tempfile.TemporaryDirectory() as folder:
+            workers = WorkersConfig(tokens_per_microbatch=budget)
+            learner = {"name": "sft", "lr": 1e-5}
+            worker = ModelWorker(
+                WorkerSpec("actor", _save_model(folder, size), RoleSpec(trained=True), learner, workers)
+            )
+            worker.load()
+            rows = make_rows(max(8, 4 * budget // 512), 64 if size == "toy" else 512, 0)
+            batches = [rows[start : start + budget // 512 or 8] for start in range(0, len(rows), budget // 512 or 8)]
+            total, n_tokens = sum(float(row.loss_weights.sum()) for row in rows), sum(map(len, rows))
+            seconds = []
+            for _ in range(4):
+                start = time.perf_counter()
+                worker.accumulate(batches, {Objective.CROSS_ENTROPY: total})
+                worker.step(1e-5)
+                seconds.append(time.perf_counter() - start)
+            rate = n_tokens / min(seconds[1:])
+            flops = 3 * flops_per_token(worker.network.model.config, 512)
+            peak = torch.cuda.max_memory_allocated() / 2**30 if gpus() else 0.0
+            kernel = str(worker.network.model.config._attn_implementation)
+            result[str(budget)] = {
+                "tokens_per_second": rate,
+                "share_of_matmul": rate * flops / result["matmul_tflops"] / 1e12,
+            }
+            result[str(budget)] |= {"peak_gib": peak, "attention": kernel}
+            worker.close()
+    return result
+
+
+def _matmul_rate(device: str, width: int) -> float:
+    """Floating-point operations a second of a product of two square matrices."""
+    import torch
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    left, right = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(10):
+            product_of = left @ right
+        float(product_of[0, 0])  # waits for the device
+        best = max(best, 10 * 2 * width**3 / (time.perf_counter() - start))
+    return best
+
+
+def generation(size: str) -> dict[str, Any]:
+    """Sampling in a run over vLLM alone (`gpu_main_job.py`)."""
+    _need_vllm()
+    if not gpus():
+        raise Skipped("no GPU")
+    _script("gpu_main_job.py", "--ways", "files,turns", "--steps", "6")
+    stored = json.loads((RESULTS / "gpu_main_job.json").read_text())
+    bare = stored["bare_tokens_per_second"]
+    return {row["way"]: row.get("problem") or row["rate"] / bare for row in stored["rows"]} | {"bare": bare}
+
+
+def _need_vllm() -> None:
+    done = subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Skipped(f"vLLM cannot be imported ({done.stderr.strip().splitlines()[-1][:200]})")
+
+
+def _script(name: str, *words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / name, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.strip()[-500:]
+
+
+STEPS: dict[str, Callable[[str], dict[str, Any]]] = {
+    step.__name__: step for step in (placement, turns, speed, loop_transformers, deepspeed, loop_vllm, ipc, generation)
+}
+
+
+def run_step(name: str, size: str) -> dict[str, Any]:
+    """Run a step in this process: its verdict, its figures or the reason, and its seconds."""
+    start = time.perf_counter()
+    try:
+        result: dict[str, Any] = {"verdict": "ok", "figures": STEPS[name](size)}
+    except Skipped as reason:
+        result = {"verdict": "skipped", "reason": str(reason)}
+    except Exception as error:
+        traceback.print_exc()
+        result = {"verdict": "FAILED", "reason": f"{type(error).__name__}: {error}"[:1000]}
+    return {**result, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def results(names: list[str], size: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run steps as processes of their own."""
+    for name in names:
+        own = [sys.executable, __file__, name, "--inside", *(["--toy"] if size == "toy" else [])]
+        try:
+            done = subprocess.run(own, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=False)
+            yield name, json.loads(done.stdout.splitlines()[-1])
+        except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+            yield name, {"verdict": "FAILED", "reason": f"the process ended or hung: {error}"[:500]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("steps", nargs="*", choices=[[], *STEPS], default=[])
+    parser.add_argument("--toy", action="store_true", help="toy sizes")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    size = "toy" if options.toy else "full"
+    if options.inside:
+        print(json.dumps(run_step(options.steps[0], size)))
+        return
+    stored: dict[str, Any] = {"conditions": conditions(["torch", "vllm", "deepspeed", "transformers"]), "size": size}
+    stored["steps"] = {}
+    for name, result in results(options.steps or list(STEPS), size):
+        stored["steps"][name] = result
+        path = store("gpu_first", stored)
+        print(
+            f"{result['verdict']:8} {name}: {json.dumps(result.get('figures') or result.get('reason'))[:600]}",
+            flush=True,
+        )
+    print(f"stored in {path}")
+    sys.exit(any(result["verdict"] == "FAILED" for result in stored["steps"].values()))
+
+
+if __name__ == "__main__":
+    main()
