@@ -156,7 +156,7 @@ def ipc(size: str) -> dict[str, Any]:
 
 
 def _loop(size: str, *words: str) -> dict[str, Any]:
-    """Three steps of a policy with random weights: seconds of each phase, and the largest difference that the probe saw."""
+    """Three steps of a policy with random weights: seconds of each phase, and the probe's largest difference."""
     import torch
     from safetensors.torch import load_file
 

@@ -96,6 +96,10 @@ class RunFolder:
             for number, path in files_by_step(folder, suffix).items():
                 if number > step:
                     path.unlink()
+        removed = json.loads(self.removed_file.read_text(encoding="utf-8")) if self.removed_file.exists() else {}
+        if any(total["last_step"] > step for total in removed.values()):  # those files will be written again
+            capped = {name: {**total, "last_step": min(total["last_step"], step)} for name, total in removed.items()}
+            write_atomically(self.removed_file, json.dumps(capped, indent=2) + "\n")
 
     def rollout_file(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.parquet"

@@ -34,6 +34,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 EXHAUSTED = {
     "context": "the model's context length is used up",
     "tokens": "the episode's max_tokens are used up",
+    "time": "the episode's time in the engine is used up, as if by its max_tokens",
     "template": "the chat template accepts no further turn after the policy's last one, whatever the context length",
 }
 """Reasons why no more tokens can be sampled. Programs search them for `context length` and `max_tokens`."""

@@ -64,6 +64,7 @@ class Conversation:
         self._sampler = sampler
         self._sampling = dict(sampling or {})
         sampler.limit(max_tokens)
+        sampler.record = lambda task, outcome: self.episode(task, outcome, None, {}, self.messages)
         self._branches: list[Branch] = []
         self._last: tuple[str, Generation] | None = None
 
@@ -88,7 +89,7 @@ class Conversation:
     async def _answer(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None) -> Answer:
         branch = next((branch for branch in self._branches if branch.continues(messages, tools)), None)
         if branch is None:
-            branch = Branch(self._renderer, Transcript(self._sampler), tools)
+            branch = Branch(self._renderer, Transcript(self._sampler, is_whole=False), tools)
             branch.transcript.start_row(branch.dialogue.start(Observation(mark_after_prompt(messages), tools=tools)))
             self._branches.append(branch)
         else:
@@ -147,7 +148,8 @@ class Conversation:
         """The whole episode, truncated if the policy reached a limit. The last sampled turn gets the reward."""
         transcript = Transcript(None)
         transcript.rows, transcript.messages = self.rows, messages
-        transcript.add_reward(reward, info)
+        if transcript.rows:
+            transcript.add_reward(reward, info)
         transcript.metrics["calls"] = float(len(self.turns))
         if self.missing_calls is not None:
             transcript.metrics["missing_tool_calls"] = float(self.missing_calls)

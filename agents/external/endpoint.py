@@ -9,6 +9,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ class PolicySession:
 
     conversation: Conversation
     key: str
+    context: Context = field(default_factory=copy_context)
+    """The context of the episode: its deadlines pause while the policy answers."""
     sampling: set[asyncio.Future[Answer]] = field(default_factory=set)
 
 
@@ -178,7 +181,8 @@ class Endpoint:
 
 async def _sample(session: PolicySession, parsed: PolicyRequest) -> Answer:
     """The policy's answer. The request is cancelled when its session ends, since the episode is then complete."""
-    sampling = asyncio.ensure_future(session.conversation.answer(parsed.messages, parsed.tools, parsed.max_tokens))
+    answering = session.conversation.answer(parsed.messages, parsed.tools, parsed.max_tokens)
+    sampling = asyncio.create_task(answering, context=session.context.copy())
     session.sampling.add(sampling)
     try:
         return await sampling

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from envgym.errors import ConfigError, RenamedSetting
-from envgym.rollout.config import RolloutConfig
 
 RENAMED = {
     "do": "kind",
@@ -18,6 +17,8 @@ RENAMED = {
 """New keys of a stage by their old keys, which differ in the last part only."""
 BEFORE = {"seed_scope": "task", "failed_reward": None, "policy_timeout": 3600.0}
 """Settings of rollouts that earlier versions lacked, with the values that they behaved like."""
+SAVED_SINCE_EVER = {"group_size", "concurrency", "retries", "refills", "max_failed_share"}
+"""Settings of rollouts that every saved configuration has."""
 OLD_NAMES = {new: old for old, new in RENAMED.items()}
 
 
@@ -53,16 +54,15 @@ def _rename(settings: Any, path: str, old: str, new: str, warn: bool) -> Any:
 
 
 def with_earlier_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that an earlier version saved, with `BEFORE` where a stage has every other setting of
-    rollouts. Other settings stay unchanged."""
+    """The settings of a run that an earlier version saved, with `BEFORE` where a stage lacks it. Other settings stay
+    unchanged: a stage that somebody wrote lacks most settings of rollouts."""
     stages = settings.get("stages")
     if not isinstance(stages, list):
         return dict(settings)
-    saved = RolloutConfig.model_fields.keys() - BEFORE
-    filled = [
-        {**stage, "rollout": {**BEFORE, **stage["rollout"]}}
-        if isinstance(stage, Mapping) and isinstance(stage.get("rollout"), Mapping) and saved <= stage["rollout"].keys()
-        else stage
-        for stage in stages
-    ]
+    filled = []
+    for stage in stages:
+        rollout = stage.get("rollout") if isinstance(stage, Mapping) else None
+        if isinstance(rollout, Mapping) and "seed_scope" not in rollout and rollout.keys() >= SAVED_SINCE_EVER:
+            stage = {**stage, "rollout": {**BEFORE, **rollout}}
+        filled.append(stage)
     return {**settings, "stages": filled}

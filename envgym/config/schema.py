@@ -192,7 +192,8 @@ def _check_size(value: Any) -> Any:
     """Raise `ValueError` for a text that is not a size."""
     if isinstance(value, str):
         try:
-            TypeAdapter(ByteSize).validate_python(value)
+            if TypeAdapter(ByteSize).validate_python(value) and not value.strip()[-1].isalpha():
+                raise ValueError
         except ValueError:
             raise ValueError(f"must be a number of steps or a size such as 20GB, not {value!r:.60}") from None
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
@@ -38,23 +39,24 @@ class EnvHost:
         self._spec.clients = {name: ForwardingClient(self, name) for name in clients}
         self._envs: dict[int, CheckedEnv] = {}
         self._numbers = itertools.count()
-        self._requests: defaultdict[int, asyncio.Queue[tuple[Any, ...]]] = defaultdict(asyncio.Queue)
+        self._requests: defaultdict[int, asyncio.Queue[tuple[Any, ...] | None]] = defaultdict(asyncio.Queue)
         self._answers: dict[int, asyncio.Future[Any]] = {}
 
+    async def setup(self) -> None:
+        """Set the spec up, once."""
+        await self._spec.ensure_setup()
+
     async def reset(self, instance: int, seed: int | None, options: Mapping[str, Any]) -> Any:
-        INSTANCE.set(instance)
         if instance not in self._envs:
             self._envs[instance] = self._spec.make()
         return await self._call(instance, self._envs[instance].reset(seed=seed, options=options))
 
     async def step(self, instance: int, action: Action) -> Any:
-        INSTANCE.set(instance)
         return await self._call(instance, self._envs[instance].step(action))
 
     async def close_instance(self, instance: int) -> None:
-        self._requests.pop(instance, None)
-        if (env := self._envs.pop(instance, None)) is not None:
-            await self._call(instance, env.close())
+        env = self._envs.pop(instance, None)
+        await self._call(instance, _nothing() if env is None else env.close())
 
     async def close(self) -> None:
         await self._spec.close()
@@ -62,8 +64,13 @@ class EnvHost:
     async def _call(self, instance: int, call: Coroutine[Any, Any, T]) -> T:
         """Await a method of an instance. An error of the environment becomes an `InvalidOutcome` with its line, since
         its class may not exist in the run's process."""
-        with UsersCode() as users:
-            return await Marked(call, self._marks, instance)
+        INSTANCE.set(instance)
+        try:
+            with UsersCode() as users:
+                return await Marked(call, self._marks, instance)
+        finally:
+            if self._spec.clients:
+                self._requests[instance].put_nowait(None)
         error = users.error
         if isinstance(error, EnvgymError):
             raise error
@@ -72,7 +79,9 @@ class EnvHost:
         raise InvalidOutcome("environment", message, retryable=bool(getattr(error, "retryable", False)))
 
     async def ask(self, client: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Let the run's process call a service for the running instance. Raises what the service raised."""
+        """Let the run's process call a service for the running instance. Raises what the service raised, and pickle's
+        error for arguments that cannot be sent."""
+        pickle.dumps((args, kwargs))
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         self._requests[INSTANCE.get()].put_nowait((number, client, method, args, kwargs))
@@ -81,9 +90,13 @@ class EnvHost:
         finally:
             del self._answers[number]
 
-    async def next_request(self, instance: int) -> tuple[Any, ...]:
-        """The next call of a service by an instance: its number, the service, the method and its arguments."""
-        return await self._requests[instance].get()
+    async def next_request(self, instance: int) -> tuple[Any, ...] | None:
+        """The next call of a service by an instance: its number, the service, the method and its arguments. None once
+        the instance's method has returned."""
+        request = await self._requests[instance].get()
+        if request is None:
+            del self._requests[instance]
+        return request
 
     def answer(self, number: int, error: ErrorRecord | None, result: Any) -> None:
         """The result of a call, or its error."""
@@ -113,3 +126,7 @@ class ForwardingClient:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, self._loop))
 
         return call
+
+
+async def _nothing() -> None:
+    """The closing of an instance that was never made."""

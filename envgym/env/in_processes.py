@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.errors import InvalidOutcome, ResetNeeded
-from envgym.processes import cancellation
+from envgym.errors import CallTimeout, EnvgymError, InvalidOutcome, ResetNeeded
 from envgym.processes.cancellation import start_task
-from envgym.processes.deadline import call_in_time
+from envgym.processes.deadline import call_in_time, pause_timeouts
 from envgym.processes.pool import Processes, ProcessSession
 from envgym.processes.runtime import describe_error
 from envgym.types import Action, Observation, Task, as_action, timed
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from .spec import EnvSpec
 
 HOST = "envgym.env.host:EnvHost"
+NO_LIMIT = 1e9
+"""Seconds that no call takes."""
 
 
 class EnvProcesses:
@@ -35,7 +36,8 @@ class EnvProcesses:
 
     def __init__(self, spec: EnvSpec) -> None:
         description = json.loads(spec.to_json())
-        description["kwargs"]["processes"] = 0
+        # The run's process has the deadlines, whose clocks its services can stop.
+        description["kwargs"] |= {"processes": 0, "call_timeout": NO_LIMIT, "concurrency": None}
         self._marks = tempfile.TemporaryDirectory(prefix="envgym-marks-")
         kwargs = {
             "read": type(spec).from_json,
@@ -46,7 +48,6 @@ class EnvProcesses:
         self.pool = Processes(HOST, kwargs, count=spec.config.processes, name="environment")
         self._clients = spec.clients
         self._numbers = itertools.count()
-        self._answering: set[asyncio.Task[None]] = set()
 
     def new_id(self) -> int:
         """A number for an instance."""
@@ -63,11 +64,30 @@ class EnvProcesses:
         await self.pool.close()
         self._marks.cleanup()
 
-    async def serve_clients(self, session: ProcessSession, instance: int) -> None:
-        """Answer an instance's calls of services, until it is cancelled."""
-        while self._clients:
-            request = await session.call("next_request", instance)
-            start_task(self._answer(session, *request), self._answering)
+    async def call(self, session: ProcessSession, method: str, instance: int, *args: Any) -> Any:
+        """Call a method of an instance, and answer its calls of services meanwhile. These run in the caller's context,
+        so that they can stop the clocks of its deadlines."""
+        serving = asyncio.create_task(self._serve_clients(session, instance)) if self._clients else None
+        try:
+            result = await session.call(method, instance, *args)
+            if serving is not None:
+                await serving  # the host ends it
+            return result
+        finally:
+            if serving is not None:
+                serving.cancel()
+                await asyncio.wait({serving})
+
+    async def _serve_clients(self, session: ProcessSession, instance: int) -> None:
+        """Answer an instance's calls of services until its method has returned."""
+        answering = set[asyncio.Task[None]]()
+        try:
+            with contextlib.suppress(InvalidOutcome):  # of a process that died: the method's own call raises it
+                while (request := await session.call("next_request", instance)) is not None:
+                    start_task(self._answer(session, *request), answering)
+        finally:
+            for task in answering:
+                task.cancel()
 
     async def _answer(
         self, session: ProcessSession, number: int, client: str, method: str, args: Any, kwargs: Any
@@ -77,7 +97,7 @@ class EnvProcesses:
             result = await getattr(self._clients[client], method)(*args, **kwargs)
         except Exception as raised:
             error = describe_error(raised)
-        with contextlib.suppress(InvalidOutcome):  # of a process that died: the instance's own call raises it
+        with contextlib.suppress(InvalidOutcome):
             await session.call("answer", number, error, result)
 
 
@@ -88,13 +108,12 @@ class ProcessEnv(CheckedEnv):
     in another process, by its seed and actions. It must then give the same observations and rewards.
     """
 
-    def __init__(self, spec: EnvSpec, processes: EnvProcesses) -> None:
+    def __init__(self, spec: EnvSpec) -> None:
         self.rng = random.Random()
         super().__init__(self, spec)
-        self._processes = processes
-        self._id = processes.new_id()
+        self._processes: EnvProcesses | None = None
+        self._id = -1
         self._session: ProcessSession | None = None
-        self._serving: asyncio.Task[None] | None = None
         self._history: list[tuple[str, tuple[Any, ...], Any]] = []
         """The calls of the running episode: method, arguments and result without its info."""
         self._n_repeated = 0
@@ -105,6 +124,8 @@ class ProcessEnv(CheckedEnv):
     ) -> tuple[Observation, Info]:
         await self.spec.ensure_setup()
         await self.acquire()
+        if self._processes is not (processes := self.spec.instance_processes):  # the spec may be set up again
+            self._session, self._processes, self._id = None, processes, processes.new_id()
         self.task: Task = posed_task(options) or await self._draw_task(seed)
         self._history, self._n_repeated = [], 0
         seed = random.getrandbits(31) if seed is None else seed
@@ -128,12 +149,20 @@ class ProcessEnv(CheckedEnv):
                     await self._repeat_history(session)
                     result = await self._call_in(session, method, *args)
                     break
-                except InvalidOutcome as failure:
-                    if failure.kind != "crash" or session.alive or self._processes.has_ended(session, self._id):
+                except (InvalidOutcome, CallTimeout) as failure:
+                    if isinstance(failure, InvalidOutcome) and failure.kind != "crash":
+                        raise
+                    await session.wait_for_check()  # after a timeout: a process that is stuck is killed
+                    if session.alive or self._of_running.has_ended(session, self._id):
                         raise
         self._history.append((method, args, result[:-1]))
         self._n_repeated += 1
         return result
+
+    @property
+    def _of_running(self) -> EnvProcesses:
+        assert self._processes is not None, "reset was not called"
+        return self._processes
 
     async def _living_session(self) -> ProcessSession:
         """The instance's session; a new one if its process has died."""
@@ -142,10 +171,11 @@ class ProcessEnv(CheckedEnv):
             if self._session.alive:
                 return self._session
         await self._end_session()
-        self._session = await self._processes.pool.session()
+        session = self._session = await self._of_running.pool.session()
         self._n_repeated = 0
-        self._serving = asyncio.create_task(self._processes.serve_clients(self._session, self._id))
-        return self._session
+        with pause_timeouts():  # the set-up of a process is not the episode's time
+            await session.call("setup")
+        return session
 
     async def _repeat_history(self, session: ProcessSession) -> None:
         """Repeat the calls of the episode that an earlier process had answered."""
@@ -156,9 +186,9 @@ class ProcessEnv(CheckedEnv):
             self._n_repeated += 1
 
     async def _call_in(self, session: ProcessSession, method: str, *args: Any) -> Any:
-        """Call a method of the instance, whose own deadline comes first unless its process is stuck."""
-        seconds = self.spec.config.call_timeout + cancellation.GRACE_SECONDS
-        return await call_in_time(session.call(method, self._id, *args), seconds, f"{self.spec.id}: {method}")
+        """Call a method of the instance under the environment's deadline."""
+        call = self._of_running.call(session, method, self._id, *args)
+        return await call_in_time(call, self.spec.config.call_timeout, f"{self.spec.id}: {method}")
 
     async def _close_instance(self) -> None:
         try:
@@ -167,11 +197,12 @@ class ProcessEnv(CheckedEnv):
             self.release()
 
     async def _end_session(self) -> None:
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait({self._serving})
-            with contextlib.suppress(BaseException):
-                self._serving.exception()  # of a process that died: the episode's own call raised it
-        session, self._session, self._serving = self._session, None, None
-        if session is not None:
-            await session.close("close_instance", self._id)
+        session, self._session = self._session, None
+        if session is None:
+            return
+        try:
+            if session.alive:
+                with contextlib.suppress(EnvgymError):
+                    await self._call_in(session, "close_instance")
+        finally:
+            session.end()

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError, create_model
 
-from envgym.errors import ConfigError, reported_as
+from envgym.errors import ConfigError, NameNotFound, reported_as
 from envgym.hashing import source_hash, text_hash
 from envgym.settings import settings_error
 from envgym.types import Episode, Message, Reward, Task
@@ -44,8 +44,6 @@ class EnvSpec:
     """Distributions that decide rewards; their versions are in the fingerprint."""
     gives_rewards: ClassVar[bool] = True
     """False if steps give no rewards or scores by design: recordings to imitate."""
-    hosts_instances: ClassVar[bool] = True
-    """True if `env.processes` runs instances in processes; False if it means processes that `setup` starts."""
 
     from_json: ClassVar[Callable[[str], EnvSpec]]
     """Builds an equal spec from `to_json`. The registry sets it."""
@@ -58,12 +56,13 @@ class EnvSpec:
             self.config = config_class(**kwargs)
         except ValidationError as error:
             raise settings_error(error, config_class, f"environment {id}") from None
-        if self.config.processes and type(self).make is not EnvSpec.make:
+        if self._hosts_instances and type(self).make is not EnvSpec.make:
             raise ConfigError(
                 f"environment {id}: its instances are made elsewhere: set processes there, for each part of it or "
                 "where it is served"
             )
-        self._instance_processes: EnvProcesses | None = None
+        self.instance_processes: EnvProcesses
+        """The processes that instances run in, with `env.processes`; made by `ensure_setup`."""
         self.clients: dict[str, Any] = {}
         """Clients of its `services`, by name. The runtime sets them before `setup`."""
         self.closing = AsyncExitStack()
@@ -169,9 +168,8 @@ class EnvSpec:
         """A new instance, wrapped in `CheckedEnv`."""
         if self._env_class is None:
             raise ConfigError(f"environment {self.id} names no Env class")
-        if self.config.processes and self.hosts_instances:
-            self._instance_processes = self._instance_processes or EnvProcesses(self)
-            return ProcessEnv(self, self._instance_processes)
+        if self._hosts_instances:
+            return ProcessEnv(self)
         env = self._env_class.__new__(self._env_class)
         env.spec = self
         arguments = {name: getattr(self.config, name) for name in self._arguments}
@@ -191,19 +189,30 @@ class EnvSpec:
                 try:
                     await self.setup()
                     self._check_tasks()
-                    if self.config.processes and self.hosts_instances:
-                        self._instance_processes = self._instance_processes or EnvProcesses(self)
-                        self.closing.push_async_callback(self._end_processes)
-                        await self._instance_processes.pool.start()
+                    if self._hosts_instances:
+                        await self._start_processes()
                 except BaseException:
                     await self.closing.aclose()
                     raise
                 self._is_set_up = True
 
-    async def _end_processes(self) -> None:
-        processes, self._instance_processes = self._instance_processes, None
-        if processes is not None:
-            await processes.close()
+    @property
+    def _hosts_instances(self) -> bool:
+        """True if `env.processes` is set and has its general meaning: the settings class does not define it anew."""
+        classes = [cls for cls in type(self.config).__mro__ if "processes" in vars(cls).get("__annotations__", {})]
+        return bool(self.config.processes) and classes[:1] == [EnvConfig]
+
+    async def _start_processes(self) -> None:
+        """Start the processes that instances run in. Raises `ConfigError` if they cannot make this environment."""
+        self.instance_processes = EnvProcesses(self)
+        self.closing.push_async_callback(self.instance_processes.close)
+        try:
+            await self.instance_processes.pool.start()
+        except NameNotFound as error:
+            raise ConfigError(
+                f"env.processes: another process cannot make environment {self.id} ({error}): define it in a file or a "
+                "module, and give that"
+            ) from None
 
     def _check_tasks(self) -> None:
         """Raise `ConfigError` if `tasks` returns anything but a task set. An error in `tasks` is raised at its use."""

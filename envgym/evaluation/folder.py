@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import yaml
 
+from envgym.config.renamed import with_earlier_defaults
 from envgym.config.schema import RunConfig
 from envgym.disk import write_atomically
 from envgym.errors import ConfigError, RunError, reported_as
@@ -67,8 +68,8 @@ class EvalFolder(ResumableFolder):
     def parts(self) -> list[Part]:
         """The parts, all for one model. Raises `RunError` if they cannot be read."""
         try:
-            return [Part(**part) for part in self._parts]
-        except (TypeError, ValueError) as error:
+            return [Part(**{**part, "config": with_earlier_defaults(part["config"])}) for part in self._parts]
+        except (TypeError, ValueError, KeyError) as error:
             raise RunError(f"{self.config_file} is damaged ({type(error).__name__}): start a new evaluation") from None
 
     @property

@@ -32,7 +32,8 @@ MAX_SEARCHED = 100_000
 DEFAULT_TASKS = 512
 """Default number of tasks."""
 SETTINGS = (
-    "env", "agent", "model", "data", "render", "engine", "max_tokens", "temperature", "top_p", "top_k", "dtype"
+    "env", "agent", "model", "data", "render", "engine", "max_tokens", "temperature", "top_p", "top_k", "dtype",
+    "seed_scope", "failed_reward", "policy_timeout",
 )  # fmt: skip
 """Settings of a stage that episodes depend on."""
 
@@ -107,6 +108,10 @@ def collect(
     """
     check_target(path, overwrite=overwrite)
     stage = config.stages[-1]
+    if stage.rollout.seed_scope is None:  # as in training: the best of a task's episodes met the same problem
+        rollout = stage.rollout.model_copy(update={"seed_scope": "group"})
+        stage = stage.model_copy(update={"rollout": rollout})
+        config = config.model_copy(update={"stages": [*config.stages[:-1], stage]})
     env = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, split=selection.split, samples=selection.samples)
     part = Part(name=selection.purpose, env=env, config=config)
     folder = UnfinishedFile(path, overwrite=overwrite)

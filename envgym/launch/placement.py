@@ -262,7 +262,7 @@ def visible_gpus() -> list[str]:
     """The GPUs of this machine that a process may use, by their names in `CUDA_VISIBLE_DEVICES`."""
     if (variable := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in variable.split(",") if name not in ("", "-1")]
-    if (sizes := _gpu_sizes()) is not None:
+    if sizes := _gpu_sizes():
         return [str(number) for number in range(len(sizes))]
     return [str(number) for number in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
 

@@ -37,7 +37,7 @@ def failure_bias(groups: Sequence[Group]) -> dict[str, float]:
             for number, answer in enumerate(answers):
                 failed = not episode.is_counted and number == len(answers) - 1
                 lengths.append(((group.id, number), float(len(answer)), failed))
-                if surprise := _surprise(answer):
+                if (surprise := _surprise(answer)) is not None:
                     surprises.append(((group.id, number), surprise, failed))
         finished = [episode.reward for episode in attempts if episode.is_counted and episode.reward is not None]
         if finished:

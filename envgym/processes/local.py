@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from asyncio.subprocess import Process
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from envgym.errors import WorkerDied, WorkerError
 
 from .child import START, Outbox, read_frame
-from .runtime import UTF8, rebuild_error
+from .runtime import CALL_SECONDS, UTF8, rebuild_error
 from .watchdog import CONTROLLER_LOG, CallWatch
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
@@ -53,14 +54,19 @@ class LocalWorker:
         self._closing: asyncio.Task[None] | None = None
         self._watching = asyncio.create_task(self._watch())
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the process has ended, or is being closed."""
+        return self._end is not None
+
     async def start(self, target: str, kwargs: Mapping[str, Any]) -> None:
         """Build the worker object in the process; raises what its constructor raised."""
         start_answer = self._expect(START)
         self._outbox.post((target, dict(kwargs), sys.path))
-        progress = self._progress()
+        progress, end = self._progress(), time.monotonic() + CALL_SECONDS
         while not (await asyncio.wait({start_answer}, timeout=START_TIMEOUT))[0]:
             previous, progress = progress, self._progress()
-            if progress == previous:
+            if progress == previous or time.monotonic() > end:
                 raise TimeoutError
         await start_answer
 

@@ -136,10 +136,11 @@ class Process:
     ) -> Any:
         """Run a method in the process.
 
-        Raises the method's own `EnvgymError`; any other exception and the process's death are `InvalidOutcome` of the
-        kinds `environment` and `crash`. After `timeout` seconds the process is killed and `CallTimeout` raised. Without
-        a timeout the caller may cancel: then the call is cancelled in the process, which is killed if it does not
-        respond. `worker` selects one incarnation of the process.
+        Raises the method's own `EnvgymError` (a `WorkerDied` is of a process that the method called); any other
+        exception and the process's death are `InvalidOutcome` of the kinds `environment` and `crash`. After `timeout`
+        seconds the process is killed and `CallTimeout` raised. Without a timeout the caller may cancel: then the call
+        is cancelled in the process, which is killed if it does not respond. `worker` selects one incarnation of the
+        process.
         """
         worker = worker or await self.restart()
         deadline = asyncio.timeout(timeout)
@@ -156,6 +157,8 @@ class Process:
                 self._checking = asyncio.create_task(self._check(worker))
             raise
         except WorkerDied as error:
+            if not worker.has_ended:
+                raise  # of another process, an engine say, which the method called
             self._forget(worker)
             raise InvalidOutcome("crash", str(error), retryable=True) from None
         except WorkerError as error:

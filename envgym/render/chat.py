@@ -156,7 +156,8 @@ class ChatDialogue(Dialogue):
                 raise TurnRefused("the chat template rejects the policy's completion, which may be empty")
             raise refusal
         text, turns = rendered[-1] if rendered[-1][0].startswith(self._text) else rendered[0]
-        if self.renderer.keep_thoughts and not observation.tools and not text.startswith(self._text):
+        has_calls = bool(self.messages and self.messages[-1].tool_calls)
+        if self.renderer.keep_thoughts and not (observation.tools or has_calls or text.startswith(self._text)):
             text = self._text + continued if (continued := self._continuation(new)) else text
         previous_text, self._text, self._turns = self._text, text, turns
         if text.startswith(previous_text):
@@ -167,7 +168,10 @@ class ChatDialogue(Dialogue):
         """The text that the template writes after an answer without a thought, from the token that ended the policy's
         turn on; empty if the template does not show that answer, or ends turns with another token."""
         turns = [*self._turns, self._template.assistant(ANSWER), *new]
-        _, shows, text = self._template.render(turns, self.tools).rpartition(ANSWER)
+        try:
+            _, shows, text = self._template.render(turns, self.tools).rpartition(ANSWER)
+        except InvalidStep:
+            return ""
         has_ended = self._last is not None and self.renderer.ends_turn(self._last)
         end = self._template.end_of_turn if has_ended else ""
         return text.removeprefix(end) if shows and self._text.endswith(end) else ""

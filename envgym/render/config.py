@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -64,21 +65,26 @@ class RenderConfig(Settings):
 
 
 def _variables(template: str) -> set[str]:
-    """The variables that a template names. Raises `ConfigError` for a text that is no template."""
-    from jinja2 import TemplateSyntaxError, nodes
+    """The variables that a template takes. Raises `ConfigError` for a text that is no template."""
+    from jinja2 import TemplateSyntaxError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        tree = _compile_jinja_template(template).environment.parse(template)
+        environment = _compile_jinja_template(template).environment
+        taken = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
     except TemplateSyntaxError as error:
         raise ConfigError(f"the chat template is not valid Jinja (line {error.lineno}: {error.message})") from None
-    return {node.name for node in tree.find_all(nodes.Name)}
+    return {*taken, *re.findall(PREFIX.format(name=r"(\w+)"), template)}
+
+
+PREFIX = "{{%- if {name} is not defined %}}"
+"""The begin of a value that `_with_values` has written."""
 
 
 def _with_values(template: str, values: Mapping[str, Any]) -> str:
     """A template that sets variables itself, unless its caller does."""
-    lines = [
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+    lines = [  # templates are read with `trim_blocks`, which drops the line breaks
+        f"{PREFIX.format(name=name)}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}\n"
         for name, value in values.items()
     ]
     return "".join(lines) + template
@@ -86,4 +92,8 @@ def _with_values(template: str, values: Mapping[str, Any]) -> str:
 
 def _literal(value: Any) -> str:
     """A value as Jinja writes it."""
-    return "none" if value is None else json.dumps(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_literal(str(key))}: {_literal(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -148,7 +148,6 @@ class RewardSpec(DataEnvSpec):
     Config = RewardConfig
     config: RewardConfig
     answer_required = False
-    hosts_instances = False
     function: ClassVar[Callable[..., Any]]
     functions: ClassVar[Sequence[RewardFunction]]
     """The function itself, or the functions that it sums."""

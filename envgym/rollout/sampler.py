@@ -88,6 +88,8 @@ class EpisodeSampler:
     _tokens_left: float = field(default=math.inf, init=False)
     """Tokens that may still be sampled, without those reserved for requests in flight."""
     _in_flight: int = field(default=0, init=False)
+    _n_timed: int = field(default=0, init=False)
+    _counted_until: float = field(default=0.0, init=False)
     _returned: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def limit(self, max_tokens: int | None) -> None:
@@ -118,8 +120,15 @@ class EpisodeSampler:
         sampled: int | None = 0
         try:
             request = ChatRequest(self._request_id, tuple(messages), tuple(tools), sampling)
-            with self._timed():
-                reply = await self.engine.chat(request)
+            deadline = asyncio.timeout(None if math.isinf(self.seconds_left) else self.seconds_left)
+            try:
+                with self._timed():
+                    async with deadline:
+                        reply = await self.engine.chat(request)
+            except TimeoutError:
+                if deadline.expired():
+                    raise OutOfBudget(Limit.TIME) from None
+                raise
             sampled = reply.completion_tokens
             return reply
         finally:
@@ -127,13 +136,22 @@ class EpisodeSampler:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Count the time of a request, which is the policy's and not the episode's."""
-        start = time.monotonic()
+        """Count the time with a request in flight, which is the policy's and not the episode's."""
+        self._count_seconds()
+        self._n_timed += 1
         try:
             with timed(self.spans, "generating"), pause_timeouts():
                 yield
         finally:
-            self.seconds_left -= time.monotonic() - start
+            self._count_seconds()
+            self._n_timed -= 1
+
+    def _count_seconds(self) -> None:
+        """Subtract the time since the last call from the policy's, if a request was in flight."""
+        now = time.monotonic()
+        if self._n_timed:
+            self.seconds_left -= now - self._counted_until
+        self._counted_until = now
 
     @property
     def _request_id(self) -> str:

@@ -34,7 +34,8 @@ class Transcript:
     """A running episode: its token sequences (`rows`), the last of which is the context for sampling, and the
     environment's rewards, score, answer and metrics so far. `messages` is the conversation, for people."""
 
-    def __init__(self, engine: Sampler | None) -> None:
+    def __init__(self, engine: Sampler | None, *, is_whole: bool = True) -> None:
+        """`is_whole`: it is the record of the sampler's whole episode, for one that fails."""
         self.rows: list[Row] = []
         self.messages: list[Message] = []
         self.score: float | None = None
@@ -42,7 +43,7 @@ class Transcript:
         self.metrics: dict[str, float] = {}
         self.context = array("i")
         self._engine = engine
-        if engine is not None:
+        if engine is not None and is_whole:
             engine.record = self.episode
 
     def start_row(self, token_ids: Iterable[int]) -> None:

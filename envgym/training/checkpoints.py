@@ -172,6 +172,8 @@ class Checkpoints:
         """Begin with the weights and optimizers in the checkpoint of another run. Raises `RunError` if it lacks one of
         the trained roles."""
         roles = self._components.trained_roles
+        if not checkpoint.is_dir():
+            raise RunError(f"checkpoint {checkpoint}, which this run begins from, no longer exists: name another one")
         if missing := [role for role in roles if not (checkpoint / role).is_dir()]:
             raise RunError(f"{checkpoint} holds no {missing[0]}: it must be a checkpoint of a run with the same roles")
         for role in roles:

@@ -115,6 +115,7 @@ def _new_folder(folder: Path, config: RunConfig) -> Iterator[None]:
 def _save_changes(file: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Write the settings that may change into the config, so that the next resume has them too. Other settings stay
     unchanged. Returns the old and the new value of each that changed."""
+    old_values = dict(_numbered(resolve(file=file).model_dump(mode="json")))
     saved, current = read_yaml(file), config.model_dump(mode="json")
     original = copy.deepcopy(saved)
     saved |= {key: current[key] for key in RUN_KEYS}
@@ -130,11 +131,11 @@ def _save_changes(file: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
                 old["roles"].setdefault(role, {})["workers"] = settings["workers"]
     if saved != original:
         write_atomically(file, yaml.safe_dump(saved, sort_keys=False))
-    old_values, new_values = (dict(_numbered(settings)) for settings in (original, saved))
+    new_values = dict(_numbered(current))
     return {
-        key: (old_values[key], value)
-        for key, value in new_values.items()
-        if key in old_values and old_values[key] != value
+        key: (old_values.get(key), new_values.get(key))
+        for key in dict.fromkeys([*new_values, *old_values])
+        if old_values.get(key) != new_values.get(key) and key not in ("name", "runs_dir", "debug")
     }
 
 
@@ -214,6 +215,8 @@ def derived_config(name_or_path: str, runs_dir: str, changes: Mapping[str, Any] 
     if checkpoint is None or not (checkpoint / CONTROLLER).is_file():
         raise RunError(f"{checkpoint or stage_folder.path} holds no checkpoint to begin from")
     changes = {"name": None, "runs_dir": runs_dir, **(changes or {})}
+    if "stages" in changes:
+        raise ConfigError("--from begins with one stage: leave out stages, and give its settings directly")
     of_run = {key: changes.pop(key) for key in [*changes] if key in RunConfig.model_fields}
     config = resolve(of_run | {"stages": {names[index]: changes}}, file=file)
     stage = with_results(config.stages[index], config, folder)

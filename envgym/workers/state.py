@@ -12,7 +12,7 @@ import torch
 
 from envgym.errors import RunError
 
-from . import checkpoint, reshard
+from . import checkpoint, reshard, zero
 from .config import WorkersConfig, number_format
 from .export import WeightExport
 from .parameters import averaged_parameters
@@ -99,6 +99,7 @@ class ModelState(WeightExport):
         state = checkpoint.read_rank(folder, self.spec.role, 0)
         if any(state.get(name, value) != value for name, value in self._layout.items()):
             self._load_resharded(folder, state)
+            self._set_optimizer_settings()
             return
         state = checkpoint.read_rank(folder, self.spec.role, self.rank)
         self.engine.load_checkpoint(folder, tag="deepspeed", load_module_strict=self.adapter is None)
@@ -107,6 +108,12 @@ class ModelState(WeightExport):
                 raise RunError(f"the state in {folder} has no moving average: set learner.ema_decay=0")
             self.average.load_state(state["average"])
         checkpoint.set_random_states(state["random"])
+        self._set_optimizer_settings()
+
+    def _set_optimizer_settings(self) -> None:
+        """Give the optimizer its configured settings: DeepSpeed has restored those of the run that saved the state."""
+        if self.learner is not None and "optimizer" not in self.settings.deepspeed:
+            zero.set_optimizer_settings(self.engine, self.learner.config)
 
     def _load_resharded(self, folder: str, state: Mapping[str, Any]) -> None:
         """Restore the state of another number of ranks or ZeRO stage, up to rounding, with new random states."""

@@ -178,6 +178,19 @@ def set_learning_rate(engine: Any, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
+def set_optimizer_settings(engine: Any, learner: LearnerConfig) -> None:
+    """Set the weight decay and the averages' decay of AdamW's and Muon's groups of parameters."""
+    adam = {"betas": tuple(learner.betas), "eps": learner.eps}
+    for group in engine.optimizer.param_groups:
+        group["weight_decay"] = learner.weight_decay
+        if not group.get("use_muon"):
+            group |= adam
+            continue
+        group["momentum"] = learner.muon_momentum
+        if learner.muon_lr is not None:
+            group["lr_scale"] = learner.muon_lr / learner.lr
+
+
 def take_step(engine: Any) -> float | None:
     """Clip, step and clear the gradients. Returns the global gradient norm before clipping.
 
@@ -227,7 +240,7 @@ def check_weights(name: str, parameter: torch.nn.Parameter) -> None:
     if part is None or not len(part):
         return
     weights = parameter.ds_tensor.data if hasattr(parameter, "ds_id") else parameter.data.reshape(-1)[start:]
-    indices = torch.linspace(0, len(part) - 1, SAMPLED_WEIGHTS, device=part.device).long()
+    indices = torch.arange(SAMPLED_WEIGHTS, device=part.device) * (len(part) - 1) // (SAMPLED_WEIGHTS - 1)
     expected = part.detach()[indices].to(weights.device, weights.dtype)
     if not torch.equal(weights.reshape(-1)[indices.to(weights.device)], expected):
         raise RunError(

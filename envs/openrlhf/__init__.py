@@ -42,7 +42,6 @@ class OpenRLHFFile(DataEnvSpec):
     Config = OpenRLHFFileConfig
     config: OpenRLHFFileConfig
     answer_required = False
-    hosts_instances = False
     path: ClassVar[Path]
     name: ClassVar[str]
     host: ClassVar[str]

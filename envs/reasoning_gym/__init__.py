@@ -122,7 +122,6 @@ class ReasoningGym(EnvSpec):
 
     env_class = ReasoningGymEnv
     Config = ReasoningGymConfig
-    hosts_instances = False
     config: ReasoningGymConfig
 
     processes: Processes

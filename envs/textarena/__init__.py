@@ -142,7 +142,6 @@ class TextArenaGame(EnvSpec):
 
     env_class = TextArenaEnv
     Config = TextArenaConfig
-    hosts_instances = False
     config: TextArenaConfig
 
     processes: Processes

@@ -8,12 +8,13 @@ import pytest
 
 import envgym
 from envgym.env import EnvSpec
-from envgym.errors import CallTimeout, ConfigError, InvalidOutcome, InvalidStep, NameNotFound
-from envgym.processes import cancellation, event_loop
+from envgym.errors import CallTimeout, ConfigError, InvalidOutcome, InvalidStep, WorkerDied
+from envgym.processes import event_loop
+from envgym.processes.deadline import pause_timeouts
 from envgym.types import Task
 
 SOURCE = """
-import asyncio, ctypes, os
+import asyncio, ctypes, os, time
 import envgym
 
 class Config(envgym.EnvConfig):
@@ -40,12 +41,31 @@ class Counter(envgym.Env):
         if action.text == "spin":
             while True:
                 pass
+        if action.text == "compute":
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                pass
         if action.text == "wrong":
             return 1
         if action.text == "ask":
             answers = [self.spec.clients["judge"].complete(f"{n}?", seed=n) for n in range(3)]
             return " ".join(await asyncio.gather(*answers)), 1.0, True, False, {}
         return f"{self.steps}", self.steps + self.config.bonus, self.steps == 3, False, {"score": 0.5}
+
+class SlowSpec(envgym.EnvSpec):
+    env_class = Counter
+
+    async def setup(self):
+        await asyncio.sleep(1.5)
+
+class Asking(Counter):
+    async def step(self, action):
+        if action.text == "object":
+            await self.spec.clients["judge"].complete(lambda: 1)
+        return await super().step(action)
+
+    async def close(self):
+        await self.spec.clients["judge"].complete("closing?")
 
 class Blocking(envgym.Env):
     def reset(self, *, seed=None, options=None):
@@ -149,8 +169,6 @@ def test_of_concurrent_calls_the_one_that_ends_the_process_fails_and_the_others_
 
 
 def test_errors_are_those_of_an_instance_in_the_runs_process(counter, monkeypatch):
-    monkeypatch.setattr(cancellation, "GRACE_SECONDS", 0.2)
-
     async def play():
         async with envgym.spec(counter, processes=1, call_timeout=0.3) as spec, spec.make() as env:
             await env.reset(seed=0)
@@ -223,7 +241,109 @@ def test_a_class_of_a_notebook_or_of_a_mixture_is_refused(tmp_path):
         async with EnvSpec("__main__:Here", Here, processes=1):
             pass
 
-    with pytest.raises(NameNotFound, match="Here was defined in a notebook"):
+    with pytest.raises(ConfigError, match="another process cannot make environment __main__:Here"):
         run(play())
     with pytest.raises(ConfigError, match="made elsewhere"):
         envgym.spec("mixture", processes=1, members={"a": {"env": "math_verify"}})
+
+
+def test_the_set_up_of_a_process_has_no_deadline_and_a_spec_may_be_set_up_again(counter):
+    async def play():
+        spec = envgym.spec(counter.replace("Counter", "SlowSpec"), processes=1, call_timeout=0.5)
+        env = spec.make()
+        for _ in range(2):
+            async with spec:
+                assert (await env.reset(seed=1))[1]["roll"] == 0.13436424411240122
+
+    run(play())
+
+
+def test_a_service_stops_the_clock_of_the_step_that_called_it(counter):
+    class Waiting(Judge):
+        async def complete(self, messages, *, seed=None):
+            with pause_timeouts():
+                await asyncio.sleep(1.0)
+            return "done"
+
+    async def play():
+        spec = envgym.spec(counter, processes=1, call_timeout=0.5)
+        spec.clients["judge"] = Waiting()
+        async with spec, spec.make() as env:
+            await env.reset(seed=0)
+            assert (await env.step("ask"))[0].text == "done done done"
+
+    run(play())
+
+
+def test_services_may_be_called_at_the_end_and_with_nothing_that_cannot_be_sent(counter):
+    asked = []
+
+    class Listening(Judge):
+        async def complete(self, messages, *, seed=None):
+            asked.append(messages)
+
+    async def play():
+        spec = envgym.spec(counter.replace("Counter", "Asking"), processes=1, call_timeout=20)
+        spec.clients["judge"] = Listening()
+        async with spec:
+            async with spec.make() as env:
+                await env.reset(seed=0)
+                with pytest.raises(InvalidOutcome, match="pickle"):
+                    await env.step("object")
+            assert asked == ["closing?"]
+
+    run(play())
+
+
+def test_a_dead_engine_that_a_service_needs_ends_the_run_and_not_the_process(counter):
+    class Dead:
+        async def complete(self, *args, **kwargs):
+            raise WorkerDied("the engine is gone")
+
+    async def play():
+        spec = envgym.spec(counter, processes=1)
+        spec.clients["judge"] = Dead()
+        async with spec, spec.make() as env:
+            pid = (await env.reset(seed=0))[1]["pid"]
+            with pytest.raises(WorkerDied, match="the engine is gone"):
+                await env.step("ask")
+            assert (await env.reset(seed=0))[1]["pid"] == pid
+
+    run(play())
+
+
+def test_the_end_of_an_episode_does_not_end_a_process_that_computes(counter, monkeypatch):
+    monkeypatch.setattr("envgym.processes.pool.PING_SECONDS", 0.2)
+
+    async def play():
+        spec = envgym.spec(counter, processes=1)
+        spec.clients["judge"] = Judge()
+        async with spec:
+            busy, short = spec.make(), spec.make()
+            await busy.reset(seed=0)
+            await short.reset(seed=0)
+            computing = asyncio.create_task(busy.step("compute"))
+            await short.close()
+            assert (await computing)[1] == 1.0
+            await busy.close()
+
+    run(play())
+
+
+def test_an_instance_beside_one_that_holds_the_interpreter_is_built_again(counter, monkeypatch):
+    monkeypatch.setattr("envgym.processes.pool.PING_SECONDS", 0.2)
+
+    async def play():
+        async with envgym.spec(counter, processes=1, call_timeout=1.0) as spec:
+            stuck, other = spec.make(), spec.make()
+            await stuck.reset(seed=0)
+            await other.reset(seed=0)
+            spinning = asyncio.create_task(stuck.step("spin"))
+            await asyncio.sleep(0.3)
+            assert (await other.step("x"))[1] == 1.0
+            with pytest.raises(CallTimeout):
+                await spinning
+            await stuck.close()
+            await other.close()
+
+    run(play())

@@ -9,7 +9,7 @@ from envgym.config.resolve import resolve
 from envgym.config.schema import StageConfig
 from envgym.errors import ConfigError
 from envgym.render import ChatRenderer, RenderConfig, load_renderer, load_tokenizer
-from envgym.types import Message, Observation
+from envgym.types import Message, Observation, ToolSpec
 
 from .conftest import CHATML, template
 
@@ -150,3 +150,38 @@ def test_a_kind_and_another_setting_on_the_command_line(capsys):
 
 def test_the_families_drop_thoughts():
     assert all("</think>" in template(family) for family in THINKING)
+
+
+@pytest.mark.parametrize("value", ['é😀 "quoted" \n', [None, 1, {"a": None}], {"a": [True]}, 0.5, None])
+def test_values_arrive_as_they_are(tiny_model, value):
+    template = "\n{{ value | tojson }}{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+    tokenizer = load_tokenizer(str(tiny_model))
+    RenderConfig(template=template, template_kwargs={"value": value}).set_template(tokenizer)
+    plain = load_tokenizer(str(tiny_model))
+    plain.chat_template = template
+    messages = [{"role": "user", "content": "Well?"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == plain.apply_chat_template(
+        messages, tokenize=False, value=value
+    )
+
+
+def test_names_that_are_no_variables(tiny_model):
+    tokenizer = load_tokenizer(str(tiny_model))
+    for name in ("message", "raise_exception", "loop"):
+        with pytest.raises(ConfigError, match="has no variable"):
+            RenderConfig(template=CHATML, template_kwargs={name: 1}).set_template(tokenizer)
+
+
+def test_a_turn_with_calls_forks_as_it_would_without_the_setting(chat):
+    renderer = ChatRenderer(chat("starter", "qwen3", "<|im_end|>").tokenizer, keep_thoughts=True)
+    for follows in ("tool", "user"):
+        dialogue = renderer.dialogue()
+        tool = ToolSpec("look", "Look.", {"type": "object", "properties": {}})
+        prompt = dialogue.start(Observation(messages=[Message("user", "?")], tools=(tool,)))
+        call = '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>'
+        message = dialogue.add_policy_turn(renderer.encode_after(prompt[-1], call))
+        assert message.tool_calls
+        extra = {"tool_call_id": message.tool_calls[0].id} if follows == "tool" else {}
+        assert dialogue.add_observation(Observation(messages=[Message(follows, "seen", **extra)])).fork is (
+            follows == "user"
+        )

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.engine import Generation, Request, SamplingParams
+from envgym.agent import OutOfBudget
+from envgym.engine import ChatEngine, Generation, Request, SamplingParams
 from envgym.errors import ConfigError, PromptTooLong, WorkerDied
 from envgym.hashing import derived_seed
 from envgym.rollout.sampler import EpisodeSampler, LockstepBatcher
@@ -192,3 +193,33 @@ def test_a_turn_is_limited_to_the_rest_of_the_context():
 def test_a_prompt_that_fills_the_context_is_an_error_with_its_length(length):
     with pytest.raises(PromptTooLong, match=f"{length} tokens .* context of 100"):
         sample(([1] * length, None))
+
+
+def test_concurrent_requests_take_their_common_time_once():
+    class Slow:
+        async def generate(self, request):
+            await asyncio.sleep(0.2)
+            return Generation((7,), (-1.0,), StopReason.STOP, ())
+
+    async def main():
+        sampler = EpisodeSampler(Slow(), "e", SAMPLING, max_model_len=64, seconds_left=10.0)
+        await asyncio.gather(*(sampler.generate([1]) for _ in range(5)))
+        await asyncio.sleep(0.2)
+        await sampler.generate([1])
+        return sampler.seconds_left
+
+    assert 9.4 < asyncio.run(main()) < 9.61
+
+
+def test_an_api_that_takes_longer_than_the_policy_may_ends_the_episode():
+    class Hangs(ChatEngine):
+        async def chat(self, request):
+            await asyncio.sleep(30)
+
+    async def main():
+        sampler = EpisodeSampler(Hangs(), "e", SAMPLING, max_model_len=64, seconds_left=0.1)
+        with pytest.raises(OutOfBudget) as error:
+            await sampler.chat([])
+        return error.value.reason
+
+    assert asyncio.run(main()) == "time"

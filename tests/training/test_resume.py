@@ -10,7 +10,7 @@ import yaml
 from envgym.cli import main
 from envgym.errors import ConfigError, RunError
 from envgym.run_folder import RunFolder
-from envgym.training.resume import check_changes, derived_config, resume_config
+from envgym.training.resume import check_changes, claimed_folder, derived_config, resume_config
 
 SETTINGS = (
     "rollout.tasks_per_step=2", "rollout.group_size=2", "rollout.max_tokens=8", "eval.tasks=2", "eval.greedy=false",
@@ -28,8 +28,11 @@ def records(name):
 
 def optimizer_steps(checkpoint):
     """The number of steps that AdamW's moments have seen."""
-    saved = torch.load(checkpoint / "actor/deepspeed/mp_rank_00_model_states.pt", weights_only=False)
-    return {int(state["step"]) for state in saved["optimizer"]["state"].values()}
+    return {int(state["step"]) for state in saved_optimizer(checkpoint)["state"].values()}
+
+
+def saved_optimizer(checkpoint):
+    return torch.load(checkpoint / "actor/deepspeed/mp_rank_00_model_states.pt", weights_only=False)["optimizer"]
 
 
 def test_a_run_resumes_with_other_settings_and_another_begins_from_it(tmp_path, monkeypatch, capsys):
@@ -47,13 +50,17 @@ def test_a_run_resumes_with_other_settings_and_another_begins_from_it(tmp_path, 
     removed = json.loads((tmp_path / "runs/a/removed.json").read_text())
     assert (removed.keys(), removed["rollouts"]["files"], removed["rollouts"]["last_step"]) == ({"rollouts"}, 2, 2)
 
-    train("--from", "a", "--name", "b", "learner.lr=0", "steps=1")
+    train(
+        "--from", "a", "--name", "b", "learner.lr=0", "steps=1", "learner.weight_decay=0.25", "learner.betas=[0.5, 0.6]"
+    )
     *_, record = records("runs/b")
     assert (record["step"], record["lr"]) == (1, 0)
     first, second = (RunFolder(Path("runs", name)) for name in "ab")
     assert (first.model / "model.safetensors").read_bytes() == (second.model / "model.safetensors").read_bytes()
     assert optimizer_steps(first.last_checkpoint()) == {3}
     assert optimizer_steps(second.last_checkpoint()) == {4}
+    [group] = saved_optimizer(second.last_checkpoint())["param_groups"]
+    assert (group["weight_decay"], tuple(group["betas"])) == (0.25, (0.5, 0.6))
 
 
 @pytest.mark.parametrize(
@@ -110,3 +117,45 @@ def test_files_of_past_steps(tmp_path, amount, left):
 def test_a_size_that_is_none(tmp_path, capsys):
     assert main(["train", "--env", "math_verify", "keep.rollouts=many"]) == 2
     assert "keep.rollouts': must be a number of steps or a size such as 20GB, not 'many'" in capsys.readouterr().err
+
+
+def test_a_size_has_a_unit(capsys):
+    assert main(["train", "--env", "math_verify", "keep.rollouts='5'"]) == 2
+    assert "must be a number of steps or a size such as 20GB" in capsys.readouterr().err
+
+
+def test_files_that_are_written_again_after_a_resume_are_not_said_to_be_removed(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.create()
+    for step in range(1, 6):
+        folder.learned_file(step).write_bytes(bytes(100))
+    folder.remove_old_files({"learned": 1})
+    folder.rewind(2)
+    assert json.loads(folder.removed_file.read_text())["learned"]["last_step"] == 2
+
+
+def test_stages_cannot_be_set_of_a_run_that_begins_from_another(tmp_path):
+    saved_run(tmp_path / "run")
+    checkpoint = tmp_path / "run/checkpoints/step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "controller.json").write_text("{}")
+    assert derived_config("run", str(tmp_path), {"steps": 7}).stages[0].steps == 7
+    with pytest.raises(ConfigError, match="leave out stages"):
+        derived_config("run", str(tmp_path), {"stages": {"grpo": {"steps": 7}}})
+
+
+def test_a_change_of_a_setting_that_the_old_file_lacks_is_recorded(tmp_path):
+    saved_run(tmp_path / "run")
+    file = tmp_path / "run/config.yaml"
+    settings = yaml.safe_load(file.read_text())
+    del settings["stages"][0]["keep"], settings["stages"][0]["eval"]["temperature"]
+    file.write_text(yaml.safe_dump(settings))
+    config = resume_config(
+        "run", str(tmp_path), {"keep": {"rollouts": 5}, "roles": {"actor": {"workers": {"ranks": 2}}}}
+    )
+    with claimed_folder(config, resume=True):
+        pass
+    [line] = (tmp_path / "run/changes.jsonl").read_text().splitlines()
+    assert json.loads(line)["changes"] == {
+        "keep.rollouts": [None, 5], "roles.actor.save": [None, False], "roles.actor.workers.ranks": [None, 2],
+    }  # fmt: skip

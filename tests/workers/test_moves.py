@@ -9,6 +9,7 @@ import torch
 
 from envgym.errors import RunError
 from envgym.learner import RoleSpec
+from envgym.workers import zero
 from envgym.workers.config import WorkersConfig
 from envgym.workers.lora import LoraConfig
 from envgym.workers.micro_batches import micro_batches
@@ -205,3 +206,8 @@ def test_small_steps_and_adapters_are_no_fault(make_worker, make_rows, normalize
         rows = make_rows(6, seed)
         worker.accumulate(micro_batches(rows, 60, 1)[0], normalizers(rows))
         worker.step(lr)
+
+
+def test_a_parameter_of_many_weights_is_sampled_within_it():
+    """Indices in float32 would leave one of 2**25."""
+    zero.check_weights("embedding", torch.nn.Parameter(torch.zeros(2**25)))
