@@ -127,7 +127,7 @@ def train(
     if from_run is not None:
         config = derived_config(str(from_run), runs_dir, changes)
     elif resume is not None:
-        check_changes(key for key, _ in dotted_keys(changes))
+        check_changes(key.removesuffix(".name") for key, _ in dotted_keys(changes))  # a component alone
         changes.pop("runs_dir", None)
         config = resume_config(str(resume), runs_dir, changes)
     else:

@@ -56,7 +56,7 @@ class EnvHost:
 
     async def close_instance(self, instance: int) -> None:
         env = self._envs.pop(instance, None)
-        await self._call(instance, _nothing() if env is None else env.close())
+        await self._call(instance, _close_none() if env is None else env.close())
 
     async def close(self) -> None:
         await self._spec.close()
@@ -128,5 +128,5 @@ class ForwardingClient:
         return call
 
 
-async def _nothing() -> None:
+async def _close_none() -> None:
     """The closing of an instance that was never made."""

@@ -255,7 +255,7 @@ class MemoryNeeds:
             return libraries
         if not on_gpu:
             return libraries + memory.total
-        takes_turns = any(other.in_turns for other in self._plan.parts if other.name == part and part != ENGINE)
+        takes_turns = part != ENGINE and any(p.in_turns for p in self._plan.parts if p.name == part)
         on_host = sum(memory.parts.get(name, 0.0) for name in PERMANENT) if takes_turns else 0.0
         return libraries + memory.host + on_host
 

@@ -71,10 +71,10 @@ def _variables(template: str) -> set[str]:
 
     try:
         environment = _compile_jinja_template(template).environment
-        taken = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
+        names = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
     except TemplateSyntaxError as error:
         raise ConfigError(f"the chat template is not valid Jinja (line {error.lineno}: {error.message})") from None
-    return {*taken, *re.findall(PREFIX.format(name=r"(\w+)"), template)}
+    return {*names, *re.findall(PREFIX.format(name=r"(\w+)"), template)}
 
 
 PREFIX = "{{%- if {name} is not defined %}}"

@@ -148,10 +148,9 @@ class EpisodeSampler:
 
     def _count_seconds(self) -> None:
         """Subtract the time since the last call from the policy's, if a request was in flight."""
-        now = time.monotonic()
+        previous, self._counted_until = self._counted_until, time.monotonic()
         if self._n_timed:
-            self.seconds_left -= now - self._counted_until
-        self._counted_until = now
+            self.seconds_left -= self._counted_until - previous
 
     @property
     def _request_id(self) -> str:
