@@ -30,6 +30,13 @@ from record import RESULTS, ROOT, conditions, store
 SHAPES = {"full": SIZES["0.5B"], "toy": (64, 2, 128, 2, 1)}
 VOCABULARY = {"full": 151936, "toy": 512}
 BUDGETS = {"full": (4096, 16384, 32768), "toy": (256,)}
+REWARD = """import envgym
+
+@envgym.reward(tasks=[{"question": f"Say {number}."} for number in range(64)])
+def parity(action):
+    return sum(token % 2 for token in action.token_ids) / max(1, len(action.token_ids))
+"""
+"""A reward that differs between the samples of a random policy, most of whose tokens have no text."""
 SECONDS = 1200
 """Time limit of a step."""
 
@@ -168,10 +175,10 @@ def _loop(size: str, *words: str) -> dict[str, Any]:
             "eval.every=0",
             "checkpoint.every=0",
             "learner.lr=1e-4",
-            "learner.kl.coef=0.1",
             f"runs_dir={folder}",
         ]
-        command = [ENVGYM, "train", "--env", "math_verify", "--model", model, "--name", "run", "steps=3"]
+        Path(folder, "parity.py").write_text(REWARD)
+        command = [ENVGYM, "train", "--env", f"{folder}/parity.py", "--model", model, "--name", "run", "steps=3"]
         done = subprocess.run([*command, *settings, *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr.strip()[-500:]
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
@@ -179,7 +186,7 @@ def _loop(size: str, *words: str) -> dict[str, Any]:
         moved = [
             name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name].to(weights[0][name]))
         ]
-    # Rewards of a random policy are all 0, so that the KL alone moves it, from the second step on.
+    assert len(moved) > len(weights[0]) / 3, f"{len(moved)} of {len(weights[0])} parameters moved"
     last = {key: lines[-1][key] for key in ("seconds/rollout", "seconds/learn", "seconds/sync") if key in lines[-1]}
     return {**last, "probe": max(line.get("sync/max_abs", 0.0) for line in lines), "moved": len(moved)}
 
@@ -215,7 +222,8 @@ def speed(size: str) -> dict[str, Any]:
                 worker.step(1e-5)
                 seconds.append(time.perf_counter() - start)
             rate = n_tokens / min(seconds[1:])
-            flops = 3 * flops_per_token(worker.network.model.config, 512)
+            constant, per_length = flops_per_token(worker.network.model)
+            flops = constant + per_length * 512
             peak = torch.cuda.max_memory_allocated() / 2**30 if gpus() else 0.0
             kernel = str(worker.network.model.config._attn_implementation)
             result[str(budget)] = {

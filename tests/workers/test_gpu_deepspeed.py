@@ -66,3 +66,14 @@ def test_it_runs_without_a_gpu(script, tmp_path, monkeypatch, capsys):
     for name, loss in ran.items():
         assert loss == pytest.approx(ran[script.CASES[name].like], rel=1e-5), name
     assert "| offload_all |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_steps_for_a_first_gpu_run_without_one(script, tmp_path):
+    """At toy sizes; those that need vLLM's GPU build or a GPU are left to it."""
+    first = importlib.import_module("gpu_first")
+    names = ["placement", "turns", "speed", "loop_transformers"]
+    verdicts = {name: result["verdict"] for name, result in first.results(names, "toy")}
+    assert verdicts == dict.fromkeys(names, "ok")
+    assert first.run_step("ipc", "toy")["verdict"] == "skipped"
