@@ -96,10 +96,11 @@ class RunFolder:
             for number, path in files_by_step(folder, suffix).items():
                 if number > step:
                     path.unlink()
-        removed = json.loads(self.removed_file.read_text(encoding="utf-8")) if self.removed_file.exists() else {}
+        removed = self._read_removed()
         if any(total["last_step"] > step for total in removed.values()):  # those files will be written again
-            capped = {name: {**total, "last_step": min(total["last_step"], step)} for name, total in removed.items()}
-            write_atomically(self.removed_file, json.dumps(capped, indent=2) + "\n")
+            self._write_removed(
+                {name: {**total, "last_step": min(total["last_step"], step)} for name, total in removed.items()}
+            )
 
     def rollout_file(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.parquet"
@@ -110,8 +111,7 @@ class RunFolder:
     def remove_old_files(self, keep: Mapping[str, int | str | None]) -> None:
         """Remove all but the newest files of `rollouts` and `learned`: `keep` has a number of steps, a size (`20GB`),
         or None for all. The newest file always stays. `removed.json` says what was removed."""
-        removed = json.loads(self.removed_file.read_text(encoding="utf-8")) if self.removed_file.exists() else {}
-        previous = json.dumps(removed)
+        removed, n_removed = self._read_removed(), 0
         for name, amount in keep.items():
             if amount is None:
                 continue
@@ -122,11 +122,22 @@ class RunFolder:
                 amount_so_far += 1 if isinstance(amount, int) else size
                 if number and amount_so_far > limit:
                     files[step].unlink()
+                    n_removed += 1
                     total = removed.setdefault(name, {"last_step": 0, "files": 0, "bytes": 0})
                     total["last_step"] = max(total["last_step"], step)
                     total["files"], total["bytes"] = total["files"] + 1, total["bytes"] + size
-        if json.dumps(removed) != previous:
-            write_atomically(self.removed_file, json.dumps(removed, indent=2) + "\n")
+        if n_removed:
+            self._write_removed(removed)
+
+    def _read_removed(self) -> dict[str, dict[str, int]]:
+        """The content of `removed.json`: by folder the last step, the number of files and their bytes."""
+        if not self.removed_file.exists():
+            return {}
+        removed: dict[str, dict[str, int]] = json.loads(self.removed_file.read_text(encoding="utf-8"))
+        return removed
+
+    def _write_removed(self, removed: Mapping[str, Mapping[str, int]]) -> None:
+        write_atomically(self.removed_file, json.dumps(removed, indent=2) + "\n")
 
     def append_events(self, step: int, events: Iterable[Mapping[str, Any]]) -> None:
         """Append a step's timed events."""

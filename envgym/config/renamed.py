@@ -15,8 +15,8 @@ RENAMED = {
     "learner.kl.place": "learner.kl.applied_to",
 }
 """New keys of a stage by their old keys, which differ in the last part only."""
-BEFORE = {"seed_scope": "task", "failed_reward": None, "policy_timeout": 3600.0}
-"""Settings of rollouts that earlier versions lacked, with the values that they behaved like."""
+BEFORE = {"seed_scope": "task"}
+"""Settings of rollouts that earlier versions lacked and behaved otherwise than by the default, with that behaviour."""
 SAVED_SINCE_EVER = {"group_size", "concurrency", "retries", "refills", "max_failed_share"}
 """Settings of rollouts that every saved configuration has."""
 OLD_NAMES = {new: old for old, new in RENAMED.items()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from envgym.errors import InvalidOutcome
+from envgym.loading import user_line
 from envgym.processes.cancellation import is_shutdown
 
 
@@ -30,3 +32,11 @@ class UsersCode:
             return False
         self.error = error
         return True
+
+
+def environment_failure(error: BaseException) -> InvalidOutcome:
+    """The failure of an episode whose environment raised `error`, with the user's line."""
+    location = f" ({line})" if (line := user_line(error)) else ""
+    name = type(error).__name__
+    message = f"{name}: {str(error) or name}{location}"
+    return InvalidOutcome("environment", message, retryable=bool(getattr(error, "retryable", False)))

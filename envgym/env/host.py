@@ -11,12 +11,12 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from envgym.errors import EnvgymError, InvalidOutcome
-from envgym.loading import user_line
+from envgym.errors import EnvgymError
+from envgym.processes.event_loop import in_loop
 from envgym.processes.runtime import ErrorRecord, rebuild_error
 from envgym.types import Action
 
-from .boundary import UsersCode
+from .boundary import UsersCode, environment_failure
 from .checked import CheckedEnv
 from .marks import Marked, Marks
 
@@ -72,11 +72,7 @@ class EnvHost:
             if self._spec.clients:
                 self._requests[instance].put_nowait(None)
         error = users.error
-        if isinstance(error, EnvgymError):
-            raise error
-        location = f" ({line})" if (line := user_line(error)) else ""
-        message = f"{type(error).__name__}: {error}".removesuffix(": ") + location
-        raise InvalidOutcome("environment", message, retryable=bool(getattr(error, "retryable", False)))
+        raise error if isinstance(error, EnvgymError) else environment_failure(error)
 
     async def ask(self, client: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Let the run's process call a service for the running instance. Raises what the service raised, and pickle's
@@ -120,10 +116,7 @@ class ForwardingClient:
             raise AttributeError(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            asking = self._host.ask(self._name, method, args, kwargs)
-            if asyncio.get_running_loop() is self._loop:
-                return await asking
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, self._loop))
+            return await in_loop(self._loop, self._host.ask(self._name, method, args, kwargs))
 
         return call
 

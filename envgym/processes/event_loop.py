@@ -37,6 +37,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     return run_in_thread(lambda: _run(main))
 
 
+async def in_loop(loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T]) -> T:
+    """Await `call` in the event loop that it belongs to, from any loop and thread."""
+    if asyncio.get_running_loop() is loop:
+        return await call
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
+
+
 def _run(main: Coroutine[Any, Any, T]) -> T:
     loop = asyncio.new_event_loop()
     threads = ThreadPoolExecutor(thread_name_prefix="asyncio")

@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
-from envgym.env.boundary import UsersCode
+from envgym.env.boundary import UsersCode, environment_failure
 from envgym.env.checked import describe
 from envgym.episodes.scores import reward_as_score, reward_failure, withdraw_scores
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from envgym.hashing import derived_seed, task_hash
-from envgym.loading import user_line
 from envgym.processes import cancellation
 from envgym.processes.cancellation import StillRunning, run_to_end
 from envgym.processes.deadline import Deadline
@@ -406,9 +405,8 @@ def _failure(spec: EnvSpec, error: BaseException) -> Outcome:
     for expected, kind in FAILURES.items():
         if isinstance(error, expected):
             return Outcome.fail(kind, message, retryable=expected is CallTimeout)
-    location = f" ({line})" if (line := user_line(error)) else ""
-    message = f"{type(error).__name__}: {message}{location}"
-    return Outcome.fail("environment", message, retryable=bool(getattr(error, "retryable", False)))
+    failure = environment_failure(error)
+    return Outcome.fail("environment", str(failure), retryable=failure.retryable)
 
 
 def as_reward(verdict: object) -> Reward | Exception:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from envgym.errors import ConfigError
+from envgym.processes.event_loop import in_loop
 from envgym.types import Message
 
 T = TypeVar("T")
@@ -40,9 +41,7 @@ class Client:
 
     async def _in_home_loop(self, call: Coroutine[Any, Any, T]) -> T:
         """Await `call` in the event loop that the client belongs to."""
-        if asyncio.get_running_loop() is self._home_loop:
-            return await call
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home_loop))
+        return await in_loop(self._home_loop, call)
 
 
 @dataclass(frozen=True, slots=True)

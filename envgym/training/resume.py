@@ -115,7 +115,6 @@ def _new_folder(folder: Path, config: RunConfig) -> Iterator[None]:
 def _save_changes(file: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Write the settings that may change into the config, so that the next resume has them too. Other settings stay
     unchanged. Returns the old and the new value of each that changed."""
-    old_values = dict(_numbered(resolve(file=file).model_dump(mode="json")))
     saved, current = read_yaml(file), config.model_dump(mode="json")
     original = copy.deepcopy(saved)
     saved |= {key: current[key] for key in RUN_KEYS}
@@ -129,8 +128,10 @@ def _save_changes(file: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
         for role, settings in new["roles"].items():
             if settings["workers"] or role in old["roles"]:
                 old["roles"].setdefault(role, {})["workers"] = settings["workers"]
-    if saved != original:
-        write_atomically(file, yaml.safe_dump(saved, sort_keys=False))
+    if saved == original:
+        return {}
+    old_values = dict(_numbered(resolve(file=file).model_dump(mode="json")))  # with what the file does not say
+    write_atomically(file, yaml.safe_dump(saved, sort_keys=False))
     new_values = dict(_numbered(current))
     return {
         key: (old_values.get(key), new_values.get(key))

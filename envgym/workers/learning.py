@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,9 +82,14 @@ class ModelLearning(ModelState):
             self.average.update()
         return metrics if self.learner.config.optimizer == "muon" else {"grad_norm": norm, **metrics}
 
+    @cached_property
+    def _named_trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The trained parameters with their names, which stay the same objects."""
+        return [item for item in self.network.named_parameters() if item[1].requires_grad]
+
     def _check_some_weights(self) -> None:
         """Check `CHECKED_PARAMETERS` of the trained parameters, others at every step."""
-        trained = [item for item in self.network.named_parameters() if item[1].requires_grad]
+        trained = self._named_trained
         for number in range(self._n_checked, self._n_checked + min(CHECKED_PARAMETERS, len(trained))):
             zero.check_weights(*trained[number % len(trained)])
         self._n_checked += CHECKED_PARAMETERS

@@ -20,8 +20,6 @@ from . import tensor_parallel, zero
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
 
-"""AdamW's epsilon in torch and DeepSpeed; DeepSpeed's Muon has another."""
-
 
 def freeze(model: nn.Module, patterns: Sequence[str], *, strict: bool) -> None:
     """Freeze the parameters with a Hugging Face name that matches one of the regular expressions.
