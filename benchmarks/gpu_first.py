@@ -4,8 +4,9 @@
     python benchmarks/gpu_first.py placement turns    # these
     python benchmarks/gpu_first.py --toy              # toy sizes, also on a CPU
 
-A step is a process of its own, and writes its results to `benchmarks/results/gpu_first.json` before the next one
-begins. What this machine lacks (a torch that vLLM's wheel accepts, a second GPU) is said, and the other steps run.
+A step is a process of its own. Its results go into `benchmarks/results/gpu_first.json`, beside those of steps that ran
+earlier, before the next one begins. What this machine lacks (a torch that vLLM's wheel accepts, a second GPU) is said,
+and the other steps run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,12 @@ from gpu_deepspeed import make_rows
 from gpu_main_job import ENVGYM, SIZES, WAYS
 from gpu_main_job import make_model as make_policy
 from record import RESULTS, ROOT, conditions, store
+from shared_prefixes import Case, rows_of
 
-SHAPES = {"full": SIZES["0.5B"], "toy": (64, 2, 128, 2, 1)}
-VOCABULARY = {"full": 151936, "toy": 512}
+SHAPES = {"full": SIZES["0.5B"], "turns": SIZES["30M"], "toy": (64, 2, 128, 2, 1)}
+"""Shapes of policies by size; their vocabulary has 151,936 tokens."""
+NOISE = 5e-3
+"""Largest relative difference of two losses on a GPU, whose sums have no fixed order."""
 BUDGETS = {"full": (4096, 16384, 32768), "toy": (256,)}
 REWARD = """import envgym
 
@@ -71,18 +76,26 @@ def placement(size: str) -> dict[str, Any]:
 def turns(size: str) -> dict[str, Any]:
     """A model that leaves the device between steps learns exactly what one that stays does, and its weights move."""
     losses: dict[str, list[float]] = {}
-    for stage, lora, offload in product((0, 2, 3), (0, 4), (False, True)):
-        if offload and (lora or not stage):
-            continue
-        name = f"stage {stage}{', LoRA' if lora else ''}{', offload' if offload else ''}"
-        settings = {"zero_stage": stage, "offload_optimizer": offload}
-        expected, observed = (_three_steps(size, settings, lora, in_turns=in_turns) for in_turns in (False, True))
-        assert observed == expected, f"{name}: losses {observed} with turns, {expected} without"
-        losses[name] = expected
-    return {"losses": losses}
+    left: dict[str, float] = {}
+    with policy("toy" if size == "toy" else "turns") as model:
+        for stage, lora, offload in product((0, 2, 3), (0, 4), (False, True)):
+            if offload and (lora or not stage):
+                continue
+            name = f"stage {stage}{', LoRA' if lora else ''}{', offload' if offload else ''}"
+            settings = {"zero_stage": stage, "offload_optimizer": offload}
+            (expected, _), (observed, left[name]) = (
+                _three_steps(size, model, settings, lora, in_turns=in_turns) for in_turns in (False, True)
+            )
+            difference = max(abs(a / b - 1) for a, b in zip(observed, expected, strict=True))
+            assert difference <= (NOISE if gpus() else 0.0), f"{name}: losses {observed} with turns, {expected} without"
+            losses[name] = observed
+    return {"losses": losses, "gib_left_on_the_device": left}
 
 
-def _three_steps(size: str, settings: dict[str, Any], lora: int, *, in_turns: bool) -> list[float]:
+def _three_steps(
+    size: str, model: str, settings: dict[str, Any], lora: int, *, in_turns: bool
+) -> tuple[list[float], float]:
+    """The losses, and GiB of the device that were allocated at most while everything was off it."""
     import torch
 
     from envgym.learner import RoleSpec
@@ -93,41 +106,35 @@ def _three_steps(size: str, settings: dict[str, Any], lora: int, *, in_turns: bo
     from envgym.workers.spec import WorkerSpec
 
     torch.manual_seed(0)
-    losses = []
+    losses, left = [], 0.0
+    learner = {"name": "sft", "lr": 1e-3}
+    workers, adapter = WorkersConfig(**settings), LoraConfig(rank=lora)
+    worker = ModelWorker(WorkerSpec("actor", model, RoleSpec(trained=True), learner, workers, adapter))
+    worker.load()
+    first = {name: tensor.float().cpu().clone() for name, tensor in worker._parameters(with_adapter=True)}
+    for step in range(3):
+        rows = make_rows(8, 64 if size == "toy" else 512, step)
+        total = sum(float(row.loss_weights.sum()) for row in rows)
+        logged = worker.accumulate([rows], {Objective.CROSS_ENTROPY: total})
+        worker.step(1e-3)
+        losses.append(logged["loss"][0] / logged["loss"][1])
+        if in_turns:
+            worker.offload(True)
+            worker.offload(False)
+            left = max(left, torch.cuda.memory_allocated() / 2**30 if gpus() else 0.0)
+            worker.onload()
+    last = {name: tensor.float().cpu() for name, tensor in worker._parameters(with_adapter=True)}
+    moved = sum(not torch.equal(tensor, last[name]) for name, tensor in first.items())
+    assert moved > len(first) / 3, f"{moved} of {len(first)} parameters moved"
+    worker.close()
+    return losses, left
+
+
+@contextmanager
+def policy(shape: str) -> Iterator[str]:
+    """The folder of a policy with random weights."""
     with tempfile.TemporaryDirectory() as folder:
-        learner = {"name": "sft", "lr": 1e-3}
-        workers, adapter = WorkersConfig(**settings), LoraConfig(rank=lora)
-        model = _save_model(folder, size)
-        worker = ModelWorker(WorkerSpec("actor", model, RoleSpec(trained=True), learner, workers, adapter))
-        worker.load()
-        first = {name: tensor.float().clone() for name, tensor in worker._parameters(with_adapter=True)}
-        for step in range(3):
-            rows = make_rows(8, 64 if size == "toy" else 512, step)
-            total = sum(float(row.loss_weights.sum()) for row in rows)
-            logged = worker.accumulate([rows], {Objective.CROSS_ENTROPY: total})
-            worker.step(1e-3)
-            losses.append(logged["loss"][0] / logged["loss"][1])
-            if in_turns:
-                worker.offload(True)
-                worker.offload(False)
-                worker.onload()
-        last = dict(worker._parameters(with_adapter=True))
-        moved = sum(not torch.equal(tensor, last[name].float()) for name, tensor in first.items())
-        assert moved > len(first) / 3, f"{moved} of {len(first)} parameters moved"
-        worker.close()
-    return losses
-
-
-def _save_model(folder: str, size: str) -> str:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    hidden, layers, inner, heads, kv_heads = SHAPES[size]
-    config = Qwen3Config(
-        vocab_size=max(VOCABULARY[size], 1024), hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+        yield make_policy(Path(folder), *SHAPES[shape])
 
 
 def deepspeed(size: str) -> dict[str, Any]:
@@ -144,14 +151,16 @@ def deepspeed(size: str) -> dict[str, Any]:
 
 def loop_transformers(size: str) -> dict[str, Any]:
     """The whole loop on one GPU without vLLM, beside each other and in turns; the weights move."""
-    return {way: _loop(size, "engine.kind=transformers", f"colocate={way}") for way in ("auto", "all")}
+    with policy(size) as model:
+        return {way: _loop(size, model, "engine.kind=transformers", f"colocate={way}") for way in ("auto", "all")}
 
 
 def loop_vllm(size: str) -> dict[str, Any]:
     """The whole loop with vLLM, for every weight transfer that this machine has."""
     _need_vllm()
     ways = ("files", "turns") if gpus() < 2 else ("files", "nccl", "cuda_ipc", "turns", "turns_cuda_ipc", "beside")
-    return {way: _loop(size, *WAYS[way]) for way in ways}
+    with policy(size) as model:
+        return {way: _loop(size, model, *WAYS[way]) for way in ways}
 
 
 def ipc(size: str) -> dict[str, Any]:
@@ -159,28 +168,26 @@ def ipc(size: str) -> dict[str, Any]:
     if not gpus():
         raise Skipped("no GPU")
     _need_vllm()
-    return _loop(size, *WAYS["turns_cuda_ipc"])
+    with policy(size) as model:
+        return _loop(size, model, *WAYS["turns_cuda_ipc"])
 
 
-def _loop(size: str, *words: str) -> dict[str, Any]:
+def _loop(size: str, model: str, *words: str) -> dict[str, Any]:
     """Three steps of a policy with random weights: seconds of each phase, and the probe's largest difference."""
     import torch
     from safetensors.torch import load_file
 
     tokens, tasks = (8, 4) if size == "toy" else (128, 32)
     with tempfile.TemporaryDirectory() as folder:
-        model = make_policy(Path(folder, "model"), *SHAPES[size])
         settings = [f"rollout.tasks_per_step={tasks}", "rollout.group_size=4", f"rollout.max_tokens={tokens}"]
-        settings += [
-            "eval.every=0",
-            "checkpoint.every=0",
-            "learner.lr=1e-4",
-            f"runs_dir={folder}",
-        ]
+        settings += ["eval.every=0", "checkpoint.every=0", "learner.lr=1e-4", f"runs_dir={folder}"]
         Path(folder, "parity.py").write_text(REWARD)
         command = [ENVGYM, "train", "--env", f"{folder}/parity.py", "--model", model, "--name", "run", "steps=3"]
         done = subprocess.run([*command, *settings, *words], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr.strip()[-500:]
+        if done.returncode:
+            for log in Path(folder, "run", "logs").glob("*"):
+                print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", file=sys.stderr)
+            raise AssertionError(done.stderr.strip()[-500:])
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
         weights = [load_file(Path(path, "model.safetensors")) for path in (model, f"{folder}/run/model")]
         moved = [
@@ -195,44 +202,85 @@ def speed(size: str) -> dict[str, Any]:
     """Tokens a second of learning, by tokens per micro-batch, with peak memory, beside the bound by its products."""
     import torch
 
-    from envgym.learner import RoleSpec
     from envgym.types import Objective
-    from envgym.workers.config import WorkersConfig
-    from envgym.workers.model import ModelWorker
     from envgym.workers.parameters import flops_per_token
-    from envgym.workers.spec import WorkerSpec
 
-    device = "cuda" if gpus() else "cpu"
-    result: dict[str, Any] = {"matmul_tflops": _matmul_rate(device, 8192 if gpus() else 512) / 1e12}
-    for budget in BUDGETS[size]:
-        with tempfile.TemporaryDirectory() as folder:
-            workers = WorkersConfig(tokens_per_microbatch=budget)
-            learner = {"name": "sft", "lr": 1e-5}
-            worker = ModelWorker(
-                WorkerSpec("actor", _save_model(folder, size), RoleSpec(trained=True), learner, workers)
-            )
-            worker.load()
+    result: dict[str, Any] = {
+        "matmul_tflops": _matmul_rate("cuda" if gpus() else "cpu", 8192 if gpus() else 512) / 1e12
+    }
+    with policy(size) as model:
+        for budget in BUDGETS[size]:
+            worker = _load_actor(model, "sft", budget)
+            if gpus():
+                torch.cuda.reset_peak_memory_stats()
             rows = make_rows(max(8, 4 * budget // 512), 64 if size == "toy" else 512, 0)
             batches = [rows[start : start + budget // 512 or 8] for start in range(0, len(rows), budget // 512 or 8)]
             total, n_tokens = sum(float(row.loss_weights.sum()) for row in rows), sum(map(len, rows))
-            seconds = []
-            for _ in range(4):
-                start = time.perf_counter()
-                worker.accumulate(batches, {Objective.CROSS_ENTROPY: total})
-                worker.step(1e-5)
-                seconds.append(time.perf_counter() - start)
-            rate = n_tokens / min(seconds[1:])
+            rate = n_tokens / _seconds_of_a_step(worker, batches, {Objective.CROSS_ENTROPY: total})
             constant, per_length = flops_per_token(worker.network.model)
             flops = constant + per_length * 512
-            peak = torch.cuda.max_memory_allocated() / 2**30 if gpus() else 0.0
-            kernel = str(worker.network.model.config._attn_implementation)
             result[str(budget)] = {
                 "tokens_per_second": rate,
                 "share_of_matmul": rate * flops / result["matmul_tflops"] / 1e12,
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpus() else 0.0,
+                "attention": str(worker.network.model.config._attn_implementation),
             }
-            result[str(budget)] |= {"peak_gib": peak, "attention": kernel}
             worker.close()
     return result
+
+
+def prefixes(size: str) -> dict[str, Any]:
+    """Groups whose prompt is computed once: the same log-probabilities as whole sequences, and how much less time."""
+    import numpy as np
+
+    from envgym.workers.micro_batches import micro_batches
+
+    result: dict[str, Any] = {}
+    cases = [Case("", 1, 40, 8)] if size == "toy" else [Case("", 8, 512, 64), Case("", 2, 2048, 128)]
+    with policy(size) as model:
+        worker = _load_actor(model, "grpo", 16384)
+        for case in cases:
+            rows = rows_of(case, 1000)
+            normalizers = worker.learner.loss_normalizers(rows)
+            seconds, logprobs = {}, {}
+            for layout in ("shared", "padded"):
+                [batches] = micro_batches(rows, 16384, 1, layout=layout)
+                seconds[layout] = _seconds_of_a_step(worker, batches, normalizers, layout)
+                worker._not_shared = "" if layout == "shared" else "this side has whole sequences"
+                logprobs[layout] = np.concatenate([row[case.prompt :] for row in worker.forward(rows)])
+            worker._not_shared = ""
+            difference = np.abs(logprobs["shared"] - logprobs["padded"])
+            result[f"{case.groups} x ({case.prompt} + {case.size} x {case.answer})"] = {
+                "padded_over_shared": seconds["padded"] / seconds["shared"],
+                "mean_difference": float(difference.mean()),
+                "largest_difference": float(difference.max()),
+            }
+            assert difference.mean() < (0.02 if gpus() else 1e-5), f"log-probabilities differ by {difference.mean()}"
+        worker.close()
+    return result
+
+
+def _load_actor(model: str, learner: str, budget: int) -> Any:
+    from envgym.learner import RoleSpec
+    from envgym.workers.config import WorkersConfig
+    from envgym.workers.model import ModelWorker
+    from envgym.workers.spec import WorkerSpec
+
+    settings = WorkersConfig(tokens_per_microbatch=budget)
+    worker = ModelWorker(WorkerSpec("actor", model, RoleSpec(trained=True), {"name": learner, "lr": 1e-5}, settings))
+    worker.load()
+    return worker
+
+
+def _seconds_of_a_step(worker: Any, batches: Any, *words: Any) -> float:
+    """The least of three optimizer steps over `batches`, after one that is not counted."""
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        worker.accumulate(batches, *words)
+        worker.step(0.0)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
 
 
 def _matmul_rate(device: str, width: int) -> float:
@@ -276,7 +324,8 @@ def _script(name: str, *words: str) -> None:
 
 
 STEPS: dict[str, Callable[[str], dict[str, Any]]] = {
-    step.__name__: step for step in (placement, turns, speed, loop_transformers, deepspeed, loop_vllm, ipc, generation)
+    step.__name__: step
+    for step in (placement, turns, speed, prefixes, loop_transformers, deepspeed, loop_vllm, ipc, generation)
 }
 
 
@@ -314,17 +363,19 @@ def main() -> None:
     if options.inside:
         print(json.dumps(run_step(options.steps[0], size)))
         return
-    stored: dict[str, Any] = {"conditions": conditions(["torch", "vllm", "deepspeed", "transformers"]), "size": size}
-    stored["steps"] = {}
+    path = RESULTS / "gpu_first.json"
+    steps = json.loads(path.read_text())["steps"] if path.exists() else {}
+    where, failed = conditions(["torch", "vllm", "deepspeed", "transformers"]), False
     for name, result in results(options.steps or list(STEPS), size):
-        stored["steps"][name] = result
-        path = store("gpu_first", stored)
+        steps[name] = {**result, "size": size, "conditions": where}
+        store("gpu_first", {"steps": steps})
+        failed |= result["verdict"] == "FAILED"
         print(
             f"{result['verdict']:8} {name}: {json.dumps(result.get('figures') or result.get('reason'))[:600]}",
             flush=True,
         )
     print(f"stored in {path}")
-    sys.exit(any(result["verdict"] == "FAILED" for result in stored["steps"].values()))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

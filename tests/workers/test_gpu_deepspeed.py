@@ -73,7 +73,7 @@ def test_it_runs_without_a_gpu(script, tmp_path, monkeypatch, capsys):
 def test_the_steps_for_a_first_gpu_run_without_one(script, tmp_path):
     """At toy sizes; those that need vLLM's GPU build or a GPU are left to it."""
     first = importlib.import_module("gpu_first")
-    names = ["placement", "turns", "speed", "loop_transformers"]
+    names = ["placement", "turns", "speed", "prefixes", "loop_transformers"]
     verdicts = {name: result["verdict"] for name, result in first.results(names, "toy")}
     assert verdicts == dict.fromkeys(names, "ok")
     assert first.run_step("ipc", "toy")["verdict"] == "skipped"
