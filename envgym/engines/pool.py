@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,6 +25,8 @@ MOST_DEATHS = 8
 UNEVEN = 1.5
 """Multiple of the mean load above which an engine is skipped though it has cached the group's prompt."""
 WEIGHTS = ("begin_weights", "load_bucket", "end_weights")
+FULLY_AWAKE = ("wake", "cache")
+"""The last call by which engines wake."""
 REMEMBERED = 2**16
 """Conversations and groups whose engine is remembered."""
 
@@ -45,7 +48,8 @@ class EnginePool:
     `round_robin` distributes requests in turn, so that every batch of a deterministic run is the same. The requests in
     flight on an engine that dies fail (`InvalidOutcome`, kind `engine`) and may be retried. A replacement is started,
     and gets requests once `join` has given it the weights of the others; while no engine is live, requests wait. Calls
-    raise `WorkerDied` once no more replacements are started.
+    raise `WorkerDied` once no more replacements are started. Engines that sleep while models have their GPUs are
+    replaced when the others are awake: at other times there is no memory for a new one.
     """
 
     def __init__(
@@ -66,6 +70,10 @@ class EnginePool:
         self._n_requests = 0
         self._assigned: OrderedDict[str, PoolMember] = OrderedDict()
         self._replacing: set[asyncio.Task[None]] = set()
+        self._starting = asyncio.Lock()
+        """For engines that sleep: held while they do, and while a replacement starts."""
+        self._asleep = False
+        self._sleeps = False
         self._changed = asyncio.Event()
         self._broken: WorkerDied | None = None
         for number, client in enumerate(clients):
@@ -116,7 +124,15 @@ class EnginePool:
     async def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `HostedEngine` on every engine. An engine that fails while loading weights is replaced like
         one that died: half-loaded weights are unusable."""
-        return await self._call_each("call", method, *args, losing=WorkerError if method in WEIGHTS else WorkerDied)
+        if method == "sleep" and not self._asleep:
+            await self._starting.acquire()
+            self._asleep = self._sleeps = True
+        losing = WorkerError if method in WEIGHTS else WorkerDied
+        answers = await self._call_each("call", method, *args, losing=losing)
+        if self._asleep and (method, *args) == FULLY_AWAKE:
+            self._asleep = False
+            self._starting.release()
+        return answers
 
     async def close(self) -> None:
         for task in self._replacing:
@@ -202,9 +218,15 @@ class EnginePool:
         """Close a removed engine and start another in its place. If that fails, the pool is broken."""
         try:
             await member.client.close()
-            client = await self._start(member.number)
-            if self.join is not None:
-                await self.join(client)
+            async with self._starting if self._sleeps else contextlib.nullcontext():
+                client = await self._start(member.number)
+                if self._sleeps:  # the actor whose weights it gets needs memory too
+                    await client.call("sleep", 1)
+                    await client.call("wake", "weights")
+                if self.join is not None:
+                    await self.join(client)
+                if self._sleeps:
+                    await client.call(*FULLY_AWAKE)
         except EnvgymError as error:
             self._broken = WorkerDied(f"{reason}; another one could not be started: {error}")
         else:

@@ -139,8 +139,11 @@ def restore_parameters(engine: Any, trained: Iterator[tuple[str, ParameterState]
     remaining = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     tensors = _optimizer_tensors(engine.optimizer)
+    # A fused optimizer reads its step counters on the weights' device; the others count on the host.
+    fused = any(group.get("fused") for group in inner.param_groups)
     for flat in tensors:
-        inner.state[flat] = {"step": torch.tensor(0.0), **{kind: torch.zeros_like(flat) for kind in MOMENTS}}
+        step = torch.zeros((), device=flat.device if fused else "cpu")
+        inner.state[flat] = {"step": step, **{kind: torch.zeros_like(flat) for kind in MOMENTS}}
     for name, saved in trained:
         if (parameter := remaining.pop(name, None)) is None:
             raise RunError(f"the checkpoint has a parameter {name} that the model lacks or does not train")

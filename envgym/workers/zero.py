@@ -137,7 +137,8 @@ def check_device(settings: WorkersConfig, dtype: torch.dtype, device: torch.devi
     from deepspeed.accelerator import get_accelerator
 
     if dtype == torch.float16 and not get_accelerator().is_fp16_supported():
-        raise ConfigError(f"workers.dtype=float16 does not work on this {device.type.upper()}: use bfloat16 or float32")
+        kind = "CPU" if device.type == "cpu" else "GPU"
+        raise ConfigError(f"workers.dtype=float16 does not work on this {kind}: use bfloat16 or float32")
     if settings.compile and device.type != "cuda":
         raise ConfigError("workers.compile (DeepCompile) needs a GPU, and there is none: set it to false")
 

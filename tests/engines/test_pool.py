@@ -148,6 +148,35 @@ def test_what_a_dead_engine_was_at_fails_and_another_takes_its_place():
     asyncio.run(main())
 
 
+def test_one_that_dies_while_models_have_the_gpus_is_replaced_when_the_others_are_awake():
+    async def main():
+        world = World(count=2)
+        events = []
+
+        async def join(engine):
+            events.extend([*engine.loaded, "weights"])
+
+        world.pool.join = join
+        await world.pool.call("sleep", 1)
+        world.fakes[0].error = WorkerDied("engine-0 was killed by SIGKILL")
+        await world.pool.call("wake", "weights")
+        await asyncio.sleep(0.01)
+        assert world.fakes[0].closed
+        assert len(world.fakes) == 2  # there is no memory for a third
+        world.may_start.clear()
+        await world.pool.call("wake", "cache")
+        await asyncio.sleep(0.01)
+        sleeping = asyncio.create_task(world.pool.call("sleep", 2))
+        await asyncio.sleep(0.01)
+        assert ("sleep", 2) not in world.fakes[1].loaded  # nor for the models, before the third sleeps too
+        world.may_start.set()
+        await sleeping
+        assert events == [("sleep", 1), ("wake", "weights"), "weights"]
+        assert world.fakes[2].loaded == [("sleep", 1), ("wake", "weights"), ("wake", "cache"), ("sleep", 2)]
+
+    asyncio.run(main())
+
+
 def test_one_that_answers_only_errors_counts_as_dead():
     async def main():
         world = World(count=1)

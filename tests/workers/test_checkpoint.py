@@ -1,6 +1,7 @@
 """The files of a checkpoint: what is in them comes back, and nothing in them is run."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +123,13 @@ def test_a_stage_2_checkpoint_of_eleven_ranks_is_put_together(tmp_path):
         }
         write_shard(tmp_path, rank, state)
     check_parameters(tmp_path)
+
+
+@pytest.mark.parametrize(("fused", "place"), [(True, "meta"), (False, "cpu")])
+def test_a_restored_optimizers_step_counter_is_where_its_kernel_reads_it(fused, place):
+    """On an H100 a fused AdamW refused a counter on the host. Here `meta` stands for the GPU."""
+    weight = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = SimpleNamespace(param_groups=[{"params": [weight], "fused": fused}], state={})
+    reshard.restore_parameters(SimpleNamespace(module=torch.nn.Module(), optimizer=optimizer), iter(()))
+    assert optimizer.state[weight]["step"].device.type == place
+    assert optimizer.state[weight]["exp_avg"].device.type == "meta"

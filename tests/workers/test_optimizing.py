@@ -178,7 +178,7 @@ def test_in_bfloat16_the_average_follows_the_float32_weights(make_worker, weight
     initial = weights_of(worker)[NORM].float()
     learn(worker, steps=2, lr=2**-12)  # a 32nd of the distance to the next bfloat16 number above 1
     assert torch.equal(weights_of(worker)[NORM].float(), initial)
-    change = (worker.average.full_tensor(NORM, torch.device("cpu")) - initial).abs()
+    change = (worker.average.full_tensor(NORM, worker.device).cpu() - initial).abs()
     # Each step of Adam moves a weight by about lr: 1/2 (1/2 lr) + 1/2 (2 lr), where both have one direction.
     assert float(change.max()) == pytest.approx(1.25 * 2**-12, rel=0.05)
 
@@ -194,7 +194,7 @@ def test_the_average_goes_on_bit_for_bit(make_worker, learn, tmp_path, zero_stag
         learn(worker, steps=2, seed=7)
     for name, _ in worker_a.network.model.named_parameters():
         assert torch.equal(
-            *(worker.average.full_tensor(name, torch.device("cpu")) for worker in (worker_a, worker_b))
+            *(worker.average.full_tensor(name, worker.device).cpu() for worker in (worker_a, worker_b))
         ), name
 
 
@@ -329,7 +329,7 @@ def test_a_step_that_overflows_in_float16_is_skipped_and_counted(
         assert step["overflow"] == 1.0
         assert "grad_norm" not in step
         assert torch.equal(weights_of(worker)[MATRIX], initial[MATRIX])
-        assert torch.equal(worker.average.full_tensor(MATRIX, torch.device("cpu")), initial[MATRIX].float())
+        assert torch.equal(worker.average.full_tensor(MATRIX, worker.device).cpu(), initial[MATRIX].float())
     assert scales == [2.0 ** (20 - k) for k in range(len(scales))]
     assert len(scales) > 1
     assert step["grad_norm"] > 0
