@@ -27,7 +27,7 @@ from typing import Any
 from gpu_deepspeed import make_rows
 from gpu_main_job import ENVGYM, SIZES, WAYS
 from gpu_main_job import make_model as make_policy
-from record import RESULTS, ROOT, conditions, store
+from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, store, table
 from shared_prefixes import Case, rows_of
 
 SHAPES = {"full": SIZES["0.5B"], "turns": SIZES["30M"], "toy": (64, 2, 128, 2, 1)}
@@ -44,6 +44,7 @@ def parity(action):
 """A reward that differs between the samples of a random policy, most of whose tokens have no text."""
 SECONDS = 1200
 """Time limit of a step."""
+PAGE = ROOT / "docs" / "scale" / "gpu_walkthrough.md"
 
 
 class Skipped(Exception):
@@ -54,6 +55,12 @@ def gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if gpus() else "no GPU"
 
 
 def placement(size: str) -> dict[str, Any]:
@@ -353,6 +360,57 @@ def results(names: list[str], size: str) -> Iterator[tuple[str, dict[str, Any]]]
             yield name, {"verdict": "FAILED", "reason": f"the process ended or hung: {error}"[:500]}
 
 
+def markdown(steps: dict[str, dict[str, Any]]) -> str:
+    """The stored results as the text of the docs."""
+    rows = []
+    for name, step in STEPS.items():
+        result = steps.get(name, {"verdict": "not run", "figures": {}})
+        figures = result.get("figures")
+        rows.append(
+            [name, summary(step), result["verdict"], phrase(name, figures) if figures else result.get("reason", "")]
+        )
+    text = table(["step", "what it shows", "result", "measured"], rows)
+    if speeds := {key: value for key, value in steps.get("speed", {}).get("figures", {}).items() if key.isdigit()}:
+        lines = [
+            [
+                f"{int(budget):,}",
+                f"{speed['tokens_per_second']:,.0f}",
+                f"{speed['share_of_matmul']:.1%}",
+                f"{speed['peak_gib']:.1f} GiB",
+            ]
+            for budget, speed in speeds.items()
+        ]
+        head = ["tokens per micro-batch", "tokens/s of learning", "of the matrix products' rate", "peak memory"]
+        text += f"\n\n{table(head, lines)}"
+    notes = "".join(f" {name}: {result['note']}." for name, result in steps.items() if "note" in result)
+    where = next(iter(steps.values()))["conditions"]
+    return f"{text}\n\n{where['gpu']}. {conditions_in_words(where)}{notes}"
+
+
+def summary(step: Callable[[str], Any]) -> str:
+    """The first line of a step's docstring."""
+    return (step.__doc__ or "").splitlines()[0].rstrip(".")
+
+
+def phrase(name: str, figures: dict[str, Any]) -> str:
+    """A step's figures in words."""
+    if name == "placement":
+        return f"{len(figures['gpus'])} GPU of {figures['bytes'][0] / 2**30:.0f} GiB"
+    if name == "turns":
+        return "; ".join(figures["losses"])
+    if name == "speed":
+        return "below"
+    if name == "prefixes":
+        return "; ".join(f"{case}: {row['padded_over_shared']:.2f} times less" for case, row in figures.items())
+    if name.startswith("loop"):
+        return "; ".join(
+            f"`{way}`: rollout {row['seconds/rollout']:.1f} s, learn {row['seconds/learn']:.1f} s, sync "
+            f"{row['seconds/sync']:.1f} s, probe {row['probe']:.2g}"
+            for way, row in figures.items()
+        )
+    return json.dumps(figures)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("steps", nargs="*", choices=[[], *STEPS], default=[])
@@ -366,6 +424,7 @@ def main() -> None:
     path = RESULTS / "gpu_first.json"
     steps = json.loads(path.read_text())["steps"] if path.exists() else {}
     where, failed = conditions(["torch", "vllm", "deepspeed", "transformers"]), False
+    where["gpu"] = gpu_name()
     for name, result in results(options.steps or list(STEPS), size):
         steps[name] = {**result, "size": size, "conditions": where}
         store("gpu_first", {"steps": steps})
@@ -374,6 +433,8 @@ def main() -> None:
             f"{result['verdict']:8} {name}: {json.dumps(result.get('figures') or result.get('reason'))[:600]}",
             flush=True,
         )
+    if size == "full":
+        fill_docs("gpu_first", markdown(steps), PAGE)
     print(f"stored in {path}")
     sys.exit(failed)
 
