@@ -157,7 +157,7 @@ def deepspeed(size: str) -> dict[str, Any]:
 
 
 def loop_transformers(size: str) -> dict[str, Any]:
-    """The whole loop on one GPU without vLLM, beside each other and in turns; the weights move."""
+    """The whole loop on one GPU without vLLM, at the same time and in turns; the weights move."""
     with policy(size) as model:
         return {way: _loop(size, model, "engine.kind=transformers", f"colocate={way}") for way in ("auto", "all")}
 

@@ -67,7 +67,7 @@ def _detected_nodes(config: RunConfig) -> list[Node]:
 
 def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[str]:
     """Print a stage's plan; return the problems of parts that do not fit."""
-    from envgym.launch.memory import GIB, MemoryNeeds
+    from envgym.launch.memory import GIB, MemoryNeeds, with_micro_batches
     from envgym.launch.placement import plan_of
     from envgym.monitoring.report import aligned
     from envgym.services.start import local_models
@@ -75,7 +75,9 @@ def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[
     stage = config.stages[number]
     models = local_models(stage.make_spec())
     plan = plan_of(stage, {name: model.ranks for name, model in models.items()}, nodes)
-    needs = MemoryNeeds(stage, plan, models, dict(zip(config.stage_names, config.stages, strict=True)))
+    stages = dict(zip(config.stage_names, config.stages, strict=True))
+    stage = with_micro_batches(stage, plan, models, stages)
+    needs = MemoryNeeds(stage, plan, models, stages)
     if len(config.stages) > 1:
         print(f"{'' if number == 0 else chr(10)}stage {number + 1}, {config.stage_names[number]}")
     rows = [("part", "processes", "where", "GPUs", "GiB each", "of which")]
@@ -94,6 +96,7 @@ def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[
     totals = needs.totals()
     print(aligned([(total.device, f"{total.required / GIB:.2f} GiB", total.format_available()) for total in totals]))
     n, workers = stage.rollout.group_size, stage.workers
+    print(f"\nmicro-batches of {workers.tokens_per_rank:,} tokens")
     if stage.agent.name != "replay" and n > 1 and workers.share_prefixes and workers.ranks_per_row == 1:
-        print(f"\nworkers compute the P tokens of a prompt once for its {n} episodes of A tokens: P + {n} A")
+        print(f"workers compute the P tokens of a prompt once for its {n} episodes of A tokens: P + {n} A")
     return [total.problem() for total in totals if not total.fits]

@@ -44,6 +44,12 @@ LIBRARIES = {"rank": 0.6 * GIB, "engine": 1.0 * GIB}
 """Host memory of a process before it loads a model."""
 CPU_CACHE = 2 * GIB
 """Default size of vLLM's cache on a CPU."""
+HALF_PRECISION_VECTORS = 23
+"""Vectors of the model's width that a layer saves in 16 bits (9 in float32), since norms compute in float32. Fitted to
+the peaks of `benchmarks/gpu_first.py` on an H100."""
+GPU_MICRO_BATCHES = (16_384, 8_192)
+"""Tokens per micro-batch that `auto` tries on GPUs. On an H100 a model of 0.5 billion parameters learned 1.8 times as
+fast with 16,384 as with 4,096, and no faster with 32,768 (`benchmarks/gpu_first.py`)."""
 MAX_LOGITS = 2**25
 """Maximum logits of the output layer at a time; see `envgym.workers.head`."""
 
@@ -137,10 +143,10 @@ def rank_memory(
 
 
 def _activation_bytes(sizes: ModelSizes, settings: WorkersConfig, width: int, *, trains: bool) -> float:
-    """Activation bytes of one micro-batch: per-layer buffers saved for backward (9 vectors of the model's width and 4
+    """Activation bytes of one micro-batch: per-layer buffers saved for backward (vectors of the model's width and 4
     of the inner width; with checkpointing each layer's input, and the buffers of one layer), plus live logits."""
-    tokens = settings.tokens_per_microbatch
-    layer = 9 * sizes.hidden + 4 * sizes.intermediate
+    tokens = settings.tokens_per_rank
+    layer = (9 if width == 4 else HALF_PRECISION_VECTORS) * sizes.hidden + 4 * sizes.intermediate
     saved = layer if not trains else sizes.layers * layer
     if trains and settings.gradient_checkpointing:
         saved = sizes.layers * sizes.hidden + layer
@@ -258,6 +264,24 @@ class MemoryNeeds:
         takes_turns = part != ENGINE and any(p.in_turns for p in self._plan.parts if p.name == part)
         on_host = sum(memory.parts.get(name, 0.0) for name in PERMANENT) if takes_turns else 0.0
         return libraries + memory.host + on_host
+
+
+def with_micro_batches(
+    stage: StageConfig, plan: Plan, models: Mapping[str, RewardModel], stages: Mapping[str, StageConfig]
+) -> StageConfig:
+    """The stage with larger micro-batches, if `workers.tokens_per_microbatch` is `auto` and its GPUs have memory for
+    them. Nothing changes where the size of a GPU or of a model is unknown. Arguments as of `MemoryNeeds`."""
+    if stage.workers.tokens_per_microbatch != "auto":
+        return stage
+    gpus_are_known = all(plan.nodes[slot.node].gpu_bytes for slot in plan.slots.values() if slot.gpus)
+    for tokens in GPU_MICRO_BATCHES if plan.uses_gpus and gpus_are_known else ():
+        workers = stage.workers.model_copy(update={"tokens_per_microbatch": tokens})
+        candidate = stage.model_copy(update={"workers": workers})
+        needs = MemoryNeeds(candidate, plan, models, stages)
+        models_are_known = all(needs.part_memory(part.name) is not None for part in plan.parts)
+        if models_are_known and all(total.fits for total in needs.totals()):
+            return candidate
+    return stage
 
 
 def check_episodes(stage: StageConfig, spec: EnvSpec) -> None:

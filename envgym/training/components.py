@@ -14,11 +14,13 @@ from envgym.engines import TARGETS, choose_engine
 from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError
 from envgym.launch.components import StageContext, make_agent, make_runner, start_role, start_sampling
+from envgym.launch.memory import with_micro_batches
 from envgym.launch.placement import PlacedRuntime
 from envgym.learner import Learner
 from envgym.processes.runtime import Runtime
 from envgym.render import Renderer, load_tokenizer
 from envgym.rollout.runner import Runner
+from envgym.services.start import local_models
 from envgym.workers.group import WorkerGroup
 
 from .pretraining import Pretraining
@@ -81,7 +83,14 @@ async def start_components(
         )
         sampling = asyncio.create_task(starting)
     (engine, max_model_len), workers = await _load_in_parallel(
-        config, stage, learner, model, context.runtime, display, sampling, api_roles=apis
+        config,
+        _with_micro_batches(config, stage, context),
+        learner,
+        model,
+        context.runtime,
+        display,
+        sampling,
+        api_roles=apis,
     )
     for api in apis.values():
         api.vocabulary = workers["actor"].info.vocabulary
@@ -96,6 +105,13 @@ async def start_components(
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     params = stage.rollout.sampling(agent.renderer.stop_token_ids)
     return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
+
+
+def _with_micro_batches(config: RunConfig, stage: StageConfig, context: StageContext) -> StageConfig:
+    runtime, stages = context.runtime, dict(zip(config.stage_names, config.stages, strict=True))
+    if not isinstance(runtime, PlacedRuntime):
+        return stage
+    return with_micro_batches(stage, runtime.plan, local_models(context.spec), stages)
 
 
 def _make_apis(

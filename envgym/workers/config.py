@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,10 @@ from envgym.settings import Settings
 
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
+
+
+LEAST_TOKENS = 4096
+"""Tokens per micro-batch unless a plan finds memory for more."""
 
 
 def number_format(dtype: str, *, on_cpu: bool) -> str:
@@ -51,8 +55,9 @@ class WorkersConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the weights. `auto` is bfloat16 (with float32 master weights) on a GPU, float32 on a CPU.
     float16 is trained with dynamic loss scaling: a step that overflows is skipped, and counted in `overflow`."""
-    tokens_per_microbatch: int = Field(4096, ge=1)
-    """Tokens that a rank computes per micro-batch, padding included. Smaller saves memory; the gradient is the same."""
+    tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Tokens that a rank computes per micro-batch, padding included. Smaller saves memory; the gradient is the same.
+    `auto`: 4,096, and on GPUs up to 16,384 if the plan has memory for them."""
     attention: str = "auto"
     """Implementation of attention, by transformers' names: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`,
     `flex_attention`. `auto` is a flash kernel where one is installed and the model knows it, else `sdpa`."""
@@ -79,7 +84,12 @@ class WorkersConfig(Settings):
     @property
     def budget(self) -> int:
         """Tokens per micro-batch of the ranks that split token sequences, each of which holds a slice."""
-        return self.tokens_per_microbatch * self.sequence_parallel
+        return self.tokens_per_rank * self.sequence_parallel
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens per micro-batch of one rank."""
+        return LEAST_TOKENS if self.tokens_per_microbatch == "auto" else self.tokens_per_microbatch
 
     def partitions(self, *, trained: bool) -> bool:
         """True if the parameters of a model are split over the ranks (ZeRO 3)."""

@@ -27,8 +27,10 @@ def plan(tmp_path, capsys):
 
 
 def test_a_plan_says_where_and_how_much_and_starts_nothing(plan, tmp_path):
-    status, out, _ = plan("--gpus", "8", "workers.ranks=4", "workers.zero_stage=3", "engine.tensor_parallel=2")
+    words = ("workers.ranks=4", "workers.zero_stage=3", "workers.gradient_checkpointing=true")
+    status, out, _ = plan("--gpus", "8", *words, "engine.tensor_parallel=2")
     assert status == 0
+    assert "micro-batches of 16,384 tokens" in out
     engine, actor = (next(line for line in out.splitlines() if line.startswith(part)) for part in ("engine", "actor"))
     assert re.match(r"engine +1 +machine 0 +4,5 +72\.00 +weights 7\.0", engine)  # 7.6 billion in 16 bits, on two
     assert re.match(r"actor +4 +machine 0 +0 1 2 3 +\d+\.\d\d +weights 3\.5", actor)  # on four

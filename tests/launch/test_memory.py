@@ -1,13 +1,18 @@
 """Sizes of models by their configurations alone, against the numbers of parameters that their makers publish."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from envgym.config.resolve import resolve
 from envgym.config.words import nest_keys
-from envgym.launch.memory import GIB, MemoryNeeds, ModelSizes
+from envgym.launch.memory import GIB, MemoryNeeds, ModelSizes, rank_memory, with_micro_batches
 from envgym.launch.placement import Node, plan_of
+from envgym.learner import LearnerConfig
+from envgym.workers.config import WorkersConfig
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 PUBLISHED = {
     "Qwen2.5-0.5B": (494_032_768, {
@@ -85,3 +90,36 @@ def test_what_takes_turns_waits_in_host_memory(tmp_path):
 
     bare, in_turns = host_gb("auto"), host_gb("all")
     assert in_turns - bare == pytest.approx(7.6 * (2 + 4 + 12), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "setting", "tokens"),
+    [(90, "auto", 16_384), (58, "auto", 8_192), (40, "auto", 4_096), (None, "auto", 4_096), (80, 512, 512)],
+)
+def test_micro_batches_on_gpus_are_as_large_as_memory_allows(tmp_path, gpu_gib, setting, tokens):
+    """Half of the GPU is the engine's."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen2.5-0.5B"][1]))
+    settings = {"env": "math_verify", "model": str(tmp_path), "workers.tokens_per_microbatch": setting}
+    [stage] = resolve(nest_keys([*settings.items(), ("learner.kl.coef", 0)])).stages
+    plan = plan_of(stage, {}, [Node("here", 1, None if gpu_gib is None else gpu_gib * GIB, 500 * GIB)])
+    assert with_micro_batches(stage, plan, {}, {}).workers.tokens_per_rank == tokens
+
+
+def test_without_gpus_or_with_a_model_of_unknown_size_micro_batches_stay_small(tmp_path):
+    for gpus, folder in ((0, "starter"), (1, str(tmp_path))):
+        settings = {"env": "math_verify", "model": folder, "learner.kl.coef": 0}
+        [stage] = resolve(nest_keys(settings.items())).stages
+        plan = plan_of(stage, {}, [Node("here", gpus, 80 * GIB if gpus else None, 500 * GIB)])
+        assert with_micro_batches(stage, plan, {}, {}) is stage
+
+
+def test_the_plans_peaks_are_near_those_measured_on_an_h100(tmp_path):
+    """`benchmarks/gpu_first.py`: a model of 0.5 billion parameters learns in bfloat16, in ZeRO stage 2."""
+    config = {**PUBLISHED["Qwen2.5-0.5B"][1], "model_type": "qwen3", "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    measured = json.loads((RESULTS / "gpu_first.json").read_text())["steps"]["speed"]["figures"]
+    for tokens in (4096, 16_384, 32_768):
+        settings = WorkersConfig(tokens_per_microbatch=tokens)
+        sizes = ModelSizes.from_folder(tmp_path)
+        planned = rank_memory(sizes, settings, LearnerConfig(name="sft"), on_gpu=True).total / GIB
+        assert 0.98 < planned / measured[str(tokens)]["peak_gib"] < 1.3
