@@ -17,13 +17,10 @@ from . import zero
 from .metrics import add, mismatch, peak_memory
 from .micro_batches import Layout, cost, is_padding, network_inputs, pad
 from .state import ModelState
+from .step_checks import StepChecks
 
 if TYPE_CHECKING:
     from envgym.learner import FloatArray
-
-
-CHECKED_PARAMETERS = 8
-"""Parameters whose weights are compared with the optimizer's after each optimizer step."""
 
 
 class ModelLearning(ModelState):
@@ -31,7 +28,6 @@ class ModelLearning(ModelState):
 
     _logprobs: list[FloatArray]
     _row_layout: Layout
-    _n_checked = 0
 
     def accumulate(
         self, microbatches: Sequence[list[TrainSample]], normalizers: Mapping[str, float], layout: Layout = "padded"
@@ -71,28 +67,25 @@ class ModelLearning(ModelState):
         assert self.learner is not None
         zero.set_learning_rate(self.engine, lr)
         scale = zero.loss_scale(self.engine)
+        self._checks.begin()
         norm = zero.take_step(self.engine)
         metrics = {} if scale is None else {"loss_scale": scale, "overflow": float(norm is None)}
         if norm is None:
             return metrics
         if not math.isfinite(norm):
             raise RunError(f"the gradient of {self.spec.role} is not finite: lower learner.lr, or look at the rewards")
-        self._check_some_weights()
+        limit = self.learner.config.max_grad_norm
+        self._checks.finish(lr, min(1.0, limit / norm if limit and norm else 1.0) / (scale or 1.0))
         if self.average is not None:
             self.average.update()
         return metrics if self.learner.config.optimizer == "muon" else {"grad_norm": norm, **metrics}
 
     @cached_property
-    def _named_trained(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The trained parameters with their names, which stay the same objects."""
-        return [item for item in self.network.named_parameters() if item[1].requires_grad]
-
-    def _check_some_weights(self) -> None:
-        """Check `CHECKED_PARAMETERS` of the trained parameters, others at every step."""
-        trained = self._named_trained
-        for number in range(self._n_checked, self._n_checked + min(CHECKED_PARAMETERS, len(trained))):
-            zero.check_weights(*trained[number % len(trained)])
-        self._n_checked += CHECKED_PARAMETERS
+    def _checks(self) -> StepChecks:
+        assert self.learner is not None
+        trained = [item for item in self.network.named_parameters() if item[1].requires_grad]
+        adam = self.learner.config.optimizer == "adamw" and "optimizer" not in self.settings.deepspeed
+        return StepChecks(trained, moves=adam)
 
     def _loss(
         self, samples: Sequence[TrainSample], normalizers: Mapping[str, float], share_of_tokens: float

@@ -21,7 +21,7 @@ from torch import nn
 from envgym.errors import ConfigError
 from envgym.learner import Learner, TrainSample
 
-from . import checkpoint, tensor_parallel, zero
+from . import checkpoint, step_checks, tensor_parallel, zero
 from .adapter import Adapter
 from .config import check_visible_gpu
 from .learning import ModelLearning
@@ -216,6 +216,7 @@ class ModelWorker(ModelLearning):
     def onload(self) -> None:
         """Undo `offload`."""
         zero.onload(self.engine, self.device)
+        step_checks.check_buffers(self.engine)
         if self.average is not None:
             self.average.move(self._average_device)
 

@@ -2,6 +2,7 @@
 its host, and is not written where nobody reads."""
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from envgym.errors import RunError
 from envgym.learner import RoleSpec
-from envgym.workers import zero
+from envgym.workers import step_checks
 from envgym.workers.config import WorkersConfig
 from envgym.workers.lora import LoraConfig
 from envgym.workers.micro_batches import micro_batches
@@ -210,4 +211,56 @@ def test_small_steps_and_adapters_are_no_fault(make_worker, make_rows, normalize
 
 def test_a_parameter_of_many_weights_is_sampled_within_it():
     """Indices in float32 would leave one of 2**25."""
-    zero.check_weights("embedding", torch.nn.Parameter(torch.zeros(2**25)))
+    step_checks.check_weights("embedding", torch.nn.Parameter(torch.zeros(2**25)))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_step_that_moves_nothing_ends_the_run(make_worker, learn, monkeypatch, zero_stage, dtype):
+    worker = make_worker(zero_stage=zero_stage, dtype=dtype)
+    learn(worker, 0)
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
+
+    def learn_nothing():
+        for seed in range(1, 4):  # all parameters have their turn; norms move too little to be sure of
+            learn(worker, seed)
+
+    with pytest.raises(RunError, match=r"did not move the weights of \S+, which have a gradient"):
+        learn_nothing()
+
+
+def test_no_gradient_no_alarm(make_worker, make_rows, normalizers, monkeypatch):
+    """An idle expert, a critic that is not asked, advantages that are all zero."""
+    worker = make_worker(zero_stage=2, dtype="bfloat16")
+    rows = [replace(row, loss_weights=np.zeros_like(row.loss_weights)) for row in make_rows(6)]
+    before = numbers(worker)
+    worker.accumulate(micro_batches(rows, 60, 1)[0], normalizers(make_rows(6)))
+    worker.step(1e-2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in numbers(worker).items())
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_sampled_gradients_are_those_of_the_sampled_weights(make_worker, make_rows, normalizers, zero_stage):
+    samples = {}
+    for stage in (0, zero_stage):
+        worker, rows = make_worker(zero_stage=stage, dtype="float32"), make_rows(6)
+        worker.accumulate(micro_batches(rows, 60, 1)[0], normalizers(rows))
+        named = [item for item in worker.network.named_parameters() if item[1].requires_grad]
+        samples[stage] = [step_checks.sample_before(*item) for item in named]
+    assert len(samples[0]) == len(samples[zero_stage]) > 10
+    for expected, sample in zip(samples[0], samples[zero_stage], strict=True):
+        torch.testing.assert_close(sample.gradients, expected.gradients, rtol=1e-4, atol=1e-7)
+        assert torch.equal(sample.weights, expected.weights)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_parameter_that_comes_back_outside_of_its_buffer_ends_the_run(make_worker, learn, zero_stage):
+    worker = make_worker(zero_stage=zero_stage, dtype="bfloat16")
+    learn(worker, 0)
+    worker.offload(False)
+    worker.onload()
+    parameter = next(worker.network.parameters())
+    held = getattr(parameter, "ds_tensor", parameter)
+    held.data = held.data.clone()
+    with pytest.raises(RunError, match="came back from the host outside of the buffer that the optimizer updates"):
+        step_checks.check_buffers(worker.engine)
