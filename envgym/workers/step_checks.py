@@ -98,8 +98,8 @@ def check_moved(sample: Sample, lr: float, gradient_scale: float) -> None:
     """Raise `RunError` if no sampled weight moved, though enough had a gradient. Updates that the weights' own float32
     could not hold are no fault."""
     with_gradient = (sample.gradients.float() * gradient_scale).abs() > 1e-8
-    smallest = torch.finfo(torch.float32).eps * sample.weights[with_gradient].abs()
-    if with_gradient.sum() < LEAST_GRADIENTS or bool((lr * LEAST_UPDATE <= smallest).any()):
+    precision = torch.finfo(torch.float32).eps * sample.weights[with_gradient].abs()
+    if with_gradient.sum() < LEAST_GRADIENTS or bool((lr * LEAST_UPDATE <= precision).any()):
         return
     part, _ = zero.optimizer_part(sample.parameter)
     assert part is not None
