@@ -80,9 +80,9 @@ class ActorAndEngine:
 
 
 def test_the_engine_gets_the_actors_weights_and_is_compared_with_it():
-    pair = ActorAndEngine([0.0, -0.004, 0.001])
+    pair = ActorAndEngine([0.0, -0.002, 0.001])
     sync = pair.sync()
-    assert asyncio.run(sync(7)) == pytest.approx(0.004, rel=1e-4)
+    assert asyncio.run(sync(7)) == pytest.approx(0.002, rel=1e-4)
     assert pair.loaded == [("", 7, "weights")]
     assert sync.receipt == Receipt(10, 0.5)
 
@@ -103,6 +103,12 @@ def test_an_adapter_is_sent_alone_once_the_engine_has_the_base():
 def test_a_probe_that_differs_stops_the_run(differences):
     with pytest.raises(RunError, match=r"disagree on the probe after sync 3: .*sync\.tolerance=0\.01"):
         asyncio.run(ActorAndEngine(differences).sync()(3))
+
+
+def test_small_differences_of_all_tokens_stop_it_too():
+    """As of a sync in 16 bits with two experts swapped, none of whose tokens may differ by the tolerance."""
+    with pytest.raises(RunError, match=r"differ by 0\.002 on average, more than 12% of sync\.tolerance=0\.01"):
+        asyncio.run(ActorAndEngine([0.002, -0.002, 0.002]).sync()(3))
 
 
 class Actor:
