@@ -20,7 +20,7 @@ from .weight_transfer import FileTransfer, Receipt, Transfer, refuse_replacement
 
 MEAN_SHARE = 0.12
 """The largest mean difference on the probe, as a share of the tolerance of a single one. In bfloat16 a right sync has
-at most 0.041 nats, one with two experts of a layer swapped 0.072 and more (`benchmarks/probe_bounds.py`)."""
+at most 0.041 nats, one with two experts of a layer swapped 0.072 and more (`benchmarks/sync_families.py`)."""
 PROBE = "The quick brown fox jumps over the lazy dog 0123456789 times."
 
 
@@ -125,6 +125,6 @@ class WeightSync:
             of_tolerance, on_average = (f"{share:.0%} of ", " on average") if share < 1 else ("", "")
             raise RunError(
                 f"sampler and trainer disagree on {subject}: log-probabilities differ by {difference:.2g}{on_average}, "
-                f"more than {of_tolerance}sync.tolerance={self.tolerance:g}. The engine does not hold the actor's weights, or computes "
-                "differently (dtype, kernels)"
+                f"more than {of_tolerance}sync.tolerance={self.tolerance:g}. The engine does not hold the actor's "
+                "weights, or computes differently (dtype, kernels)"
             )
