@@ -72,7 +72,8 @@ def split_into_buckets(tensors: Iterable[tuple[str, torch.Tensor]], n_bytes: int
 
 
 def write_bucket(number: int, path: str, tensors: Mapping[str, torch.Tensor]) -> Bucket:
-    """Write a bucket to `path`."""
+    """Write a bucket to `path`. Tensors on a GPU are copied from it once."""
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     write_weights(path, tensors)
     return Bucket(number, path, sum(tensor.nbytes for tensor in tensors.values()), checksum(tensors))
 

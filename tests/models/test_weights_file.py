@@ -76,3 +76,22 @@ def test_buckets_come_once_in_order_and_all_of_them(tmp_path):
         update.check(3)
     update.take(buckets[2])
     update.check(3)
+
+
+def test_a_tensor_of_a_gpu_is_copied_once(tmp_path, monkeypatch):
+    """`Tensor.cpu` that copies stands for one of a GPU's tensor."""
+    original, n_copies = torch.Tensor.cpu, 0
+    on_host = set()
+
+    def cpu(tensor):
+        nonlocal n_copies
+        if tensor.data_ptr() in on_host:
+            return original(tensor)
+        n_copies += 1
+        copied = tensor.clone()
+        on_host.add(copied.data_ptr())
+        return copied
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    write_bucket(0, str(tmp_path / "bucket"), {"a": torch.arange(4.0), "b": torch.ones(2, 2).T})
+    assert n_copies == 2
