@@ -78,20 +78,22 @@ def test_buckets_come_once_in_order_and_all_of_them(tmp_path):
     update.check(3)
 
 
-def test_a_tensor_of_a_gpu_is_copied_once(tmp_path, monkeypatch):
-    """`Tensor.cpu` that copies stands for one of a GPU's tensor."""
-    original, n_copies = torch.Tensor.cpu, 0
-    on_host = set()
+def test_tensors_of_a_gpu_are_copied_once_to_pinned_memory(tmp_path, monkeypatch):
+    """Tensors that say that they are on a GPU stand for those that are."""
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 3).T, "host": torch.zeros(2)}
+    on_gpu = {id(tensors["a"]), id(tensors["b"])}
+    empty, pinned, waits = torch.empty, [], []
 
-    def cpu(tensor):
-        nonlocal n_copies
-        if tensor.data_ptr() in on_host:
-            return original(tensor)
-        n_copies += 1
-        copied = tensor.clone()
-        on_host.add(copied.data_ptr())
-        return copied
+    def make(*size, pin_memory=False, **settings):
+        made = empty(*size, **settings)
+        pinned.extend([made] if pin_memory else [])
+        return made
 
-    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
-    write_bucket(0, str(tmp_path / "bucket"), {"a": torch.arange(4.0), "b": torch.ones(2, 2).T})
-    assert n_copies == 2
+    monkeypatch.setattr(torch, "empty", make)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(pinned)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: id(tensor) in on_gpu), raising=False)
+    bucket = write_bucket(0, str(tmp_path / "bucket"), tensors)
+    assert [tuple(tensor.shape) for tensor in pinned] == [(4,), (3, 2)]
+    assert waits == [2]
+    arrived = read_bucket(bucket)
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors.items())
