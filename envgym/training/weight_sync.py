@@ -103,11 +103,11 @@ class WeightSync:
         logprobs: list[float] = scored[1:].tolist()
         return logprobs
 
-    async def _differences(self, engine: EnginePool, actor_logprobs: Sequence[float]) -> list[list[float]]:
+    async def _differences(self, engines: EnginePool, actor_logprobs: Sequence[float]) -> list[list[float]]:
         """Each engine's differences from the actor's log-probabilities of the probe."""
         return [
-            [abs(actor - other) for actor, other in zip(actor_logprobs, sampled, strict=True)]
-            for sampled in await engine.probe(tuple(self._probe))
+            [abs(actor - engine) for actor, engine in zip(actor_logprobs, sampled, strict=True)]
+            for sampled in await engines.probe(tuple(self._probe))
         ]
 
     @property
