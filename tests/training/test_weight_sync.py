@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import shutil
 from pathlib import Path
@@ -21,10 +22,11 @@ from envgym.training.checkpoints import Progress
 from envgym.training.components import Components
 from envgym.training.turns import GpuTimeshare
 from envgym.training.update import Update
-from envgym.training.weight_sync import PROBE, WeightSync
+from envgym.training.weight_sync import MEAN_SHARE, PROBE, WeightSync
 from envgym.training.weight_transfer import FileTransfer, Receipt
 from envgym.workers.metrics import merge
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TOLERANCE = 0.01
 INFO = {"adapter": False, "dtype": "float32", "n_parameters": 10, "n_trained": 2}
 
@@ -109,6 +111,17 @@ def test_small_differences_of_all_tokens_stop_it_too():
     """As of a sync in 16 bits with two experts swapped, none of whose tokens may differ by the tolerance."""
     with pytest.raises(RunError, match=r"differ by 0\.002 on average, more than 12% of sync\.tolerance=0\.01"):
         asyncio.run(ActorAndEngine([0.002, -0.002, 0.002]).sync()(3))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.5)])
+def test_the_bound_of_the_mean_lies_between_right_syncs_and_wrong_ones(dtype, tolerance):
+    """As `benchmarks/sync_families.py` measured them, in nats."""
+    kinds = json.loads((BENCHMARKS / "results" / "sync_families.json").read_text())["kinds"]
+    assert len(kinds) == 13
+    for kind, dtypes in kinds.items():
+        means = {fault: figures["mean"] for fault, figures in dtypes[dtype].items()}
+        right = means.pop("right")
+        assert right < MEAN_SHARE * tolerance < min(means.values()), kind
 
 
 class Actor:
