@@ -144,36 +144,38 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
 
 def load_worker(model: str, folder: str, budget: int = BUDGET) -> ModelWorker:
     """A worker that trains the starter, or a random Qwen2 of 34 million parameters, made in `folder`."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
     from envgym.config.recipes import recipe_model_folder
     from envgym.learner import RoleSpec
     from envgym.workers.config import WorkersConfig
     from envgym.workers.model import ModelWorker
     from envgym.workers.spec import WorkerSpec
 
-    disable_progress_bar()
-    if model == "starter":
-        path = str(recipe_model_folder(model))
-    else:
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=4096,
-            hidden_size=512,
-            intermediate_size=1536,
-            num_hidden_layers=10,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            tie_word_embeddings=True,
-        )
-        Qwen2ForCausalLM(config).save_pretrained(folder)
-        path = folder
+    path = str(recipe_model_folder(model)) if model == "starter" else make_model(folder)
     settings = WorkersConfig(dtype="float32", tokens_per_microbatch=budget)
     worker = ModelWorker(WorkerSpec("actor", path, RoleSpec(trained=True), {"name": "grpo"}, settings))
     worker.load()
     return worker
+
+
+def make_model(folder: str) -> str:
+    """Save a random Qwen2 of 34 million parameters in `folder`, and return it."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=10,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def rows_of(case: Case, vocabulary: int) -> list[TrainSample]:
