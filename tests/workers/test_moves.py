@@ -239,6 +239,30 @@ def test_no_gradient_no_alarm(make_worker, make_rows, normalizers, monkeypatch):
     assert all(torch.equal(tensor, before[name]) for name, tensor in numbers(worker).items())
 
 
+@pytest.mark.parametrize(
+    ("size", "gradient", "n_with_gradient", "lr", "alarm"),
+    [
+        (0.02, 1e-3, 16, 1e-6, True),
+        (0.02, 1e-3, 4, 1e-6, True),
+        (0.02, 1e-3, 3, 1e-6, False),  # an idle expert, or an embedding of rare tokens
+        (1.0, 1e-3, 16, 1e-6, False),  # a norm, whose float32 may not hold so small an update
+        (0.02, 1e-12, 16, 1e-6, False),  # far below AdamW's eps
+        (0.02, 1e-3, 16, 0.0, False),
+    ],
+)
+def test_a_parameter_must_move_if_its_gradients_and_the_learning_rate_can_move_it(
+    size, gradient, n_with_gradient, lr, alarm
+):
+    parameter = torch.nn.Parameter(torch.full((16,), size))
+    gradients = torch.zeros(16)
+    gradients[:n_with_gradient] = gradient
+    sample = step_checks.Sample("experts", parameter, parameter.detach().clone(), gradients)
+    with pytest.raises(RunError, match="did not move") if alarm else contextlib.nullcontext():
+        step_checks.check_moved(sample, lr, 1.0)
+    parameter.data[0] += 1e-6
+    step_checks.check_moved(sample, lr, 1.0)
+
+
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_sampled_gradients_are_those_of_the_sampled_weights(make_worker, make_rows, normalizers, zero_stage):
     samples = {}
