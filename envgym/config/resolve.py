@@ -26,7 +26,15 @@ from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, m
 from .renamed import rename_settings, with_earlier_defaults
 from .replaced import Replaced
 from .schema import STAGE, RunConfig, StageConfig
-from .words import AUTO, COMPONENTS, changes_name, component_mapping, merge, merge_stage
+from .words import (
+    AUTO,
+    COMPONENTS,
+    changes_name,
+    component_mapping,
+    merge,
+    merge_stage,
+    without_warmup,
+)
 
 RUN_KEYS = set(RunConfig.model_fields) - {"stages"}
 
@@ -160,11 +168,12 @@ class LayeredStage:
             self.replaced.model_settings = component_mapping(layer.get("learner", {}))
         if of_model and self.settings.get("epochs") is not None:
             layer = {key: value for key, value in layer.items() if key != "steps"}
-        merged = merge_stage(self.settings, layer)
+        settings = without_warmup(self.settings, layer)
+        merged = merge_stage(settings, layer)
         for kind in COMPONENTS:
-            old, new = component_mapping(self.settings.get(kind, {})), component_mapping(layer.get(kind, {}))
+            old, new = component_mapping(settings.get(kind, {})), component_mapping(layer.get(kind, {}))
             if changes_name(old, new):
-                merged[kind] = self.replaced.replace(kind, old, new, self.settings.get("roles", {}))
+                merged[kind] = self.replaced.replace(kind, old, new, settings.get("roles", {}))
         if isinstance(roles := layer.get("roles", {}), Mapping):
             self.replaced.add_roles(roles, of_model=of_model)
         self.settings = merged

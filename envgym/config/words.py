@@ -17,6 +17,8 @@ AUTO = "auto"
 COMPONENTS = ("env", "agent", "learner")
 LENGTHS = ("steps", "epochs")
 """Settings of a stage's length; a stage has one of them."""
+WARMUPS = ("warmup_steps", "warmup_ratio")
+"""Settings of a learner's warm-up; a learner has one of them."""
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE)
 """Numbers that YAML reads as text."""
 
@@ -90,6 +92,14 @@ def merge_stage(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
     if len(lengths) > 1:
         raise ConfigError("steps and epochs both set the length of training: give one")
     return merge(base, {**overrides, **{key: None for key in LENGTHS if lengths and key not in lengths}})
+
+
+def without_warmup(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's settings `base` without their learner's warm-up, if `overrides` set one."""
+    learner, later = (component_mapping(settings.get("learner") or {}) for settings in (base, overrides))
+    if not (isinstance(later, Mapping) and any(key in later for key in WARMUPS) and isinstance(learner, Mapping)):
+        return dict(base)
+    return {**base, "learner": {key: value for key, value in learner.items() if key not in WARMUPS}}
 
 
 def _render_mapping(value: Any) -> Any:

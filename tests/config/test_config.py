@@ -544,3 +544,18 @@ def test_the_same_settings_from_python_are_the_same_run():
     assert of_words("seed=1", "rollout.tasks_per_step=3", "learner.lr=1e-5") == resolve(
         {**ENV, "seed": 1, "rollout": {"tasks_per_step": 3}, "learner": {"lr": 1e-5}}
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "ratio"),
+    [
+        ([], 0, 0.1),  # the starter's own
+        (["learner.warmup_steps=7"], 7, 0.0),
+        (["learner.warmup_ratio=0"], 0, 0.0),
+        (["learner=dr_grpo", "learner.warmup_steps=7"], 7, 0.0),
+    ],
+)
+def test_a_later_layers_warmup_replaces_an_earlier_one_in_steps_or_as_a_share(words, steps, ratio):
+    stage = stage_of(*words)
+    config = stage.learner_config()[1]
+    assert (config.warmup_steps, config.warmup_ratio) == (steps, ratio)
