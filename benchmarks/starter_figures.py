@@ -79,8 +79,8 @@ def environments() -> str:
     return "\n\n".join([table(header, rows), *sorted(taken)])
 
 
-def first_environments() -> str:
-    figures, conditions = read("starter_first_environments")
+def newcomers_environments(six: str) -> str:
+    figures, conditions = read(f"starter_{six}")
     rows = [
         [run["asks"], *(f"{run[key]['score']:.3f}" for key in ("before", "after")), f"{run['seconds']['total']:.0f}"]
         for run in figures["environments"].values()
@@ -111,7 +111,8 @@ def main() -> None:
     fill_docs("class", class_in_words(), page.with_name("first_environment.md"))
     fill_docs("starter", main_job(), page)
     fill_docs("environments", environments(), page)
-    fill_docs("first_environments", first_environments(), page)
+    for six in ("first_environments", "second_environments"):
+        fill_docs(six, newcomers_environments(six), page)
     shutil.copy(ROOT / "tests" / "results" / PICTURE, page.with_name(PICTURE))
 
 
