@@ -4,9 +4,9 @@
     python benchmarks/gpu_first.py placement turns    # these
     python benchmarks/gpu_first.py --toy              # toy sizes, also on a CPU
 
-A step is a process of its own. Its results go into `benchmarks/results/gpu_first.json`, beside those of steps that ran
-earlier, before the next one begins. What this machine lacks (a torch that vLLM's wheel accepts, a second GPU) is said,
-and the other steps run.
+A step is a process of its own. Its results go into `benchmarks/results/gpu_first.json` (`gpu_first_toy.json`), beside
+those of steps that ran earlier, before the next one begins. What this machine lacks (a torch that vLLM's wheel accepts,
+a second GPU) is said, and the other steps run.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def turns(size: str) -> dict[str, Any]:
     losses: dict[str, list[float]] = {}
     left: dict[str, float] = {}
     with policy("toy" if size == "toy" else "turns") as model:
-        for stage, lora, offload in product((0, 2, 3), (0, 4), (False, True)):
+        for dtype, stage, lora, offload in product(("bfloat16", "float32"), range(4), (0, 4), (False, True)):
             if offload and (lora or not stage):
                 continue
-            name = f"stage {stage}{', LoRA' if lora else ''}{', offload' if offload else ''}"
-            settings = {"zero_stage": stage, "offload_optimizer": offload}
+            name = f"{dtype}, stage {stage}{', LoRA' if lora else ''}{', offload' if offload else ''}"
+            settings = {"zero_stage": stage, "offload_optimizer": offload, "dtype": dtype}
             (expected, _), (observed, left[name]) = (
                 _three_steps(size, model, settings, lora, in_turns=in_turns) for in_turns in (False, True)
             )
@@ -421,13 +421,14 @@ def main() -> None:
     if options.inside:
         print(json.dumps(run_step(options.steps[0], size)))
         return
-    path = RESULTS / "gpu_first.json"
+    item = "gpu_first" if size == "full" else "gpu_first_toy"
+    path = RESULTS / f"{item}.json"
     steps = json.loads(path.read_text())["steps"] if path.exists() else {}
     where, failed = conditions(["torch", "vllm", "deepspeed", "transformers"]), False
     where["gpu"] = gpu_name()
     for name, result in results(options.steps or list(STEPS), size):
         steps[name] = {**result, "size": size, "conditions": where}
-        store("gpu_first", {"steps": steps})
+        store(item, {"steps": steps})
         failed |= result["verdict"] == "FAILED"
         print(
             f"{result['verdict']:8} {name}: {json.dumps(result.get('figures') or result.get('reason'))[:600]}",

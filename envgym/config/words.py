@@ -96,8 +96,9 @@ def merge_stage(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
 
 def without_warmup(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A stage's settings `base` without their learner's warm-up, if `overrides` set one."""
-    learner, later = (component_mapping(settings.get("learner") or {}) for settings in (base, overrides))
-    if not (isinstance(later, Mapping) and any(key in later for key in WARMUPS) and isinstance(learner, Mapping)):
+    learner = component_mapping(base.get("learner") or {})
+    override = component_mapping(overrides.get("learner") or {})
+    if not (isinstance(override, Mapping) and isinstance(learner, Mapping) and any(key in override for key in WARMUPS)):
         return dict(base)
     return {**base, "learner": {key: value for key, value in learner.items() if key not in WARMUPS}}
 
