@@ -3,8 +3,8 @@
 A step may go nowhere without any sign of it: gradients, norms and log-probabilities look as usual while the optimizer
 updates numbers that nobody reads, or none. So a few trained parameters, others at every step, are compared around it.
 
-Of an adapter, its own matrices are looked at; frozen weights, in 4 bits or not, never. Tied weights are one parameter. A
-moving average follows the optimizer's weights, and is not compared.
+Of an adapter, its own matrices are looked at; frozen weights, in 4 bits or not, never. Tied weights are one parameter.
+A moving average follows the optimizer's weights, and is not compared.
 """
 
 from __future__ import annotations
