@@ -69,7 +69,7 @@ def test_it_runs_without_a_gpu(script, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_steps_for_a_first_gpu_run_without_one(script, tmp_path):
     """At toy sizes; those that need vLLM's GPU build or a GPU are left to it."""
     first = importlib.import_module("gpu_first")
