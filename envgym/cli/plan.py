@@ -75,9 +75,8 @@ def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[
     stage = config.stages[number]
     models = local_models(stage.make_spec())
     plan = plan_of(stage, {name: model.ranks for name, model in models.items()}, nodes)
-    stages = dict(zip(config.stage_names, config.stages, strict=True))
-    stage = with_micro_batches(stage, plan, models, stages)
-    needs = MemoryNeeds(stage, plan, models, stages)
+    stage = with_micro_batches(stage, plan, models, config.stages_by_name)
+    needs = MemoryNeeds(stage, plan, models, config.stages_by_name)
     if len(config.stages) > 1:
         print(f"{'' if number == 0 else chr(10)}stage {number + 1}, {config.stage_names[number]}")
     rows = [("part", "processes", "where", "GPUs", "GiB each", "of which")]

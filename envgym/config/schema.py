@@ -28,7 +28,7 @@ from envgym.workers.lora import LoraConfig
 
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE
 from .renamed import rename_settings
-from .words import AUTO, component_mapping, merge
+from .words import AUTO, WARMUPS, component_mapping, merge
 
 
 class Component(BaseModel):
@@ -282,8 +282,8 @@ class RoleConfig(Settings):
         """The learner's settings that this role overrides. A warm-up replaces the learner's, in steps or as a share."""
         names = RoleConfig.model_fields.keys() & LearnerConfig.model_fields.keys()
         settings = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if {"warmup_steps", "warmup_ratio"} & settings.keys():
-            settings = {"warmup_steps": 0, "warmup_ratio": 0.0, **settings}
+        if settings.keys() & set(WARMUPS):
+            settings = {**dict.fromkeys(WARMUPS, 0), **settings}
         if settings.get("optimizer") == "adamw":
             settings = {"muon_lr": None, **settings}
         return settings
@@ -432,6 +432,11 @@ class RunConfig(Settings):
     def stage_names(self) -> list[str]:
         """The names of the stages."""
         return [stage_name(stage.name, stage.learner.name) for stage in self.stages]
+
+    @property
+    def stages_by_name(self) -> dict[str, StageConfig]:
+        """The stages by their names."""
+        return dict(zip(self.stage_names, self.stages, strict=True))
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

@@ -44,9 +44,9 @@ LIBRARIES = {"rank": 0.6 * GIB, "engine": 1.0 * GIB}
 """Host memory of a process before it loads a model."""
 CPU_CACHE = 2 * GIB
 """Default size of vLLM's cache on a CPU."""
-HALF_PRECISION_VECTORS = 23
-"""Vectors of the model's width that a layer saves in 16 bits (9 in float32), since norms compute in float32. Fitted to
-the peaks of `benchmarks/gpu_first.py` on an H100."""
+SAVED_VECTORS = {4: 9, 2: 23}
+"""Vectors of the model's width that a layer saves, by bytes of a number: more in 16 bits, since norms compute in
+float32. Those were fitted to the peaks of `benchmarks/gpu_first.py` on an H100."""
 GPU_MICRO_BATCHES = (16_384, 8_192)
 """Tokens per micro-batch that `auto` tries on GPUs. On an H100 a model of 0.5 billion parameters learned 1.8 times as
 fast with 16,384 as with 4,096, and no faster with 32,768 (`benchmarks/gpu_first.py`)."""
@@ -146,7 +146,7 @@ def _activation_bytes(sizes: ModelSizes, settings: WorkersConfig, width: int, *,
     """Activation bytes of one micro-batch: per-layer buffers saved for backward (vectors of the model's width and 4
     of the inner width; with checkpointing each layer's input, and the buffers of one layer), plus live logits."""
     tokens = settings.tokens_per_rank
-    layer = (9 if width == 4 else HALF_PRECISION_VECTORS) * sizes.hidden + 4 * sizes.intermediate
+    layer = SAVED_VECTORS[width] * sizes.hidden + 4 * sizes.intermediate
     saved = layer if not trains else sizes.layers * layer
     if trains and settings.gradient_checkpointing:
         saved = sizes.layers * sizes.hidden + layer

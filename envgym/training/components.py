@@ -108,10 +108,9 @@ async def start_components(
 
 
 def _with_micro_batches(config: RunConfig, stage: StageConfig, context: StageContext) -> StageConfig:
-    runtime, stages = context.runtime, dict(zip(config.stage_names, config.stages, strict=True))
-    if not isinstance(runtime, PlacedRuntime):
+    if not isinstance(context.runtime, PlacedRuntime):
         return stage
-    return with_micro_batches(stage, runtime.plan, local_models(context.spec), stages)
+    return with_micro_batches(stage, context.runtime.plan, local_models(context.spec), config.stages_by_name)
 
 
 def _make_apis(

@@ -63,9 +63,9 @@ class WeightSync:
         await self.timeshare.hand_over(send)
         self.version = version
         differences = await self._differences(self.engine, actor_logprobs)
-        for engine in differences:
-            self._check_probe(f"the probe after sync {version}", engine)
-        return max((max(engine) for engine in differences), default=None)
+        for of_engine in differences:
+            self._check_probe(f"the probe after sync {version}", of_engine)
+        return max(map(max, differences), default=None)
 
     async def join(self, engine: EngineClient) -> None:
         """Give a replacement engine the weights of the current version; waits while the actor's are being updated."""
