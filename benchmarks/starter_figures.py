@@ -26,8 +26,8 @@ ENVIRONMENTS = {
     "template_multi_turn": "`envs new --kind multi-turn`: guess a number, `sft_grpo`",
     "guess": "`examples/guess.py`, `sft_grpo`",
     "one_call": "`tool_use`: one call, 20 steps",
-    "template_tools": "`envs new --kind tools`, `sft_grpo` of 100 and 15 steps",
-    "hidden_number": "`HiddenNumber` of [Tools](../environments/tools.md), `sft_grpo` of 100 and 15 steps",
+    "template_tools": "`envs new --kind tools`, `sft_grpo`",
+    "hidden_number": "`HiddenNumber` of [Tools](../environments/tools.md), `sft_grpo`",
 }
 SEEDS = (0, 1, 2)
 PICTURE = "main_job.png"
@@ -61,12 +61,15 @@ def environments() -> str:
         items = [f"starter_{case}_{seed}" for seed in SEEDS]
         seeds = [read(item) for item in items if (ROOT / "tests" / "results" / f"{item}.json").exists()]
         if not seeds:
-            rows.append([name, *["not measured"] * 2, "", ""])
+            rows.append([name, *["not measured"] * 2, "", "", ""])
             continue
         figures = [figures for figures, _ in seeds]
         taken.update(conditions for _, conditions in seeds)
-        scores = [" ".join(f"{run[key]['score']:.3f}" for run in figures) for key in ("before", "after")]
-        seconds = f"{statistics.median(run['seconds']['total'] for run in figures):.0f}"
+        scores = [
+            " ".join(f"{run[key]['score']:.3f}" for run in figures if key in run)
+            for key in ("before", "demonstrations", "after")
+        ]
+        seconds = f"{statistics.median(run['seconds'] for run in figures):.0f}"
         try:
             control, conditions = read(f"starter_{case}_control")
         except FileNotFoundError:  # a run whose demonstrations are learned has none
@@ -75,7 +78,7 @@ def environments() -> str:
             taken.add(conditions)
             controlled = f"{control['before']['score']:.3f} → {control['after']['score']:.3f}"
         rows.append([name, *scores, controlled, seconds])
-    header = ["environment", "before", "after", "control", "seconds"]
+    header = ["environment", "before", "demonstrations", "after", "control", "seconds"]
     return "\n\n".join([table(header, rows), *sorted(taken)])
 
 
@@ -100,7 +103,7 @@ def class_in_words() -> str:
     """The sentence on README's class."""
     figures, _ = read("starter_class_0")
     before, after = (f"{figures[key]['score']:.2f}" for key in ("before", "after"))
-    steps, seconds = figures["steps"], f"{figures['seconds']['total']:.0f}"
+    steps, seconds = figures["steps"], f"{figures['seconds']:.0f}"
     return f"The held-out score rises from {before} to {after} in {steps} steps, {seconds} seconds on two cores."
 
 
