@@ -82,7 +82,8 @@ def settings_error(error: ValidationError, model: type[BaseModel], context: str 
     problems = error.errors()
     # Unknown keys first: one is often the misspelling of another that is missing.
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
-    key = ".".join(str(part) for part in first["loc"])
+    path, word = _without_union(first["loc"], problems)
+    key = ".".join(str(part) for part in path)
     if first["type"] == "extra_forbidden":
         names = known_keys(model, first["loc"][:-1])
         parent, dot, name = key.rpartition(".")
@@ -93,11 +94,23 @@ def settings_error(error: ValidationError, model: type[BaseModel], context: str 
     if first["type"] in ("model_type", "dict_type"):
         return ConfigError(f"{prefix}key {key!r} holds nested keys ({key}.…), not {first['input']!r:.60}")
     if first["type"] in ("tuple_type", "list_type"):
-        return ConfigError(f"{prefix}key {key!r} holds a list ([…, …]), not {first['input']!r:.60}")
+        return ConfigError(f"{prefix}key {key!r} holds a list ([…, …]){word}, not {first['input']!r:.60}")
     rule = RULES.get(first["type"])
     problem = rule.format(**first.get("ctx", {})) if rule else first["msg"].removeprefix("Value error, ")
     got = "" if first["type"] == "secret" else f", got {first['input']!r:.60}"  # the value may be a secret key
-    return ConfigError(f"{prefix}key {key!r}: {problem[:1].lower()}{problem[1:]}{got}")
+    return ConfigError(f"{prefix}key {key!r}: {problem[:1].lower()}{problem[1:]}{word}{got}")
+
+
+def _without_union(path: tuple[Any, ...], problems: Sequence[Any]) -> tuple[tuple[Any, ...], str]:
+    """`path`, and the words that are allowed there beside a number or a list (`, or 'auto'`). For such a key pydantic
+    reports a problem per kind of value, with the kind as part of the path."""
+    for problem in problems:
+        *outer, kind = problem["loc"]
+        if str(kind).startswith("literal[") and path[: len(outer)] == tuple(outer):
+            inner = path[len(outer) + 1 :]
+            word = "" if inner or path == problem["loc"] else f", or {problem['ctx']['expected']}"
+            return (*outer, *inner), word
+    return path, ""
 
 
 def known_keys(model: type[BaseModel], path: Sequence[Any]) -> list[str]:

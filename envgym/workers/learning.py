@@ -84,8 +84,8 @@ class ModelLearning(ModelState):
     def _checks(self) -> StepChecks:
         assert self.learner is not None
         trained = [item for item in self.network.named_parameters() if item[1].requires_grad]
-        adam = self.learner.config.optimizer == "adamw" and "optimizer" not in self.settings.deepspeed
-        return StepChecks(trained, moves=adam)
+        is_adamw = self.learner.config.optimizer == "adamw" and "optimizer" not in self.settings.deepspeed
+        return StepChecks(trained, adam_eps=self.learner.config.eps if is_adamw else None)
 
     def _loss(
         self, samples: Sequence[TrainSample], normalizers: Mapping[str, float], share_of_tokens: float

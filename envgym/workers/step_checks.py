@@ -45,11 +45,11 @@ class Sample:
 class StepChecks:
     """`begin` before an optimizer step, and `finish` after it if it was taken.
 
-    `moves`: parameters with gradients must have moved, as AdamW moves them.
+    `adam_eps`: AdamW's `eps`, whose steps must have moved the parameters with gradients; None for another optimizer.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], *, moves: bool) -> None:
-        self._moves = moves
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], *, adam_eps: float | None) -> None:
+        self._adam_eps = adam_eps
         self._turn: Iterator[tuple[str, nn.Parameter]] = cycle(parameters)
         self._count = min(CHECKED_PARAMETERS, len(parameters))
         self._checked: list[tuple[str, nn.Parameter]] = []
@@ -57,14 +57,17 @@ class StepChecks:
 
     def begin(self) -> None:
         self._checked = list(islice(self._turn, self._count))
-        samples = (sample_before(name, parameter) for name, parameter in self._checked if self._moves)
-        self._samples = [sample for sample in samples if sample is not None]
+        self._samples = []
+        if self._adam_eps is not None:
+            samples = (sample_before(name, parameter) for name, parameter in self._checked)
+            self._samples = [sample for sample in samples if sample is not None]
 
     def finish(self, lr: float, gradient_scale: float) -> None:
         """Raise `RunError` for weights that should have changed and did not. `gradient_scale`: the factor by which the
         optimizer's gradients were multiplied (clipping, a loss scale)."""
         for sample in self._samples:
-            check_moved(sample, lr, gradient_scale)
+            assert self._adam_eps is not None
+            check_moved(sample, lr, gradient_scale, self._adam_eps)
         for name, parameter in self._checked:
             check_weights(name, parameter)
 
@@ -97,10 +100,10 @@ def _gradient(parameter: nn.Parameter, part: torch.Tensor, start: int) -> torch.
     return None if gradient is None else gradient.reshape(-1)[: len(part)].to(part.device)
 
 
-def check_moved(sample: Sample, lr: float, gradient_scale: float) -> None:
-    """Raise `RunError` if no sampled weight moved, though enough had a gradient. Updates that the weights' own float32
-    could not hold are no fault."""
-    with_gradient = (sample.gradients.float() * gradient_scale).abs() > 1e-8
+def check_moved(sample: Sample, lr: float, gradient_scale: float, eps: float) -> None:
+    """Raise `RunError` if no sampled weight moved, though enough had a gradient above AdamW's `eps`. Updates that the
+    weights' own float32 could not hold are no fault."""
+    with_gradient = (sample.gradients.float() * gradient_scale).abs() > eps
     precision = torch.finfo(torch.float32).eps * sample.weights[with_gradient].abs()
     if with_gradient.sum() < LEAST_GRADIENTS or bool((lr * LEAST_UPDATE <= precision).any()):
         return

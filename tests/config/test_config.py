@@ -411,6 +411,11 @@ REFUSED = {
     "seed=12345678901234567890123": "key 'seed': must fit into 64 bits",
     "seed=4294967296": "key 'seed': must be less than 4294967296",  # engines take no greater ones
     "engine.args={a: 1, a: 2}": "engine.args={a: 1, a: 2}: key 'a' is given twice",
+    "workers.tokens_per_microbatch=all": "key 'workers.tokens_per_microbatch': must be a whole number, or 'auto'",
+    "workers.packing=3": "key 'workers.packing': must be true or false, or 'auto', got 3",
+    "eval.every=-1": "key 'eval.every': must be at least 0, or 'epoch', got -1",
+    "checkpoint.every=-1": "key 'checkpoint.every': must be at least 0, got -1",
+    "colocate=some": "key 'colocate': must be 'auto', 'none' or 'all', got 'some'",
     "learner.aggregation=words": "learner grpo: key 'aggregation': must be 'token', 'sequence' or 'constant'",
     "rollout.temperature=0": "key 'rollout.temperature': must be more than 0, got 0",
     "engine.kind=sglang": "key 'engine.kind': must be 'auto', 'vllm', 'transformers' or 'openai', got 'sglang'",

@@ -258,9 +258,10 @@ def test_a_parameter_must_move_if_its_gradients_and_the_learning_rate_can_move_i
     gradients[:n_with_gradient] = gradient
     sample = step_checks.Sample("experts", parameter, parameter.detach().clone(), gradients)
     with pytest.raises(RunError, match="did not move") if alarm else contextlib.nullcontext():
-        step_checks.check_moved(sample, lr, 1.0)
+        step_checks.check_moved(sample, lr, 1.0, 1e-8)
+    step_checks.check_moved(sample, lr, 1.0, 1.0)  # AdamW's eps is far above the gradients
     parameter.data[0] += 1e-6
-    step_checks.check_moved(sample, lr, 1.0)
+    step_checks.check_moved(sample, lr, 1.0, 1e-8)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
