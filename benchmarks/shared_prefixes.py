@@ -1,12 +1,13 @@
 """Training on groups of answers to one prompt: a worker that computes shared prefixes once, and one that does not.
 
-    .venv/bin/python benchmarks/shared_prefixes.py [--repeats 5] [--case NAME …]
+    .venv/bin/python benchmarks/shared_prefixes.py [--repeats 6] [--case NAME …]
 
-The learn phase of one optimizer step is `ModelWorker.accumulate` with the GRPO loss and AdamW's `step`; the log-prob
-pass is `ModelWorker.forward`. Both sides have the same rows, random prompts with answers of lengths between half and
-one and a half of the mean, and the same budget of tokens per micro-batch; they alternate in one process, and the first
-round is not counted. Peak memory is measured in separate processes, with the whole group in one micro-batch on both
-sides: that of the process during a learn phase, less that before it.
+Forward and backward are `ModelWorker.accumulate` with the GRPO loss; with AdamW's `step` they are the learn phase of
+an optimizer step. The log-prob pass is `ModelWorker.forward`. Both sides have the same rows, random prompts with
+answers of lengths between half and one and a half of the mean, and the same budget of tokens per micro-batch; they
+alternate in one process, in an order that changes from turn to turn, and the first turn is not counted. Peak memory is
+measured in separate processes, with the whole group in one micro-batch on both sides: that of the process during a
+learn phase, less that before it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 BUDGET = 4096
 SIDES = ("shared", "padded")
+PHASES = {"backward": "forward and backward", "learn": "learn phase", "score": "log-prob pass"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ MEMORY = "longer prompt"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--case", choices=CASES, nargs="+", default=list(CASES))
     parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -92,7 +94,7 @@ def markdown(result: dict[str, Any]) -> str:
         [
             f"{case['model']}: {case['groups']} × ({case['prompt']} + {case['size']} × {case['answer']})",
             f"{case['tokens']:.2f}",
-            *("{median:.2f} ({least:.2f} to {greatest:.2f})".format(**case[phase]) for phase in ("learn", "score")),
+            *("{median:.2f} ({least:.2f} to {greatest:.2f})".format(**case[phase]) for phase in PHASES),
         ]
         for case in result["cases"].values()
     ]
@@ -104,7 +106,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"micro-batch, a learn phase takes {shared:.0f} MiB above the loaded model, and {padded:.0f} MiB with whole "
         f"sequences: {shared / padded:.2f}. "
     )
-    header = ["groups × (prompt + size × answer), tokens", "tokens", "learn phase", "log-prob pass"]
+    header = ["groups × (prompt + size × answer), tokens", "tokens", *PHASES.values()]
     return f"{table(header, rows)}\n\n{what}{conditions_in_words(result['conditions'])}"
 
 
@@ -117,26 +119,28 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
         rows = rows_of(case, worker.info().vocabulary)
         layouts = {"padded": "padded", "shared": worker.info().layout_of(rows)}
         turns = []
-        for _ in range(1 + repeats):
+        for number in range(1 + repeats):
             turn = {}
-            for side in SIDES:
+            for side in SIDES if number % 2 else reversed(SIDES):
                 layout = layouts[side]
                 began = time.perf_counter()
                 [batches] = micro_batches(rows, BUDGET, 1, layout=layout)
                 worker.accumulate(batches, worker.learner.loss_normalizers(rows), layout)
+                accumulated = time.perf_counter()
                 worker.step(0.0)
                 learned = time.perf_counter()
                 worker._not_shared = "" if side == "shared" else "this side has whole sequences"
                 worker.forward(rows)
                 worker._not_shared = ""
-                turn[side] = {"learn": learned - began, "score": time.perf_counter() - learned}
+                ended = time.perf_counter()
+                turn[side] = {"backward": accumulated - began, "learn": learned - began, "score": ended - learned}
             turns.append(turn)
         [shared], [padded] = (micro_batches(rows, BUDGET, 1, layout=layouts[side]) for side in SIDES)
         tokens = sum(cost(batch, layout="packed") for batch in padded)
         computed = sum(cost(batch, layout=layouts["shared"]) for batch in shared)
         worker.close()
     result: dict[str, Any] = {"tokens": tokens / computed if layouts["shared"] == "shared" else 1.0}
-    for phase in ("learn", "score"):
+    for phase in PHASES:
         ratios = sorted(turn["padded"][phase] / turn["shared"][phase] for turn in turns[1:])
         result[phase] = {"median": median(ratios), "least": ratios[0], "greatest": ratios[-1]}
     return result
