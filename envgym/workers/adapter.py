@@ -66,6 +66,11 @@ class Adapter:
                 "lora.targets: the embedding and the head cannot have an adapter, only the linear layers between them"
             )
 
+        if any(isinstance(layer, peft.tuners.lora.ParamWrapper) for layer in self._layers.values()):
+            raise ConfigError(
+                f"lora.targets={settings.targets}: the experts and routers of this model cannot have an adapter, only "
+                "its linear layers: set lora.targets=[q_proj, k_proj, v_proj, o_proj]"
+            )
         model.register_state_dict_post_hook(_drop_base_state)
 
     @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from envgym.engine import Request, SamplingParams
 from envgym.engines import TARGETS
@@ -66,6 +67,17 @@ def test_what_vllm_refuses_is_one_line(tiny_model, tmp_path, engine_args, said):
     with pytest.raises(ConfigError, match=f"vLLM cannot load .*{said}") as failure:
         run_with_engine(tiny_model, tmp_path, None, engine_args=engine_args)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.slow
+def test_the_build_for_cpus_refuses_adapters_of_a_mixture_of_experts(tmp_path):
+    config = AutoConfig.for_model(
+        "mixtral", vocab_size=384, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, num_local_experts=4, max_position_embeddings=256,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts")
+    with pytest.raises(ConfigError, match="no adapters for a mixture of experts"):
+        run_with_engine(tmp_path / "experts", tmp_path, None, lora_rank=4)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from envgym.errors import ConfigError, MissingDependency
 from envgym.learner import RoleSpec
@@ -245,6 +245,38 @@ def test_4_bit_weights_are_what_is_learned_on_and_merged_into(make_worker, make_
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixture_of_experts(tmp_path):
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=256, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts")
+    return str(tmp_path / "experts")
+
+
+def test_attention_of_a_mixture_of_experts_gets_an_adapter_and_experts_do_not(
+    make_worker, make_rows, normalizers, mixture_of_experts, tmp_path
+):
+    with pytest.raises(ConfigError, match="the experts and routers of this model cannot have an adapter"):
+        make_worker(model=mixture_of_experts)
+    rows = make_rows(4)
+    worker = make_worker(model=mixture_of_experts, lora={"rank": 2, "targets": ["q_proj", "o_proj"]})
+    before = worker.forward(rows)
+    for _ in range(2):
+        worker.accumulate([rows], normalizers(rows))
+        worker.step(1.0)
+    scores = worker.forward(rows)
+    assert max(np.abs(a - b)[1:].max() for a, b in zip(before, scores, strict=True)) > 1e-3
+    worker.save(str(tmp_path / "model"))
+    with torch.no_grad():
+        merged = logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), rows)
+    for row, score, expected in zip(rows, scores, merged, strict=True):
+        counts = row.loss_weights[1:] != 0
+        np.testing.assert_allclose(score[1:][counts], expected[counts], atol=1e-5)
 
 
 @pytest.mark.parametrize(
