@@ -23,7 +23,8 @@ from envgym.errors import ConfigError, WorkerError
 from envgym.models import capped_attention
 from envgym.models.weights_file import Bucket, IncomingWeights
 from envgym.types import StopReason, VersionSpan
-from envgym.workers.config import check_visible_gpu, number_format
+from envgym.workers.config import number_format
+from envgym.workers.gpus import check_visible_gpu
 
 from .model_folder import check_model_folder, end_tokens
 from .spec import LONGEST_DEFAULT, EngineSpec
@@ -197,14 +198,20 @@ class TransformersEngine:
             while version == self._version and not all(sample.finished for sample in batch):
                 logits, cache, mask = self._forward(batch, cache, mask)
                 self._steps += 1
-                for row, sample in zip(logits, batch, strict=True):
-                    if not sample.finished:
-                        token, logprob = sample_token(row, sample.request.sampling, sample.generator)
-                        sample.token_ids.append(token)
-                        sample.logprobs.append(logprob)
-                        sample.versions.append(version)
-                        if sample.finished and not sample.future.done():
-                            sample.future.set_result(sample.generation())
+                drawn = [
+                    (sample, *sample_token(row, sample.request.sampling, sample.generator))
+                    for row, sample in zip(logits, batch, strict=True)
+                    if not sample.finished
+                ]
+                samples, *columns = zip(*drawn, strict=True)
+                # A GPU is waited for twice, and not at every token.
+                tokens, logprobs = (torch.stack(column).tolist() for column in columns)
+                for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
+                    sample.token_ids.append(token)
+                    sample.logprobs.append(logprob)
+                    sample.versions.append(version)
+                    if sample.finished and not sample.future.done():
+                        sample.future.set_result(sample.generation())
                 await asyncio.sleep(0)
                 await self._may_step.wait()
 
@@ -229,15 +236,18 @@ class TransformersEngine:
         return output.logits[:, -1].float(), output.past_key_values, mask
 
 
-def sample_token(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
-    """Draw a token from `logits` [V]; return it and its log-probability, in nats, in the distribution drawn from.
+def sample_token(
+    logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token from `logits` [V]; return it and its log-probability, in nats, in the distribution drawn from, both
+    as tensors without dimensions.
 
     Temperature, then top-k, then top-p (the smallest set of most likely tokens that holds at least top_p), each
     renormalised. Temperature 0 takes the most likely, with its log-probability at temperature 1.
     """
     if sampling.temperature == 0:
-        token = int(logits.argmax())
-        return token, float(logits.log_softmax(-1)[token])
+        token = logits.argmax()
+        return token, logits.log_softmax(-1)[token]
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
@@ -245,8 +255,8 @@ def sample_token(logits: torch.Tensor, sampling: SamplingParams, generator: torc
         ordered, index = logits.softmax(-1).sort(descending=True)
         logits = logits.index_fill(0, index[ordered.cumsum(0) - ordered >= sampling.top_p], -torch.inf)
     logprobs = logits.log_softmax(-1)
-    token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
-    return token, float(logprobs[token])
+    token = torch.multinomial(logprobs.exp(), 1, generator=generator)[0]
+    return token, logprobs[token]
 
 
 def spans(versions: list[int]) -> tuple[VersionSpan, ...]:

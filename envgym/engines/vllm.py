@@ -249,7 +249,10 @@ class WeightReader:
             initialize_layerwise_reload(model)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        self.model_runner.get_model().load_weights(iter(read_bucket(bucket).items()))
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):  # a layer that is complete is converted at once
+            self.model_runner.get_model().load_weights(iter(read_bucket(bucket).items()))
 
     def end_reload(self) -> None:
         """Convert the layers to their kernels' format after the last weights, and forget adapters of the old ones."""
@@ -345,7 +348,7 @@ def _build(spec: EngineSpec) -> Any:
         arguments = EngineArgs(**settings)
         if cpu and spec.lora_rank and arguments.create_model_config().is_moe:
             raise ConfigError(
-                "vLLM's CPU build has no adapters for a mixture of experts: set lora.rank=0, or sample with "
+                "vLLM's CPU build has no adapters for models with experts: set lora.rank=0, or sample with "
                 "transformers (engine.kind=transformers)"
             )
         # Throughput counts, not latency: in this context vLLM takes more tokens per step.

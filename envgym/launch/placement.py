@@ -3,14 +3,10 @@ it."""
 
 from __future__ import annotations
 
-import functools
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 from envgym.config.schema import PlacementConfig, RoleConfig, StageConfig
@@ -19,6 +15,7 @@ from envgym.errors import ConfigError, did_you_mean
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime, Runtime, Slot, WorkerHandle
 from envgym.services.start import local_models
+from envgym.workers.gpus import least_gpu_bytes, visible_gpus
 from envgym.workers.ray import RayRuntime
 
 ENGINE, REWARD = "engine", "reward"
@@ -246,7 +243,7 @@ def nodes_of(runtime: Runtime | None = None, *, only_free: bool = False) -> list
     """The nodes of a run: this machine, or the nodes of the Ray cluster that `runtime` is connected to. With
     `only_free`, without the GPUs that are in use."""
     if isinstance(runtime, RayRuntime):
-        return [Node(name, gpus, None, memory) for name, gpus, memory in runtime.nodes(only_free=only_free)]
+        return [Node(*node) for node in runtime.nodes(only_free=only_free)]
     node = this_machine()
     return [replace(node, gpus=min(1, node.gpus)) if isinstance(runtime, InlineRuntime) else node]
 
@@ -254,33 +251,8 @@ def nodes_of(runtime: Runtime | None = None, *, only_free: bool = False) -> list
 def this_machine() -> Node:
     """This machine, with its visible GPUs."""
     gpus = visible_gpus()
-    memory = _gpu_bytes() if gpus else None
+    memory = least_gpu_bytes() if gpus else None
     return Node("this machine", len(gpus), memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs of this machine that a process may use, by their names in `CUDA_VISIBLE_DEVICES`."""
-    if (variable := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in variable.split(",") if name not in ("", "-1")]
-    if sizes := _gpu_sizes():
-        return [str(number) for number in range(len(sizes))]
-    return [str(number) for number in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
-
-
-def _gpu_bytes() -> int | None:
-    """Memory of the smallest GPU, from `nvidia-smi`; None without that program."""
-    return min(_gpu_sizes() or [0]) or None
-
-
-@functools.cache
-def _gpu_sizes() -> list[int] | None:
-    """The bytes of each GPU that `nvidia-smi` shows; None without that program. It shows those of a container, and
-    `/proc` may show the host's, or none."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30, check=False).stdout.split()
-    return [int(size) * 2**20 for size in answer if size.isdecimal()]
 
 
 class PlacedRuntime:

@@ -209,7 +209,7 @@ class LocalRuntime:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**WAITING, **os.environ, **UTF8, "PATH": _path(), **environ},
+                env={**WAITING, **os.environ, **UTF8, "PATH": search_path(), **environ},
                 pass_fds=(child_end.fileno(),),
                 start_new_session=True,
             )
@@ -217,7 +217,7 @@ class LocalRuntime:
         return LocalWorker(name, log, process, reader, Outbox(writer, whole_turns=self._deterministic), self._watch)
 
 
-def _path() -> str:
+def search_path() -> str:
     """`PATH` with the interpreter's programs first: DeepSpeed builds kernels by a `ninja` that an environment which is
     not activated hides."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

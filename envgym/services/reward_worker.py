@@ -14,6 +14,7 @@ from envgym.render.spelling import mark_after_prompt
 from envgym.run_folder import policy_of_run
 from envgym.types import Message, Observation, as_messages
 from envgym.workers.config import WorkersConfig, number_format
+from envgym.workers.gpus import check_visible_gpu
 
 from .client import Text
 from .declarations import RewardModel
@@ -40,6 +41,7 @@ class RewardWorker:
         if deterministic:
             be_deterministic()
         self._device = _freest_device()
+        check_visible_gpu(self._device.type)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self._name = _find_model(declared.model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -21,16 +20,6 @@ LEAST_TOKENS = 4096
 def number_format(dtype: str, *, on_cpu: bool) -> str:
     """The number format of weights for a setting `dtype`: `auto` is float32 on a CPU, bfloat16 elsewhere."""
     return dtype if dtype != "auto" else "float32" if on_cpu else "bfloat16"
-
-
-def check_visible_gpu(device_type: str) -> None:
-    """Raise `ConfigError` if this process was given a GPU and torch sees none: it would run on the CPU in silence."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if device_type == "cpu" and visible.strip() not in ("", "-1", "NoDevFiles"):
-        raise ConfigError(
-            f"this process was given GPU {visible} (CUDA_VISIBLE_DEVICES), and torch sees none: is torch a build for "
-            'CUDA, and the driver new enough for it? Set CUDA_VISIBLE_DEVICES="" to run on the CPU'
-        )
 
 
 class WorkersConfig(Settings):

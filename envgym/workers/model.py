@@ -23,7 +23,7 @@ from envgym.learner import Learner, TrainSample
 
 from . import checkpoint, step_checks, tensor_parallel, zero
 from .adapter import Adapter
-from .config import check_visible_gpu
+from .gpus import check_visible_gpu
 from .learning import ModelLearning
 from .metrics import peak_flops
 from .micro_batches import choose_layout, micro_batches, network_inputs, pad

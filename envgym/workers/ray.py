@@ -23,13 +23,26 @@ from typing import Any
 
 from envgym.errors import ConfigError, WorkerDied, WorkerError, needs
 from envgym.processes import family
-from envgym.processes.runtime import UTF8, ErrorRecord, Slot, close_object, describe_error, load_target, rebuild_error
+from envgym.processes.local import search_path
+from envgym.processes.runtime import (
+    CALL_SECONDS,
+    UTF8,
+    ErrorRecord,
+    Slot,
+    close_object,
+    describe_error,
+    load_target,
+    rebuild_error,
+)
 from envgym.processes.watchdog import CONTROLLER_LOG, CallWatch, watched_thread
+
+from .gpus import least_gpu_bytes
 
 FORWARDED = ("NCCL_", "HF_", "VLLM_", "TORCH_NCCL_")
 """Prefixes of the variables that workers get from the controller: a running cluster has an environment of its own."""
-START_TIMEOUT = 600.0
-"""Seconds a worker may take to be placed, to import what it needs, and to return from its constructor."""
+PLACE_TIMEOUT = 600.0
+"""Seconds in which Ray must give a worker its place and a process; loading a large model may take up to
+`CALL_SECONDS`."""
 CLOSE_TIMEOUT = 10.0
 """Seconds a worker may take to end by itself when asked, before it is killed."""
 MAX_CALLS = 2**20
@@ -62,6 +75,7 @@ class Host:
         sys.path += [entry for entry in path if entry not in sys.path]
         if not keep_threads:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1; how many to use is the worker's decision
+        os.environ["PATH"] = search_path()
         os.environ["ENVGYM_NODE_ADDRESS"] = ray.util.get_node_ip_address()
         self._worker: Any = None
         self._next = 0
@@ -141,6 +155,16 @@ class RayWorker:
         self._calls = 0
         self._closing: asyncio.Task[None] | None = None
 
+    async def wait_for_place(self) -> None:
+        """Wait for the actor's process. Raises `WorkerError` if Ray has not started it within `PLACE_TIMEOUT`."""
+        try:
+            with self._translated_errors():
+                await asyncio.wait_for(_future(self._actor.__ray_ready__.remote()), PLACE_TIMEOUT)
+        except TimeoutError:
+            raise WorkerError(
+                f"{self.name} got no place within {PLACE_TIMEOUT:.0f} s: is there a free GPU for it? (see: ray status)"
+            ) from None
+
     async def start(self, target: str, kwargs: Mapping[str, Any]) -> None:
         """Build the worker object in the actor; raises what its constructor raised."""
         with self._translated_errors():
@@ -212,12 +236,15 @@ class RayRuntime:
         self._group: Any = None
         self._reserving: asyncio.Task[None] | None = None
         self._nodes: list[str] = []
+        self._gpu_bytes: dict[str, int | None] = {}
+        """Memory of the smallest GPU, by node."""
         self._gpus: list[list[str]] = []
         """The reserved GPUs of each node, by Ray's numbers."""
 
-    def nodes(self, *, only_free: bool = False) -> list[tuple[str, int, int]]:
-        """The cluster's nodes that take workers: name, GPUs (with `only_free`, only unreserved ones), bytes of memory.
-        This node comes first, then by name; `reserve` and slots use indexes of this list."""
+    def nodes(self, *, only_free: bool = False) -> list[tuple[str, int, int | None, int]]:
+        """The cluster's nodes that take workers: name, GPUs (with `only_free`, only unreserved ones), bytes of the
+        smallest GPU (None: unknown), bytes of memory. This node comes first, then by name; `reserve` and slots use
+        indexes of this list."""
         ray = self._ray()
         this_node = ray.get_runtime_context().get_node_id()
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].keys() & {"CPU", "GPU"}]
@@ -225,10 +252,32 @@ class RayRuntime:
         self._nodes = [node["NodeID"] for node in nodes]
         available = ray._private.state.available_resources_per_node() if only_free else {}
         resources = [available.get(node["NodeID"], node["Resources"]) for node in nodes]
+        self._ask_for_gpu_bytes({node["NodeID"] for node in nodes if node["Resources"].get("GPU")})
         return [
-            (node["NodeName"], int(free_resources.get("GPU", 0)), int(node["Resources"].get("memory", 0)))
+            (
+                node["NodeName"],
+                int(free_resources.get("GPU", 0)),
+                self._gpu_bytes.get(node["NodeID"]),
+                int(node["Resources"].get("memory", 0)),
+            )
             for node, free_resources in zip(nodes, resources, strict=True)
         ]
+
+    def _ask_for_gpu_bytes(self, nodes: set[str]) -> None:
+        """Ask each node once. One that does not answer within a minute counts as unknown."""
+        ray = self._ray()
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        references = {
+            node: ray.remote(least_gpu_bytes)
+            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            .remote()
+            for node in nodes - self._gpu_bytes.keys()
+        }
+        for node, reference in references.items():
+            self._gpu_bytes[node] = None
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._gpu_bytes[node] = ray.get(reference, timeout=60)
 
     async def reserve(self, bundles: Sequence[int]) -> None:
         """Reserve `bundles[i]` GPUs on node i, in one placement group; later calls only wait for the first.
@@ -293,14 +342,13 @@ class RayRuntime:
         worker = RayWorker(name, log, actor, self._watch)
         self._workers.append(worker)
         try:
-            await asyncio.wait_for(worker.start(target, kwargs), START_TIMEOUT)
+            await worker.wait_for_place()
+            await asyncio.wait_for(worker.start(target, kwargs), CALL_SECONDS)
         except BaseException as error:
             ray.kill(actor)
             self._workers.remove(worker)
             if isinstance(error, TimeoutError):
-                raise WorkerError(
-                    f"{name} was not ready after {START_TIMEOUT:.0f} s: is there a free GPU for it? (log: {log})"
-                ) from None
+                raise WorkerError(f"{name} was not ready after {CALL_SECONDS:.0f} s (log: {log})") from None
             raise
         return worker
 

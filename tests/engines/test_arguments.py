@@ -1,11 +1,15 @@
-"""The arguments that vLLM is started with, on a CPU and on a GPU. Nothing is started."""
+"""What vLLM is started and called with, on a CPU and on a GPU. Nothing is started."""
 
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from envgym.engines import vllm
 from envgym.engines.spec import LONGEST_DEFAULT, EngineSpec
+from envgym.models.weights_file import write_bucket
 
 
 @pytest.fixture
@@ -33,3 +37,34 @@ def test_a_long_context_is_taken_only_if_it_is_asked_for(model, own, setting, ex
 def test_steps_overlap_on_a_gpu_where_weights_never_change_in_between(model, cpu, in_flight, overlap):
     settings = vllm._arguments(EngineSpec(model(512), in_flight=in_flight), cpu=cpu)
     assert settings["async_scheduling"] is overlap
+
+
+def test_ranks_of_an_engine_are_spawned(model, monkeypatch):
+    """A fork would copy the event loop that runs."""
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    seen = []
+    monkeypatch.setattr(vllm, "_build", lambda spec: seen.append(os.environ["VLLM_WORKER_MULTIPROC_METHOD"]) or 1 / 0)
+    monkeypatch.setattr(vllm, "check_model_folder", lambda path: None)
+    with pytest.raises(ZeroDivisionError):
+        vllm.VLLMEngine(EngineSpec(model(512)))
+    assert seen == ["spawn"]
+
+
+def test_weights_are_loaded_with_the_configuration_that_their_layers_read(monkeypatch, tmp_path):
+    from vllm.config import VllmConfig, get_current_vllm_config
+    from vllm.model_executor.model_loader import reload
+
+    calls, reader = [], vllm.WeightReader()
+
+    def note(name):
+        return lambda *args: calls.append((name, get_current_vllm_config() is reader.vllm_config))
+
+    model = SimpleNamespace(modules=tuple, load_weights=note("load"))
+    reader.vllm_config = VllmConfig()
+    reader.model_runner = SimpleNamespace(get_model=lambda: model, model_config=None, reset_lora_state=lambda: None)
+    monkeypatch.setattr(reload, "initialize_layerwise_reload", note("begin"))
+    monkeypatch.setattr(reload, "finalize_layerwise_reload", note("end"))
+    reader.begin_reload()
+    reader.load_bucket(write_bucket(0, str(tmp_path / "bucket"), {"w": torch.zeros(1)}))
+    reader.end_reload()
+    assert calls == [("begin", True), ("load", True), ("end", True)]

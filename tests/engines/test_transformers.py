@@ -1,22 +1,31 @@
 """The sampling function of the transformers engine, on distributions small enough to know by heart."""
 
 import asyncio
+import json
 import math
+import shutil
 
 import pytest
 import torch
 
-from envgym.engine import SamplingParams
-from envgym.engines.spec import EngineSpec
+from envgym.engine import Request, SamplingParams
+from envgym.engines.spec import LONGEST_DEFAULT, EngineSpec
 from envgym.engines.transformers import TransformersEngine, sample_token, spans
+from envgym.errors import ConfigError
+from envgym.learner import RoleSpec
+from envgym.services.declarations import RewardModel
+from envgym.services.reward_worker import RewardWorker
 from envgym.types import VersionSpan
+from envgym.workers.model import ModelWorker
+from envgym.workers.spec import WorkerSpec
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
 
 def draw(n=4000, **sampling):
     generator = torch.Generator().manual_seed(0)
-    draws = [sample_token(LOGITS, SamplingParams(max_tokens=1, **sampling), generator) for _ in range(n)]
+    pairs = (sample_token(LOGITS, SamplingParams(max_tokens=1, **sampling), generator) for _ in range(n))
+    draws = [(int(token), float(logprob)) for token, logprob in pairs]
     return {token: (sum(t == token for t, _ in draws) / n, math.exp(lp)) for token, lp in set(draws)}
 
 
@@ -46,6 +55,45 @@ def test_greedy_reports_the_likeliest_at_temperature_one():
 
 def test_spans():
     assert spans([0, 0, 3, 3, 3]) == (VersionSpan(0, 0, 2), VersionSpan(3, 2, 5))
+
+
+def test_a_step_waits_for_the_gpu_as_often_for_many_requests_as_for_one(tiny_model, monkeypatch):
+    """Each number that Python reads of a tensor is such a wait."""
+    engine, waits = TransformersEngine(EngineSpec(str(tiny_model))), []
+    for name in ("item", "tolist", "__int__", "__float__"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, read=read: waits.append(tensor) or read(tensor))
+
+    async def sample(n_requests):
+        waits.clear()
+        steps = await engine.steps()
+        requests = (Request(f"{n_requests}-{n}", (3, 4 + n), SamplingParams(max_tokens=6)) for n in range(n_requests))
+        await asyncio.gather(*(engine.generate(request) for request in requests))
+        return len(waits) / (await engine.steps() - steps)
+
+    assert asyncio.run(sample(8)) <= asyncio.run(sample(1)) == 2
+
+
+def test_the_context_of_a_model_of_long_ones_is_that_of_vllm(tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "long")
+    config = json.loads((tmp_path / "long" / "config.json").read_text())
+    (tmp_path / "long" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 262144}))
+    for setting, expected in ((None, LONGEST_DEFAULT), (100_000, 100_000)):
+        engine = TransformersEngine(EngineSpec(str(tmp_path / "long"), max_model_len=setting))
+        assert asyncio.run(engine.info()).max_model_len == expected
+
+
+@pytest.mark.parametrize("kind", [TransformersEngine, ModelWorker, RewardWorker])
+def test_a_process_that_was_given_a_gpu_which_torch_does_not_see_does_not_start(tiny_model, monkeypatch, kind):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = {
+        TransformersEngine: EngineSpec(str(tiny_model)),
+        ModelWorker: WorkerSpec("actor", str(tiny_model), RoleSpec()),
+        RewardWorker: RewardModel(model=str(tiny_model)),
+    }
+    with pytest.raises(ConfigError, match=r"was given GPU 0 .* and torch sees none"):
+        kind(arguments[kind])
 
 
 def test_an_engine_that_sleeps_gives_its_memory_back(tiny_model, monkeypatch):

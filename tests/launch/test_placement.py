@@ -2,20 +2,19 @@
 
 import asyncio
 import contextlib
-import os
 
 import pytest
 
 from envgym.config.resolve import resolve
 from envgym.config.words import nest_keys
 from envgym.errors import ConfigError
-from envgym.launch import placement
 from envgym.launch.components import start_engine
 from envgym.launch.memory import ModelSizes, engine_memory
 from envgym.launch.placement import Node, PlacedRuntime, Plan, StagePart, nodes_of, place_parts, plan_of, this_machine
 from envgym.monitoring.display import Display
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime, Slot
+from envgym.workers import gpus
 
 
 def stage(**settings):
@@ -130,20 +129,26 @@ def test_processes_may_share_a_gpu_or_have_none():
     assert where(plan) == {"engine": (0, (0,)), "actor-0": (0, (1,)), "actor-1": (0, (1,)), "service-reward": (0, ())}
 
 
-@pytest.mark.parametrize(("shown", "count"), [("81559\n81559\n", 2), ("", 0), ("No devices were found\n", 0)])
-def test_gpus_are_those_that_the_driver_shows(tmp_path, monkeypatch, shown, count):
-    """Not those of `/proc`, which in a container are the host's, or missing."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\nprintf '{shown}'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+@pytest.mark.parametrize(
+    ("shown", "count"), [("81559\n81559\n", 2), ("", 0), ("No devices were found\n", 0), (None, 3)]
+)
+def test_gpus_are_those_that_the_program_of_the_driver_shows(tmp_path, monkeypatch, shown, count):
+    """Not those of `/proc`, which in a container are the host's, or missing; unless there is no such program."""
+    for number in range(3):
+        (tmp_path / "driver" / str(number)).mkdir(parents=True)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "driver")
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    placement._gpu_sizes.cache_clear()
+    if shown is not None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nprintf '{shown}'\n")
+        program.chmod(0o755)
+    gpus._gpu_sizes.cache_clear()
     try:
         machine = this_machine()
     finally:
-        placement._gpu_sizes.cache_clear()
-    assert (machine.gpus, machine.gpu_bytes) == (count, 81559 * 2**20 if count else None)
+        gpus._gpu_sizes.cache_clear()
+    assert (machine.gpus, machine.gpu_bytes) == (count, 81559 * 2**20 if count == 2 else None)
 
 
 def test_a_worker_sees_the_gpus_of_its_slot(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from envgym.config.resolve import resolve
 from envgym.engine import EngineInfo
 from envgym.errors import ConfigError
 from envgym.launch.components import max_concurrency
+from envgym.launch.placement import Node, PlacedRuntime, plan_of
 from envgym.training.components import start_components
 
 
@@ -116,6 +117,29 @@ def test_the_engine_has_capacity_for_all_concurrent_episodes(start):
         runtime.engine.set()
         await start(runtime, rollout={"tasks_per_step": 40, "group_size": 16}, eval={"tasks": 100})
         assert runtime.arguments["engine"]["spec"].concurrency == 640
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_the_engine_knows_whether_weights_change_while_it_samples(start, max_staleness):
+    async def main():
+        runtime = Runtime()
+        runtime.engine.set()
+        await start(runtime, rollout={"max_staleness": max_staleness})
+        assert runtime.arguments["engine"]["spec"].in_flight == (max_staleness > 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("gpu_bytes", "tokens"), [(80 * 2**30, 16384), (None, 4096)])
+def test_workers_get_the_micro_batches_that_their_gpus_have_room_for(start, gpu_bytes, tokens):
+    async def main():
+        runtime = Runtime()
+        runtime.engine.set()
+        plan = plan_of(resolve({"env": "math_verify"}).stages[0], {}, [Node("node", 2, gpu_bytes)])
+        await start(PlacedRuntime(runtime, plan))
+        assert runtime.arguments["actor-0"]["spec"].settings.tokens_per_rank == tokens
 
     asyncio.run(main())
 

@@ -19,7 +19,7 @@ from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, WorkerDied, WorkerError
 from envgym.launch.placement import Node, PlacedRuntime, StagePart, place_parts, placed_runtime
 from envgym.learner import RoleSpec
-from envgym.processes.runtime import InlineRuntime
+from envgym.processes.runtime import InlineRuntime, Slot
 from envgym.workers import ray as ray_module
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
@@ -182,11 +182,12 @@ def cluster(monkeypatch):
 def test_on_a_cluster_workers_are_where_the_plan_has_them(cluster, tmp_path, monkeypatch):
     """On the machine and the GPUs of their slots, of which the run holds as many as it needs."""
     monkeypatch.setattr(ray_module, "RESERVE_TIMEOUT", 2.0)
+    monkeypatch.setattr(ray_module, "least_gpu_bytes", lambda: 24 * 2**30)
 
     async def main():
         runtime = RayRuntime(tmp_path / "logs")
-        nodes = [Node(name, gpus) for name, gpus, _ in runtime.nodes()]
-        assert [node.gpus for node in nodes] == [1, 3]
+        nodes = [Node(*node) for node in runtime.nodes()]
+        assert [(node.gpus, node.gpu_bytes) for node in nodes] == [(1, 24 * 2**30), (3, 24 * 2**30)]
         ranks = StagePart("actor", ("actor-0", "actor-1"))
         plan = place_parts([ranks, StagePart("engine", ("engine",))], nodes, [])
         placed = PlacedRuntime(runtime, plan)
@@ -198,7 +199,7 @@ def test_on_a_cluster_workers_are_where_the_plan_has_them(cluster, tmp_path, mon
         assert ray.available_resources().get("GPU", 0.0) == 1.0  # held, though Ray gave them to no worker
 
         second_runtime = RayRuntime(tmp_path / "other")
-        assert [gpus for _, gpus, _ in second_runtime.nodes(only_free=True)] == [0, 1]
+        assert [gpus for _, gpus, *_ in second_runtime.nodes(only_free=True)] == [0, 1]
         with pytest.raises(ConfigError, match=r"did not give this run 2 machines with 1 GPUs and 3 GPUs within 2 s"):
             await second_runtime.reserve([1, 3])
         await runtime.close()
@@ -206,9 +207,31 @@ def test_on_a_cluster_workers_are_where_the_plan_has_them(cluster, tmp_path, mon
     asyncio.run(main())
 
 
+def test_actors_get_the_controllers_variables_programs_and_gpus_by_their_names(cluster, tmp_path, monkeypatch):
+    """MIG and some drivers name GPUs, and do not number them; a cluster that runs has variables of its own."""
+    monkeypatch.setattr(ray_module, "_gpu_numbers", lambda ray, strategy, gpus: ray.put(["GPU-a", "GPU-b"][:gpus]))
+
+    async def main():
+        runtime = RayRuntime(tmp_path / "logs")
+        runtime.nodes()
+        await runtime.reserve([1])
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+        monkeypatch.setenv("UNRELATED", "here")
+        seen = {}
+        for name in ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "UNRELATED", "PATH"):
+            variable = await runtime.start("os:getenv", {"key": name, "default": ""}, name=name, slot=Slot(0, (0,)))
+            seen[name] = await variable.call("__str__")
+        await runtime.close()
+        return seen
+
+    seen = asyncio.run(main())
+    assert seen.pop("PATH").startswith(f"{Path(sys.executable).parent}:")
+    assert seen == {"CUDA_VISIBLE_DEVICES": "GPU-a", "NCCL_SOCKET_IFNAME": "eth7", "UNRELATED": ""}
+
+
 def test_a_cluster_of_one_gpu_is_refused_at_once_with_the_reason(tmp_path, monkeypatch):
     """A worker that waits for one would wait for the run's own engine to end."""
-    monkeypatch.setattr(RayRuntime, "nodes", lambda self, only_free=False: [("head", 1, 2**34)])
+    monkeypatch.setattr(RayRuntime, "nodes", lambda self, only_free=False: [("head", 1, None, 2**34)])
     stage = resolve({"env": "math_verify", "colocate": "none"}).stages[0]
     with pytest.raises(ConfigError, match=r"^actor needs 1 GPU; free are 0 of 1 on head: lower .*colocate=all"):
         placed_runtime(stage, [], RayRuntime(tmp_path))
