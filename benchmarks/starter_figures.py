@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 from typing import Any
 
 from record import ROOT, fill_docs, table
@@ -61,7 +60,7 @@ def environments() -> str:
         items = [f"starter_{case}_{seed}" for seed in SEEDS]
         seeds = [read(item) for item in items if (ROOT / "tests" / "results" / f"{item}.json").exists()]
         if not seeds:
-            rows.append([name, *["not measured"] * 2, "", "", ""])
+            rows.append([name, *["not measured"] * 2, "", ""])
             continue
         figures = [figures for figures, _ in seeds]
         taken.update(conditions for _, conditions in seeds)
@@ -69,7 +68,6 @@ def environments() -> str:
             " ".join(f"{run[key]['score']:.3f}" for run in figures if key in run)
             for key in ("before", "demonstrations", "after")
         ]
-        seconds = f"{statistics.median(run['seconds'] for run in figures):.0f}"
         try:
             control, conditions = read(f"starter_{case}_control")
         except FileNotFoundError:  # a run whose demonstrations are learned has none
@@ -77,8 +75,8 @@ def environments() -> str:
         else:
             taken.add(conditions)
             controlled = f"{control['before']['score']:.3f} → {control['after']['score']:.3f}"
-        rows.append([name, *scores, controlled, seconds])
-    header = ["environment", "before", "demonstrations", "after", "control", "seconds"]
+        rows.append([name, *scores, controlled])
+    header = ["environment", "before", "demonstrations", "after", "control"]
     return "\n\n".join([table(header, rows), *sorted(taken)])
 
 
