@@ -66,8 +66,10 @@ class LocalWorker:
         progress, end = self._progress(), time.monotonic() + CALL_SECONDS
         while not (await asyncio.wait({start_answer}, timeout=START_TIMEOUT))[0]:
             previous, progress = progress, self._progress()
-            if progress == previous or time.monotonic() > end:
-                raise TimeoutError
+            if progress == previous:
+                raise TimeoutError(f"made no progress for {START_TIMEOUT:.0f} s")
+            if time.monotonic() > end:
+                raise TimeoutError(f"has been starting for {CALL_SECONDS:.0f} s")
         await start_answer
 
     def _progress(self) -> tuple[int, int, int]:
@@ -188,9 +190,7 @@ class LocalRuntime:
             await worker.kill()
             if isinstance(error, TimeoutError):
                 log = f"log: {worker.log}{_last_line(worker.log)}"
-                raise WorkerError(
-                    f"{name} is not ready, and made no progress for {START_TIMEOUT:.0f} s ({log})"
-                ) from None
+                raise WorkerError(f"{name} is not ready, and {error} ({log})") from None
             raise
         return worker
 

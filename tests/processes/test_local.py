@@ -274,6 +274,9 @@ def test_a_constructor_that_makes_progress_may_take_longer(worker_module, tmp_pa
     monkeypatch.setattr(local, "START_TIMEOUT", 1.0)
     for kind in ("logs", "computes"):
         assert with_worker(worker_module, tmp_path, lambda worker: worker.call("add", 2, 3), start=kind) == 5
+    monkeypatch.setattr(local, "CALL_SECONDS", 1.5)
+    with pytest.raises(WorkerError, match="w is not ready, and has been starting for 2 s"):
+        with_worker(worker_module, tmp_path, None, start="logs")
 
 
 def test_programs_beside_the_interpreter_come_first(worker_module, tmp_path, monkeypatch):
