@@ -92,7 +92,7 @@ def test_a_control_that_cannot_learn_does_not(case, envgym, summary, store):
 def test_a_starter_made_anew_is_like_the_one_that_ships(envgym, tmp_path, monkeypatch, store):
     monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / "cache"))
     began = time.monotonic()
-    made = envgym("model", "starter", "--make", timeout=3600).stdout.strip()
+    made = envgym("model", "starter", "--make", timeout=3600).stdout.splitlines()[-1]
     seconds = time.monotonic() - began
 
     def accuracies(model: str) -> dict[str, float]:
