@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import logging
 import os
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import EnvgymError, RunError, SettingsNote, cannot_write, missing_package, printable
+from envgym.errors import ConfigError, EnvgymError, RunError, SettingsNote, cannot_write, missing_package, printable
 from envgym.loading import user_line
 
 
@@ -70,6 +71,8 @@ def report(error: BaseException, invocation: Invocation) -> int:
         if error.filename is None:  # standard output may be a file on the full disk
             _discard_output()
         error = RunError(reason)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        error = ConfigError(f"there is no file '{str(error.filename)[:60]}…': its name would be too long")
     if invocation.debug:
         traceback.print_exception(error)
     line = " ".join(line.strip() for line in str(error).splitlines() if line.strip())

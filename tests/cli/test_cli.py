@@ -437,6 +437,15 @@ def test_serve_serves_until_ctrl_c(tmp_path, run):
         assert server.wait(20) == 0
 
 
+@pytest.mark.parametrize(
+    "words", [("train", "--env"), ("eval", "--env", "math_verify", "--model"), ("train", "--resume"), ("view",)]
+)
+def test_a_name_that_is_too_long_for_a_file_names_none(run, words):
+    message = f"envgym: error: there is no file '{'a' * 60}…': its name would be too long\n"
+    result = run(*words, "a" * 300)
+    assert (result.returncode, result.stderr.splitlines(keepends=True)[-1]) == (2, message)
+
+
 # -- terminals, pipes and signals -------------------------------------------------------------------------
 
 
