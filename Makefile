@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .PHONY: test-slow-commands
 .PHONY: bench docs lint lint-page lint-workflow format clean
 
-demo: .venv/installed  ## Train the starter policy on math_verify, about four minutes on two cores
+demo: .venv/installed  ## Train the starter policy on math_verify, about three minutes on two cores
 	$(BIN)/envgym train --env math_verify
 
 test: .venv/installed-dev  ## Every seam once, with real parts; two files at a time
