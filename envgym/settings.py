@@ -105,7 +105,7 @@ def _without_union(path: tuple[Any, ...], problems: Sequence[Any]) -> tuple[tupl
     """`path`, and the words that are allowed there beside a number or a list (`, or 'auto'`). For such a key pydantic
     reports a problem per kind of value, with the kind as part of the path."""
     for problem in problems:
-        *outer, kind = problem["loc"]
+        *outer, kind = problem["loc"] or ("",)  # a whole group's problem has no path
         if str(kind).startswith("literal[") and path[: len(outer)] == tuple(outer):
             inner = path[len(outer) + 1 :]
             word = "" if inner or path == problem["loc"] else f", or {problem['ctx']['expected']}"

@@ -118,8 +118,8 @@ def test_the_bound_of_the_mean_lies_between_right_syncs_and_wrong_ones(dtype, to
     """As `benchmarks/sync_families.py` measured them, in nats."""
     kinds = json.loads((BENCHMARKS / "results" / "sync_families.json").read_text())["kinds"]
     assert len(kinds) == 13
-    for kind, dtypes in kinds.items():
-        means = {fault: figures["mean"] for fault, figures in dtypes[dtype].items()}
+    for kind, syncs in kinds.items():
+        means = {fault: figures["mean"] for fault, figures in syncs["weights"][dtype].items()}
         right = means.pop("right")
         assert right < MEAN_SHARE * tolerance < min(means.values()), kind
 

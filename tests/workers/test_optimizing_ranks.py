@@ -85,8 +85,9 @@ def test_two_ranks_move_weights_as_one_does(step_weights, expected_weights, tmp_
     ):
         assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
-            # The Newton-Schulz iteration makes the smallest directions of a gradient, and their rounding, large.
-            torch.testing.assert_close(actual[name], tensor, atol=5e-5, rtol=1e-5)
+            # The Newton-Schulz iteration makes the smallest directions of a gradient, and their rounding, which depends
+            # on the processor, large.
+            torch.testing.assert_close(actual[name], tensor, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.slow
