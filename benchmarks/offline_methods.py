@@ -163,13 +163,12 @@ async def write_data(folder: Path) -> None:
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """The summary of the run, or of its last stage; the seconds are those of all stages."""
+    """What the summary of the run, or of its last stage, says."""
     last = [run, *sorted(path.parent for path in run.glob("*-*/metrics.jsonl"))][-1]
     summary = json.loads((last / "summary.json").read_text())
     records = [json.loads(line) for line in (last / "metrics.jsonl").read_text().splitlines()]
     return {
         "steps": summary["steps"],
-        "seconds": summary["seconds"]["total"],
         "accuracy": summary["eval"].get("after", {}).get("eval/accuracy"),
         "rounds": [[one["step"], one["eval/score"]] for one in records if one.get("eval/score") is not None],
     }
@@ -231,7 +230,7 @@ def call(folder: Path, *words: str) -> str:
 
 
 def in_words(results: dict[str, Any]) -> str:
-    head = ["run", "steps", "score", "paired difference", "against its control", "held-out accuracy", "minutes"]
+    head = ["run", "steps", "score", "paired difference", "against its control", "held-out accuracy"]
     return table(head, [[f"`{name}`", *cells(run)] for name, run in results.items()])
 
 
@@ -241,8 +240,7 @@ def cells(run: dict[str, Any]) -> list[str]:
 
     score = "{:.3f} -> {:.3f}".format(*run["score"]) if "score" in run else ""
     accuracy = "" if run["accuracy"] is None else f"{run['accuracy']:.3f}"
-    minutes = f"{run['seconds'] / 60:.1f}"
-    return [str(run["steps"]), score, difference("paired"), difference("against"), accuracy, minutes]
+    return [str(run["steps"]), score, difference("paired"), difference("against"), accuracy]
 
 
 if __name__ == "__main__":
