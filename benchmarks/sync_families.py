@@ -245,10 +245,8 @@ def load_worker(folder: Path, dtype: str, rank: int = 0, targets: list[str] | No
     from envgym.workers.model import ModelWorker
     from envgym.workers.spec import WorkerSpec
 
-    settings, lora = (
-        WorkersConfig.model_validate({"dtype": dtype}),
-        LoraConfig(rank=rank, targets=targets or "all-linear"),
-    )
+    settings = WorkersConfig.model_validate({"dtype": dtype})
+    lora = LoraConfig(rank=rank, targets=targets or "all-linear")
     role = RoleSpec(trained=rank > 0)
     worker = ModelWorker(WorkerSpec("actor", str(folder), role, {"name": "sft"}, settings, lora))
     worker.load()
