@@ -116,8 +116,8 @@ class WeightSync:
 
     def _check_probe(self, subject: str, differences: Sequence[float]) -> None:
         """Raise `RunError` if the differences are too large, one of them or their mean."""
-        largest = f"{subject} of {len(differences)} tokens (largest difference {max(differences):.2g})"
-        self.check(largest, fmean(differences), MEAN_SHARE)  # first, since `max` may drop a NaN
+        probe = f"{subject} of {len(differences)} tokens (largest difference {max(differences):.2g})"
+        self.check(probe, fmean(differences), MEAN_SHARE)  # first, since `max` may drop a NaN
         self.check(subject, max(differences))
 
     def check(self, subject: str, difference: float, share: float = 1.0) -> None:
