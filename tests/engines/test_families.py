@@ -93,9 +93,9 @@ def test_weights_go_by_the_names_and_in_the_pieces_of_a_checkpoint(make_model, m
         assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in arrived
 
     source = Parameters(worker.network.model)  # what goes from GPU to GPU is the same
-    described = {one.name: (one.dtype, one.shape) for one in source.metadata()}
+    described = [(one.name, one.dtype, one.shape) for one in source.metadata()]
     sent = dict(source)
-    assert described == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()}
+    assert described == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()]
     assert all(torch.equal(sent[name], tensor) for name, tensor in saved.items())
     assert source.max_bytes() == max(tensor.nbytes for tensor in saved.values())
 

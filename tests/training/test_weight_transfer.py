@@ -15,7 +15,7 @@ from envgym.learner import RoleSpec
 from envgym.models.weights_file import read_bucket, write_bucket
 from envgym.processes.local import LocalRuntime
 from envgym.training import weight_transfer as module
-from envgym.training.weight_transfer import FileTransfer, make_transfer
+from envgym.training.weight_transfer import FileTransfer, NcclTransfer, make_transfer
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.spec import WorkerSpec
@@ -82,6 +82,70 @@ def test_all_weights_arrive_in_buckets_of_which_at_most_two_exist(tiny_model, tm
     assert reader.version == 8
     assert reader.max_files <= 2
     assert not list(module.MEMORY.glob(f"envgym-{id(0):x}*"))
+
+
+STAND_IN = '''
+"""A worker with a stand-in for NCCL, which writes what it broadcasts to files."""
+
+import torch
+from safetensors.torch import save_file
+from vllm.distributed.weight_transfer import nccl_engine
+
+from envgym.workers.model import ModelWorker
+
+
+class Files:
+    sent = 0
+
+    def broadcast(self, tensor):
+        save_file({"tensor": tensor.clone(memory_format=torch.contiguous_format)}, f"sent-{self.sent:03}")
+        self.sent += 1
+
+
+def broadcast_each(iterator, group, post_iter_func, **_):
+    for item in iterator:
+        group.broadcast(post_iter_func(item))
+
+
+nccl_engine.open_trainer_endpoint = lambda info: Files()
+nccl_engine.packed_nccl_broadcast_producer = broadcast_each
+nccl_engine.NCCLTrainerWeightTransferEngine._post_send_sync = lambda self: None
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_by_nccl_ranks_send_what_engines_were_told_to_expect(tiny_model, tmp_path, monkeypatch, zero_stage):
+    """Whole tensors, in the order of their description: vLLM's receivers cut the stream by it."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN.replace("sent-", f"{tmp_path}/sent-"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    class Runtime:
+        """Starts workers with the stand-in."""
+
+        def __init__(self, runtime):
+            self.start = lambda target, *args, **kwargs: runtime.start("stand_in:ModelWorker", *args, **kwargs)
+
+    async def main():
+        runtime, reader = LocalRuntime(tmp_path / "logs"), Reader()
+        try:
+            settings = WorkersConfig(ranks=2, zero_stage=zero_stage)
+            spec = WorkerSpec("actor", str(tiny_model), RoleSpec(trained=True), {"name": "sft"}, settings)
+            actor = await WorkerGroup.start(Runtime(runtime), spec)
+            await NcclTransfer(actor, 1).send(EnginePool(no_start, [reader]), 7)
+        finally:
+            await runtime.close()
+        return reader
+
+    reader = asyncio.run(main())
+    (_, connection), _, expected, _ = reader.calls
+    assert (connection["world_size"], connection["rank_offset"]) == (2, 1)
+    sent = [load_file(path)["tensor"] for path in sorted(tmp_path.glob("sent-*"))]
+    assert [list(tensor.shape) for tensor in sent] == expected["shapes"]
+    assert [str(tensor.dtype) for tensor in sent] == [f"torch.{name}" for name in expected["dtype_names"]]
+    saved = load_file(tiny_model / "model.safetensors")
+    assert set(expected["names"]) == saved.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in zip(expected["names"], sent, strict=True))
 
 
 class Actor:
