@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from envgym.config.schema import SyncConfig
 from envgym.engines.pool import EnginePool
@@ -115,8 +116,13 @@ nccl_engine.NCCLTrainerWeightTransferEngine._post_send_sync = lambda self: None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_by_nccl_ranks_send_what_engines_were_told_to_expect(tiny_model, tmp_path, monkeypatch, zero_stage):
+def test_by_nccl_ranks_send_what_engines_were_told_to_expect(tmp_path, monkeypatch, zero_stage):
     """Whole tensors, in the order of their description: vLLM's receivers cut the stream by it."""
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip  # matrices of 100,000 numbers and more: DeepSpeed keeps smaller ones whole
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
     (tmp_path / "stand_in.py").write_text(STAND_IN.replace("sent-", f"{tmp_path}/sent-"))
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -130,7 +136,7 @@ def test_by_nccl_ranks_send_what_engines_were_told_to_expect(tiny_model, tmp_pat
         runtime, reader = LocalRuntime(tmp_path / "logs"), Reader()
         try:
             settings = WorkersConfig(ranks=2, zero_stage=zero_stage)
-            spec = WorkerSpec("actor", str(tiny_model), RoleSpec(trained=True), {"name": "sft"}, settings)
+            spec = WorkerSpec("actor", str(tmp_path / "model"), RoleSpec(trained=True), {"name": "sft"}, settings)
             actor = await WorkerGroup.start(Runtime(runtime), spec)
             await NcclTransfer(actor, 1).send(EnginePool(no_start, [reader]), 7)
         finally:
@@ -143,7 +149,7 @@ def test_by_nccl_ranks_send_what_engines_were_told_to_expect(tiny_model, tmp_pat
     sent = [load_file(path)["tensor"] for path in sorted(tmp_path.glob("sent-*"))]
     assert [list(tensor.shape) for tensor in sent] == expected["shapes"]
     assert [str(tensor.dtype) for tensor in sent] == [f"torch.{name}" for name in expected["dtype_names"]]
-    saved = load_file(tiny_model / "model.safetensors")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
     assert set(expected["names"]) == saved.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in zip(expected["names"], sent, strict=True))
 
