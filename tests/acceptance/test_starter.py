@@ -111,7 +111,7 @@ def test_a_starter_made_anew_is_like_the_one_that_ships(envgym, tmp_path, monkey
     assert {name: (shipped[name], anew[name]) for name in anew if abs(shipped[name] - anew[name]) > 0.25} == {}
     assert abs(fmean(shipped.values()) - fmean(anew.values())) <= 0.03
     envgym("eval", "--env", "math_verify", "--model", made, "--name", "main_job")
-    [main_job] = json.loads((tmp_path / "evals" / "main_job" / "result.json").read_text())["envs"].values()
+    main_job = json.loads((tmp_path / "evals" / "main_job" / "result.json").read_text())["envs"]["math_verify"]
     stored = json.loads((ROOT / "tests" / "results" / "main_job_seed_0.json").read_text())
     low, high = stored["figures"]["before"]["ci95"]
     assert low <= main_job["score"] <= high
