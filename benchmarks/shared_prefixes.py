@@ -39,13 +39,15 @@ PHASES = {"backward": "forward and backward", "learn": "learn phase", "score": "
 
 @dataclass(frozen=True)
 class Case:
-    """Groups of `size` answers with a mean of `answer` tokens to prompts of `prompt` tokens."""
+    """Groups of `size` answers with a mean of `answer` tokens to prompts of `prompt` tokens, learned in micro-batches of
+    at most `budget` tokens."""
 
     model: str
     groups: int
     prompt: int
     answer: int
     size: int = 8
+    budget: int = BUDGET
 
 
 CASES = {
@@ -53,10 +55,11 @@ CASES = {
     "short prompt": Case("34 M", 4, 27, 84),
     "long prompt": Case("34 M", 4, 512, 64),
     "longer prompt": Case("34 M", 1, 2048, 128),
+    "longer prompt at once": Case("34 M", 1, 2048, 128, budget=2**20),
     "a fifth is shared": Case("34 M", 16, 32, 64, 2),
     "nothing is shared": Case("34 M", 32, 27, 69, 1),
 }
-MEMORY = "longer prompt"
+MEMORY = "longer prompt at once"
 
 
 def main() -> None:
@@ -92,7 +95,8 @@ def markdown(result: dict[str, Any]) -> str:
     """The stored result as the text of the docs."""
     rows = [
         [
-            f"{case['model']}: {case['groups']} × ({case['prompt']} + {case['size']} × {case['answer']})",
+            f"{case['model']}: {case['groups']} × ({case['prompt']} + {case['size']} × {case['answer']})"
+            f"{', in one micro-batch' * (case['budget'] > BUDGET)}",
             f"{case['tokens']:.2f}",
             *("{median:.2f} ({least:.2f} to {greatest:.2f})".format(**case[phase]) for phase in PHASES),
         ]
@@ -115,7 +119,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
     from envgym.workers.micro_batches import cost, micro_batches
 
     with tempfile.TemporaryDirectory() as folder:
-        worker = load_worker(case.model, folder)
+        worker = load_worker(case.model, folder, case.budget)
         rows = rows_of(case, worker.info().vocabulary)
         layouts = {"padded": "padded", "shared": worker.info().layout_of(rows)}
         turns = []
@@ -124,7 +128,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
             for side in SIDES if number % 2 else reversed(SIDES):
                 layout = layouts[side]
                 began = time.perf_counter()
-                [batches] = micro_batches(rows, BUDGET, 1, layout=layout)
+                [batches] = micro_batches(rows, case.budget, 1, layout=layout)
                 worker.accumulate(batches, worker.learner.loss_normalizers(rows), layout)
                 accumulated = time.perf_counter()
                 worker.step(0.0)
@@ -135,7 +139,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
                 ended = time.perf_counter()
                 turn[side] = {"backward": accumulated - began, "learn": learned - began, "score": ended - learned}
             turns.append(turn)
-        [shared], [padded] = (micro_batches(rows, BUDGET, 1, layout=layouts[side]) for side in SIDES)
+        [shared], [padded] = (micro_batches(rows, case.budget, 1, layout=layouts[side]) for side in SIDES)
         tokens = sum(cost(batch, layout="packed") for batch in padded)
         computed = sum(cost(batch, layout=layouts["shared"]) for batch in shared)
         worker.close()
@@ -219,9 +223,9 @@ def peak_in_process(side: str) -> float:
 
 def peak_of_learning(side: str) -> int:
     """Bytes that a learn phase of the case `MEMORY` takes above the loaded model and optimizer, in one micro-batch."""
-    case, budget = CASES[MEMORY], 2**20
+    case = CASES[MEMORY]
     with tempfile.TemporaryDirectory() as folder:
-        worker = load_worker(case.model, folder, budget)
+        worker = load_worker(case.model, folder, case.budget)
         rows = rows_of(case, worker.info().vocabulary)
         normalizers = worker.learner.loss_normalizers(rows)
         worker.accumulate([rows[:1]], normalizers, "padded")
