@@ -39,7 +39,7 @@ PHASES = {"backward": "forward and backward", "learn": "learn phase", "score": "
 
 @dataclass(frozen=True)
 class Case:
-    """Groups of `size` answers with a mean of `answer` tokens to prompts of `prompt` tokens, learned in micro-batches of
+    """Groups of `size` answers with a mean of `answer` tokens to prompts of `prompt` tokens, in micro-batches of
     at most `budget` tokens."""
 
     model: str
