@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -232,9 +233,10 @@ def peak_of_learning(side: str) -> int:
         worker.step(0.0)  # the optimizer's state exists from here
         before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         worker.accumulate([rows], normalizers, side)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # Not `ru_maxrss`, which a process inherits from the one that started it.
+        [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
         worker.close()
-    return 1024 * peak - before
+    return 1024 * int(peak) - before
 
 
 if __name__ == "__main__":
