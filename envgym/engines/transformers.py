@@ -21,7 +21,7 @@ import transformers
 from envgym.engine import EngineInfo, Generation, Request, SamplingParams, check_fits
 from envgym.errors import ConfigError, WorkerError
 from envgym.models import capped_attention
-from envgym.models.weights_file import Bucket, IncomingWeights
+from envgym.models.weights_file import Bucket, IncomingWeights, checksum
 from envgym.types import StopReason, VersionSpan
 from envgym.workers.config import number_format
 from envgym.workers.gpus import check_visible_gpu
@@ -144,14 +144,15 @@ class TransformersEngine:
         if unexpected:
             raise WorkerError(f"these are not this model's weights: {unexpected[:3]}")
 
-    async def end_weights(self, n_buckets: int, version: int) -> None:
+    async def end_weights(self, n_buckets: int, version: int) -> int:
         self._update.check(n_buckets)
         if missing := {name for name, _ in self._model.named_parameters()} - self._update.names:
             raise WorkerError(f"these are not all of this model's weights: {sorted(missing)[:3]} are missing")
         self._version = version
         self._may_step.set()
+        return self._update.checksum
 
-    async def load_adapter(self, path: str, version: int) -> None:
+    async def load_adapter(self, path: str, version: int) -> int:
         import peft
         from safetensors.torch import load_file
 
@@ -165,6 +166,7 @@ class TransformersEngine:
         if result.unexpected_keys:
             raise WorkerError(f"{path!r} holds no adapter of this model: {result.unexpected_keys[:3]}")
         self._version = version
+        return checksum(saved)
 
     async def sleep(self, level: int) -> None:
         self._model.to("cpu")

@@ -18,7 +18,7 @@ from typing import Any
 
 from envgym.engine import EngineInfo, Generation, Request, check_fits
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
-from envgym.models.weights_file import Bucket, IncomingWeights, read_bucket
+from envgym.models.weights_file import Bucket, IncomingWeights, checksum, read_bucket, read_weights
 from envgym.types import StopReason, VersionSpan, float_array, int_array
 from envgym.workers.config import number_format
 
@@ -134,9 +134,12 @@ class VLLMEngine:
             self._update.expect(bucket)
             self._engine.collective_rpc("load_bucket", args=(bucket,))
         else:
-            self._engine.collective_rpc("update_weights", args=(dict(bucket),))
+            received = set(self._engine.collective_rpc("receive", args=(dict(bucket),)))
+            if len(received) > 1:
+                raise WorkerError(f"the engine's workers received different weights (checksums {sorted(received)})")
+            self._update.checksum += received.pop()
 
-    async def end_weights(self, n_buckets: int, version: int) -> None:
+    async def end_weights(self, n_buckets: int, version: int) -> int:
         self._check()
         if self._transfers:
             self._engine.collective_rpc("finish_weight_update")
@@ -145,8 +148,9 @@ class VLLMEngine:
             self._engine.collective_rpc("end_reload")
         self._begin_version(version)
         self._may_step.set()
+        return self._update.checksum
 
-    async def load_adapter(self, path: str, version: int) -> None:
+    async def load_adapter(self, path: str, version: int) -> int:
         from vllm.lora.request import LoRARequest
 
         self._check()
@@ -154,6 +158,7 @@ class VLLMEngine:
         self._engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
         self._adapter = LoRARequest("policy", 1, path)
         self._begin_version(version)
+        return checksum(dict(read_weights(Path(path, "adapter_model.safetensors"))))
 
     def _begin_version(self, version: int) -> None:
         """Recompute requests in flight from their tokens, so that no later token depends on keys and values of the old
@@ -234,6 +239,7 @@ class WeightReader:
 
     model_runner: Any
     vllm_config: Any
+    update_weights: Any
 
     def begin_reload(self) -> None:
         """Prepare the layers for new weights."""
@@ -253,6 +259,24 @@ class WeightReader:
 
         with set_current_vllm_config(self.vllm_config):  # a layer that is complete is converted at once
             self.model_runner.get_model().load_weights(iter(read_bucket(bucket).items()))
+
+    def receive(self, info: dict[str, Any]) -> int:
+        """Load weights that vLLM's own transfer brings; returns their checksum."""
+        model, total = self.model_runner.get_model(), 0
+        load_weights = model.load_weights
+
+        def load(weights: Iterable[tuple[str, Any]]) -> Any:
+            nonlocal total
+            weights = list(weights)
+            total += checksum(dict(weights))
+            return load_weights(weights)
+
+        model.load_weights = load
+        try:
+            self.update_weights(info)
+        finally:
+            del model.load_weights
+        return total
 
     def end_reload(self) -> None:
         """Convert the layers to their kernels' format after the last weights, and forget adapters of the old ones."""

@@ -106,6 +106,8 @@ class IncomingWeights:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.checksum = 0
+        """The checksum of all tensors so far."""
         self._n_buckets = 0
 
     def expect(self, bucket: Bucket) -> None:
@@ -113,6 +115,7 @@ class IncomingWeights:
         if bucket.number != self._n_buckets:
             raise WorkerError(f"bucket {bucket.number} of the weights came in place of bucket {self._n_buckets}")
         self._n_buckets += 1
+        self.checksum += bucket.checksum
 
     def take(self, bucket: Bucket | Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors of the next bucket, after checking its number and checksum."""
@@ -129,12 +132,14 @@ class IncomingWeights:
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    """A checksum of all tensors' bytes, names, shapes and dtypes; as fast as memory can be read."""
-    total = 0
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        total = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_sum_of_words(tensor)}".encode(), total)
-    return total
+    """A checksum of all tensors' bytes, names, shapes and dtypes; as fast as memory can be read.
+
+    It is the sum of the tensors' own, so that those of a model's parts add up to the model's, in any order and on any
+    device."""
+    return sum(
+        zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_sum_of_words(tensor)}".encode())
+        for name, tensor in tensors.items()
+    )
 
 
 def _sum_of_words(tensor: torch.Tensor) -> int:
@@ -142,7 +147,12 @@ def _sum_of_words(tensor: torch.Tensor) -> int:
     import numpy as np
     import torch
 
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     n_aligned = len(content) // 8 * 8
-    words = int(np.add.reduce(content[:n_aligned].view(np.uint64), dtype=np.uint64))
-    return words ^ zlib.crc32(content[n_aligned:].tobytes())
+    words, tail = content[:n_aligned], content[n_aligned:].cpu().numpy().tobytes()
+    if tensor.is_cuda:  # on the device, which reads its memory faster than it sends it
+        aligned = words if words.data_ptr() % 8 == 0 else words.clone()
+        total = int(aligned.view(torch.int64).sum()) % 2**64
+    else:
+        total = int(np.add.reduce(words.numpy().view(np.uint64), dtype=np.uint64))
+    return total ^ zlib.crc32(tail)

@@ -21,11 +21,12 @@ from envgym.processes.runtime import Runtime
 from envgym.render import Renderer, load_tokenizer
 from envgym.rollout.runner import Runner
 from envgym.services.start import local_models
+from envgym.types import Observation
 from envgym.workers.group import WorkerGroup
 
 from .pretraining import Pretraining
 from .turns import GpuTimeshare
-from .weight_sync import WeightSync
+from .weight_sync import PROBE, PROBE_TOKENS, WeightSync
 from .weight_transfer import FileTransfer, make_transfer
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ async def start_components(
             engine, {role: workers[role] for role in timeshared}, keeps_weights=adapters["actor"].rank > 0
         )
         quantized = adapters["actor"].quantize != "none"
-        sync = _make_sync(config, stage, engine, workers["actor"], agent.renderer, timeshare, quantized=quantized)
+        text = agent.renderer.prompt(Observation(text=PROBE))
+        probe = tuple(text[: min(PROBE_TOKENS, max_model_len or PROBE_TOKENS)])
+        sync = _make_sync(config, stage, engine, workers["actor"], probe, timeshare, quantized=quantized)
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     params = stage.rollout.sampling(agent.renderer.stop_token_ids)
     return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
@@ -186,15 +189,16 @@ def _make_sync(
     stage: StageConfig,
     engine: EnginePool,
     actor: WorkerGroup,
-    renderer: Renderer,
+    probe: tuple[int, ...],
     timeshare: GpuTimeshare,
     *,
     quantized: bool,
 ) -> WeightSync:
-    """The weight sync from the actor to the engines, with its tolerance."""
-    tolerance = stage.sync.tolerance or (1e-3 if actor.info.dtype == "float32" else 0.5)
+    """The weight sync from the actor to the engines."""
+    precision = "float32" if {actor.info.dtype, stage.engine.dtype} <= {"float32", "auto"} else "16 bit"
     shared = Path(config.runs_dir, config.name or "", "transfer")
     bucket_bytes, is_vllm = stage.sync.bucket_megabytes * 2**20, choose_engine(stage.engine.kind)[0] == TARGETS["vllm"]
     files = FileTransfer(actor, shared, bucket_bytes, checkpoint=is_vllm)
     transfer = make_transfer(stage.sync, actor, files, workers_per_engine=stage.engine.tensor_parallel)
-    return WeightSync(engine, actor, renderer, tolerance, transfer, files, timeshare, quantized)
+    tolerance = stage.sync.tolerance
+    return WeightSync(engine, actor, probe, tolerance, precision, transfer, files, timeshare, quantized)

@@ -96,9 +96,9 @@ class Update:
                 logprobs = {id(sample): line for sample, line in await worker.accumulated_logprobs()}
                 self.first_logprobs, self.last_logprobs = logprobs | self.first_logprobs, self.last_logprobs | logprobs
             samples_all_tokens = sampling.top_p == 1 and not sampling.top_k  # else the sampler renormalizes
-            if role == "actor" and sync is not None and samples_all_tokens:
+            if role == "actor" and sync is not None:
                 # Before the update's first optimizer step, sampler and trainer must be the same policy.
-                sync.check("this step's episodes", metrics.get("mismatch/mean_abs", 0.0))
+                sync.check_samples(metrics.get("mismatch/mean_abs") if samples_all_tokens else None)
             metrics |= await worker.step(lr) | {"lr": lr}
             flops, seconds = worker.info.flops(role_samples), time.monotonic() - start
             metrics |= computing_metrics(flops, worker.info.peak_flops, worker.settings.ranks, seconds)

@@ -1,38 +1,75 @@
-"""Weight sync: the actor's weights are sent to the engines, and a probe checks that they arrived."""
+"""Weight sync: the actor's weights are sent to the engines, checksums show that they arrived, and a probe that both
+compute the same policy from them."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+
+import numpy as np
 
 from envgym.engines.client import EngineClient
 from envgym.engines.pool import EnginePool
 from envgym.errors import RunError, WorkerDied
 from envgym.learner import TrainSample
-from envgym.render import Renderer
-from envgym.types import Observation, Row, Segment, int_array
+from envgym.types import Row, Segment, int_array
 from envgym.workers.group import WorkerGroup
 
 from .turns import GpuTimeshare
-from .weight_transfer import FileTransfer, Receipt, Transfer, refuse_replacement
+from .weight_transfer import FileTransfer, Receipt, Transfer, check_arrival, refuse_replacement
 
 MEAN_SHARE = 0.12
-"""The largest mean difference on the probe, as a share of the tolerance of a single one. In bfloat16 a right sync has
-at most 0.041 nats, one with two experts of a layer swapped 0.072 and more (`benchmarks/sync_families.py`)."""
-PROBE = "The quick brown fox jumps over the lazy dog 0123456789 times."
+"""The largest mean difference on the probe, as a share of `sync.tolerance`, if that is set."""
+FACTOR = 3.0
+"""The largest difference after a sync, as a multiple of the one when both had read the same files: between those of
+right syncs and of wrong ones (`benchmarks/sync_families.py`)."""
+SMALLEST = {"float32": 1e-3, "16 bit": 0.01}
+"""The difference, in nats, that is never too large: where it is small, the update changes it by larger factors."""
+LARGEST = {"float32": 0.05, "16 bit": 0.5}
+"""The difference, in nats, that is always too large, also when both have read the same files."""
+PROBE = """\
+A small shop sells apples at 3 for $2 and pears at 50 cents each. On Monday it sold 27 apples and 14 pears. How much
+money did it take? Let us think step by step. 27 apples are 27 / 3 = 9 times three apples, so they cost 9 * 2 = 18
+dollars. 14 pears cost 14 * 0.50 = 7 dollars. Together that is 18 + 7 = 25 dollars. The answer is 25.
+
+The quick brown fox jumps over the lazy dog. Once upon a time there was a king who had three daughters, and the youngest
+of them was so beautiful that the sun itself, which had seen so much, was astonished whenever it shone in her face.
+
+def mean(numbers: list[float]) -> float:
+    # Return the mean of the numbers.
+    return sum(numbers) / len(numbers) if numbers else 0.0
+
+The capital of France is Paris, the capital of Italy is Rome, and the capital of Japan is Tokyo. Water boils at 100
+degrees Celsius and freezes at 0. The first ten prime numbers are 2, 3, 5, 7, 11, 13, 17, 19, 23 and 29. Thank you very
+much for your help! You are welcome. If there is anything else that I can do for you, please let me know.
+"""
+"""More than 200 tokens of every tokenizer."""
+PROBE_TOKENS = 256
 
 
 @dataclass(slots=True)
 class WeightSync:
-    """Sends the actor's weights, or its LoRA adapter alone, to the engines. `tolerance` is the largest difference in
-    log-probability, in nats, at which the two count as the same policy."""
+    """Sends the actor's weights, or its LoRA adapter alone, to the engines, and compares the two.
+
+    Their checksums tell whether the bytes arrived. Whether both then compute the same policy is relative: the
+    difference of their log-probabilities of the probe (`policy_difference`) is compared with the one that this model
+    has in these number formats when the engines have read the same files as the actor, before the first sync. If a run
+    resumes, the engines have read older files, and the first sync after it gives the difference to compare with. A
+    larger one stops the run if the first tokens that the engines sample confirm it.
+
+    `tolerance`, if it is set, is the largest difference in log-probability, in nats, at which the two count as the same
+    policy, in place of that comparison.
+    """
 
     engine: EnginePool
     actor: WorkerGroup
-    renderer: Renderer
-    tolerance: float
+    probe: tuple[int, ...]
+    """Token ids of a text, of which the two are compared."""
+    tolerance: float | None
+    precision: str
+    """The lower of the actor's and the engines' number formats: `float32` or `16 bit`."""
     transfer: Transfer
     files: FileTransfer
     """The transfer of an adapter, and once of its base."""
@@ -45,6 +82,10 @@ class WeightSync:
     """The policy version of the engines."""
     receipt: Receipt | None = None
     """The last transfer of weights."""
+    reference: tuple[float, float] | None = None
+    """The differences with which later ones are compared, in nats: of the policies, and the mean of the tokens."""
+    alarm: str = ""
+    """The large difference on the probe that the engines' next sampled tokens must confirm."""
 
     def __post_init__(self) -> None:
         self.engine.join = self.join
@@ -53,19 +94,26 @@ class WeightSync:
         """Load the actor's weights into the engines as policy `version`.
 
         Returns the largest difference in log-probability (nats) of any engine on the probe; None if every engine died:
-        replacements get this version when they join. Raises `RunError` beyond the tolerance.
+        replacements get this version when they join. Raises `RunError` if the weights did not arrive, or if the engines
+        compute another policy from them.
         """
         actor_logprobs = await self._probe_logprobs()
+        if self.version is None and version == 0 and not self.base_is_quantized and self.tolerance is None:
+            await self.timeshare.hand_over(None)
+            for engine_logprobs in await self.engine.probe(self.probe):
+                self._compare("the probe before the first sync", actor_logprobs, engine_logprobs)
+            await self.timeshare.give_to_models()
 
         async def send() -> None:
             await self._send(self.engine, version, with_base=self.version is None)
 
         await self.timeshare.hand_over(send)
         self.version = version
-        differences = await self._differences(self.engine, actor_logprobs)
-        for of_engine in differences:
-            self._check_probe(f"the probe after sync {version}", of_engine)
-        return max(map(max, differences), default=None)
+        maximum = None
+        for engine_logprobs in await self.engine.probe(self.probe):
+            difference = self._compare(f"the probe after sync {version}", actor_logprobs, engine_logprobs)
+            maximum = max(difference, maximum or 0.0)
+        return maximum
 
     async def join(self, engine: EngineClient) -> None:
         """Give a replacement engine the weights of the current version; waits while the actor's are being updated."""
@@ -76,10 +124,10 @@ class WeightSync:
             async with self.timeshare.actor_on_device():
                 actor_logprobs = await self._probe_logprobs()
                 await self._send(pool, self.version, with_base=True)
-            differences = await self._differences(pool, actor_logprobs)
-            if not differences:
+            logprobs = await pool.probe(self.probe)
+            if not logprobs:
                 raise WorkerDied("it died while it was given the weights")
-            self._check_probe("the probe of a restarted engine", differences[0])
+            self._compare("the probe of a restarted engine", actor_logprobs, logprobs[0])
 
     async def _send(self, engine: EnginePool, version: int, *, with_base: bool) -> None:
         adapter = self.actor.info.adapter
@@ -91,41 +139,68 @@ class WeightSync:
     async def _send_adapter(self, engine: EnginePool, version: int) -> None:
         folder = await self.files.shared_path(engine, 8 * self.actor.info.n_trained)
         try:
-            await self.actor.on_all("export_adapter", str(folder))
-            await engine.call("load_adapter", str(folder), version)
+            sent = (await self.actor.on_all("export_adapter", str(folder)))[0]
+            check_arrival("the adapter", version, sent, await engine.call("load_adapter", str(folder), version))
         finally:
             await self.actor.on_first("withdraw", str(folder))
 
     async def _probe_logprobs(self) -> list[float]:
         """The actor's log-probabilities of the probe."""
         # As an action: workers compute no log-probabilities of other tokens.
-        [scored] = await self.actor.forward([TrainSample.from_row(Row([Segment("action", int_array(self._probe))]))])
+        [scored] = await self.actor.forward([TrainSample.from_row(Row([Segment("action", int_array(self.probe))]))])
         logprobs: list[float] = scored[1:].tolist()
         return logprobs
 
-    async def _differences(self, engines: EnginePool, actor_logprobs: Sequence[float]) -> list[list[float]]:
-        """Each engine's differences from the actor's log-probabilities of the probe."""
-        return [
-            [abs(actor - engine) for actor, engine in zip(actor_logprobs, sampled, strict=True)]
-            for sampled in await engines.probe(tuple(self._probe))
-        ]
+    def _compare(self, subject: str, actor: Sequence[float], engine: Sequence[float]) -> float:
+        """Compare log-probabilities of the probe; returns the largest difference of a token.
 
-    @property
-    def _probe(self) -> list[int]:
-        return self.renderer.prompt(Observation(text=PROBE))
+        Raises `RunError` if the two are another policy: at once beyond `sync.tolerance` or `LARGEST`, else after the
+        engines' first samples (`check_samples`)."""
+        sizes = np.abs(np.subtract(actor, engine))
+        maximum, mean = float(sizes.max()), float(sizes.mean())
+        if self.tolerance is not None:
+            probe = f"{subject} of {len(sizes)} tokens (largest difference {maximum:.2g})"
+            self._check(probe, mean, MEAN_SHARE * self.tolerance)
+            self._check(subject, maximum, self.tolerance)
+            return maximum
+        difference = policy_difference(actor, engine)
+        self._check(subject, difference, LARGEST[self.precision])
+        if self.reference is None:
+            self.reference = difference, mean
+        if difference > max(FACTOR * self.reference[0], SMALLEST[self.precision]):
+            self.alarm = f"{subject} (by {difference:.2g} nats; {self.reference[0]:.2g} with the same files)"
+        return maximum
 
-    def _check_probe(self, subject: str, differences: Sequence[float]) -> None:
-        """Raise `RunError` if the differences are too large, one of them or their mean."""
-        probe = f"{subject} of {len(differences)} tokens (largest difference {max(differences):.2g})"
-        self.check(probe, fmean(differences), MEAN_SHARE)  # first, since `max` may drop a NaN
-        self.check(subject, max(differences))
+    def check_samples(self, difference: float | None) -> None:
+        """Compare the actor's log-probabilities of sampled tokens with the engines', before an optimizer step:
+        `difference` is their mean difference in nats, None where they cannot be compared. Raises `RunError` if it is
+        too large, or if an alarm of the probe cannot be refuted."""
+        subject, bound = "this step's episodes", self.tolerance or LARGEST[self.precision]
+        if self.alarm and self.reference is not None:
+            subject, bound = f"{subject}, as on {self.alarm}", max(FACTOR * self.reference[1], SMALLEST[self.precision])
+            difference = math.inf if difference is None else difference
+        self._check(subject, difference or 0.0, bound)
+        self.alarm = ""
 
-    def check(self, subject: str, difference: float, share: float = 1.0) -> None:
-        """Raise `RunError` if sampler and trainer differ by more than this share of the tolerance, or by NaN."""
-        if not difference <= share * self.tolerance:
-            of_tolerance, on_average = (f"{share:.0%} of ", " on average") if share < 1 else ("", "")
-            raise RunError(
-                f"sampler and trainer disagree on {subject}: log-probabilities differ by {difference:.2g}{on_average}, "
-                f"more than {of_tolerance}sync.tolerance={self.tolerance:g}. The engine does not hold the actor's "
-                "weights, or computes differently (dtype, kernels)"
-            )
+    def _check(self, subject: str, difference: float, bound: float) -> None:
+        """Raise `RunError` if sampler and trainer differ by more than `bound` nats, or by NaN."""
+        if difference <= bound:
+            return
+        on_average, limit = " on average", f"{bound:.2g} nats"
+        if self.tolerance is not None:
+            share = "" if bound == self.tolerance else f"{MEAN_SHARE:.0%} of "
+            on_average, limit = on_average if share else "", f"{share}sync.tolerance={self.tolerance:g}"
+        raise RunError(
+            f"sampler and trainer disagree on {subject}: log-probabilities differ by {difference:.2g}{on_average}, "
+            f"more than {limit}. The bytes arrived (their checksums are equal): the engine assigns the weights to "
+            "other places, or computes differently (dtype, kernels)"
+        )
+
+
+def policy_difference(actor: Sequence[float], engine: Sequence[float]) -> float:
+    """The difference of two policies on a text, from their log-probabilities of its tokens, in nats: the mean absolute
+    difference, each token weighted by its probability under the actor. It is about what tokens differ by that the
+    policy samples; unlikely tokens, whose logits are rounded the most, count little. NaN if any is NaN."""
+    logprobs = np.asarray(actor, np.float64)
+    weights = np.exp(logprobs - logprobs.max())
+    return float((weights * np.abs(logprobs - np.asarray(engine, np.float64))).sum() / weights.sum())

@@ -12,6 +12,7 @@ import contextlib
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,7 +62,7 @@ class FileTransfer:
     async def send(self, engines: EnginePool, version: int) -> Receipt:
         start = time.monotonic()
         prefix = await self.shared_path(engines, MAX_BUCKETS * self._bucket_bytes)
-        n_buckets = n_bytes = 0
+        n_buckets = n_bytes = sent = 0
         await engines.call("begin_weights")
         await self._actor.on_all("begin_export", self._bucket_bytes, str(prefix), self._checkpoint)
         try:
@@ -72,11 +73,12 @@ class FileTransfer:
                     following_bucket = await self._next_bucket()
                 finally:
                     await loading
-                n_buckets, n_bytes, bucket = n_buckets + 1, n_bytes + bucket.n_bytes, following_bucket
+                n_buckets, n_bytes, sent = n_buckets + 1, n_bytes + bucket.n_bytes, sent + bucket.checksum
+                bucket = following_bucket
         finally:
             with contextlib.suppress(WorkerError):  # rank 0 may be dead
                 await self._actor.on_first("end_export")
-        await engines.call("end_weights", n_buckets, version)
+        check_arrival("the weights", version, sent, await engines.call("end_weights", n_buckets, version))
         return Receipt(n_bytes, time.monotonic() - start)
 
     async def _next_bucket(self) -> Bucket | None:
@@ -123,7 +125,8 @@ class NcclTransfer:
             await self._connect(engines)
         await engines.call("begin_weights")
         await asyncio.gather(self._actor.on_all("send_nccl"), engines.call("load_bucket", self._described))
-        await engines.call("end_weights", 1, version)
+        received = await engines.call("end_weights", 1, version)
+        check_arrival("the weights", version, (await self._actor.on_all("sent_checksum"))[0], received)
         return Receipt(_bytes_of(self._actor), time.monotonic() - start)
 
     async def _connect(self, engines: EnginePool) -> None:
@@ -160,7 +163,8 @@ class IpcTransfer:
             handles = {gpu: handle for chunk in chunks for gpu, handle in chunk["ipc_handles"].items()}
             await engines.call("load_bucket", {**chunks[0], "ipc_handles": handles})
             n_buckets += 1
-        await engines.call("end_weights", n_buckets, version)
+        received = await engines.call("end_weights", n_buckets, version)
+        check_arrival("the weights", version, (await self._actor.on_all("sent_checksum"))[0], received)
         return Receipt(_bytes_of(self._actor), time.monotonic() - start)
 
 
@@ -178,6 +182,16 @@ def make_transfer(config: SyncConfig, actor: WorkerGroup, files: FileTransfer, w
     if config.transfer == "cuda_ipc":
         return IpcTransfer(actor, config.bucket_megabytes * 2**20)
     return files
+
+
+def check_arrival(subject: str, version: int, sent: int, received: Sequence[int | None]) -> None:
+    """Raise `RunError` unless every engine received the bytes that were sent: their checksums are equal."""
+    for number, checksum in enumerate(received):
+        if checksum != sent:
+            raise RunError(
+                f"{subject} of policy {version} did not arrive at engine {number}: the checksum of what was sent is "
+                f"{sent:x}, of what was received {'missing' if checksum is None else f'{checksum:x}'}"
+            )
 
 
 async def refuse_replacement(number: int) -> EngineClient:

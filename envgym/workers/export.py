@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from envgym.models.weights_file import Bucket, split_into_buckets, write_bucket
+from envgym.models.weights_file import Bucket, checksum, split_into_buckets, write_bucket
 
 from . import zero
 from .parameters import as_in_checkpoints, full_parameters
@@ -31,6 +31,7 @@ class WeightExport:
     _prefix = ""
     _files: list[str]
     _sender: Any = None
+    _sent: Parameters | None = None
 
     def begin_export(self, bucket_bytes: int, prefix: str, checkpoint_names: bool = False) -> None:
         """Begin to export all parameters, under their names in the transformers model or, with `checkpoint_names`, in
@@ -86,7 +87,8 @@ class WeightExport:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
         host, _, port = address.rpartition(":")
-        info, source = NCCLTrainerInitInfo(host, int(port), world_size, rank=self.rank), Parameters(self.network.model)
+        info = NCCLTrainerInitInfo(host, int(port), world_size, rank=self.rank)
+        source = self._sent = Parameters(self.network.model)
         self._sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=NoOpClient(), source=source)
         metadata = source.metadata()
         return {
@@ -101,11 +103,17 @@ class WeightExport:
 
     def begin_ipc(self, bucket_bytes: int) -> None:
         """Begin to share all parameters with engines on this rank's GPU; `next_ipc` returns their addresses."""
-        self._buckets = _ipc_chunks(self.network.model, bucket_bytes)
+        self._sent = Parameters(self.network.model)
+        self._buckets = _ipc_chunks(self._sent, bucket_bytes)
 
     def next_ipc(self) -> dict[str, Any] | None:
         """The next chunk, with handles by GPU; None after the last. Engines must have read the previous chunk."""
         return next(self._buckets, None)
+
+    def sent_checksum(self) -> int:
+        """The checksum of the parameters of the last transfer between GPUs."""
+        assert self._sent is not None
+        return self._sent.checksum
 
     def _parameters(self, *, with_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
         return full_parameters(self.network.model, self.adapter, self.rank, with_adapter=with_adapter)
@@ -117,6 +125,8 @@ class Parameters:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self.checksum = 0
+        """The checksum of the tensors of the last iteration."""
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
@@ -139,9 +149,12 @@ class Parameters:
         )
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.checksum = 0
         for name, parameter in self._model.named_parameters():
             with zero.gathered_parameter(parameter):
-                yield from as_in_checkpoints(self._model, [(name, parameter.detach())])
+                for item in as_in_checkpoints(self._model, [(name, parameter.detach())]):
+                    self.checksum += checksum(dict([item]))
+                    yield item
 
 
 class NoOpClient:
@@ -156,13 +169,12 @@ class NoOpClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
-def _ipc_chunks(model: torch.nn.Module, bucket_bytes: int) -> Iterator[dict[str, Any]]:
+def _ipc_chunks(parameters: Parameters, bucket_bytes: int) -> Iterator[dict[str, Any]]:
     """The weights, chunk by chunk, in a buffer on this rank's GPU that other processes can read. A chunk must be read
     before the next is requested."""
     from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    parameters = Parameters(model)
     n_bytes = max(bucket_bytes, parameters.max_bytes())  # vLLM rejects a larger tensor
     for chunk in packed_ipc_producer(iter(parameters), uuid, lambda item: item[1], n_bytes):
         torch.cuda.synchronize()

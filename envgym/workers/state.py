@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from envgym.errors import RunError
+from envgym.models.weights_file import checksum
 
 from . import checkpoint, reshard, zero
 from .config import WorkersConfig, number_format
@@ -42,12 +43,13 @@ class ModelState(WeightExport):
         dtype: torch.dtype = getattr(torch, number_format(self.settings.dtype, on_cpu=self.device.type == "cpu"))
         return dtype
 
-    def export_adapter(self, folder: str) -> None:
-        """Write the adapter as a folder in peft's format, on rank 0."""
+    def export_adapter(self, folder: str) -> int:
+        """Write the adapter as a folder in peft's format, on rank 0; returns the checksum of its tensors."""
         assert self.adapter is not None
         tensors = dict(self.adapter.tensors())
         if self.rank == 0:
             self.adapter.write(folder, tensors)
+        return checksum(tensors)
 
     def save(self, folder: str, config_extras: Mapping[str, Any] | None = None) -> None:
         """Write a Hugging Face model folder (without the tokenizer), with an adapter merged into it. Rank 0 writes.

@@ -11,9 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from envgym.config.schema import SyncConfig
 from envgym.engines.pool import EnginePool
+from envgym.engines.vllm import WeightReader
 from envgym.errors import ConfigError, RunError, WorkerError
 from envgym.learner import RoleSpec
-from envgym.models.weights_file import read_bucket, write_bucket
+from envgym.models.weights_file import checksum, read_bucket, write_bucket
 from envgym.processes.local import LocalRuntime
 from envgym.training import weight_transfer as module
 from envgym.training.weight_transfer import FileTransfer, NcclTransfer, make_transfer
@@ -21,12 +22,16 @@ from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.spec import WorkerSpec
 
+CHECKSUM = 7
+"""Of what `Actor` sends between GPUs."""
+
 
 class Reader:
-    """An engine that stores the weights; `corrupt` changes a bucket on its way."""
+    """An engine that stores the weights; `corrupt` changes a bucket on its way. `received`: the checksum of what vLLM's
+    own transfers bring, None for a message that was lost."""
 
-    def __init__(self, folder=None, corrupt=lambda bucket: bucket):
-        self.folder, self.corrupt = folder, corrupt
+    def __init__(self, folder=None, corrupt=lambda bucket: bucket, received=CHECKSUM):
+        self.folder, self.corrupt, self.received = folder, corrupt, received
         self.tensors, self.max_files, self.calls, self.version = {}, 0, [], None
 
     async def call(self, method, *args):
@@ -40,17 +45,21 @@ class Reader:
 
     async def begin_weights(self):
         self.calls.append("begin")
+        self.checksum = 0
 
     async def load_bucket(self, bucket):
         self.calls.append(bucket)
         if not isinstance(bucket, dict):
             files = Path(bucket.path).parent.glob(f"{Path(bucket.path).name.rpartition('-')[0]}*")
             self.max_files = max(self.max_files, len(list(files)))
-            self.tensors |= read_bucket(self.corrupt(bucket))
+            tensors = read_bucket(self.corrupt(bucket))
+            self.tensors |= tensors
+            self.checksum += checksum(tensors)
 
     async def end_weights(self, n_buckets, version):
         self.calls.append(("end", n_buckets))
         self.version = version
+        return self.checksum or self.received
 
     async def close(self):
         pass
@@ -133,7 +142,8 @@ def test_by_nccl_ranks_send_what_engines_were_told_to_expect(tmp_path, monkeypat
             self.start = lambda target, *args, **kwargs: runtime.start("stand_in:ModelWorker", *args, **kwargs)
 
     async def main():
-        runtime, reader = LocalRuntime(tmp_path / "logs"), Reader()
+        saved = load_file(tmp_path / "model" / "model.safetensors")
+        runtime, reader = LocalRuntime(tmp_path / "logs"), Reader(received=checksum(saved))
         try:
             settings = WorkersConfig(ranks=2, zero_stage=zero_stage)
             spec = WorkerSpec("actor", str(tmp_path / "model"), RoleSpec(trained=True), {"name": "sft"}, settings)
@@ -185,7 +195,8 @@ class Actor:
             self.calls.append(f"{self.prefix}-{self.n_left}")
             return [write_bucket(1 - self.n_left, self.calls[-1], {str(self.n_left): torch.ones(2)})]
         self.calls.append((method, *args))
-        answers = {"address": "10.0.0.1:5000", "open_nccl": {"names": ["w"], "shapes": [[4]]}}
+        description = {"names": ["w"], "shapes": [[4]]}
+        answers = {"address": "10.0.0.1:5000", "open_nccl": description, "sent_checksum": CHECKSUM}
         if method == "next_ipc":
             self.n_left -= 1
             chunks = [{"names": ["w"], "ipc_handles": {f"GPU-{rank}": self.n_left}} for rank in range(2)]
@@ -262,13 +273,13 @@ def test_nccl_connects_once_and_sends_while_the_engines_receive():
         description = {"names": ["w"], "shapes": [[4]]}
         for reader in readers:
             assert reader.calls == [("connect", connection), *["begin", description, ("end", 1)] * 2]
-        assert [call[0] for call in actor.calls] == ["address", "open_nccl", "send_nccl", "send_nccl"]
+        assert [call[0] for call in actor.calls] == ["address", "open_nccl", *["send_nccl", "sent_checksum"] * 2]
         assert actor.calls[1] == ("open_nccl", "10.0.0.1:5000", 5)
 
         pool.members.pop()  # an engine died: the others need a new group
         await transfer.send(pool, 3)
-        assert [call[0] for call in actor.calls[4:]] == ["address", "open_nccl", "send_nccl"]
-        assert actor.calls[5] == ("open_nccl", "10.0.0.1:5000", 3)
+        assert [call[0] for call in actor.calls[6:]] == ["address", "open_nccl", "send_nccl", "sent_checksum"]
+        assert actor.calls[7] == ("open_nccl", "10.0.0.1:5000", 3)
 
     asyncio.run(main())
 
@@ -286,6 +297,49 @@ def test_cuda_ipc_sends_the_handles_of_every_gpu():
         assert actor.calls[0] == ("begin_ipc", 2**20)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("received", "words"), [(8, "received 8"), (None, "received missing")])
+@pytest.mark.parametrize("kind", ["nccl", "cuda_ipc"])
+def test_other_bytes_than_those_sent_stop_the_run(kind, received, words):
+    readers = [Reader(), Reader(received=received)]
+    transfer = make_transfer(SyncConfig(transfer=kind), Actor(), None, 1)
+    with pytest.raises(RunError, match=f"weights of policy 4 did not arrive at engine 1: .* sent is 7, .* {words}"):
+        asyncio.run(transfer.send(EnginePool(no_start, readers), 4))
+
+
+def test_a_lost_message_of_the_files_stops_the_run(tmp_path):
+    class Deaf(Reader):
+        async def end_weights(self, n_buckets, version):
+            return None
+
+    transfer = FileTransfer(Actor(), tmp_path, 100, checkpoint=True)
+    with pytest.raises(RunError, match="did not arrive at engine 0"):
+        asyncio.run(transfer.send(EnginePool(no_start, [Deaf()]), 4))
+
+
+def test_the_engine_sums_up_what_the_transfers_between_gpus_bring():
+    """Of the tensors as vLLM hands them to the model, in any parts."""
+    weights = {"a": torch.arange(9.0), "b": torch.ones(3, 5, dtype=torch.bfloat16), "c": torch.zeros(2)}
+    loaded = []
+
+    class Worker(WeightReader):
+        model_runner = SimpleNamespace(get_model=lambda: model)
+
+        def update_weights(self, info):
+            for names in info:
+                model.load_weights((name, weights[name]) for name in names)
+
+    class Model(torch.nn.Module):
+        def load_weights(self, weights):
+            loaded.extend(name for name, _ in weights)
+
+    model = Model()
+    assert Worker().receive(["b"]) + Worker().receive(["c", "a"]) == checksum(weights)
+    assert loaded == ["b", "c", "a"]
+    assert Worker().receive(["a"]) != checksum({"a": weights["a"] + 1}) != checksum({"z": weights["a"] + 1})
+    model.load_weights([])  # is the model's own again
+    assert "load_weights" not in vars(model)
 
 
 @pytest.mark.parametrize("kind", ["nccl", "cuda_ipc"])
