@@ -214,7 +214,7 @@ def _allocate(name: str, dtype: str) -> Any:
 
     from envgym.workers.network import load_model
 
-    model = load_model(name, "scalar", getattr(torch, dtype), uninitialized=True)
+    model = load_model(name, "scalar", getattr(torch, dtype), attention=None, uninitialized=True)
     model.config.get_text_config().use_cache = False
     return model
 

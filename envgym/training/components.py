@@ -166,6 +166,8 @@ async def _load_in_parallel(
             await asyncio.wait({sampling})
         display.phase(f"loading the {role}")
         worker = await start_role(config, stage, role, model, runtime, load_after=sampling)
+        for note in worker.info.notes:
+            display.note(f"{role}: {note}")
         if worker.info.not_shared and worker.settings.share_prefixes:
             display.note(f"{role}: sequences share no prefixes, since {worker.info.not_shared}")
         return worker

@@ -34,13 +34,12 @@ from .network import (
     check_experts,
     has_experts,
     load_model,
-    obstacle_to_sharing,
-    use_packing,
 )
 from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
 from .parameters import flops_per_token, n_numbers
 from .sequence_parallel import Slices
 from .spec import RankInfo, WorkerSpec
+from .trials import obstacle_to_sharing, try_kernel, use_packing
 
 if TYPE_CHECKING:
     from envgym.learner import FloatArray
@@ -170,7 +169,9 @@ class ModelWorker(ModelLearning):
             self.engine = self.network.to(self.device).requires_grad_(False)
         if self.learner is not None and self.spec.role == "actor" and (decay := self.learner.config.ema_decay):
             self.average = MovingAverage(dict(model.named_parameters()), decay, self._average_device)
+        self._notes = []
         if self.settings.sequence_parallel == 1:
+            self._notes.append(try_kernel(self.network, self.engine, self.device))
             use_packing(self.network, self.engine, self.settings.packing, self.device)
         self._not_shared = self._obstacle_to_sharing()
 
@@ -197,6 +198,7 @@ class ModelWorker(ModelLearning):
             attention=self.network.model.config._attn_implementation,
             packed=self.network.packed,
             not_shared=self._not_shared,
+            notes=tuple(filter(None, self._notes)),
             flops_per_token=self._flops,
             peak_flops=peak_flops(torch.cuda.get_device_name(self.device), dtype) if on_gpu else None,
         )

@@ -13,23 +13,19 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from envgym.errors import ConfigError, EnvgymError
-from envgym.learner import TrainSample
 from envgym.models import capped_attention, is_path
-from envgym.types import Objective
 
 from .adapter import quantization, tame_quantized
 from .head import LogprobHead, Rescaling, configure_scalar_head, scalar_head
-from .micro_batches import network_inputs, pad
 from .parameters import n_experts
-from .prefix_attention import attention_over, gather, install
+from .prefix_attention import attention_over, gather
 from .prefixes import SharedPrefixes
 from .sequence_parallel import Slices
+from .varlen_attention import VARLEN, not_covered, runs_here, takes_ends
 
 
 class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -195,13 +191,13 @@ def load_model(
     head: Literal["lm", "scalar"],
     dtype: torch.dtype,
     *,
-    attention: str = "auto",
+    attention: str | None = "auto",
     uninitialized: bool = False,
     quantize: str = "none",
 ) -> nn.Module:
     """Load a Hugging Face model from a folder or a hub id.
 
-    `attention` as in `WorkersConfig`. A scalar head missing from the checkpoint is drawn from the global generator.
+    `attention` as in `WorkersConfig`; None: transformers' default, for padded rows with masks. A scalar head missing from the checkpoint is drawn from the global generator.
     `uninitialized`: parameters are allocated but not filled, so their memory costs nothing until it is written to.
     `quantize` `4bit`: linear layers except the head are stored in 4 bits. Raises a one-line `EnvgymError`.
     """
@@ -220,7 +216,10 @@ def load_model(
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         factory = configure_scalar_head(config) if head == "scalar" else transformers.AutoModelForCausalLM
-        # Without flash kernels transformers itself takes sdpa for the models that know it.
+        torch.backends.cuda.enable_cudnn_sdp(
+            False
+        )  # it compiles a plan for each new shape, which `sdpa` would wait for
+        # Otherwise transformers itself takes sdpa for the models that know it.
         kind = flash_attention(config, factory, dtype) or capped_attention(config) if attention == "auto" else attention
         options = {"config": config, "dtype": dtype, "attn_implementation": kind}
         model: nn.Module
@@ -248,16 +247,18 @@ def load_model(
 
 
 def flash_attention(config: Any, factory: Any, dtype: torch.dtype) -> str | None:
-    """The installed flash kernel that supports this number format and this model, or None."""
+    """The installed kernel for rows of different lengths that supports this number format and this model, or None: a
+    package's, else torch's own."""
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     model_class = factory._model_mapping.get(type(config), None)
-    if dtype not in (torch.bfloat16, torch.float16) or not getattr(model_class, "_supports_flash_attn", False):
-        return None
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    if is_flash_attn_3_available() and (is_hopper or not is_flash_attn_2_available()):
-        return "flash_attention_3"
-    return "flash_attention_2" if is_flash_attn_2_available() else None
+    if dtype in (torch.bfloat16, torch.float16) and getattr(model_class, "_supports_flash_attn", False):
+        is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+        if is_flash_attn_3_available() and (is_hopper or not is_flash_attn_2_available()):
+            return "flash_attention_3"
+        if is_flash_attn_2_available():
+            return "flash_attention_2"
+    return VARLEN if runs_here(dtype) and not not_covered(config, model_class) else None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -285,7 +286,8 @@ def packed_inputs(token_ids: torch.Tensor, lengths: torch.Tensor, valid: torch.T
 
 
 def packs(setting: bool | Literal["auto"], model: nn.Module) -> bool:
-    """True if `model` (from Hugging Face) gets its rows packed: if set to true, or for `auto` with flash kernels.
+    """True if `model` (from Hugging Face) gets its rows packed: if set to true, or for `auto` with attention that takes
+    the ends of rows.
 
     Raises `ConfigError` where packing is set to true and the model cannot separate packed rows.
     """
@@ -293,74 +295,10 @@ def packs(setting: bool | Literal["auto"], model: nn.Module) -> bool:
         return False
     obstacle = _packing_obstacle(model)
     if setting == "auto":
-        return not obstacle and "flash" in model.config._attn_implementation
+        return not obstacle and takes_ends(model.config._attn_implementation)
     if obstacle:
         raise ConfigError(f"workers.packing=true does not work with {model.config.model_type}: {obstacle}")
     return True
-
-
-def use_packing(network: TokenNetwork, engine: Any, setting: bool | Literal["auto"], device: torch.device) -> None:
-    """Set `network.packed` where `packs` allows it and the model's outputs for the same rows, packed and padded, agree:
-    then rows do not attend to each other. `engine` is DeepSpeed's engine around the network, or the network itself.
-
-    Raises `ConfigError` where packing is set to true and rows attend to each other.
-    """
-    if not packs(setting, network.model):
-        return
-    engine.eval()
-    padded = _trial(network, engine, device)
-    network.packed = True
-    network.packed = _agree(network, _trial(network, engine, device), padded)
-    if setting is True and not network.packed:
-        kind = network.model.config._attn_implementation
-        raise ConfigError(
-            f"workers.packing=true does not work with {network.model.config.model_type} and {kind}: rows see each other"
-        )
-
-
-def _trial(network: TokenNetwork, engine: Any, device: torch.device, *, shared: bool = False) -> torch.Tensor:
-    """[N] the network's numbers for two rows of 9 and 7 tokens, of which the first five are the same."""
-    samples = []
-    for row in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 9, 8]):
-        token_ids = np.array(row) % network.model.get_input_embeddings().num_embeddings
-        weights, no_logprobs = np.minimum(np.arange(len(row)), 1), np.full(len(row), np.nan)
-        samples.append(TrainSample(token_ids, weights, no_logprobs, Objective.CROSS_ENTROPY))
-    inputs = network_inputs(samples, [pad(samples, device)], device, "shared" if shared else "padded")
-    with torch.no_grad():
-        outputs = engine(*inputs)
-    outputs.pop("balance", None)
-    numbers = next(iter(outputs.values()))
-    mask: torch.Tensor = inputs[2]
-    return numbers[mask]
-
-
-def _agree(network: TokenNetwork, numbers: torch.Tensor, reference: torch.Tensor) -> bool:
-    """True if two results of `_trial` differ by rounding only."""
-    tolerance = 1e-4 if next(network.parameters()).dtype == torch.float32 else 2e-2
-    return bool((numbers - reference).abs().mean() < tolerance * reference.abs().mean())
-
-
-def obstacle_to_sharing(network: TokenNetwork, engine: Any, device: torch.device, *, trained: bool) -> str:
-    """The reason why prefixes that rows share cannot be computed once, or an empty string. `engine` as in
-    `use_packing`.
-
-    Whether a model supports it is tried out: attention that does not know a `PathMask` fails, or answers otherwise.
-    """
-    model = network.model
-    if trained:
-        engine.train()
-        if not _agree(network, _trial(network, engine, device), _trial(network, engine, device)):
-            return "the model draws noise (such as dropout) for each sequence"
-    engine.eval()
-    if model.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
-        return "the model has attention of its own"
-    install(model)
-    padded = _trial(network, engine, device)
-    try:
-        shared = _trial(network, engine, device, shared=True)
-    except Exception as error:  # whatever the model's code makes of what it does not know
-        return f"the model has attention of its own ({type(error).__name__})"
-    return "" if _agree(network, shared, padded) else "the outputs would differ"
 
 
 def _packing_obstacle(model: nn.Module) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .prefixes import Bucket, SharedPrefixes
+from .varlen_attention import takes_ends
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 
@@ -51,7 +52,7 @@ class PathMask:
         self, prefixes: SharedPrefixes, sees: Callable[..., torch.Tensor], kind: str, dtype: torch.dtype
     ) -> None:
         self.buckets = prefixes.buckets
-        self.by_ends = "flash" in kind
+        self.by_ends = takes_ends(kind)
         if self.by_ends:
             self.path, self.ends = _path_and_ends(prefixes.buckets)
         else:
@@ -87,9 +88,8 @@ def _mask(bucket: Bucket, sees: Callable[..., torch.Tensor], kind: str, dtype: t
 
 
 def _path_and_ends(buckets: Sequence[Bucket]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """For flash kernels, which take the ends of rows: the paths of all rows end to end, [1, tokens], and the ends. With
-    fewer queries than keys, the last query sees the last key. Tested with a stand-in for the kernel; not run on a GPU
-    yet."""
+    """For kernels that take the ends of rows: the paths of all rows end to end, [1, tokens], and the ends. With fewer
+    queries than keys, the last query sees the last key. Tested with a stand-in for the kernel."""
     lengths = [bucket.depths.amax(1) + 1 for bucket in buckets]
     paths = [
         bucket.path[torch.arange(bucket.path.shape[1], device=bucket.path.device) < length[:, None]]

@@ -44,6 +44,7 @@ class RankInfo:
     attention        its implementation, by transformers' name
     packed           whether rows go through the model end to end
     not_shared       the reason why prefixes that rows share are not computed once; empty if they are
+    notes            what the model does without, each with the reason
     flops_per_token  (a, b): training on one token of a sequence of T tokens takes a + b T FLOPs
     peak_flops       FLOPs per second of the device; None if unknown (on a CPU)
     """
@@ -57,6 +58,7 @@ class RankInfo:
     attention: str
     packed: bool
     not_shared: str
+    notes: tuple[str, ...]
     flops_per_token: tuple[float, float]
     peak_flops: float | None
 

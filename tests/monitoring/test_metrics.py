@@ -170,7 +170,7 @@ def test_a_step_that_samples_nothing_is_as_fast_as_the_tokens_it_processes():
 def test_utilisation_by_hand():
     """Rows of 10 and 6 tokens at 1e9 a token and 1e8 a token and token: 16e9 + 136e8 operations; in 2 s on 2 devices
     7.4e9 a second each."""
-    info = RankInfo(1, 1, False, "cuda:0", "bfloat16", 97, "sdpa", False, "", (1e9, 1e8), 1e11)
+    info = RankInfo(1, 1, False, "cuda:0", "bfloat16", 97, "sdpa", False, "", (), (1e9, 1e8), 1e11)
     told = computing_metrics(info.flops([learned(10, 4), learned(6, 3)]), info.peak_flops, 2, 2.0)
     assert told == pytest.approx({"tflops": 7.4e-3, "mfu": 0.074})
     assert computing_metrics(info.flops([learned(10, 4)]), None, 1, 1.0) == pytest.approx({"tflops": 0.02})

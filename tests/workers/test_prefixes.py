@@ -26,9 +26,10 @@ from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.lora import LoraConfig
 from envgym.workers.micro_batches import micro_batches, network_inputs, pad
-from envgym.workers.network import TokenNetwork, load_model, obstacle_to_sharing
+from envgym.workers.network import TokenNetwork, load_model
 from envgym.workers.prefixes import SharedPrefixes, n_distinct, shared_share
 from envgym.workers.spec import WorkerSpec
+from envgym.workers.trials import obstacle_to_sharing
 from tests.weight_files import export_group
 from tests.workers.conftest import PLAIN_GRADIENT_DESCENT
 from tests.workers.test_network import VOCABULARY, by_hand, make_model
