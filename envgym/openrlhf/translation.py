@@ -140,6 +140,10 @@ def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
             settings["tensorboard_dir"] = str(folder_of_logs)
     if settings.get("workers.attention") == "auto" and "flash_attn" in flags.options:
         translation.notes.append("--flash_attn: FlashAttention is used where it is installed, else torch's attention")
+    if "workers.kernels" in settings:
+        translation.notes.append(
+            "--use_liger_kernel: its layers are used on a GPU where it is installed, not its losses"
+        )
     if flags["load_in_4bit"] and not flags["lora_rank"]:
         raise ConfigError(f"{flags.program}: --load_in_4bit: weights of 4 bits are not trained: give --lora_rank too")
     if token := flags["use_wandb"]:

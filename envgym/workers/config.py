@@ -49,10 +49,15 @@ class WorkersConfig(Settings):
     `auto`: 4,096, and on GPUs up to 16,384 if the plan has memory for them."""
     attention: str = "auto"
     """Implementation of attention, by transformers' names: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`,
-    `flex_attention`. `auto` is a flash kernel where one is installed and the model knows it, else `sdpa`."""
+    `flex_attention`. `auto` is a flash kernel where its package is installed and the model knows it; else, on a GPU in
+    16 bits, torch's own for rows of different lengths, for models that it covers; else `sdpa`."""
     packing: bool | Literal["auto"] = "auto"
-    """Concatenate sequences instead of padding them to the longest. `auto`: with flash kernels, for which that is
-    faster, and models that mix tokens only by attention."""
+    """Concatenate sequences instead of padding them to the longest. `auto`: with flash kernels and torch's own for rows
+    of different lengths, for which that is faster, and models that mix tokens only by attention."""
+    kernels: Literal["auto", "none"] = "auto"
+    """Fused kernels on a GPU in place of the model's own layers. `auto`: those of liger-kernel (`pip install
+    'envgym[gpu]'`) for normalisation, rotary positions and gated layers of the families that it knows, if the model's
+    outputs are the same, which is tried at the start. `none`: the model as transformers has it."""
     share_prefixes: bool = True
     """Compute what several sequences begin with once: a group's prompt, the common turns of episodes, the prompt of a
     preference pair. Sequences are computed separately where this would change the outputs, which is tried at the start,

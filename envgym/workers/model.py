@@ -39,7 +39,7 @@ from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
 from .parameters import flops_per_token, n_numbers
 from .sequence_parallel import Slices
 from .spec import RankInfo, WorkerSpec
-from .trials import obstacle_to_sharing, try_kernel, use_packing
+from .trials import obstacle_to_sharing, try_fused_layers, try_kernel, use_packing
 
 if TYPE_CHECKING:
     from envgym.learner import FloatArray
@@ -170,6 +170,8 @@ class ModelWorker(ModelLearning):
         if self.learner is not None and self.spec.role == "actor" and (decay := self.learner.config.ema_decay):
             self.average = MovingAverage(dict(model.named_parameters()), decay, self._average_device)
         self._notes = []
+        if self.settings.kernels == "auto" and not self.settings.compile:
+            self._notes.append(try_fused_layers(self.network, self.engine, self.device))
         if self.settings.sequence_parallel == 1:
             self._notes.append(try_kernel(self.network, self.engine, self.device))
             use_packing(self.network, self.engine, self.settings.packing, self.device)

@@ -197,7 +197,8 @@ def load_model(
 ) -> nn.Module:
     """Load a Hugging Face model from a folder or a hub id.
 
-    `attention` as in `WorkersConfig`; None: transformers' default, for padded rows with masks. A scalar head missing from the checkpoint is drawn from the global generator.
+    `attention` as in `WorkersConfig`; None: transformers' default, for padded rows with masks. A scalar head missing
+    from the checkpoint is drawn from the global generator.
     `uninitialized`: parameters are allocated but not filled, so their memory costs nothing until it is written to.
     `quantize` `4bit`: linear layers except the head are stored in 4 bits. Raises a one-line `EnvgymError`.
     """

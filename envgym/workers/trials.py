@@ -16,6 +16,7 @@ from envgym.errors import ConfigError
 from envgym.learner import TrainSample
 from envgym.types import Objective
 
+from .fused_layers import can_fuse, fuse
 from .micro_batches import network_inputs, pad
 from .network import TokenNetwork, packs
 from .prefix_attention import install
@@ -36,6 +37,20 @@ def try_kernel(network: TokenNetwork, engine: Any, device: torch.device) -> str:
     if reason:
         config._attn_implementation = "sdpa"
     return reason and f"attention is sdpa, since torch's varlen_attn {reason}"
+
+
+def try_fused_layers(network: TokenNetwork, engine: Any, device: torch.device) -> str:
+    """Fuse layers of the network where liger-kernel can and the network answers as before. Returns the reason if it
+    does not, or an empty string."""
+    if not can_fuse(network.model, device):
+        return ""
+    engine.eval()
+    plain = _trial(network, engine, device)
+    undo = fuse(network.model)
+    reason = _difference(network, engine, device, plain)
+    if reason:
+        undo()
+    return reason and f"layers are not fused, since with liger-kernel the model {reason}"
 
 
 def _difference(network: TokenNetwork, engine: Any, device: torch.device, reference: torch.Tensor) -> str:

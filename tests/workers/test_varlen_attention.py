@@ -150,7 +150,7 @@ COVERED = [
     (transformers.LlamaConfig(hidden_size=1024, num_attention_heads=2), "a head width that is no multiple of 8"),
     (transformers.Qwen3NextConfig(), "layers other than full and sliding attention"),
     (transformers.BloomConfig(), "attention of its own"),
-    (transformers.MambaConfig(), "attention of its own"),
+    (transformers.MambaConfig(), "layers other than full and sliding attention"),
     (transformers.LlamaConfig(attention_dropout=0.1), "dropout of attention"),
 ]
 
