@@ -162,11 +162,20 @@ def engine(
     wrapper, *_ = library.initialize(model=network, model_parameters=parameters, optimizer=optimizer, config=dict(json))
     if json.get("compile", {}).get("deepcompile"):
         wrapper.compile()
+    if hasattr(wrapper.optimizer, "_add_to_grad_partition_buffer"):  # ZeRO 1 and 2
+        wrapper.optimizer._add_to_grad_partition_buffer = _add_gradient
     if (checkpoints := wrapper.checkpoint_engine) is not None:  # a model without an optimizer has none
         checkpoints.load = read  # DeepSpeed's own would run code from the file
         if writer is not None:
             checkpoints.save = lambda state_dict, path: writer.write(path, state_dict)
     return wrapper
+
+
+def _add_gradient(total: torch.Tensor | None, gradient: torch.Tensor) -> None:
+    """Add a micro-batch's gradient to this rank's sum, if it has one, in the sum's number format. DeepSpeed's own would
+    first write a converted copy of the gradient."""
+    if total is not None:
+        total.add_(gradient)
 
 
 def set_learning_rate(engine: Any, lr: float) -> None:

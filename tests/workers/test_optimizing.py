@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from envgym.errors import ConfigError, RunError
@@ -361,3 +362,33 @@ def test_what_this_machine_cannot_do_is_refused_in_one_line(make_worker, monkeyp
     with pytest.raises(ConfigError, match=message) as caught:
         make_worker(**settings)
     assert "\n" not in str(caught.value)
+
+
+class _MixedAdditions(TorchDispatchMode):
+    """Counts the numbers that are added to float32 from bfloat16, without a converted copy of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_added = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function) == "aten.add_.Tensor" and (args[0].dtype, args[1].dtype) == (torch.float32, torch.bfloat16):
+            self.n_added += args[1].numel()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("budget", [10_000, 60])
+def test_each_micro_batchs_gradient_is_added_once_and_not_converted_before(budget, make_worker, make_rows, normalizers):
+    worker, rows = make_worker(dtype="bfloat16"), make_rows(12)
+    [batches] = micro_batches(rows, budget, 1)
+    assert (len(batches) == 1) == (budget == 10_000)
+    backward, counter = worker.engine.backward, _MixedAdditions()
+
+    def counted(*args, **kwargs):
+        with counter:
+            return backward(*args, **kwargs)
+
+    worker.engine.backward = counted
+    worker.accumulate(batches, normalizers(rows))
+    n_parameters = worker.info().n_parameters
+    assert n_parameters <= counter.n_added / len(batches) < 2 * n_parameters  # the output layer may add its own
