@@ -49,11 +49,12 @@ class WorkersConfig(Settings):
     `auto`: 4,096, and on GPUs up to 16,384 if the plan has memory for them."""
     attention: str = "auto"
     """Implementation of attention, by transformers' names: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`,
-    `flex_attention`. `auto` is a flash kernel where its package is installed and the model knows it; else, on a GPU in
-    16 bits, torch's own for rows of different lengths, for models that it covers; else `sdpa`."""
+    `flex_attention`, or `torch_varlen`: torch's own for rows of different lengths. `auto` is a flash kernel where its
+    package is installed and the model knows it; else `torch_varlen` on a GPU in 16 bits, for models that it covers;
+    else `sdpa`."""
     packing: bool | Literal["auto"] = "auto"
-    """Concatenate sequences instead of padding them to the longest. `auto`: with flash kernels and torch's own for rows
-    of different lengths, for which that is faster, and models that mix tokens only by attention."""
+    """Concatenate sequences instead of padding them to the longest. `auto`: with flash kernels and `torch_varlen`, for
+    which that is faster, and models that mix tokens only by attention."""
     kernels: Literal["auto", "none"] = "auto"
     """Fused kernels on a GPU in place of the model's own layers. `auto`: those of liger-kernel (`pip install
     'envgym[gpu]'`) for normalisation, rotary positions and gated layers of the families that it knows, if the model's

@@ -222,6 +222,9 @@ def load_model(
         )  # it compiles a plan for each new shape, which `sdpa` would wait for
         # Otherwise transformers itself takes sdpa for the models that know it.
         kind = flash_attention(config, factory, dtype) or capped_attention(config) if attention == "auto" else attention
+        model_class = factory._model_mapping.get(type(config), None)
+        if attention == VARLEN and (feature := not_covered(config, model_class)):
+            raise ConfigError(f"workers.attention={VARLEN} does not support {config.model_type}: {feature}")
         options = {"config": config, "dtype": dtype, "attn_implementation": kind}
         model: nn.Module
         if uninitialized:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch.nn.attention.varlen import varlen_attn as torchs_kernel
 
+from envgym.errors import ConfigError
 from envgym.learner import RoleSpec
 from envgym.types import Objective
 from envgym.workers import network as networks
@@ -194,6 +195,12 @@ def test_the_kernel_is_for_16_bits_on_a_gpu_from_ampere_on(monkeypatch):
     assert not varlen_attention.runs_here(torch.float32)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert not varlen_attention.runs_here(torch.float16)
+
+
+def test_named_for_a_model_that_it_does_not_cover_it_is_refused(tmp_path):
+    make_model("gemma2", attn_logit_softcapping=2.0).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"torch_varlen does not support gemma2: a soft cap of attention$"):
+        load_model(str(tmp_path), "lm", torch.float32, attention=VARLEN)
 
 
 def test_where_sdpa_stays_cudnn_is_off(tied_model):
