@@ -21,6 +21,7 @@ from envgym.yaml_files import read_yaml
 
 from .checks import complete_stage
 from .known_settings import config_class, with_suggestion
+from .learning_rate import default_rate, size_of
 from .missing import missing_part_error, parts_of_recipe
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model
 from .renamed import rename_settings, with_earlier_defaults
@@ -103,6 +104,10 @@ def _recipe_layers(recipe: str, from_file: Mapping[str, Any], overrides: Mapping
     # An API's model is not the local model of that name.
     is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"
     model_settings, stages = {} if is_api else settings_of_model(model), {"stages": recipe_settings.pop("stages", [])}
+    if recipe == DEFAULT_RECIPE and not is_api and (billions := size_of(model)):
+        lora = merge(from_file, overrides).get("lora")
+        is_lora = isinstance(lora, Mapping) and bool(lora.get("rank"))
+        model_settings = {**model_settings, "learner": {"lr": default_rate(billions, lora=is_lora)}}
     return [Layer(recipe_settings, "recipe"), Layer(model_settings, "model"), Layer(stages, "recipe")]
 
 

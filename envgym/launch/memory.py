@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from pathlib import Path
 
 from envgym.config.recipes import makes_model, recipe_model_folder
@@ -21,6 +20,7 @@ from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig
 from envgym.models import is_path
+from envgym.models.sizes import count_parameters
 from envgym.processes.runtime import Slot
 from envgym.run_folder import policy_of_run
 from envgym.services.declarations import RewardModel
@@ -74,7 +74,7 @@ class ModelSizes:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        parameters = _count_in_files(folder)
+        parameters = count_parameters(folder)
         if not parameters and "model_type" in config:
             parameters = _count_in_config(folder)
         config = config.get("text_config", config)
@@ -358,14 +358,3 @@ def _count_in_config(folder: Path) -> int:
     except Exception:  # some models compute with their weights while they are built
         return 0
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _count_in_files(folder: Path) -> int:
-    """Number of parameters in a folder's safetensors files; 0 if there are none."""
-    count = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, tensor in header.items():
-            count += prod(tensor.get("shape", ())) if name != "__metadata__" else 0
-    return count

@@ -12,12 +12,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from envgym.config.learning_rate import rate_in_words, size_of
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import CheckpointDamaged, ConfigError, RunError, WorkerError, cannot_write, extend_message
 from envgym.evaluation.held_out import check_held_out
 from envgym.launch.components import StageContext, stage_context
-from envgym.launch.memory import check_episodes
+from envgym.launch.memory import check_episodes, model_folder
 from envgym.launch.models import fetch_model
 from envgym.monitoring.report import plot
 from envgym.monitoring.trackers import RunInfo, Trackers, run_id
@@ -108,9 +109,19 @@ async def _set_up(
     for role in stage.roles.values():
         if role.model and role.base_url is None:
             role.model = await fetch_model(role.model, config, display, make_model)
+    note_learning_rate(stage, model, display)
     components = await start_components(config, stage, state.context, model, display)
     folder.save_tokenizer(components.runner.agent.renderer.tokenizer)
     return components
+
+
+def note_learning_rate(stage: StageConfig, model: str, display: Display) -> None:
+    """Say at the start of policy-gradient training that the learning rate is the default for the model, or too small
+    for it."""
+    learner_class, config = stage.learner_config()
+    words = rate_in_words(config.lr, size_of(model_folder(model)), lora=stage.lora.rank > 0)
+    if learner_class.needs_policy_samples and words:
+        display.note(words)
 
 
 def check_training_tasks(spec: EnvSpec) -> None:
