@@ -17,7 +17,10 @@ COUNTS = {"train": (4, 5, 7, 8), "test": (6,)}
 
 
 class Instruction(envgym.Env):
-    """The reward is the share of three demands that are met. For the number of words it falls with the distance."""
+    """The reward is the share of three demands that are met, times how close the number of words is.
+
+    A sum alone would be a trap: the last word on its own meets two demands of three, and a policy settles on it.
+    """
 
     async def reset(self, *, seed=None, options=None):
         return [{"role": "user", "content": self.task.prompt}], {}
@@ -25,13 +28,14 @@ class Instruction(envgym.Env):
     async def step(self, action):
         words = action.text.split()
         count, last = self.task.fields["count"], self.task.fields["last"]
+        distance = abs(len(words) - count) + len(words) - len(set(words))  # repeated words do not count
         demands = {
-            "count": max(0.0, 1 - abs(len(words) - count) / count),
-            "lower": float(bool(words) and action.text == action.text.lower()),
+            "count": float(distance == 0),
+            "lower": float(action.text == action.text.lower()),
             "last": float(bool(words) and words[-1].strip(".!\"'") == last),
         }
-        score = sum(demands.values()) / 3
-        return None, score, True, False, {"score": score, "metrics": {**demands, "all": float(score == 1)}}
+        score = max(0.0, 1 - distance / count) * (1 + demands["lower"] + demands["last"]) / 3
+        return None, score, True, False, {"score": score, "metrics": demands}
 
 
 class Instructions(envgym.EnvSpec):
@@ -43,7 +47,7 @@ class Instructions(envgym.EnvSpec):
         tasks = [
             envgym.Task(
                 id=f"{topic}-{count}-{last}",
-                prompt=f'Describe {topic} in exactly {count} words, all in lower case. The last word is "{last}".',
+                prompt=f'Describe {topic} in exactly {count} different words, all in lower case. The last word is "{last}".',
                 fields={"count": count, "last": last},
             )
             for topic, count, last in itertools.product(TOPICS, COUNTS[split], LAST_WORDS[split])

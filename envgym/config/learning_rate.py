@@ -52,7 +52,7 @@ def default_rate(billions: float, *, lora: bool) -> float:
 
 
 def rate_in_words(lr: float, billions: float, *, lora: bool) -> str | None:
-    """What a run says of its learning rate at its start: that it is the default, or much smaller. None otherwise."""
+    """The line about the learning rate at the start of a run: it is the default, or much smaller. None otherwise."""
     if not billions or not lr:
         return None
     default = default_rate(billions, lora=lora)
