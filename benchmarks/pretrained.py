@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 
 from learning_curves import band, envgym
-from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, store, table
+from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, table
 
 from envgym.config.resolve import resolve
 from envgym.run_folder import stage_folders
@@ -42,7 +42,7 @@ INSTRUCTIONS = [
 
 def main() -> None:
     options = parse()
-    path = RESULTS / f"{NAME}.json"
+    path = options.results / f"{NAME}.json"
     stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     model = options.model or make_model(options.runs / "smollm2")
     words = word_problems(options.runs) if options.gpu else INSTRUCTIONS
@@ -54,9 +54,10 @@ def main() -> None:
         print(f"{name}: {' '.join(arguments)}", flush=True)
         began = conditions(PACKAGES)
         runs[name] = {"words": arguments, **train(name, model, arguments, options.runs), "conditions": began}
-        store(NAME, stored)
+        options.results.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(stored, indent=2) + "\n")
     print(json.dumps({name: run["score"] for name, run in runs.items()}, indent=1))
-    if not options.gpu:
+    if not options.gpu and options.results == RESULTS:
         show(runs)
 
 
@@ -66,6 +67,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct, as examples/smollm2.py makes it")
     parser.add_argument("--gpu", action="store_true", help="the word problems, in place of the instructions")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / NAME, help="where the run folders are made")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where the figures go; the page is of the default"
+    )
     return parser.parse_args()
 
 
@@ -98,17 +102,13 @@ def outcome(folder: Path) -> dict[str, Any]:
         "reward": [(record["step"], record["reward/mean"]) for record in records if "reward/mean" in record],
         "metrics": {name: [record[name] for record in records if name in record] for name in names},
         "samples": {
-            step: envgym("show", str(last.path), "--step", str(step), "--count", "4") for step in ends(records)
+            step: envgym("show", str(last.path), "--step", str(step), "--count", "2")
+            for step in (1, records[-1]["step"])
         },
         "lr": max((record.get("lr", 0.0) for record in records), default=0.0),
         "seconds": (last.read_summary() or {})["seconds"],
         "alarms": [alarm for record in records for alarm in record.get("alarms", [])],
     }
-
-
-def ends(records: list[dict[str, Any]]) -> tuple[int, int]:
-    """The first and the last step."""
-    return 1, records[-1]["step"]
 
 
 # -- word problems ----------------------------------------------------------------------------------------
@@ -194,6 +194,11 @@ def show(runs: dict[str, Any]) -> None:
     taken = f"{conditions_in_words(trained[0]['conditions'])} Load before the runs: {min(loads)} to {max(loads)}."
     picture = f"![held-out score of the seeds and of their controls]({NAME}.png)"
     fill_docs(NAME, "\n\n".join([picture, table(header, lines), taken]), PAGE)
+    first, *_, last = trained[0]["samples"].items()
+    shown = "\n\n".join(
+        f"Step {step}:\n\n```text\n{text.strip().rpartition(chr(10) * 2)[0]}\n```" for step, text in (first, last)
+    )
+    fill_docs(f"{NAME}_samples", shown, PAGE)
     before, after = (fmean(run["score"][end][1] for run in trained) for end in (0, -1))
     minutes = fmean(run["seconds"] / 60 for run in trained)
     sentence = (

@@ -5,6 +5,7 @@ import random
 
 import envgym
 
+PROMPT = 'Describe {topic} in exactly {count} different words, all in lower case. The last word is "{last}".'
 TOPICS = ("the sea", "a cat", "the moon", "a garden", "the train", "an old house", "the morning", "a storm")
 LAST_WORDS = {
     "train": (
@@ -47,7 +48,7 @@ class Instructions(envgym.EnvSpec):
         tasks = [
             envgym.Task(
                 id=f"{topic}-{count}-{last}",
-                prompt=f'Describe {topic} in exactly {count} different words, all in lower case. The last word is "{last}".',
+                prompt=PROMPT.format(topic=topic, count=count, last=last),
                 fields={"count": count, "last": last},
             )
             for topic, count, last in itertools.product(TOPICS, COUNTS[split], LAST_WORDS[split])

@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -53,7 +54,11 @@ def ours(page: str) -> list[list[str]]:
 
 
 def write_files(page: str, folder: Path) -> list[str]:
-    """Make the files that the page shows, and return its other Python blocks. A first line names the file."""
+    """Make the files that the page shows or takes from `examples/`, and return its other Python blocks. A first line
+    names the file."""
+    for name in {word.split(":")[0] for words in ours(page) for word in words if word.startswith("examples/")}:
+        (folder / "examples").mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
     code = write_named_blocks(PAGES[page], "python", folder)
     write_named_blocks(PAGES[page], "yaml", folder)
     for name, block in re.findall(r'^```jsonl title="(\S+)"\n(.*?)^```$', PAGES[page], re.MULTILINE | re.DOTALL):
@@ -133,6 +138,7 @@ def test_the_long_commands_of_a_page_run_in_a_short_form(page, tmp_path, tiny_mo
     with served(page, tmp_path) as port:
         for words in long:
             words = [word.replace(":8000", f":{port}").replace("path/or/hub-id", str(tiny_model)) for word in words]
+            words = [str(tiny_model) if word == "smollm2" else word for word in words]
             run(tmp_path, words + ([] if "--resume" in words else SHORTER.get(words[0], [])), 600)
 
 

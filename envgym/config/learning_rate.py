@@ -1,7 +1,7 @@
 """Default learning rates of policy-gradient training, by the model's size and by what is trained.
 
 A rate of 1e-6 is that of published runs with models of 7 billion parameters (DeepSeekMath, 2024, section 4.1; DAPO,
-2025), and TRL's default. In an hour it teaches a model of 0.1 billion nothing.
+2025), and TRL's default. In an hour a model of 0.1 billion learns nothing with it.
 """
 
 from __future__ import annotations
