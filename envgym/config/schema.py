@@ -229,7 +229,7 @@ class SyncConfig(Settings):
     """Maximum difference in log-probability, in nats, between engine and trainer on the probe after a sync, and on
     average over a step's tokens; on average over the probe, 12% of it. Above it the run stops, since it would train on
     another policy's samples. By default the difference after a sync is compared with the one that both have from the
-    same files: three times as much, confirmed by the step's tokens, stops the run."""
+    same files: 2.5 times as much, confirmed by the step's tokens, stops the run."""
     transfer: Literal["files", "nccl", "cuda_ipc"] = "files"
     """`files`: in shared memory or, if engines run on other nodes, in the run's folder, which must then be on a shared
     disk. vLLM's transfers between GPUs: `nccl`, or `cuda_ipc` if ranks and engines share GPUs."""

@@ -22,7 +22,7 @@ from .weight_transfer import FileTransfer, Receipt, Transfer, check_arrival, ref
 
 MEAN_SHARE = 0.12
 """The largest mean difference on the probe, as a share of `sync.tolerance`, if that is set."""
-FACTOR = 3.0
+FACTOR = 2.5
 """The largest difference after a sync, as a multiple of the one when both had read the same files: between those of
 right syncs and of wrong ones (`benchmarks/sync_families.py`)."""
 SMALLEST = {"float32": 1e-3, "16 bit": 0.01}
