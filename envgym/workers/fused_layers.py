@@ -31,21 +31,24 @@ def fuse(model: nn.Module) -> Callable[[], None]:
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     spaces = [vars(sys.modules[type(model).__module__]), *(vars(module) for module in model.modules())]
-    before = [dict(space) for space in spaces]
+    copies = [dict(space) for space in spaces]
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
     changes = [
         (space, name, old.get(name, _ABSENT))
-        for space, old in zip(spaces, before, strict=True)
+        for space, old in zip(spaces, copies, strict=True)
         for name in space
         if space[name] is not old.get(name, _ABSENT)
     ]
 
-    def undo(only: type = object) -> None:
+    for space, name, value in changes:
+        if isinstance(value, type):
+            space[name] = value
+
+    def undo() -> None:
         for space, name, value in changes:
-            if value is _ABSENT and only is object:
+            if value is _ABSENT:
                 space.pop(name, None)
-            elif value is not _ABSENT and isinstance(value, only):
+            else:
                 space[name] = value
 
-    undo(only=type)
     return undo

@@ -1,4 +1,4 @@
-"""What is tried out with a model that has been loaded: kernels and layouts of rows that its code may not support.
+"""Trials of a loaded model: kernels and layouts of rows that its code may not support.
 
 Each is used where its numbers for two short rows are those of the plain way, up to rounding, and left out otherwise.
 `engine` is DeepSpeed's engine around a network, or the network itself. All calls are collective.
@@ -54,7 +54,7 @@ def try_fused_layers(network: TokenNetwork, engine: Any, device: torch.device) -
 
 
 def _difference(network: TokenNetwork, engine: Any, device: torch.device, reference: torch.Tensor) -> str:
-    """How the network's `_trial` misses an earlier one, or an empty string."""
+    """Compare the network's `_trial` with an earlier one. Returns the difference in words, or an empty string."""
     try:
         numbers = _trial(network, engine, device)
     except Exception as error:  # whatever a kernel makes of a device or a model that it does not know

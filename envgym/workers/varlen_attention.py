@@ -41,7 +41,7 @@ def runs_here(dtype: torch.dtype) -> bool:
 
 
 def not_covered(config: Any, model_class: Any) -> str:
-    """What a model has that the kernel does not, or an empty string: the one place that decides.
+    """Name a feature of a model that the kernel does not have, or an empty string: the one place that decides.
 
     config       Hugging Face's, of the whole model
     model_class  transformers' class; None for one that it does not know
@@ -54,7 +54,7 @@ def not_covered(config: Any, model_class: Any) -> str:
     kinds = set(getattr(text, "layer_types", None) or ())
     n_heads = getattr(text, "num_attention_heads", None) or 1
     width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // n_heads
-    others = {getattr(text, name, None) or width for name in ("qk_head_dim", "v_head_dim", "global_head_dim")}
+    widths = {getattr(text, name, None) or width for name in ("qk_head_dim", "v_head_dim", "global_head_dim")}
     has_windows = getattr(text, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
     table = {
         "this torch has no varlen_attn": not takes,
@@ -67,10 +67,10 @@ def not_covered(config: Any, model_class: Any) -> str:
         "sinks, or another softmax": not getattr(model_class, "_supports_sdpa", False),
         "dropout of attention": getattr(text, "attention_dropout", 0) or getattr(text, "attn_pdrop", 0),
         "windows, which this torch's varlen_attn does not take": has_windows and "window_size" not in takes,
-        "heads of different widths": others != {width},
+        "heads of different widths": widths != {width},
         "a head width that is no multiple of 8, or above 256": width not in WIDTHS,
     }
-    return next((feature for feature, found in table.items() if found), "")
+    return next((feature for feature, is_present in table.items() if is_present), "")
 
 
 def attend(
