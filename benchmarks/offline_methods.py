@@ -25,7 +25,7 @@ from typing import Any
 from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, store, table
 
 import envgym
-from envgym.envs.math_verify import BOX, INSTRUCTIONS
+from envgym.envs.math_verify import IN_A_BOX
 from envgym.episodes.files import read_episodes
 from envgym.models.fresh import FreshModelConfig, make_fresh_model
 
@@ -113,8 +113,8 @@ async def write_data(folder: Path) -> None:
     async with envgym.spec("math_verify") as spec:
         tasks = [await spec.tasks("train").get(index) for index in range(MANY_ROWS)]
         held_out = [await spec.tasks("test").get(index) for index in range(512)]
-        asked = [f"{task.prompt}\n{INSTRUCTIONS[BOX]}" for task in tasks]
-        asked_held_out = [f"{task.prompt}\n{INSTRUCTIONS[BOX]}" for task in held_out]
+        asked = [f"{task.prompt}\n{IN_A_BOX}" for task in tasks]
+        asked_held_out = [f"{task.prompt}\n{IN_A_BOX}" for task in held_out]
     many = [
         {"prompt": prompt, "response": rf"\boxed{{{task.answer}}}"} for prompt, task in zip(asked, tasks, strict=True)
     ]

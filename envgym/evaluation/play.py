@@ -20,21 +20,15 @@ from envgym.launch.components import (
 )
 from envgym.launch.models import MakeModel, fetch_model
 from envgym.launch.placement import placed_runtime
-from envgym.monitoring.alarms import sentence
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.run_folder import RunFolder
-from envgym.types import Episode, Group, Task
+from envgym.types import Group, Task
 
 from .plan import Part
 from .resumable import ResumableFolder
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
-
-ANSWERED = "answered"
-"""The metric of an episode that is 1 if the environment could read an answer, and 0 if not."""
-FIRST_ANSWERS = 32
-"""Answers without one that can be read after which an evaluation says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +48,9 @@ class PartRun:
         sampling = self.part.sampling(self.runner.agent.renderer.stop_token_ids)
         seed_scope = self.part.stage.rollout.scope_in_evaluation(self.part.samples)
         plan = SamplingPlan(self.part.name, sampling, self.part.samples, seed_scope)
-        answers: list[bool] = []
-
-        def write(episode: Episode) -> None:
-            folder.write(episode)
-            if ANSWERED in episode.metrics:
-                answers.append(bool(episode.metrics[ANSWERED]))
-                if len(answers) == FIRST_ANSWERS and not any(answers):
-                    display.note(f"{self.part.name}: {sentence('no_answers', {f'env/{ANSWERED}': 0.0})}")
-
-        return await self.runner.roll_out(self.tasks, plan, display.rollout, completed=folder.saved, on_episode=write)
+        return await self.runner.roll_out(
+            self.tasks, plan, display.rollout, completed=folder.saved, on_episode=folder.write
+        )
 
 
 @asynccontextmanager

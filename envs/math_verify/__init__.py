@@ -13,7 +13,7 @@ from pydantic import Field
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import missing_package
 from envgym.hashing import hash_fraction
-from envgym.rewards.final_answers import boxed, final_line, last_number
+from envgym.rewards.final_answers import boxed, final_line
 from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from envgym.types import Action, Message, Task, add_instruction, as_messages
 
@@ -25,8 +25,8 @@ from .notation import plain
 Operation = Literal["+", "-", "*"]
 
 COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-BOX, LAST_NUMBER = "box", "last_number"
-INSTRUCTIONS = {BOX: "Put the final answer in \\boxed{}.", LAST_NUMBER: "End with the final answer, a number."}
+BOX = "box"
+IN_A_BOX = "Put the final answer in \\boxed{}."
 TEST_TASKS = 512
 TEST_SHARE = 1 / 8  # of all problems; of two-digit sums that is 1250, of which TEST_TASKS are asked
 
@@ -39,8 +39,8 @@ class MathVerifyConfig(DataEnvConfig):
     digits: int = Field(2, ge=1, le=18)
     """Digits the operands of the sums have at most."""
     read: str = Field(BOX, min_length=1)
-    """The place of the final answer: the last `\\boxed{}` (`box`), the last number of the completion (`last_number`),
-    or the last line, after this text: `####`, `The answer is`, `ANSWER:`."""
+    """The place of the final answer: the last `\\boxed{}` (`box`), or the last line, after this text: `####`,
+    `The answer is`, `ANSWER:`."""
     instruction: str | None = None
     """Added to every problem; empty for none. Unset: it asks for the form that is read."""
     boxed_share: float | None = Field(None, ge=0, le=1)
@@ -66,7 +66,7 @@ class MathVerifyEnv(Env):
         instruction = self.config.instruction
         if instruction is None:
             read = self.config.read
-            instruction = INSTRUCTIONS.get(read, f"End with a line of this form: {read} the final answer")
+            instruction = IN_A_BOX if read == BOX else f"End with a line of this form: {read} the final answer"
         return add_instruction(self.task.prompt, instruction, separator="\n"), {}
 
     async def step(self, action: Action) -> StepResult:
@@ -104,8 +104,6 @@ class MathVerify(DataEnvSpec):
         """The final answer of a completion, in the form that `env.read` names; None if it has none."""
         if self.config.read == BOX:
             return boxed(completion, allow_several=forms.is_list(gold))
-        if self.config.read == LAST_NUMBER:
-            return last_number(completion)
         return final_line(completion, self.config.read)
 
     def default_tasks(self, split: str) -> TaskSet:
@@ -122,8 +120,7 @@ class MathVerify(DataEnvSpec):
         if share is None:
             share = BOXED_SHARE if self.config.data is None else 1.0
         if rng.random() < share:
-            forms_of_answers = {BOX: rf"\boxed{{{answer}}}", LAST_NUMBER: f"The answer is {answer}."}
-            return [forms_of_answers.get(self.config.read, f"{self.config.read} {answer}")]
+            return [rf"\boxed{{{answer}}}" if self.config.read == BOX else f"{self.config.read} {answer}"]
         return [rng.choice((f"The answer is {answer}.", f"= {answer}", answer))]
 
     async def grade(self, answer: str, gold: str, problem: str = "") -> Grade:

@@ -43,10 +43,8 @@ FIRES = {
     "failures_by_reward": [1.0, 4.0, 5.0],
     "explained_variance": [*[0.1] * 20, *[-2.0] * 10],
     "short_batch": [1.0, 0.75],
-    "no_answers": [0.0],
 }
 HEALTHY = {
-    "no_answers": [0.03, 0.0, 0.5],
     "mismatch": [0.02, 0.06, 0.02, 0.06, 0.03],  # kernels in 16 bits, once in a while far off
     "correction_drops": [0.6, 0.7, 0.1, 0.6, 0.7],
     "entropy_collapse": [0.24 * 0.96**step for step in range(80)],  # solved tasks take little choice
