@@ -162,6 +162,12 @@ class EnvSpec:
         """The author's description of the environment."""
         return docstring(self._env_class if type(self) is EnvSpec and self._env_class else type(self))
 
+    @property
+    def unanswered(self) -> str:
+        """Why episodes may have no answer in the form asked for, and the setting that reads another form. It is said
+        once if each of the first episodes has the metric `answered` = 0; empty: never."""
+        return ""
+
     # -- making instances ---------------------------------------------------------------------------------
 
     def make(self) -> CheckedEnv:

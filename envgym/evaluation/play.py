@@ -48,9 +48,12 @@ class PartRun:
         sampling = self.part.sampling(self.runner.agent.renderer.stop_token_ids)
         seed_scope = self.part.stage.rollout.scope_in_evaluation(self.part.samples)
         plan = SamplingPlan(self.part.name, sampling, self.part.samples, seed_scope)
-        return await self.runner.roll_out(
+        self.runner.first_answers.note = display.note
+        groups = await self.runner.roll_out(
             self.tasks, plan, display.rollout, completed=folder.saved, on_episode=folder.write
         )
+        self.runner.first_answers.conclude()
+        return groups
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of a set, not braces of the box
 _JOINT = re.compile(r"(?:[\s$]|\\[()]|[a-z]\s*=)*(?:,|,?\s*(?:and|or)\b)(?:[\s$]|\\[()]|[a-z]\s*=)*")
 _DECORATION = " \t*_`"
+_EMPHASIZED = re.compile(r"(?<![\w*])(\*\*|__)(?=[^\s*_])(.+?)(?<=\S)\1")  # `**12** apples`, but not `2**3`
 
 
 def boxed(text: str, *, allow_several: bool = False) -> str | None:
@@ -36,15 +37,21 @@ def boxed(text: str, *, allow_several: bool = False) -> str | None:
 
 def final_line(text: str, marker: str) -> str | None:
     """The text after `marker` (`####`, `The answer is`, `ANSWER:`) in the last line that is not blank, without a period
-    at its end and emphasis (`**`). None if that line lacks the marker, or nothing follows it.
+    at its end and emphasis (`**`); the content of a box there. None if that line lacks the marker, or nothing follows
+    it.
 
-    The last marker of the line counts, and it must begin a word: `DATA: 5` has no `A:`.
+    Case does not count, and neither do a colon and emphasis behind the marker (`**Answer**: 12`). The last marker of
+    the line counts, and it must be whole words: `DATA: 5` has no `A:`, `the answer isn't 5` no `The answer is`.
     """
     lines = text.rstrip().splitlines()
-    pattern = rf"(?<!\w){re.escape(marker)}" if marker[:1].isalnum() else re.escape(marker)
-    if not lines or not (marks := list(re.finditer(pattern, lines[-1]))):
+    words = marker.rstrip(": ")
+    start, end = r"(?<!\w)" if words[:1].isalnum() else "", r"(?![^\W\d_])" if words[-1:].isalnum() else ""
+    colon = r"[\s*_`]*:" if words != marker.rstrip() else r"(?:[\s*_`]*:)?"
+    pattern = start + r"\s+".join(map(re.escape, words.split())) + end + colon
+    if not lines or not (marks := list(re.finditer(pattern, lines[-1], re.IGNORECASE))):
         return None
-    return lines[-1][marks[-1].end() :].strip(_DECORATION).removesuffix(".").strip(_DECORATION) or None
+    rest = _EMPHASIZED.sub(r"\2", lines[-1][marks[-1].end() :])
+    return boxed(rest) or rest.strip(_DECORATION).removesuffix(".").strip(_DECORATION) or None
 
 
 def _closing(text: str, start: int) -> int | None:

@@ -31,6 +31,7 @@ from envgym.services.policy import LOCKSTEP
 from envgym.types import Episode, Group, Limit, Outcome, Reward, SeedScope, Span, Task, timed
 
 from .config import RolloutConfig
+from .first_answers import FirstAnswers
 from .sampler import EpisodeSampler, LockstepBatcher
 
 T = TypeVar("T")
@@ -92,6 +93,7 @@ class Runner:
         self.max_model_len = max_model_len
         self.seed = seed
         self.deterministic = deterministic
+        self.first_answers = FirstAnswers(spec)
         self._fingerprints: dict[int, dict[str, str]] = {}
         self.envs_without_scores: set[str] = set()
         """Environments that have given a reward outside [0, 1]."""
@@ -153,6 +155,7 @@ class Runner:
                     batcher.leave()
             group.episodes.append(episode)
             tally.count(episode)
+            self.first_answers.add(episode)
 
         jobs: set[asyncio.Task[None]] = set()
         failed_jobs: list[asyncio.Task[None]] = []

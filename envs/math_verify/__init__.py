@@ -21,12 +21,14 @@ from . import forms
 from .answers import grade_by_text, reference
 from .grader import Grade, Grader
 from .notation import plain
+from .prose import LAST_NUMBER, last_number
 
 Operation = Literal["+", "-", "*"]
 
 COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 BOX = "box"
 IN_A_BOX = "Put the final answer in \\boxed{}."
+INSTRUCTIONS = {BOX: IN_A_BOX, LAST_NUMBER: "End with the final answer, a number."}
 TEST_TASKS = 512
 TEST_SHARE = 1 / 8  # of all problems; of two-digit sums that is 1250, of which TEST_TASKS are asked
 
@@ -39,8 +41,9 @@ class MathVerifyConfig(DataEnvConfig):
     digits: int = Field(2, ge=1, le=18)
     """Digits the operands of the sums have at most."""
     read: str = Field(BOX, min_length=1)
-    """The place of the final answer: the last `\\boxed{}` (`box`), or the last line, after this text: `####`,
-    `The answer is`, `ANSWER:`."""
+    """The place of the final answer: the last `\\boxed{}` (`box`), the last number of the completion (`last_number`;
+    one that merely lists numbers is then rewarded by its last), or the last line, after this text, in upper or lower
+    case: `####`, `The answer is`, `ANSWER:`."""
     instruction: str | None = None
     """Added to every problem; empty for none. Unset: it asks for the form that is read."""
     boxed_share: float | None = Field(None, ge=0, le=1)
@@ -66,7 +69,7 @@ class MathVerifyEnv(Env):
         instruction = self.config.instruction
         if instruction is None:
             read = self.config.read
-            instruction = IN_A_BOX if read == BOX else f"End with a line of this form: {read} the final answer"
+            instruction = INSTRUCTIONS.get(read, f"End with a line of this form: {read} the final answer")
         return add_instruction(self.task.prompt, instruction, separator="\n"), {}
 
     async def step(self, action: Action) -> StepResult:
@@ -104,7 +107,16 @@ class MathVerify(DataEnvSpec):
         """The final answer of a completion, in the form that `env.read` names; None if it has none."""
         if self.config.read == BOX:
             return boxed(completion, allow_several=forms.is_list(gold))
+        if self.config.read == LAST_NUMBER:
+            return last_number(completion)
         return final_line(completion, self.config.read)
+
+    @property
+    def unanswered(self) -> str:
+        if self.config.read == LAST_NUMBER:
+            return "they have no number; env.read=box reads the last \\boxed{}"
+        place = "a box" if self.config.read == BOX else f"the last line after {self.config.read!r}"
+        return f"none is in {place}; if the policy writes prose, env.read={LAST_NUMBER} reads its last number"
 
     def default_tasks(self, split: str) -> TaskSet:
         operations, digits = self.config.operations, self.config.digits
@@ -120,7 +132,8 @@ class MathVerify(DataEnvSpec):
         if share is None:
             share = BOXED_SHARE if self.config.data is None else 1.0
         if rng.random() < share:
-            return [rf"\boxed{{{answer}}}" if self.config.read == BOX else f"{self.config.read} {answer}"]
+            marker = {BOX: "", LAST_NUMBER: "The answer is"}.get(self.config.read, self.config.read)
+            return [f"{marker} {answer}" if marker else rf"\boxed{{{answer}}}"]
         return [rng.choice((f"The answer is {answer}.", f"= {answer}", answer))]
 
     async def grade(self, answer: str, gold: str, problem: str = "") -> Grade:

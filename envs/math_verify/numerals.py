@@ -22,10 +22,12 @@ _RATIO = r"(?:\\frac\s*(?:\{\s*([+-]?[0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*
 _DECIMAL_NUMBER = re.compile(_DECIMAL)
 _FRACTION = re.compile(_RATIO)
 _MIXED = re.compile(rf"([0-9]+)\s*(?:(?=\\)|\s){_RATIO}")
+RATIO_PATTERN, MIXED_PATTERN = _RATIO, _MIXED.pattern
 _TIMES = r"(?:\\times|\\cdot|×|\*)"
 _POWER_OF_TEN = re.compile(
     rf"({_DECIMAL})(?:\s*{_TIMES}\s*10\s*\^\s*(?:\{{([+-]?[0-9]{{1,4}})\}}|([0-9]))|[eE]([+-]?[0-9]{{1,4}}))"
 )
+POWER_OF_TEN_PATTERN = _POWER_OF_TEN.pattern
 _ANY = re.compile(
     rf"(?<![\w.])(?:{_POWER_OF_TEN.pattern}|{_MIXED.pattern}|{_RATIO}|{_DECIMAL}(?<!\.))(?![\w}}]|[.,][0-9]|\s*\\?%)"
 )
