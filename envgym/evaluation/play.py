@@ -93,7 +93,11 @@ async def running_parts(
                 part.stage.agent = Component(name=spec.agent)
             agents.append(make_agent(part.stage, model))
         engine, context = await start_sampling(config, stage, list(contexts.values()), agents[0], model, display)
-        yield [
+        runs = [
             PartRun(part, tasks, make_runner(part.config, part.stage, spec, agent, engine, context))
             for (part, spec, tasks), agent in zip(with_tasks, agents, strict=True)
         ]
+        said = {run.spec: run.runner.first_answers for run in runs}
+        for run in runs:  # the sampled and the greedy part of one environment say it once
+            run.runner.first_answers = said[run.spec]
+        yield runs

@@ -1,5 +1,5 @@
-"""Whether the first answers are in the form that the environment reads: a reward of zero for all of them otherwise looks
-like a policy that is always wrong."""
+"""Whether the first answers are in the form that the environment reads: where none is, a score of zero looks like a
+policy that is always wrong."""
 
 from __future__ import annotations
 

@@ -60,6 +60,8 @@ class NamedTaskSet(Settings):
     """The publication."""
     licence: str = ""
     """The licence of the rows."""
+    published_reading: str = ""
+    """How published scores read an answer, and the settings that do so here."""
     template_of: str = "ours"
     """Whose prompt it is."""
 

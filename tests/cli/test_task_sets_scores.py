@@ -59,6 +59,8 @@ def test_rows_of_a_task_set_need_no_data_set(score):
     rows = [{**GSM8K[0], "output": RIGHT}, {**GSM8K[1], "output": WRONG}, {**GSM8K[0], "output": "#### 7"}]
     assert score(rows, "--env", "gsm8k") == [1.0, 0.0, 0.0]
     assert score(rows, "--env", "gsm8k", "env.read=####") == [0.0, 0.0, 1.0]
+    rows.append({**GSM8K[1], "output": "9 - 2 = 7, so **$7.00**."})
+    assert score(rows, "--env", "gsm8k", "env.read=last_number") == [1.0, 0.0, 1.0, 1.0]
 
 
 def test_several_completions_of_a_prompt_are_one_group(score, tmp_path):

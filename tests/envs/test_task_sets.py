@@ -196,7 +196,15 @@ READERS = [
     ("The answer is", "The answer is 7 or 8.", 0.0),
     ("ANSWER:", "So:\n\nANSWER: 7\n\n", 1.0),
     ("ANSWER:", "**ANSWER: 7**", 1.0),
-    ("ANSWER:", "answer: 7", 0.0),
+    ("ANSWER:", "answer: 7", 1.0),
+    ("Answer:", "**Answer**: 7", 1.0),
+    ("Answer:", r"**Answer:** $\boxed{7}$.", 1.0),
+    ("Answer:", "the answer 7", 0.0),
+    ("The answer is", "the answer is: **7** eggs.", 1.0),
+    ("The answer is", "The answer isn't 7", 0.0),
+    ("last_number", "She has **$7.00**.", 1.0),
+    ("last_number", "5, 6, 7", 1.0),
+    ("last_number", "7 eggs, not 8", 0.0),
     ("A:", "DATA: 7", 0.0),
     ("A:", "A:", 0.0),
     ("box", r"Thus \boxed{7}.", 1.0),
@@ -214,7 +222,7 @@ def test_mathematics_is_read_from_a_box_or_from_the_last_line(read, text, expect
 
     prompt, value = asyncio.run(main())
     assert value == expected
-    assert ("\\boxed{}" if read == "box" else read) in prompt
+    assert {"box": "\\boxed{}", "last_number": "a number"}.get(read, read) in prompt
 
 
 def test_demonstrations_have_the_form_that_is_read(folder):

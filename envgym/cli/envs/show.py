@@ -66,6 +66,8 @@ async def _show(spec: EnvSpec) -> None:
     if (task_set := task_set_of(spec.id)) is not None:
         print(f"{spec.id}  {task_set.description}")
         print(f"source: {task_set.source}; licence: {task_set.licence or 'not stated'}")
+        if task_set.published_reading:
+            print(f"published scores: {task_set.published_reading}")
     async with start_services(spec, eager=False):
         env = spec.make()
         is_whole = spec.summary == first_sentence(spec.docstring)  # a remote environment has only the first sentence
