@@ -97,7 +97,7 @@ async def running_parts(
             PartRun(part, tasks, make_runner(part.config, part.stage, spec, agent, engine, context))
             for (part, spec, tasks), agent in zip(with_tasks, agents, strict=True)
         ]
-        said = {run.spec: run.runner.first_answers for run in runs}
+        answers = {run.spec: run.runner.first_answers for run in runs}
         for run in runs:  # the sampled and the greedy part of one environment say it once
-            run.runner.first_answers = said[run.spec]
+            run.runner.first_answers = answers[run.spec]
         yield runs

@@ -50,8 +50,8 @@ def final_line(text: str, marker: str) -> str | None:
     pattern = start + r"\s+".join(map(re.escape, words.split())) + end + colon
     if not lines or not (marks := list(re.finditer(pattern, lines[-1], re.IGNORECASE))):
         return None
-    rest = _EMPHASIZED.sub(r"\2", lines[-1][marks[-1].end() :])
-    return boxed(rest) or rest.strip(_DECORATION).removesuffix(".").strip(_DECORATION) or None
+    answer = _EMPHASIZED.sub(r"\2", lines[-1][marks[-1].end() :])
+    return boxed(answer) or answer.strip(_DECORATION).removesuffix(".").strip(_DECORATION) or None
 
 
 def _closing(text: str, start: int) -> int | None:

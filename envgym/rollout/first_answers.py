@@ -1,4 +1,4 @@
-"""Whether the first answers are in the form that the environment reads: where none is, a score of zero looks like a
+"""A note if no first answer has the form that the environment reads: then a score of zero looks like a
 policy that is always wrong."""
 
 from __future__ import annotations

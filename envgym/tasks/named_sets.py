@@ -61,7 +61,7 @@ class NamedTaskSet(Settings):
     licence: str = ""
     """The licence of the rows."""
     published_reading: str = ""
-    """How published scores read an answer, and the settings that do so here."""
+    """The place of the answer in published scores, and the settings that read it there."""
     template_of: str = "ours"
     """Whose prompt it is."""
 
