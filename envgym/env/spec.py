@@ -164,7 +164,7 @@ class EnvSpec:
 
     @property
     def unanswered(self) -> str:
-        """The reason why episodes may have no answer in the requested form, and the setting that reads another. It is said
+        """The reason why episodes may have no answer in the form asked for, and a setting to change. It is said
         once if each of the first episodes has the metric `answered` = 0; empty: never."""
         return ""
 
