@@ -7,8 +7,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
+from statistics import fmean
 
 from envgym.engines.client import EngineClient
 from envgym.engines.pool import EnginePool
@@ -156,11 +155,11 @@ class WeightSync:
 
         Raises `RunError` if the two are another policy: at once beyond `sync.tolerance` or `LARGEST`, else after the
         engines' first samples (`check_samples`)."""
-        sizes = np.abs(np.subtract(actor, engine))
-        maximum, mean = float(sizes.max()), float(sizes.mean())
+        sizes = [abs(one - other) for one, other in zip(actor, engine, strict=True)]
+        maximum, mean = max(sizes), fmean(sizes)
         if self.tolerance is not None:
             probe = f"{subject} of {len(sizes)} tokens (largest difference {maximum:.2g})"
-            self._check(probe, mean, MEAN_SHARE * self.tolerance)
+            self._check(probe, mean, MEAN_SHARE * self.tolerance)  # first, since `max` may drop a NaN
             self._check(subject, maximum, self.tolerance)
             return maximum
         difference = policy_difference(actor, engine)
@@ -201,6 +200,7 @@ def policy_difference(actor: Sequence[float], engine: Sequence[float]) -> float:
     """The difference of two policies on a text, from their log-probabilities of its tokens, in nats: the mean absolute
     difference, each token weighted by its probability under the actor. It is about what tokens differ by that the
     policy samples; unlikely tokens, whose logits are rounded the most, count little. NaN if any is NaN."""
-    logprobs = np.asarray(actor, np.float64)
-    weights = np.exp(logprobs - logprobs.max())
-    return float((weights * np.abs(logprobs - np.asarray(engine, np.float64))).sum() / weights.sum())
+    top = max(actor)
+    weights = [math.exp(logprob - top) for logprob in actor]
+    differences = [abs(one - other) for one, other in zip(actor, engine, strict=True)]
+    return sum(weight * difference for weight, difference in zip(weights, differences, strict=True)) / sum(weights)
