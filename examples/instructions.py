@@ -5,7 +5,10 @@ import random
 
 import envgym
 
-PROMPT = 'Describe {topic} in exactly {count} different words, all in lower case. The last word is "{last}".'
+PROMPT = (
+    'Write a short line about {topic} that ends with the word "{last}". It has exactly {count} different words, all in '
+    "lower case."
+)
 TOPICS = ("the sea", "a cat", "the moon", "a garden", "the train", "an old house", "the morning", "a storm")
 LAST_WORDS = {
     "train": (
