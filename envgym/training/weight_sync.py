@@ -155,7 +155,7 @@ class WeightSync:
 
         Raises `RunError` if the two are another policy: at once beyond `sync.tolerance` or `LARGEST`, else after the
         engines' first samples (`check_samples`)."""
-        sizes = [abs(one - other) for one, other in zip(actor, engine, strict=True)]
+        sizes = [abs(a - b) for a, b in zip(actor, engine, strict=True)]
         maximum, mean = max(sizes), fmean(sizes)
         if self.tolerance is not None:
             probe = f"{subject} of {len(sizes)} tokens (largest difference {maximum:.2g})"
@@ -202,5 +202,5 @@ def policy_difference(actor: Sequence[float], engine: Sequence[float]) -> float:
     policy samples; unlikely tokens, whose logits are rounded the most, count little. NaN if any is NaN."""
     top = max(actor)
     weights = [math.exp(logprob - top) for logprob in actor]
-    differences = [abs(one - other) for one, other in zip(actor, engine, strict=True)]
+    differences = [abs(a - b) for a, b in zip(actor, engine, strict=True)]
     return sum(weight * difference for weight, difference in zip(weights, differences, strict=True)) / sum(weights)
