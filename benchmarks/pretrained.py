@@ -108,7 +108,7 @@ def outcome(folder: Path) -> dict[str, Any]:
             for step in (1, records[-1]["step"])
         },
         "lr": max((record.get("lr", 0.0) for record in records), default=0.0),
-        "seconds": (last.read_summary() or {})["seconds"],
+        "seconds": (last.read_summary() or {})["seconds"]["total"],
         "alarms": [alarm for record in records for alarm in record.get("alarms", [])],
     }
 
