@@ -104,7 +104,9 @@ def main() -> None:
             result["kinds"].setdefault(kind, {})[part] = PARTS[part](kind)
         print(kind, result["kinds"][kind], flush=True)
         store("sync_families", result)
-    fill_docs("sync_families", markdown(result), PAGE)
+    measured_kinds = [weights for kind in result["kinds"].values() for weights in kind["weights"].values()]
+    if "pretrained" in result and all({"files", "refused"} & weights.keys() for weights in measured_kinds):
+        fill_docs("sync_families", markdown(result), PAGE)  # else some are of the earlier text
     print(f"stored in {stored}")
 
 

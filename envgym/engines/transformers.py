@@ -25,6 +25,7 @@ from envgym.models.weights_file import Bucket, IncomingWeights, checksum
 from envgym.types import StopReason, VersionSpan
 from envgym.workers.config import number_format
 from envgym.workers.gpus import check_visible_gpu
+from envgym.workers.lora import ADAPTER_WEIGHTS
 
 from .model_folder import check_model_folder, end_tokens
 from .spec import LONGEST_DEFAULT, EngineSpec
@@ -160,7 +161,7 @@ class TransformersEngine:
             peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(path), self._model)
             self._model.eval()
             self._has_adapter = True
-        saved = load_file(Path(path, "adapter_model.safetensors"))
+        saved = load_file(Path(path, ADAPTER_WEIGHTS))
         tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}
         result = peft.set_peft_model_state_dict(self._model, tensors)
         if result.unexpected_keys:

@@ -21,6 +21,7 @@ from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, Worker
 from envgym.models.weights_file import Bucket, IncomingWeights, checksum, read_bucket, read_weights
 from envgym.types import StopReason, VersionSpan, float_array, int_array
 from envgym.workers.config import number_format
+from envgym.workers.lora import ADAPTER_WEIGHTS
 
 from .model_folder import check_model_folder, end_tokens
 from .spec import LONGEST_DEFAULT, EngineSpec
@@ -158,7 +159,7 @@ class VLLMEngine:
         self._engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
         self._adapter = LoRARequest("policy", 1, path)
         self._begin_version(version)
-        return checksum(dict(read_weights(Path(path, "adapter_model.safetensors"))))
+        return checksum(dict(read_weights(Path(path, ADAPTER_WEIGHTS))))
 
     def _begin_version(self, version: int) -> None:
         """Recompute requests in flight from their tokens, so that no later token depends on keys and values of the old

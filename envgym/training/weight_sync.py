@@ -46,6 +46,7 @@ much for your help! You are welcome. If there is anything else that I can do for
 """
 """More than 200 tokens of every tokenizer."""
 PROBE_TOKENS = 256
+"""Tokens of the probe that are compared, where the context has room for them."""
 
 
 @dataclass(slots=True)

@@ -217,15 +217,13 @@ def load_model(
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         factory = configure_scalar_head(config) if head == "scalar" else transformers.AutoModelForCausalLM
-        torch.backends.cuda.enable_cudnn_sdp(
-            False
-        )  # it compiles a plan for each new shape, which `sdpa` would wait for
-        # Otherwise transformers itself takes sdpa for the models that know it.
-        kind = flash_attention(config, factory, dtype) or capped_attention(config) if attention == "auto" else attention
-        model_class = factory._model_mapping.get(type(config), None)
-        if attention == VARLEN and (feature := not_covered(config, model_class)):
+        # cuDNN compiles a plan for each new shape, which `sdpa` would wait for.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        if attention == "auto":  # without either, transformers itself takes sdpa for the models that know it
+            attention = flash_attention(config, factory, dtype) or capped_attention(config)
+        elif attention == VARLEN and (feature := not_covered(config, factory._model_mapping.get(type(config), None))):
             raise ConfigError(f"workers.attention={VARLEN} does not support {config.model_type}: {feature}")
-        options = {"config": config, "dtype": dtype, "attn_implementation": kind}
+        options = {"config": config, "dtype": dtype, "attn_implementation": attention}
         model: nn.Module
         if uninitialized:
             with no_init_weights():
