@@ -106,6 +106,8 @@ async def start_components(
         probe = tuple(text[: min(PROBE_TOKENS, max_model_len or PROBE_TOKENS)])
         sync = _make_sync(config, stage, engine, workers["actor"], probe, timeshare, quantized=quantized)
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
+    if agent.uses_policy:
+        runner.first_answers.note = display.note
     params = stage.rollout.sampling(agent.renderer.stop_token_ids)
     return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
 

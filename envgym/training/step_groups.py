@@ -46,8 +46,6 @@ class StepGroups:
     def __post_init__(self) -> None:
         run, stage, components = self.run, self.stage, self.components
         self.uses_policy = components.runner.agent.uses_policy
-        if self.uses_policy:
-            components.runner.first_answers.note = self.display.note
         curriculum = Curriculum(stage.curriculum, run.seed) if stage.curriculum.skip else None
         self.cursor = TaskCursor(components.runner.spec.tasks("train"), run.seed, curriculum)
         spec = components.runner.spec

@@ -117,7 +117,7 @@ def test_between_processes_of_a_gpu_goes_an_embedding_of_any_size(monkeypatch, b
     monkeypatch.setattr(packed_tensor, "reduce_tensor", lambda buffer: buffers.append(buffer) or (None, ("handle",)))
     for name in ("current_device", "synchronize", "current_stream", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: SimpleNamespace(uuid="GPU-0", synchronize=lambda: None))
-    chunks = list(export._ipc_chunks(model, bucket_bytes))
+    chunks = list(export._ipc_chunks(export.Parameters(model), bucket_bytes))
     assert [name for chunk in chunks for name in chunk["names"]] == [name for name, _ in model.named_parameters()]
     assert [buffer.nbytes for buffer in buffers] == [max(bucket_bytes, model.model.embed_tokens.weight.nbytes)]
 

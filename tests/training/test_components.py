@@ -23,7 +23,7 @@ class Handle:
         self.runtime.calls.append((self.name, method))
         if method == "load" and (problem := self.runtime.problems.get(self.name)):
             raise problem
-        info = SimpleNamespace(dtype="float32", packed=False, not_shared="", adapter=False)
+        info = SimpleNamespace(dtype="float32", packed=False, not_shared="", notes=(), adapter=False)
         return {"info": EngineInfo("noted", 64), "device_type": self.runtime.device, "load": info}.get(method)
 
     async def close(self):
