@@ -24,6 +24,7 @@ class EngineSpec:
     sleeps         True if `sleep` will be called
     in_flight      True if weights are loaded while requests are in flight
     gpu_share      the share of a device's memory to use, for weights and cache
+    cache_bytes    the size of a GPU's cache for keys and values; None takes what `gpu_share` leaves
     engine_args    arguments of the library: of vLLM's `EngineArgs`, of transformers' `from_pretrained`
     """
 
@@ -37,4 +38,5 @@ class EngineSpec:
     sleeps: bool = False
     in_flight: bool = True
     gpu_share: float = 0.5
+    cache_bytes: int | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)

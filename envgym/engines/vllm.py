@@ -39,6 +39,9 @@ STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "repetitio
 MOST_AT_ONCE = 1024
 """Maximum number of requests in one step: vLLM's own default on large devices."""
 CPU_CACHE_BYTES = 2 * 2**30
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""On a GPU decoding steps are launched as one graph each, and nothing is compiled: vLLM's default compiles for a minute
+and more before the first token, unless its cache has the model."""
 
 
 class VLLMEngine:
@@ -407,6 +410,7 @@ def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
         settings["enable_chunked_prefill"] = False
     if not cpu:
         settings |= {"gpu_memory_utilization": spec.gpu_share, "enable_sleep_mode": spec.sleeps}
+        settings |= {"kv_cache_memory_bytes": spec.cache_bytes, "compilation_config": GRAPHS}
     elif not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     if spec.concurrency is not None:

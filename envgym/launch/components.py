@@ -128,10 +128,12 @@ async def start_sampling(
     *,
     lora_rank: int = 0,
     sleeps: bool = False,
+    cache_bytes: int | None = None,
 ) -> tuple[Engine | ChatEngine, int]:
     """Start the services of the environments, all in one runtime, and the stage's engine. Returns the engine and its
     context length in tokens (0 if only the API knows it). `lora_rank`: rank of the adapters that the engine will load.
-    `sleeps`: the engine shares its devices in turns with the models, which come first."""
+    `sleeps`: the engine shares its devices in turns with the models, which come first. `cache_bytes`: as in
+    `EngineSpec`."""
     api = await start_api(config, stage, contexts, model, display) if stage.engine.kind == "openai" else None
     for context in contexts:
         if context.services.names:
@@ -139,7 +141,9 @@ async def start_sampling(
             await context.services.start()
     if api is not None:
         return api, 0
-    engine, max_model_len = await start_engine(config, stage, model, contexts[0].runtime, display, lora_rank, sleeps)
+    engine, max_model_len = await start_engine(
+        config, stage, model, contexts[0].runtime, display, lora_rank, sleeps, cache_bytes
+    )
     if sleeps:
         await engine.call("sleep", 1)
     for context in contexts:
@@ -156,6 +160,7 @@ async def start_engine(
     display: Display,
     lora_rank: int = 0,
     sleeps: bool = False,
+    cache_bytes: int | None = None,
 ) -> tuple[EnginePool, int]:
     """Start the stage's engines. Returns the pool and its context length in tokens."""
     target, note = choose_engine(stage.engine.kind)
@@ -180,6 +185,7 @@ async def start_engine(
         sleeps=sleeps,
         in_flight=stage.rollout.max_staleness > 0,
         gpu_share=runtime.plan.engine_share() if isinstance(runtime, PlacedRuntime) else ENGINE_SHARES["shared"],
+        cache_bytes=cache_bytes,
         engine_args=engine_args,
     )
     # Sampling and training alternate, so each may use every core.

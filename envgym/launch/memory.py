@@ -44,6 +44,8 @@ LIBRARIES = {"rank": 0.6 * GIB, "engine": 1.0 * GIB}
 """Host memory of a process before it loads a model."""
 CPU_CACHE = 2 * GIB
 """Default size of vLLM's cache on a CPU."""
+STEP_TOKENS, STEP_REQUESTS = 16_384, 1024
+"""The most of each in one step of vLLM on a large GPU, by its defaults."""
 SAVED_VECTORS = {4: 9, 2: 23}
 """Vectors of the model's width that a layer saves, by bytes of a number: more in 16 bits, since norms compute in
 float32. Those were fitted to the peaks of `benchmarks/gpu_first.py` on an H100."""
@@ -51,7 +53,9 @@ GPU_MICRO_BATCHES = (16_384, 8_192)
 """Tokens per micro-batch that `auto` tries on GPUs. On an H100 a model of 0.5 billion parameters learned 1.8 times as
 fast with 16,384 as with 4,096, and no faster with 32,768 (`benchmarks/gpu_first.py`)."""
 MAX_LOGITS = 2**25
-"""Maximum logits of the output layer at a time; see `envgym.workers.head`."""
+"""Maximum logits of the output layer at a time on a CPU; see `envgym.workers.head`."""
+GPU_SHARE = 128
+"""On a GPU they take its memory divided by this; likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,7 @@ def rank_memory(
     learner: LearnerConfig | None,
     *,
     on_gpu: bool,
+    gpu_bytes: int | None = None,
     trained_share: float = 1.0,
 ) -> Memory:
     """The memory of a role's rank. `learner`: None for a role that is not trained. `trained_share`: the trained share
@@ -136,13 +141,14 @@ def rank_memory(
             parts["optimizer"] = moments
         parts["buffers"] = BUFFERS[stage] * 4 * min(trained, BUFFER_NUMBERS) + DEEPSPEED
     factor = GATHER_OVERHEAD if learner is not None and stage == 3 else 1.0
-    parts["activations"] = factor * _activation_bytes(sizes, settings, width, trains=learner is not None)
+    activations = _activation_bytes(sizes, settings, width, gpu_bytes or 0, trains=learner is not None)
+    parts["activations"] = factor * activations
     if settings.offload_parameters and on_gpu:
         host += parts.pop("weights")
     return Memory(parts, host)
 
 
-def _activation_bytes(sizes: ModelSizes, settings: WorkersConfig, width: int, *, trains: bool) -> float:
+def _activation_bytes(sizes: ModelSizes, settings: WorkersConfig, width: int, gpu_bytes: int, *, trains: bool) -> float:
     """Activation bytes of one micro-batch: per-layer buffers saved for backward (vectors of the model's width and 4
     of the inner width; with checkpointing each layer's input, and the buffers of one layer), plus live logits."""
     tokens = settings.tokens_per_rank
@@ -150,8 +156,8 @@ def _activation_bytes(sizes: ModelSizes, settings: WorkersConfig, width: int, *,
     saved = layer if not trains else sizes.layers * layer
     if trains and settings.gradient_checkpointing:
         saved = sizes.layers * sizes.hidden + layer
-    logits = 3.5 * min(tokens * sizes.vocabulary, MAX_LOGITS)
-    return width * tokens * (saved + 6 * sizes.hidden) / settings.tensor_parallel + 4 * logits
+    logits = min(14 * tokens * sizes.vocabulary, max(14 * MAX_LOGITS, gpu_bytes / GPU_SHARE))
+    return width * tokens * (saved + 6 * sizes.hidden) / settings.tensor_parallel + logits
 
 
 def engine_memory(sizes: ModelSizes, stage: StageConfig, plan: Plan, gpu_bytes: int | None) -> Memory:
@@ -165,6 +171,14 @@ def engine_memory(sizes: ModelSizes, stage: StageConfig, plan: Plan, gpu_bytes: 
         share = float(stage.engine.args.get("gpu_memory_utilization", plan.engine_share()))
         cache = max(0.0, share * gpu_bytes - weights)
     return Memory({"weights": weights, "cache": cache})
+
+
+def _sampling_bytes(sizes: ModelSizes) -> float:
+    """Bytes that vLLM takes on a GPU beside weights and cache: the activations of its longest step, the logits of all
+    requests in float32, a copy and their order, and its graphs."""
+    return (
+        2 * STEP_TOKENS * (6 * sizes.hidden + 3 * sizes.intermediate) + 12 * STEP_REQUESTS * sizes.vocabulary + 2 * GIB
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,23 +223,30 @@ class MemoryNeeds:
         """The memory of each process of a part; None if its model is not on this machine."""
         stage, role = self._stage, self._roles.get(part)
         service = self._models.get(part)
-        name = stage.roles.get(part, RoleConfig()).model if service is None else service.model
-        name = name or stage.model
-        while name.startswith(STAGE):
-            name = self._stages[name.removeprefix(STAGE)].model
-        if (sizes := ModelSizes.from_folder(model_folder(name))) is None:
+        if (sizes := self._sizes(part)) is None:
             return None
         slot = self._slots(part)[0]
         on_gpu = bool(slot.gpus)
+        gpu_bytes = self._plan.nodes[slot.node].gpu_bytes if on_gpu else None
         if part == ENGINE:
-            return engine_memory(sizes, stage, self._plan, self._plan.nodes[slot.node].gpu_bytes if on_gpu else None)
+            return engine_memory(sizes, stage, self._plan, gpu_bytes)
         if role is None:  # a reward model
             ranks = 1 if service is None else service.ranks
             return Memory({"weights": sizes.parameters * (2.0 if on_gpu else 4.0) / ranks})
         lora = stage.lora_of(part, role)
         share = 1.0 if not lora.rank else min(1.0, _adapter_parameters(sizes, lora.rank) / sizes.parameters)
         learner = stage.learner_config_of(part) if role.trained else None
-        return rank_memory(sizes, stage.workers_of(part), learner, on_gpu=on_gpu, trained_share=share)
+        settings = stage.workers_of(part)
+        return rank_memory(sizes, settings, learner, on_gpu=on_gpu, gpu_bytes=gpu_bytes, trained_share=share)
+
+    def _sizes(self, part: str) -> ModelSizes | None:
+        """The sizes of a part's model; None if it is not on this machine."""
+        service = self._models.get(part)
+        name = self._stage.roles.get(part, RoleConfig()).model if service is None else service.model
+        name = name or self._stage.model
+        while name.startswith(STAGE):
+            name = self._stages[name.removeprefix(STAGE)].model
+        return ModelSizes.from_folder(model_folder(name))
 
     def totals(self) -> list[Total]:
         """The total of every GPU and node in use. Parts that share GPUs in turns with the engine do not add to it."""
@@ -242,6 +263,25 @@ class MemoryNeeds:
                 names = list(dict.fromkeys(name for name, _ in processes))
                 totals.append(Total(node.name, host_bytes, node.host_bytes, tuple(names)))
         return totals
+
+    def engine_cache(self) -> int | None:
+        """The size of the engine's cache, in bytes, with which roles on its GPUs can load while it starts. None if no
+        roles are there, or if they must wait: they take turns, a size is unknown, or the GPU may be too small for both.
+
+        Without a given size vLLM takes the memory that it finds free, which a role that loads meanwhile changes.
+        """
+        gpus = {f"{self._plan.nodes[node].name}, GPU {gpu}" for node, gpu in self._plan.gpus_of(ENGINE)}
+        on_gpus = [total for total in self.totals() if total.device in gpus]
+        parts = {part: self.part_memory(part) for total in on_gpus for part in total.parts}
+        if set(parts) <= {ENGINE} or None in parts.values() or any(part.in_turns for part in self._plan.parts):
+            return None
+        if any(total.available is None or total.required > 0.95 * total.available for total in on_gpus):
+            return None
+        engine, sizes = parts[ENGINE], self._sizes(ENGINE)
+        assert engine is not None
+        assert sizes is not None
+        cache = int(engine.parts["cache"] - _sampling_bytes(sizes))
+        return cache if cache > GIB else None
 
     def _slots(self, part: str) -> list[Slot]:
         return [self._plan.slots[worker] for p in self._plan.parts if p.name == part for worker in p.workers]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from envgym.config.schema import RoleConfig, RunConfig, StageConfig
 from envgym.engine import ChatEngine, Engine, SamplingParams
@@ -14,8 +14,8 @@ from envgym.engines import TARGETS, choose_engine
 from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError
 from envgym.launch.components import StageContext, make_agent, make_runner, start_role, start_sampling
-from envgym.launch.memory import with_micro_batches
-from envgym.launch.placement import PlacedRuntime
+from envgym.launch.memory import MemoryNeeds, with_micro_batches
+from envgym.launch.placement import ENGINE, PlacedRuntime
 from envgym.learner import Learner
 from envgym.processes.runtime import Runtime
 from envgym.render import Renderer, load_tokenizer
@@ -76,22 +76,25 @@ async def start_components(
     apis = _make_apis(stage, learner, agent.renderer, context)
     pretraining = Pretraining(stage.pretrain, agent.renderer, config.seed) if stage.pretrain.paths else None
     timeshared = _timeshared_roles(context.runtime)
+    stage_of_roles, cache_bytes, waiting = _plan_loading(config, stage, context, learner)
     sampling = None
     if agent.uses_policy:
         rank = adapters["actor"].rank
         starting = start_sampling(
-            config, stage, [context], agent, model, display, lora_rank=rank, sleeps=bool(timeshared)
-        )
+            config, stage, [context], agent, model, display, lora_rank=rank, sleeps=bool(timeshared),
+            cache_bytes=cache_bytes,
+        )  # fmt: skip
         sampling = asyncio.create_task(starting)
     (engine, max_model_len), workers = await _load_in_parallel(
         config,
-        _with_micro_batches(config, stage, context),
+        stage_of_roles,
         learner,
         model,
         context.runtime,
         display,
         sampling,
         api_roles=apis,
+        waiting=waiting,
     )
     for api in apis.values():
         api.vocabulary = workers["actor"].info.vocabulary
@@ -112,10 +115,19 @@ async def start_components(
     return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
 
 
-def _with_micro_batches(config: RunConfig, stage: StageConfig, context: StageContext) -> StageConfig:
+def _plan_loading(
+    config: RunConfig, stage: StageConfig, context: StageContext, learner: Learner
+) -> tuple[StageConfig, int | None, set[str]]:
+    """By the plan's memory: the stage with its micro-batches, the size of the engine's cache (see
+    `MemoryNeeds.engine_cache`), and the roles that load only when the engine is up."""
     if not isinstance(context.runtime, PlacedRuntime):
-        return stage
-    return with_micro_batches(stage, context.runtime.plan, local_models(context.spec), config.stages_by_name)
+        return stage, None, set()
+    plan, models = context.runtime.plan, local_models(context.spec)
+    stage = with_micro_batches(stage, plan, models, config.stages_by_name)
+    cache_bytes = MemoryNeeds(stage, plan, models, config.stages_by_name).engine_cache()
+    gpus = set(plan.gpus_of(ENGINE))
+    waiting = {role for role in learner.roles if cache_bytes is None and not gpus.isdisjoint(plan.gpus_of(role))}
+    return stage, cache_bytes, waiting
 
 
 def _make_apis(
@@ -154,9 +166,11 @@ async def _load_in_parallel(
     sampling: asyncio.Task[tuple[Engine | ChatEngine, int]] | None,
     *,
     api_roles: Collection[str],
+    waiting: Collection[str],
 ) -> tuple[tuple[Engine | ChatEngine | None, int | None], dict[str, WorkerGroup]]:
     """Load the learner's roles, but for `api_roles`, while `sampling` starts the engine: most of the time goes into
-    imports. If one fails, all are ended. Returns the engine with its context length, and the roles' workers.
+    imports. The `waiting` roles load after it. If one fails, all are ended. Returns the engine with its context length,
+    and the roles' workers.
 
     A role that is the actor's base is not loaded: it is the actor without its adapter.
     """
@@ -167,7 +181,7 @@ async def _load_in_parallel(
         if config.debug and sampling is not None:
             await asyncio.wait({sampling})
         display.phase(f"loading the {role}")
-        worker = await start_role(config, stage, role, model, runtime, load_after=sampling)
+        worker = await start_role(config, stage, role, model, runtime, load_after=sampling if role in waiting else None)
         for note in worker.info.notes:
             display.note(f"{role}: {note}")
         if worker.info.not_shared and worker.settings.share_prefixes:
@@ -175,15 +189,23 @@ async def _load_in_parallel(
         return worker
 
     loading = {role: asyncio.create_task(load(role)) for role in learner.roles if role not in (*bases, *api_roles)}
+    parts: dict[str, asyncio.Task[Any]] = loading if sampling is None else {"engine": sampling, **loading}
+
+    def name_pending(ready: asyncio.Task[Any]) -> None:
+        pending = [f"the {name}" for name, part in parts.items() if not part.done()]
+        if pending and not ready.cancelled() and ready.exception() is None:
+            display.phase(f"waiting for {' and '.join(pending)}")
+
+    for part in parts.values():
+        part.add_done_callback(name_pending)
     try:
         # Awaited in a fixed order, so that the first error reported is always the same one.
         engine = (None, None) if sampling is None else await sampling
         workers = {role: await task for role, task in loading.items()}
     except BaseException:
-        tasks = [task for task in (sampling, *loading.values()) if task is not None]
-        for task in tasks:
+        for task in parts.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*parts.values(), return_exceptions=True)
         raise
     return engine, workers | {role: workers["actor"].without_adapter(role) for role in bases}
 

@@ -56,9 +56,10 @@ class WorkersConfig(Settings):
     """Concatenate sequences instead of padding them to the longest. `auto`: with flash kernels and `torch_varlen`, for
     which that is faster, and models that mix tokens only by attention."""
     kernels: Literal["auto", "none"] = "auto"
-    """Fused kernels on a GPU in place of the model's own layers. `auto`: those of liger-kernel (`pip install
-    'envgym[gpu]'`) for normalisation, rotary positions and gated layers of the families that it knows, if the model's
-    outputs are the same, which is tried at the start. `none`: the model as transformers has it."""
+    """Fused kernels on a GPU in place of the model's own layers. `auto`: envgym's for log-probabilities and entropies,
+    and those of liger-kernel (`pip install 'envgym[gpu]'`) for normalisation, rotary positions and gated layers of the
+    families that it knows, each if the outputs are the same, which is tried at the start. `none`: the model as
+    transformers has it, and log-probabilities by torch."""
     share_prefixes: bool = True
     """Compute what several sequences begin with once: a group's prompt, the common turns of episodes, the prompt of a
     preference pair. Sequences are computed separately where this would change the outputs, which is tried at the start,

@@ -42,8 +42,7 @@ class WorkerGroup:
     async def start(cls, runtime: Runtime, spec: WorkerSpec, *, load_after: asyncio.Future[Any] | None = None) -> Self:
         """Start the ranks of `spec.settings`, and load the model in each.
 
-        On an accelerator models are loaded once `load_after` is done: an engine that starts there measures the free
-        memory.
+        Models are loaded once `load_after` is done: an engine that starts on the same GPU measures the free memory.
         """
         starting = [
             asyncio.ensure_future(
@@ -63,7 +62,7 @@ class WorkerGroup:
                     await result.close()
             raise
         try:
-            if load_after is not None and await group._handles[0].call("device_type") != "cpu":
+            if load_after is not None:
                 await asyncio.wait({load_after})
             address = await group._handles[0].call("address") if spec.settings.ranks > 1 else None
             group.info = (await group.on_all("load", address))[0]

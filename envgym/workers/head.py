@@ -18,9 +18,13 @@ import torch
 from torch import nn
 
 MAX_LOGITS = 2**25
-"""Maximum number of logits in memory: 128 MiB in float32, and as much again for what is computed from them."""
+"""Maximum number of logits in memory on a CPU: 128 MiB in float32, and as much again for what is computed from them."""
+GPU_SHARE = 128
+"""On a GPU, logits and what is computed from them take its memory divided by this: 0.6 GiB of 80."""
 MIN_SLICE = 1024
 """Minimum tokens of the vocabulary per slice: with very many rows, narrower matrices would waste the processor."""
+MULTIPLE = 256
+"""Slices hold multiples of so many tokens: a GPU's fast kernels take no matrix whose rows begin at odd places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class LogprobHead(nn.Linear):  # type: ignore[misc]  # torch is untyped here
     because DeepSpeed tracks the use of weights by calls of modules."""
 
     rescaling: Rescaling
+    fused = False
+    """Use the kernels of `head_kernel`, which need a GPU and a weight in at most 32 bits."""
 
     @classmethod
     def convert(cls, head: nn.Linear, rescaling: Rescaling) -> LogprobHead:
@@ -77,18 +83,10 @@ class LogprobHead(nn.Linear):  # type: ignore[misc]  # torch is untyped here
         if top_k:
             return self.top_tokens(states, temperatures, top_k)
         assert targets is not None, "targets are needed without top_k"
-        logprobs, *entropies = _Logprobs.apply(
-            states,
-            self.weight,
-            self.bias,
-            targets if targets.dim() == 2 else targets[:, None],
-            temperatures,
-            self.rescaling,
-            entropy,
-            graph,
-            torch.is_grad_enabled(),
+        parameters = self.weight, self.bias
+        return score(
+            states, *parameters, targets, temperatures, self.rescaling, entropy=entropy, graph=graph, fused=self.fused
         )
-        return logprobs.view_as(targets), *entropies
 
     def top_tokens(self, states: torch.Tensor, temperatures: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[N, k] each: log-probabilities of the k most likely tokens, in nats, in falling order, and their ids.
@@ -110,6 +108,26 @@ class LogprobHead(nn.Linear):  # type: ignore[misc]  # torch is untyped here
         return top - total[:, None], ids
 
 
+def score(
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    rescaling: Rescaling,
+    *,
+    entropy: bool,
+    graph: bool,
+    fused: bool,
+) -> tuple[torch.Tensor, ...]:
+    """`LogprobHead.forward` for a weight [vocabulary, hidden size] and a bias. `fused`: by `head_kernel`."""
+    columns = targets if targets.dim() == 2 else targets[:, None]
+    logprobs, *entropies = _Logprobs.apply(
+        states, weight, bias, columns, temperatures, rescaling, entropy, graph, torch.is_grad_enabled(), fused
+    )
+    return logprobs.view_as(targets), *entropies
+
+
 class _Logprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
     """With z the logits, L = log sum exp z and H the entropy, for a token y: log p = z_y - L and H = L - sum p z, so
     d log p / dz = 1_y - p and dH / dz = -p (log p + H)."""
@@ -126,34 +144,24 @@ class _Logprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         entropy: bool,
         graph: bool,
         needs_grad: bool,
+        fused: bool,
     ) -> tuple[torch.Tensor, ...]:
         """[N, K] log-probabilities and, if `entropy`, [N] entropies: log sum exp over slices of the vocabulary, one
         after the other. `graph`: entropies get gradients too."""
-        temperatures = temperatures.to(torch.promote_types(weight.dtype, torch.float32))
-        divide = bool((temperatures != 1).any())
-        vocabulary = _Vocabulary(states, weight, bias, targets, temperatures, rescaling, divide)
-        target_logits = torch.zeros_like(targets, dtype=temperatures.dtype)
-        total = torch.full_like(temperatures, -math.inf)  # log sum exp of the slices so far
-        mean = torch.zeros_like(temperatures)  # sum p z, likewise
+        temperatures = temperatures.to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
+        divide = not fused and bool((temperatures != 1).any())
+        vocabulary = _Vocabulary(states, weight, bias, targets.contiguous(), temperatures, rescaling, divide, fused)
         stored = needs_grad and len(vocabulary.slices) == 1  # then nothing is computed twice
+        sums = _kernels().FusedSums(vocabulary, entropy) if fused else _Sums(vocabulary, entropy, stored)
         for part in vocabulary.slices:
             logits = vocabulary.logits(part)
-            target_logits += vocabulary.at_targets(logits, part)
-            max_logits = logits.amax(1)
-            powers = (logits - max_logits[:, None] if stored or entropy else logits.sub_(max_logits[:, None])).exp_()
-            slice_sum = powers.sum(1)
-            slice_total = max_logits + slice_sum.log()
-            new_total = torch.logaddexp(total, slice_total)
-            if entropy:
-                slice_mean = powers.mul_(logits).sum(1) / slice_sum
-                mean = mean * (total - new_total).exp() + slice_mean * (slice_total - new_total).exp()
-            total = new_total
-        ctx.vocabulary, ctx.total, ctx.graph = vocabulary, total, entropy and graph
+            sums.add(logits, part)
+        ctx.vocabulary, ctx.total, ctx.graph = vocabulary, sums.total, entropy and graph
         ctx.logits = logits if stored else None
-        logprobs = target_logits - total[:, None]
+        logprobs = sums.target_logits - ctx.total[:, None]
         if not entropy:
             return (logprobs,)
-        entropies = total - mean
+        entropies = sums.entropies
         if graph:
             ctx.entropies = entropies.clone()  # the output itself would keep its own graph alive
         else:
@@ -169,8 +177,10 @@ class _Logprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         # d z / d logit = scale / temperature, applied per row instead of per logit.
         temperatures, scale = vocabulary.temperatures, vocabulary.rescaling.scale
         grad_targets = grad_logprobs / temperatures[:, None] * scale
-        grad_rows = grad_targets.sum(1)
-        grad_entropies = grad_entropies / temperatures * scale if ctx.graph and grad_entropies is not None else None
+        grad_targets, grad_rows = grad_targets.contiguous(), grad_targets.sum(1)
+        grad_entropies = (
+            (grad_entropies / temperatures * scale).contiguous() if ctx.graph and grad_entropies is not None else None
+        )
         grad_states = torch.zeros_like(vocabulary.states, dtype=grad_targets.dtype) if needs_states else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(vocabulary.bias) if needs_bias and vocabulary.bias is not None else None
@@ -189,7 +199,39 @@ class _Logprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
             del gradient, grad_logits  # before the next slice allocates its own
         if grad_states is not None:
             grad_states = grad_states.to(vocabulary.states.dtype)
-        return grad_states, grad_weight, grad_bias, *[None] * 6
+        return grad_states, grad_weight, grad_bias, *[None] * 7
+
+
+class _Sums:
+    """Sums of a pass over the logits of all slices, per row.
+
+    target_logits [N, K]; total [N], log sum exp of the slices so far; mean [N], sum p z, likewise.
+    """
+
+    def __init__(self, vocabulary: _Vocabulary, entropy: bool, stored: bool) -> None:
+        self._vocabulary, self._entropy, self._stored = vocabulary, entropy, stored
+        self.target_logits = torch.zeros_like(vocabulary.targets, dtype=vocabulary.temperatures.dtype)
+        self.total = torch.full_like(vocabulary.temperatures, -math.inf)
+        self.mean = torch.zeros_like(vocabulary.temperatures)
+
+    @property
+    def entropies(self) -> torch.Tensor:
+        """[N] in nats."""
+        return self.total - self.mean
+
+    def add(self, logits: torch.Tensor, part: slice) -> None:
+        """Add a slice's logits [N, width], in whose memory it computes unless they are needed again."""
+        self.target_logits += self._vocabulary.at_targets(logits, part)
+        max_logits = logits.amax(1)
+        needs_logits = self._stored or self._entropy
+        powers = (logits - max_logits[:, None] if needs_logits else logits.sub_(max_logits[:, None])).exp_()
+        slice_sum = powers.sum(1)
+        slice_total = max_logits + slice_sum.log()
+        new_total = torch.logaddexp(self.total, slice_total)
+        if self._entropy:
+            slice_mean = powers.mul_(logits).sum(1) / slice_sum
+            self.mean = self.mean * (self.total - new_total).exp() + slice_mean * (slice_total - new_total).exp()
+        self.total = new_total
 
 
 def _logits_gradient(
@@ -200,6 +242,11 @@ def _logits_gradient(
     vocabulary, cap = ctx.vocabulary, ctx.vocabulary.rescaling.cap
     z = ctx.logits if ctx.logits is not None else vocabulary.logits(part)
     ctx.logits = None  # overwritten here
+    if vocabulary.fused:
+        entropies = ctx.entropies if grad_entropies is not None else None
+        return _kernels().write_gradient(
+            z, vocabulary, part, ctx.total, entropies, grad_targets, grad_rows, grad_entropies
+        )
     slope = None if cap is None else 1 - (z * (vocabulary.temperatures / cap)[:, None]).square()
     log_p = z.sub_(ctx.total[:, None])
     if grad_entropies is None:
@@ -209,6 +256,13 @@ def _logits_gradient(
         gradient = log_p.exp_().mul_(factor)
     vocabulary.add_at_targets(gradient, part, grad_targets)  # 1_y
     return gradient if slope is None else gradient.mul_(slope)
+
+
+def _kernels() -> Any:
+    """The module of the fused form, which needs Triton."""
+    from . import head_kernel
+
+    return head_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,17 +277,29 @@ class _Vocabulary:
     rescaling: Rescaling
     divide: bool
     """True if some temperature is not 1."""
+    fused: bool = False
+
+    @property
+    def _max_logits(self) -> int:
+        """The maximum number of logits in memory, with what is computed from them: nothing, if fused."""
+        if self.weight.device.type != "cuda":
+            return MAX_LOGITS
+        size: int = self.weight.element_size() + (0 if self.fused else 2 * self.temperatures.element_size())
+        memory = torch.cuda.get_device_properties(self.weight.device).total_memory
+        return int(memory) // GPU_SHARE // size
 
     @property
     def slices(self) -> list[slice]:
         size, rows = len(self.weight), max(1, len(self.targets))
-        width = max(MIN_SLICE, MAX_LOGITS // rows)
+        width = max(MIN_SLICE, self._max_logits // rows // MULTIPLE * MULTIPLE)
         return [slice(start, min(start + width, size)) for start in range(0, size, width)]
 
     def logits(self, part: slice) -> torch.Tensor:
-        """[N, width] a new tensor of logits, rescaled and divided by the temperatures."""
+        """[N, width] a new tensor of logits, rescaled and divided by the temperatures unless a kernel does both."""
         bias = None if self.bias is None else self.bias[part]
         logits = nn.functional.linear(self.states, self.weight[part], bias)
+        if self.fused:
+            return logits
         logits = self.rescaling(logits.to(self.temperatures.dtype))
         return logits.div_(self.temperatures[:, None]) if self.divide else logits
 

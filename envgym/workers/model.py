@@ -39,7 +39,7 @@ from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
 from .parameters import flops_per_token, n_numbers
 from .sequence_parallel import Slices
 from .spec import RankInfo, WorkerSpec
-from .trials import obstacle_to_sharing, try_fused_layers, try_kernel, use_packing
+from .trials import obstacle_to_sharing, try_fused_head, try_fused_layers, try_kernel, use_packing
 
 if TYPE_CHECKING:
     from envgym.learner import FloatArray
@@ -82,10 +82,6 @@ class ModelWorker(ModelLearning):
             be_deterministic()
 
     # -- life ---------------------------------------------------------------------------------------------
-
-    def device_type(self) -> str:
-        """The kind of device the model will be on: `cpu`, `cuda`, …"""
-        return str(self.device.type)
 
     def address(self) -> str:
         """A free `host:port` on this rank's machine, at which the ranks can meet."""
@@ -172,6 +168,7 @@ class ModelWorker(ModelLearning):
         self._notes = []
         if self.settings.kernels == "auto" and not self.settings.compile:
             self._notes.append(try_fused_layers(self.network, self.engine, self.device))
+            self._notes.append(try_fused_head(self.network, self.device))
         if self.settings.sequence_parallel == 1:
             self._notes.append(try_kernel(self.network, self.engine, self.device))
             use_packing(self.network, self.engine, self.settings.packing, self.device)

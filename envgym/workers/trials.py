@@ -6,6 +6,7 @@ Each is used where its numbers for two short rows are those of the plain way, up
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from envgym.learner import TrainSample
 from envgym.types import Objective
 
 from .fused_layers import can_fuse, fuse
+from .head import LogprobHead, score
 from .micro_batches import network_inputs, pad
 from .network import TokenNetwork, packs
 from .prefix_attention import install
@@ -53,13 +55,47 @@ def try_fused_layers(network: TokenNetwork, engine: Any, device: torch.device) -
     return reason and f"layers are not fused, since with liger-kernel the model {reason}"
 
 
+def try_fused_head(network: TokenNetwork, device: torch.device) -> str:
+    """Let an `lm` head use its kernels if they run here and give what the plain form gives for drawn numbers. Returns
+    the reason if they do not, or an empty string."""
+    head = network.model.get_output_embeddings()
+    if not isinstance(head, LogprobHead) or not can_fuse_head(head, device):
+        return ""
+    generator = torch.Generator().manual_seed(0)
+    numbers = [torch.randn(count, 64, generator=generator).to(device, head.weight.dtype) for count in (16, 999)]
+    targets, temperatures = torch.arange(16, device=device) * 60, torch.ones(16, device=device)
+
+    def gradients(fused: bool) -> torch.Tensor:
+        states, weight = (tensor.clone().requires_grad_() for tensor in numbers)
+        logprobs, entropies = score(
+            states, weight, None, targets, temperatures, head.rescaling, entropy=True, graph=True, fused=fused
+        )
+        (logprobs.sum() + entropies.sum()).backward()
+        return torch.cat([logprobs.detach(), entropies.detach(), states.grad.flatten(), weight.grad.flatten()])
+
+    try:
+        head.fused = _agree(network, gradients(True), gradients(False))
+    except Exception as error:  # such as Triton without a compiler for C
+        return f"the head is not fused, since its kernel fails ({_summary(error)})"
+    return "" if head.fused else "the head is not fused, since its kernel answers otherwise"
+
+
+def can_fuse_head(head: LogprobHead, device: torch.device) -> bool:
+    """True if the head's kernels are made for this device and number format, and Triton is installed."""
+    return device.type == "cuda" and head.weight.dtype != torch.float64 and find_spec("triton") is not None
+
+
 def _difference(network: TokenNetwork, engine: Any, device: torch.device, reference: torch.Tensor) -> str:
     """Compare the network's `_trial` with an earlier one. Returns the difference in words, or an empty string."""
     try:
         numbers = _trial(network, engine, device)
     except Exception as error:  # whatever a kernel makes of a device or a model that it does not know
-        return f"fails ({type(error).__name__}: {' '.join(str(error).split())[:100]})"
+        return f"fails ({_summary(error)})"
     return "" if _agree(network, numbers, reference) else "answers otherwise"
+
+
+def _summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
 
 def use_packing(network: TokenNetwork, engine: Any, setting: bool | Literal["auto"], device: torch.device) -> None:

@@ -39,6 +39,20 @@ def test_steps_overlap_on_a_gpu_where_weights_never_change_in_between(model, cpu
     assert settings["async_scheduling"] is overlap
 
 
+def test_on_a_gpu_decoding_is_launched_as_graphs_that_take_no_compiling(model):
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+
+    settings = vllm._arguments(EngineSpec(model(512), cache_bytes=2**30), cpu=False)
+    compiled = CompilationConfig(**settings["compilation_config"])
+    assert compiled.mode == CompilationMode.NONE
+    assert compiled.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    assert settings["kv_cache_memory_bytes"] == 2**30
+    own = {"compilation_config": {"mode": 3}, "kv_cache_memory_bytes": 7}
+    settings = vllm._arguments(EngineSpec(model(512), engine_args=own), cpu=False)
+    assert {name: settings[name] for name in own} == own
+    assert "compilation_config" not in vllm._arguments(EngineSpec(model(512)), cpu=True)
+
+
 def test_ranks_of_an_engine_are_spawned(model, monkeypatch):
     """A fork would copy the event loop that runs."""
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)

@@ -24,7 +24,7 @@ class Handle:
         if method == "load" and (problem := self.runtime.problems.get(self.name)):
             raise problem
         info = SimpleNamespace(dtype="float32", packed=False, not_shared="", notes=(), adapter=False)
-        return {"info": EngineInfo("noted", 64), "device_type": self.runtime.device, "load": info}.get(method)
+        return {"info": EngineInfo("noted", 64), "load": info}.get(method)
 
     async def close(self):
         self.runtime.calls.append((self.name, "close"))
@@ -33,8 +33,8 @@ class Handle:
 class Runtime:
     """Starts workers that answer immediately; the engine once `engine` is set. `problems`: errors by worker."""
 
-    def __init__(self, *, device="cpu", problems=()):
-        self.device, self.problems = device, dict(problems)
+    def __init__(self, *, problems=()):
+        self.problems = dict(problems)
         self.calls, self.arguments = [], {}
         self.engine = asyncio.Event()
         self.actor = asyncio.Event()
@@ -62,9 +62,15 @@ def start(tiny_model):
         stage = config.stages[0]
         services = SimpleNamespace(names=(), of_policy=(), bind_policy=lambda *args, **kwargs: None)
         context = SimpleNamespace(spec=stage.make_spec(), services=services, runtime=runtime)
-        display = SimpleNamespace(phase=lambda text: None, note=print)
+        display = SimpleNamespace(phase=show, note=print)
         return asyncio.ensure_future(start_components(config, stage, context, str(tiny_model), display))
 
+    def show(phase):
+        start_stage.phases.append(phase)
+        if phase.startswith("waiting"):
+            start_stage.waits.set()
+
+    start_stage.model, start_stage.phases, start_stage.waits = tiny_model, [], asyncio.Event()
     return start_stage
 
 
@@ -80,17 +86,52 @@ def test_engine_and_actor_start_concurrently(start):
     asyncio.run(main())
 
 
-def test_on_an_accelerator_the_actor_loads_after_the_engine_has_measured_free_memory(start):
+@pytest.mark.parametrize(
+    ("gpus", "gib", "settings", "at_once", "cached"),
+    [
+        (1, 80, {}, True, True),
+        (2, 80, {}, True, False),  # one each
+        (1, None, {}, False, False),  # of unknown size
+        (1, 6, {}, False, False),  # too small for both
+        (1, 80, {"colocate": "all"}, False, False),  # in turns
+        (0, None, {}, True, False),
+    ],
+)
+def test_on_one_gpu_the_actor_waits_for_the_engine_unless_the_engines_cache_is_planned(
+    start, gpus, gib, settings, at_once, cached
+):
+    """The engine would measure the free memory, from which the actor takes."""
+
     async def main():
-        runtime = Runtime(device="cuda")
-        components = start(runtime)
+        runtime = Runtime()
+        config = resolve({"env": "math_verify", "model": str(start.model), **settings})
+        plan = plan_of(config.stages[0], {}, [Node("node", gpus, gib and gib * 2**30, 64 * 2**30)])
+        placed = PlacedRuntime(runtime, plan)
+        components = start(placed, **settings)
         await asyncio.wait_for(runtime.actor.wait(), 60)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert ("actor-0", "load") not in runtime.calls
+        assert (("actor-0", "load") in runtime.calls) == at_once
         runtime.engine.set()
         await components
         assert ("actor-0", "load") in runtime.calls
+        size = runtime.arguments["engine"]["spec"].cache_bytes
+        assert (size is not None) == cached
+        assert size is None or 0.35 * gib < size / 2**30 < 0.5 * gib
+
+    asyncio.run(main())
+
+
+def test_what_is_waited_for_is_shown(start):
+    async def main():
+        runtime = Runtime()
+        components = start(runtime)
+        await asyncio.wait_for(runtime.actor.wait(), 60)
+        await asyncio.wait_for(start.waits.wait(), 60)
+        assert start.phases[-1] == "waiting for the engine"
+        runtime.engine.set()
+        await components
+        assert start.phases[-1] == "waiting for the engine"
 
     asyncio.run(main())
 

@@ -1,5 +1,7 @@
 """Log-probabilities and entropies from hidden states, against the plain way in float64: all logits at once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -23,8 +25,13 @@ def numbers(states, head, targets, temperatures, rescaling):
 @pytest.fixture(params=["in one piece", "in slices"])
 def pieces(request, monkeypatch):
     if request.param == "in slices":
-        monkeypatch.setattr(head_module, "MAX_LOGITS", TOKENS * 8)
-        monkeypatch.setattr(head_module, "MIN_SLICE", 1)
+        set_slices(monkeypatch, 8)
+
+
+def set_slices(monkeypatch, width):
+    monkeypatch.setattr(head_module, "MAX_LOGITS", TOKENS * width)
+    monkeypatch.setattr(head_module, "MIN_SLICE", 1)
+    monkeypatch.setattr(head_module, "MULTIPLE", 1)
 
 
 def make(bias, dtype=torch.float64):
@@ -132,8 +139,7 @@ def test_extreme_logits_stay_finite():
 
 
 def test_never_are_there_more_logits_than_the_limit(monkeypatch):
-    monkeypatch.setattr(head_module, "MAX_LOGITS", TOKENS * 8)
-    monkeypatch.setattr(head_module, "MIN_SLICE", 1)
+    set_slices(monkeypatch, 8)
     head, states, targets, temperatures = make(bias=False)
     max_size = 0
     original = nn.functional.linear
@@ -178,3 +184,22 @@ def test_the_likeliest_tokens_are_those_of_all_logits(rescaling, k):
     top_logprobs, ids = LogprobHead.convert(head, rescaling)(states, None, temperatures, False, False, k)
     torch.testing.assert_close(top_logprobs, expected.values, atol=1e-12, rtol=0)
     assert torch.equal(ids, expected.indices)
+
+
+@pytest.mark.parametrize("gigabytes", [24, 80, 141])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("rows", [16_352, 9_001, 513])
+def test_slices_on_a_gpu_are_of_its_size_and_begin_at_even_places(gigabytes, fused, rows, monkeypatch):
+    """16,352 rows and 2^25 logits gave 2,052 columns, for which cuBLAS has no fast kernel."""
+    device = torch.device("cuda")
+    memory = SimpleNamespace(total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda of: memory if of == device else None)
+    weight = type("Weight", (), {"device": device, "element_size": lambda _: 2, "__len__": lambda _: 151_936})()
+    temperatures = torch.ones(rows)
+    slices = head_module._Vocabulary(
+        None, weight, None, torch.zeros(rows, 1), temperatures, Rescaling(), False, fused
+    ).slices
+    assert slices[-1].stop == 151_936
+    assert all(part.start % 256 == 0 for part in slices)
+    columns, most = slices[0].stop, memory.total_memory / 128 / rows / (2 if fused else 10)
+    assert most - 256 < columns <= most or columns == 151_936

@@ -173,6 +173,7 @@ def test_only_tokens_asked_about_reach_the_head_and_scoring_makes_no_entropies(p
 def test_log_probabilities_are_those_of_the_models_own_logits(architecture, monkeypatch):
     monkeypatch.setattr(head_module, "MAX_LOGITS", 1000)
     monkeypatch.setattr(head_module, "MIN_SLICE", 1)
+    monkeypatch.setattr(head_module, "MULTIPLE", 1)
     overrides = {
         "gemma2": {"final_logit_softcapping": 2.0},
         "granite": {"logits_scaling": 3.0},
