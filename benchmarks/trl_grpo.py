@@ -177,13 +177,17 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, help="JSON list: each answer's, in place of what the policy makes")
     options = parser.parse_args()
 
-    if options.sampler == "vllm":
+    on_gpu = torch.cuda.is_available()
+    if options.sampler == "vllm" and not on_gpu:
         mend_vllm_on_cpu()
+    # On a GPU the logits of the whole step do not fit.
+    sequences = options.tasks_per_step * options.group_size
+    per_batch = min(64, sequences) if on_gpu else sequences
     tasks = [json.loads(line) for line in options.tasks.read_text().splitlines()]
     trainer = TimedGRPOTrainer(
         StepTimes(options.out),
         json.loads(options.lengths.read_text()) if options.lengths else None,
-        model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16 if on_gpu else torch.float32),
         processing_class=AutoTokenizer.from_pretrained(options.model),
         reward_funcs=hash_of_the_text if options.lengths else boxed_answer_is_right,
         train_dataset=Dataset.from_list(
@@ -191,14 +195,14 @@ def main() -> None:
         ),
         args=GRPOConfig(
             output_dir=str(options.out.with_suffix(".trainer")),
-            use_cpu=True,
-            bf16=False,
+            use_cpu=not on_gpu,
+            bf16=on_gpu,
             seed=options.seed,
             # One rollout, one optimizer step over the whole of it.
             max_steps=options.steps,
-            per_device_train_batch_size=options.tasks_per_step * options.group_size,
-            gradient_accumulation_steps=1,
-            steps_per_generation=1,
+            per_device_train_batch_size=per_batch,
+            gradient_accumulation_steps=sequences // per_batch,
+            steps_per_generation=sequences // per_batch,
             num_iterations=1,
             gradient_checkpointing=False,
             # The same objective and optimizer as envgym's.
@@ -216,7 +220,7 @@ def main() -> None:
             # The sampler.
             use_vllm=options.sampler == "vllm",
             vllm_mode="colocate",
-            vllm_gpu_memory_utilization=0.2,
+            vllm_gpu_memory_utilization=0.4 if on_gpu else 0.2,
             vllm_max_model_length=512,
             vllm_importance_sampling_correction=False,
             # Nothing beside the job.
