@@ -27,7 +27,7 @@ TOY = 0.01
 RATES = (
     # Single runs with SmolLM2-135M-Instruct, not compared with other rates yet: docs/get_started/pretrained.md.
     DefaultRate(0.3, 5e-5, 1e-3),
-    # Published runs of 0.5 to 1.5 billion lie between 1e-6 (verl's example for GSM8K) and 2e-5 (open-r1's demonstration
+    # Published runs of 0.5 to 1.5 billion lie between 1e-6 (verl's quickstart) and 2e-5 (open-r1's demonstration
     # with Qwen2.5-1.5B).
     DefaultRate(2.0, 5e-6, 5e-5),
     DefaultRate(float("inf"), 1e-6, 1e-5),
