@@ -31,7 +31,6 @@ from statistics import median
 from typing import Any
 
 from against_trl import PROMPT
-from gpu_deepspeed import make_rows
 from gpu_first import _load_actor, _matmul_rate, _seconds_of_a_step, gpu_name, gpus
 from gpu_main_job import ENVGYM, SIZES, make_model
 from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, store, table
@@ -113,7 +112,7 @@ def learn(_: Path, toy: bool) -> dict[str, Any]:
     for shape in ["toy"] if toy else ["0.5B", "1.5B"]:
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(Path(folder), *SHAPES[shape])
-            rows = make_rows(4 * budget // length, length, 0)
+            rows = rows_of(4 * budget // length, length)
             per_batch = budget // length
             batches = [rows[start : start + per_batch] for start in range(0, len(rows), per_batch)]
             weight, n_tokens = sum(float(row.loss_weights.sum()) for row in rows), sum(map(len, rows))
@@ -127,6 +126,18 @@ def learn(_: Path, toy: bool) -> dict[str, Any]:
         result[shape] = {"tokens_per_second": rate, "share": rate * share, "plain": plain, "plain_share": plain * share}
         result[shape] |= {"attention": attention, "notes": notes}
     return result
+
+
+def rows_of(count: int, length: int) -> list[Any]:
+    """Rows of drawn tokens, all of one length."""
+    import numpy as np
+
+    from envgym.learner import TrainSample
+    from envgym.types import Objective
+
+    tokens = np.random.default_rng(0).integers(0, 150_000, (count, length)).astype(np.int32)
+    weights, no_logprobs = np.minimum(np.arange(length), 1).astype(np.float32), np.full(length, np.nan, np.float32)
+    return [TrainSample(row, weights, no_logprobs, Objective.CROSS_ENTROPY) for row in tokens]
 
 
 def plain_rate(model: str, batches: list[list[list[int]]]) -> float:
@@ -143,7 +154,7 @@ def plain_rate(model: str, batches: list[list[list[int]]]) -> float:
     for _ in range(4):
         start = time.perf_counter()
         for rows in batches:
-            (loss_of(torch.tensor(rows, device=device)) / len(batches)).backward()
+            (loss_of(torch.tensor(rows, dtype=torch.int64, device=device)) / len(batches)).backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
