@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -217,7 +216,7 @@ def _plain_settings(settings: Mapping[str, Any] | None, overrides: Mapping[str, 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, type) or inspect.isfunction(value):
+    if callable(value):
         return target_of(value)
     if isinstance(value, Path):
         return str(value)

@@ -51,19 +51,23 @@ def short_name(name: str) -> str:
 
 
 def target_of(value: type | Callable[..., Any]) -> str:
-    """The target of a class or function: `package.module:Name`, or `file.py:Name` outside packages; in a notebook or an
-    interactive session `__main__:Name`, which no other process can load.
+    """The target of a class, function or other callable: `package.module:Name`, or `file.py:Name` outside packages; in
+    a notebook or an interactive session `__main__:Name`, which no other process can load.
 
-    Raises `ConfigError` unless it is at the top level of its module."""
-    variables = getattr(sys.modules.get(value.__module__), "__dict__", {})
-    name = next((name for name, item in variables.items() if item is value), "")
-    if not name:
-        name = value.__qualname__
+    Raises `ConfigError` unless it is at the top level of its module, or for an instance of any module."""
+    modules = [sys.modules.get(value.__module__)]
+    if not (isinstance(value, type) or inspect.isfunction(value)):  # its class's module says nothing of where it is
+        modules += list(sys.modules.values())
+    tables = [getattr(module, "__dict__", {}) for module in modules]
+    found = [(table, name) for table in tables for name, item in list(table.items()) if item is value]
+    if not found:
+        name = getattr(value, "__qualname__", f"{value!r:.60}")
         raise ConfigError(f"{name} is no top-level name of {value.__module__}: define it at the top level of a file")
+    variables, name = found[0]
     if variables.get("__package__"):
         return f"{variables['__spec__'].name}:{name}"
     file = Path(variables.get("__file__") or "")
-    return f"{file.resolve() if file.suffix == '.py' and file.is_file() else value.__module__}:{name}"
+    return f"{file.resolve() if file.suffix == '.py' and file.is_file() else variables['__name__']}:{name}"
 
 
 def session_source(target: str) -> str:

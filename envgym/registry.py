@@ -9,7 +9,8 @@ used. The groups:
 
 - `envgym.envs`, `envgym.learners`, `envgym.agents`: classes by name.
 - `envgym.files`: functions of a file's path and of the name after it (`file.py:Name`, else empty) that return an
-  `EnvSpec` subclass or None. They load environment files of other programs, and are called before a file is imported.
+  `EnvSpec` subclass or None. They load environment files of other programs, and are called before a file is imported;
+  of an import path only for a callable that is no environment.
 - `envgym.schemes`: `EnvSpec` subclasses by the scheme of a name (`http`).
 - `envgym.locators`: `EnvSpec` subclasses by a setting (`urls`) that locates an environment under an unregistered name.
 - `envgym.task_sets`: modules whose folders hold the files of named task sets (`envgym.tasks.named_sets`).
@@ -19,6 +20,7 @@ used. The groups:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -33,7 +35,17 @@ from typing import Any, Literal
 from .env import CheckedEnv, Env, EnvSpec
 from .env.spec import docstring, first_sentence
 from .errors import ConfigError, EnvgymError, NameNotFound, VersionNotFound, did_you_mean
-from .loading import absolute_target, check_class, entry_points, is_file_target, load_class, load_function, split_target
+from .loading import (
+    absolute_target,
+    check_class,
+    entry_points,
+    import_target,
+    is_file_target,
+    load_class,
+    load_function,
+    split_target,
+    target_of,
+)
 from .tasks.named_sets import NamedTaskSet, is_task_set_file, read_task_set, task_set_files
 
 _ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<version>\d+))?")
@@ -82,7 +94,7 @@ def register(
     if id in _registered:
         warnings.warn(f"environment {id!r} is registered again, and replaced", stacklevel=2)
     if not isinstance(entry_point, str):
-        entry_point = check_class(entry_point, id, (EnvSpec, Env), "environment")
+        entry_point = _class_of(entry_point, id)
     _registered[id] = Registration(id, entry_point, {**(kwargs or {}), **settings})
 
 
@@ -118,13 +130,13 @@ def spec(name: str | type[Env] | type[EnvSpec] | Callable[..., Any], /, **kwargs
     """The spec of the environment `name`, with the settings `kwargs`.
 
     `name` is an id, a file (`file.py`, `file.py:Class`, `task_set.yaml`), an import path (`package.module:Class`), or a
-    URL. A scheme wins over a module of the same name; `python:package.module:Class` is always an import path. A class,
-    or a function that `envgym.reward` decorates, may stand for its name.
+    URL. A scheme wins over a module of the same name; `python:package.module:Class` is always an import path. A class
+    or a reward function may stand for its name.
     Raises `NameNotFound` or `VersionNotFound` for an unknown name, and `ConfigError` for invalid settings.
     """
     if not isinstance(name, str):
         label = getattr(name, "__name__", f"{name!r:.60}")
-        return _build(label, check_class(name, label, (EnvSpec, Env), "environment"), kwargs)
+        return _build(label, _class_of(name, label), kwargs)
     if name.startswith("python:"):
         return _build(name, name.removeprefix("python:"), kwargs)
     scheme, colon, _ = name.partition(":")
@@ -283,12 +295,33 @@ def load_env_class(target: str | type[Any]) -> type[Any]:
             f"{target} is written for verifiers, whose environments and tasksets are not supported: write an Env "
             "that poses its tasks and calls its rewards (docs/environments/environments.md)"
         )
-    if is_file_target(file):
+    path = Path(file).expanduser().resolve() if is_file_target(file) else _file_of_callable(file, name)
+    if path is not None:
         for adapter in entry_points("envgym.files").values():
             adapt = load_function(adapter, "adapter of files")
-            if (spec_class := adapt(Path(file).expanduser().resolve(), name)) is not None:
+            if (spec_class := adapt(path, name)) is not None:
                 return check_class(spec_class, target, (EnvSpec,), "environment")
     return load_class(target, (EnvSpec, Env), "environment")
+
+
+def _class_of(value: Any, label: str) -> type[Any]:
+    """The environment class that `value` is or has, or that an adapter knows for the callable."""
+    target = ""
+    if _is_bare_callable(value):
+        with contextlib.suppress(ConfigError):  # without a target no adapter can be asked
+            target = target_of(value)
+    return load_env_class(target) if target else check_class(value, label, (EnvSpec, Env), "environment")
+
+
+def _file_of_callable(location: str, name: str) -> Path | None:
+    """The file of an imported module in which `name` is a callable that is no environment, for the adapters."""
+    module = import_target(location) if name else None
+    file = getattr(module, "__file__", None)
+    return Path(file) if file and _is_bare_callable(getattr(module, name, None)) else None
+
+
+def _is_bare_callable(value: object) -> bool:
+    return callable(value) and not isinstance(value, type) and not hasattr(value, "__environment__")
 
 
 _IMPORTS = re.compile(r"^\s*(?:import|from)\s+(envgym|verifiers)\b", re.MULTILINE)

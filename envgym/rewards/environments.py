@@ -55,9 +55,11 @@ def reward(
     when the group has ended, so `step` returns None. `tasks` are the rows to use without `data.path`: a list of
     mappings, of which a fraction is held out, or a function of the split (`train`, `test`).
 
-    The function itself is returned. A file with one such function is an environment, as are `file.py:name` and an
-    `envgym.register`ed function. A list of functions makes one function that returns the weighted sum of their rewards;
-    `weights` are 1 by default. Raises `ConfigError` for a function that cannot be called by names.
+    `function` may be any callable: an instance of a class, a bound method, a `functools.partial`. A function itself is
+    returned, for another callable a function that calls it. A file with one such function is an environment, as are
+    `file.py:name` and an `envgym.register`ed function. A list of functions makes one function that returns the weighted
+    sum of their rewards; `weights` are 1 by default. Raises `ConfigError` for a function that cannot be called by
+    names.
     """
     if function is None:
         return functools.partial(reward, batch=batch, tasks=tasks)
@@ -67,8 +69,11 @@ def reward(
     if trl_names and len(trl_names) < len(parts) and not batch:
         raise ConfigError(f"{trl_names[0]} takes lists of completions: all functions must, with batch=True if they do")
     batch = batch or bool(trl_names)
-    if isinstance(function, Sequence) or weights is not None:
+    given, function = function, functions[0].function if functions else None
+    if isinstance(given, Sequence) or weights is not None:
         function = weighted_sum(functions, [1.0] * len(parts) if weights is None else weights, batch)
+    assert function is not None
+    if function is not given:
         function.__module__ = sys._getframe(1).f_globals["__name__"]
     function.__environment__ = _environment(function, functions, batch, tasks)  # type: ignore[attr-defined]
     return function
@@ -88,12 +93,19 @@ def _environment(
 
 
 def environment_of(path: Path, name: str) -> type[RewardSpec] | None:
-    """The environment of the undecorated function `name` of a file, if it takes TRL's arguments."""
-    function = getattr(import_target(str(path)), name, None) if name else None
-    if not inspect.isfunction(function) or hasattr(function, "__environment__"):
+    """The environment of the undecorated callable `name` of a file, if it takes an argument of reward functions."""
+    module = import_target(str(path)) if name else None
+    value = getattr(module, name, None)
+    if module is None or not callable(value) or isinstance(value, type) or hasattr(value, "__environment__"):
         return None
-    scorer = RewardFunction(function)
-    return _environment(function, [scorer], True, None) if scorer.is_trl else None
+    scorer = RewardFunction(value)
+    if not scorer.scores_completions:
+        return None
+    if scorer.function is not value:
+        scorer.function.__module__ = module.__name__
+    environment = _environment(scorer.function, [scorer], scorer.is_trl, None)
+    environment.target = f"{path}:{name}"
+    return environment
 
 
 class RewardConfig(DataEnvConfig):
@@ -152,6 +164,8 @@ class RewardSpec(DataEnvSpec):
     functions: ClassVar[Sequence[RewardFunction]]
     """The function itself, or the functions that it sums."""
     rows: ClassVar[Rows | None] = None
+    target: ClassVar[str] = ""
+    """The target of an undecorated callable; empty for a decorated one, which its module names."""
 
     _processes: Processes | None = None
 
@@ -175,7 +189,7 @@ class RewardSpec(DataEnvSpec):
         if self.config.processes:
             self._processes = Processes(
                 "envgym.rewards.functions:FunctionHost",
-                {"target": target_of(self.function)},
+                {"target": self.target or target_of(self.function)},
                 count=self.config.processes,
                 name=self.name,
                 logs=self.config.logs,

@@ -16,20 +16,31 @@ from envgym.loading import load_function
 from envgym.processes.threads import DedicatedThread
 from envgym.types import Action, Message, Reward, Task, as_messages
 
+from .callables import as_function
+
 ARGUMENTS = ("completion", "prompt", "answer", "task", "messages", "action")
 """Parameters that a reward function may have besides the fields of the data row."""
 TRL_ARGUMENTS = ("completions", "prompts", "completion_ids")
 """Parameters of TRL's reward functions: lists with one value per completion."""
 
+COMPLETION_NAMES = (
+    "response", "output", "solution", "generation", "text", "responses", "outputs", "generations", "texts",
+    "generated_text", "model_output", "predict_str", "prediction", "response_str", "solution_str",
+)  # fmt: skip
+"""Names that others give the completion; here they are fields of the data, or nothing."""
+
 
 class RewardFunction:
-    """A reward function and its parameters. Raises `ConfigError` for parameters that cannot be passed by name."""
+    """A reward function, or another callable, and its parameters. Raises `ConfigError` for parameters that cannot be
+    passed by name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        if not callable(function) or isinstance(function, type) or not hasattr(function, "__name__"):
-            raise ConfigError(f"envgym.reward takes a function, or a list of them, not {function!r:.60}")
-        self.function, self.name = function, function.__name__
-        parameters = inspect.signature(function).parameters.values()
+        self.given = function
+        self.function = as_function(function)
+        self.name = self.function.__name__
+        parameters = list(inspect.signature(self.function).parameters.values())
+        if len(parameters) > 1:  # what is not given needs no name
+            parameters = [parameter for parameter in parameters if parameter.kind != parameter.VAR_POSITIONAL]
         for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 raise ConfigError(
@@ -40,7 +51,10 @@ class RewardFunction:
         self._takes_any = len(by_name) < len(parameters)
         self._required = [parameter.name for parameter in by_name if parameter.default is parameter.empty]
         self._optional = [parameter.name for parameter in by_name if parameter.default is not parameter.empty]
-        self.is_trl = not {*self._required, *self._optional}.isdisjoint(TRL_ARGUMENTS)
+        named = {*self._required, *self._optional}
+        self.scores_completions = not named.isdisjoint((*ARGUMENTS, *TRL_ARGUMENTS, *COMPLETION_NAMES))
+        """True for what takes an argument of reward functions, or a usual name for one: it is no other callable."""
+        self.is_trl = not named.isdisjoint(TRL_ARGUMENTS)
         """True for a function in TRL's form, in which a data field wins over an argument of envgym's."""
 
     def check(self, task: Task, aliases: Mapping[str, str], *, from_data: bool) -> None:
@@ -230,13 +244,13 @@ def weighted_sum(functions: Sequence[RewardFunction], weights: Sequence[float], 
     A function that returns None for a completion does not count for it; if all do, it gets no reward. The score is the
     first that a function returns. Asynchronous functions run concurrently.
     """
-    names = [item.name for item in functions]
+    names = numbered([item.name for item in functions])
     if not names:
         raise ConfigError("envgym.reward was given an empty list of functions")
     if len(weights) != len(names):
         raise ConfigError(f"{len(weights)} weights for {len(names)} reward functions: give each function a weight")
-    if len(set(names)) < len(names):
-        raise ConfigError(f"reward functions that are summed need different names, not {', '.join(names)}")
+    if len({id(item.given) for item in functions}) < len(names):
+        raise ConfigError(f"a reward function stands twice among {', '.join(item.name for item in functions)}")
 
     def add(rewards: Sequence[Reward | InvalidStep]) -> Reward | InvalidStep:
         score: float | None = None
@@ -272,6 +286,14 @@ def weighted_sum(functions: Sequence[RewardFunction], weights: Sequence[float], 
     return summed
 
 
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names, with a number where several are equal, as two partials of one function have them."""
+    return [
+        name if names.count(name) == 1 else f"{name}_{names[: index + 1].count(name)}"
+        for index, name in enumerate(names)
+    ]
+
+
 # ---------------------------------------------------------------------------------------------------------
 # In worker processes
 
@@ -280,7 +302,7 @@ class FunctionHost:
     """Calls the function at `target` (`file.py:name`). Its results cross the wire as plain numbers."""
 
     def __init__(self, target: str) -> None:
-        self._function = load_function(target, "reward function")
+        self._function = as_function(load_function(target, "reward function"))
         self._name = self._function.__name__
 
     async def score(self, arguments: dict[str, Any]) -> Reward:

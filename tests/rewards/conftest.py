@@ -29,6 +29,7 @@ def own_registry(monkeypatch, tmp_path):
 def write(tmp_path):
     def write_file(text, name="brevity.py"):
         path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
         path.write_text(textwrap.dedent(text))
         return path
 

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import operator
 import pickle
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import envgym
 from envgym import registry
 from envgym.errors import ConfigError, DataError, InvalidStep, NameNotFound
+from envgym.loading import target_of
 from envgym.types import Message, Observation, Status, StopReason, Task
 
 TASK = Task("t", prompt="What is 40 + 2?", answer="42", fields={"hint": "add", "level": 3})
@@ -347,10 +349,140 @@ def test_tasks_that_are_no_mappings_are_an_error_in_one_line(tasks):
         spec.tasks("train")
 
 
-@pytest.mark.parametrize("function", [int, 3, "f", ["f"], functools.partial(print)])
-def test_only_functions_score(function):
+@pytest.mark.parametrize("function", [int, 3, "f", ["f"]])
+def test_only_what_can_be_called_scores(function):
     with pytest.raises(ConfigError, match="takes a function, or a list of them, not"):
         envgym.reward(function)
+
+
+def test_a_class_is_no_reward_but_its_instances_are():
+    with pytest.raises(ConfigError, match=r"not <class '.*Exact'>: write an instance, Exact\(…\)"):
+        envgym.reward(Exact)
+    with pytest.raises(ConfigError, match=r"the parameters of .* cannot be read: call it in a function of your own"):
+        envgym.reward(operator.itemgetter(0))
+
+
+# -- any callable --------------------------------------------------------------------------------------------
+
+
+class Exact:
+    """The answer itself, worth `value`."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, completion, answer):
+        return self.value * (completion == str(answer))
+
+    def as_method(self, completion, answer):
+        return self(completion, answer)
+
+    @functools.lru_cache  # noqa: B019
+    def cached(completion, answer):
+        return 2.0 * (completion == str(answer))
+
+
+class ExactLater(Exact):
+    async def __call__(self, completion, answer):
+        await asyncio.sleep(0)
+        return self.value * (completion == str(answer))
+
+
+def scaled(completion, answer, value=1.0, **fields):
+    assert "level" not in fields or fields["level"] == "bound"
+    return value * (completion == str(answer))
+
+
+CALLABLES = {
+    "Exact": Exact(2.0),
+    "ExactLater": ExactLater(2.0),
+    "as_method": Exact(2.0).as_method,
+    "cached": Exact.cached,
+    "scaled": functools.partial(scaled, value=2.0, level="bound"),
+}
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_any_callable_is_a_reward(name):
+    function = envgym.reward(CALLABLES[name], tasks=[{"prompt": "p", "answer": 42, "value": 7}] * 2)
+    assert function.__name__ == name
+    task = Task("t", prompt="p", answer="42", fields={"value": 7, "level": 3})  # what is bound stays bound
+    assert step(spec_of(function), text="42", task=task)[1][1] == 2.0
+    assert step(spec_of(function), text="43", task=task)[1][1] == 0.0
+    if name == "Exact":
+        assert function("42", answer=42) == 2.0
+        assert type(spec_of(function)).__doc__ == "The answer itself, worth `value`."
+
+
+def test_two_partials_of_one_function_are_summed_under_numbered_names(play):
+    parts = [functools.partial(scaled, value=2.0), functools.partial(scaled, value=3.0), ExactLater(1.0)]
+    [group] = play(spec_of(envgym.reward(parts, tasks=[{"prompt": "p", "answer": 42}] * 2)), None, ("42", ""))
+    assert [episode.reward for episode in group.episodes] == [6.0, 0.0]
+    assert group.episodes[0].metrics == {"scaled_1": 2.0, "scaled_2": 3.0, "ExactLater": 1.0}
+
+
+def test_what_is_not_given_needs_no_name():
+    @given()
+    def any_more(completion, *args, **kwargs):
+        return float(args == ())
+
+    assert step(spec_of(any_more))[1][1] == 1.0
+
+
+UNDECORATED = """
+import functools
+
+class Exact:
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, completion, answer):
+        return self.value * (completion == str(answer))
+
+    def score(self, completion, answer):
+        return self(completion, answer)
+
+def plain(completion, answer, value=2.0):
+    return value * (completion == str(answer))
+
+def make(model_name):
+    return 1.0
+
+instance = Exact(2.0)
+method = instance.score
+partial = functools.partial(plain, value=2.0)
+"""
+
+
+@pytest.mark.parametrize("name", ["instance", "method", "partial", "plain"])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_undecorated_by_its_path(write, name, processes):
+    path = write(UNDECORATED, "undecorated.py")
+    rows = write("\n".join(json.dumps({"prompt": f"p{n}", "answer": "42"}) for n in range(9)), "rows.jsonl")
+    spec = registry.spec(f"{path}:{name}", data={"path": str(rows)}, processes=processes)
+    assert step(spec, text="42")[1][1] == 2.0
+    assert registry.spec_from_json(spec.to_json()) == spec
+    assert spec.fingerprint()["code"]
+    if name != "plain" and not processes:
+        with pytest.raises(ConfigError, match=r"undecorated.py:make is not usable as environment"):
+            registry.spec(f"{path}:make")
+
+
+def test_undecorated_by_its_import_path_and_in_python(write, monkeypatch):
+    package = write("", "rewards_of_mine/__init__.py").parent
+    write("from .inner import instance as exact, plain\n", "rewards_of_mine/__init__.py")
+    write(UNDECORATED, "rewards_of_mine/inner.py")
+    monkeypatch.syspath_prepend(package.parent)
+    for name in ("plain", "exact"):
+        spec = registry.spec(f"rewards_of_mine:{name}", data={"path": "rows.jsonl"})
+        assert spec.function("42", answer=42) == 2.0
+        assert registry.spec_from_json(spec.to_json()) == spec
+    module = sys.modules["rewards_of_mine.inner"]
+    for value in (module.plain, module.instance, module.partial):
+        assert registry.spec(value, data={"path": "rows.jsonl"}).function("42", answer=42) == 2.0
+    assert target_of(module.partial) == "rewards_of_mine.inner:partial"
+    envgym.register("me/Exact", module.instance)
+    assert registry.spec("me/Exact").function("42", answer=42) == 2.0
 
 
 def test_a_list_of_functions_holds_one_at_least():

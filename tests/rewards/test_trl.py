@@ -109,8 +109,7 @@ def test_tokens_and_messages(play, write, data):
     assert rewards(play(registry.spec(f"{path}:format_reward", data=data(CHAT)), None, texts)) == [1.0, 0.0]
     with pytest.raises(NameNotFound, match="no function decorated with"):
         registry.spec(str(path))
-    with pytest.raises(ConfigError, match="or decorate it with @envgym"):
-        registry.spec(f"{path}:plain")
+    assert rewards(play(registry.spec(f"{path}:plain", data=data(TEXT)), None)) == [1.0] * 3
 
 
 def test_decorated_they_are_batch_functions(play):
@@ -214,7 +213,7 @@ def test_an_invalid_reward_of_one_function_fails_that_episode_alone(play):
     ("functions", "options", "message"),
     [
         ([math, code], {"weights": [1.0]}, "1 weights for 2 reward functions"),
-        ([math, math], {}, "need different names, not math, math"),
+        ([math, math], {}, "a reward function stands twice among math, math"),
         ([math, lambda completion: 1.0], {}, "math takes lists of completions: all functions must"),
     ],
 )
