@@ -29,6 +29,9 @@ COMPLETION_NAMES = (
 )  # fmt: skip
 """Names that others give the completion; here they are fields of the data, or nothing."""
 
+REWARD_KEYS = ("reward", "score", "overall")
+"""Keys of the reward in a mapping: envgym's, verl's and EasyR1's. Beside another, `score` is the score in [0, 1]."""
+
 
 class RewardFunction:
     """A reward function, or another callable, and its parameters. Raises `ConfigError` for parameters that cannot be
@@ -154,17 +157,15 @@ async def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> An
 
 
 def as_reward(value: Any, name: str) -> Reward:
-    """The reward that the function `name` returned for one completion. Raises `InvalidStep` if it is not one."""
+    """The reward that the function `name` returned for one completion. Raises `InvalidStep` if it is not one.
+
+    Besides a number and a `Reward` it is what other programs' functions return: a mapping with the reward under the
+    first of `REWARD_KEYS` that it has, whose other numbers are metrics, or a tuple of the reward and metrics.
+    """
+    if isinstance(value, tuple) and value:
+        value = _of_tuple(value)
     if isinstance(value, Mapping):
-        fields = Reward.__dataclass_fields__
-        if unknown := [str(key) for key in value if key not in fields]:
-            raise InvalidStep(
-                f"{name} returned a mapping with {unknown[0]!r}; its keys are {', '.join(fields)}."
-                f"{did_you_mean(unknown[0], fields)}"
-            )
-        if "reward" not in value:
-            raise InvalidStep(f"{name} returned a mapping without 'reward'")
-        value = Reward(**value)
+        value = _of_mapping(value, name)
     if not isinstance(value, Reward):
         return Reward(number(value, f"{name} returned"))
     score = number(value.score, f"{name} returned the score")
@@ -175,12 +176,47 @@ def as_reward(value: Any, name: str) -> Reward:
     return Reward(number(value.reward, f"{name} returned the reward"), score, finite_metrics(value.metrics))
 
 
+def _of_mapping(value: Mapping[str, Any], name: str) -> Reward:
+    fields = Reward.__dataclass_fields__
+    for key, item in value.items() if "reward" in value else ():
+        if key not in fields and isinstance(item, Mapping) and (hint := did_you_mean(str(key), fields)):
+            raise InvalidStep(f"{name} returned a mapping with {key!r}; its keys are {', '.join(fields)}.{hint}")
+    reward_key = next((key for key in REWARD_KEYS if key in value), None)
+    if reward_key is None:
+        raise InvalidStep(f"{name} returned a mapping without 'reward' (or {' or '.join(map(repr, REWARD_KEYS[1:]))})")
+    score, metrics = None if reward_key == "score" else value.get("score"), value.get("metrics") or {}
+    if isinstance(metrics, Mapping):
+        metrics = _numbers({key: item for key, item in value.items() if key not in (reward_key, "score")}) | metrics
+    return Reward(value[reward_key], score, metrics)
+
+
+def _of_tuple(value: tuple[Any, ...]) -> Reward:
+    """NeMo-RL's pair of the reward and metrics, or whether the answer is correct; a longer tuple begins with the
+    reward, as verl reads it."""
+    beside = value[1] if len(value) == 2 else None
+    if type(beside).__name__ in ("bool", "bool_"):  # bool_ is NumPy's
+        beside = {"correct": beside}
+    return Reward(value[0], metrics=_numbers(beside) if isinstance(beside, Mapping) else {})
+
+
+def _numbers(items: Mapping[str, Any]) -> dict[str, Any]:
+    """What can be a metric; an extracted answer, which is text, cannot."""
+    return {key: item for key, item in items.items() if hasattr(item, "__float__")}
+
+
 def as_rewards(value: Any, count: int, name: str) -> list[Reward | InvalidStep]:
     """The rewards that a batch function returned for `count` completions; an invalid one is an error in the list.
 
-    `value` is a list of items for `as_reward`, or a mapping of lists: `reward`, `score` and `metrics`, by name. Raises
-    `InvalidStep` unless there is one item per completion.
+    `value` is a list of items for `as_reward`, a mapping of lists: `reward`, `score` and `metrics`, by name, or a tuple
+    of a list of rewards and metrics. Raises `InvalidStep` unless there is one item per completion.
     """
+    if isinstance(value, tuple) and value and isinstance(_plain(value[0]), list):
+        beside = value[1] if len(value) == 2 else None
+        if isinstance(beside, Mapping):
+            value = {key: _spread(items, count) for key, items in beside.items()} | {"reward": value[0]}
+        else:
+            rewards_alone = column(value[0], count, f"{name} returned")
+            value = list(zip(rewards_alone, _spread(beside, count), strict=True))
     rows = column(value, count, f"{name} returned") if not isinstance(value, Mapping) else _rows(value, count, name)
     rewards: list[Reward | InvalidStep] = []
     for row in rows:
@@ -208,9 +244,20 @@ def _rows(table: Mapping[str, Any], count: int, name: str) -> list[dict[str, Any
     ]
 
 
+def _spread(value: Any, count: int) -> list[Any]:
+    """A list of `count` unchanged; any other value for each of `count`."""
+    values = _plain(value)
+    return values if isinstance(values, list) and len(values) == count else [values] * count
+
+
+def _plain(value: Any) -> Any:
+    """An array or a tensor as a list or a number."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def column(value: Any, count: int, context: str) -> list[Any]:
     """A list, a tuple, an array or a tensor as a list of `count`. `context` begins the message of the `InvalidStep`."""
-    values = value.tolist() if hasattr(value, "tolist") else value
+    values = _plain(value)
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise InvalidStep(f"{context} {describe(value)}: it must be a list of {count} items, one per completion")
     if len(values) != count:

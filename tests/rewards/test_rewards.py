@@ -182,6 +182,15 @@ class Tensor:
          {"words": 3.0, "invalid_metrics": 1.0}),
         ({"reward": -1, "score": 0.0}, -1.0, 0.0, {}),
         ({"reward": None, "metrics": {"words": 1}}, None, None, {"words": 1.0}),
+        ({"score": -1.0, "acc": False, "pred": "7"}, -1.0, None, {"acc": 0.0}),  # verl's DAPO
+        ({"score": 0.5, "correctness": Tensor(1.0), "pred": None, "spans": [1]}, 0.5, None, {"correctness": 1.0}),
+        ({"score": None, "metrics": {"words": 1}, "acc": 1}, None, None, {"acc": 1.0, "words": 1.0}),
+        ({"overall": 1.9, "format": 1.0, "details": {"a": 1}}, 1.9, None, {"format": 1.0}),  # EasyR1's
+        ({"reward": 2, "score": 0.5, "acc": 1}, 2.0, 0.5, {"acc": 1.0}),
+        ((0.75, True), 0.75, None, {"correct": 1.0}),  # NeMo-RL's
+        ((0.75, None), 0.75, None, {}),
+        ((None, {"words": 3, "text": "x"}), None, None, {"words": 3.0}),
+        ((True, False, "7"), 1.0, None, {}),
     ],
 )  # fmt: skip
 def test_what_it_may_return(returned, reward, score, metrics):
@@ -199,7 +208,10 @@ def test_what_it_may_return(returned, reward, score, metrics):
         ("1", "says returned '1': it must be a finite number or None"),
         (float("nan"), "says returned nan"),
         ([1.0], r"says returned \[1.0\]"),
-        ({"score": 1.0}, "a mapping without 'reward'"),
+        ({"acc": 1.0}, r"a mapping without 'reward' \(or 'score' or 'overall'\)"),
+        ({"score": "high"}, "the reward 'high': it must be a finite number"),
+        (("x", True), "the reward 'x': it must be a finite number"),
+        ((), r"says returned \(\)"),
         ({"reward": 1.0, "metric": {}}, r"a mapping with 'metric'; .* Did you mean 'metrics'\?"),
         (envgym.Reward(1.0, score=1.5), r"the score 1.5: a score lies in \[0, 1\]"),
     ],
@@ -643,6 +655,11 @@ INVALID = ("invalid_environment", None, None)
     [
         ([1, None, envgym.Reward(3.0, score=0.5)], [("", 1.0, 1.0), ("", None, None), ("", 3.0, 0.5)]),
         ({"reward": (1, 2, 3), "score": [0, 0.5, 1]}, [("", 1.0, 0.0), ("", 2.0, 0.5), ("", 3.0, 1.0)]),
+        ([{"score": 1}, {"overall": 0.5}, (1.0, False)], [("", 1.0, 1.0), ("", 0.5, 0.5), ("", 1.0, 1.0)]),
+        ({"score": [1, 0.5, 0], "pred": ["a", "b", "c"]}, [("", 1.0, 1.0), ("", 0.5, 0.5), ("", 0.0, 0.0)]),
+        (([1, 0.5, 0], {"acc": [1, 0, 0], "mean": 0.5}), [("", 1.0, 1.0), ("", 0.5, 0.5), ("", 0.0, 0.0)]),
+        (([1, 0.5, 0], ["a", None, "b"]), [("", 1.0, 1.0), ("", 0.5, 0.5), ("", 0.0, 0.0)]),
+        (([1, 0.5], {"acc": [1, 0]}), [INVALID] * 3),
         ([1, float("nan"), "x"], [("", 1.0, 1.0), INVALID, INVALID]),
         ([1.0], [INVALID] * 3),
         (1.0, [INVALID] * 3),
