@@ -26,6 +26,8 @@ from .functions import RewardFunction, as_reward, as_rewards, call, prompt_text,
 
 TEST_FRACTION = 0.1
 """Fraction of the prompts of a decorator's `tasks` list that is held out."""
+EXAMPLES = 100
+"""Number of tasks among which one with an answer is looked for."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Rows = Sequence[Mapping[str, Any]] | Callable[[str], Iterable[Mapping[str, Any]]]
@@ -47,8 +49,9 @@ def reward(
     """Make a function that scores a completion an environment: one prompt, one completion, one reward.
 
     The function takes arguments by name: `completion` (text), `prompt` (text), `answer` (the task's reference answer),
-    any field of the data row, `task`, `messages` (the conversation, the completion included), `action`. It may be
-    asynchronous. It returns a number, None for no reward, or an `envgym.Reward` (or a mapping with its fields).
+    any field of the data row, `fields` (all of them), `task`, `messages` (the conversation, the completion included),
+    `action`. It may be asynchronous. It returns a number, None for no reward, an `envgym.Reward` (or a mapping with its
+    fields), or what verl's, EasyR1's and NeMo-RL's functions return (`as_reward`).
 
     With `batch` it is called once for all completions of a task, takes lists and returns one. So is a function that
     takes `completions`, `prompts` or `completion_ids`, as TRL's reward functions do. Its environment gives the reward
@@ -184,8 +187,9 @@ class RewardSpec(DataEnvSpec):
         await super().setup()
         for tasks in (self.tasks(split) for split in ("train", "test")):
             if tasks.size != 0:
+                example = await _example(tasks)
                 for function in self.functions:
-                    function.check(await tasks.get(0), self._aliases, from_data=self.config.data is not None)
+                    function.check(example, self._aliases, from_data=self.config.data is not None)
         if self.config.processes:
             self._processes = Processes(
                 "envgym.rewards.functions:FunctionHost",
@@ -244,6 +248,14 @@ class RewardSpec(DataEnvSpec):
             "train": [task for task, key in zip(tasks, keys, strict=True) if key not in held_out],
             "test": [task for task, key in zip(tasks, keys, strict=True) if key in held_out],
         }
+
+
+async def _example(tasks: TaskSet) -> Task:
+    """The first task with an answer, as the one of a single row may be null; without any, the first task."""
+    for index in range(min(tasks.index_bound, EXAMPLES)):
+        if (task := await tasks.get(index)).answer is not None:
+            return task
+    return await tasks.get(0)
 
 
 class GroupRewardSpec(RewardSpec):

@@ -18,11 +18,15 @@ from envgym.types import Action, Message, Reward, Task, as_messages
 
 from .callables import as_function
 
-ARGUMENTS = ("completion", "prompt", "answer", "task", "messages", "action")
+ARGUMENTS = ("completion", "prompt", "answer", "task", "messages", "action", "fields")
 """Parameters that a reward function may have besides the fields of the data row."""
+AMBIGUOUS = ("task", "messages", "action")
+"""Those of them that are usual names of fields too; `fields` tells the two apart."""
 TRL_ARGUMENTS = ("completions", "prompts", "completion_ids")
 """Parameters of TRL's reward functions: lists with one value per completion."""
 
+COMPLETIONS = ("completion", "messages", "action", "completions", "completion_ids")
+"""Arguments that hold the completion."""
 COMPLETION_NAMES = (
     "response", "output", "solution", "generation", "text", "responses", "outputs", "generations", "texts",
     "generated_text", "model_output", "predict_str", "prediction", "response_str", "solution_str",
@@ -54,15 +58,22 @@ class RewardFunction:
         self._takes_any = len(by_name) < len(parameters)
         self._required = [parameter.name for parameter in by_name if parameter.default is parameter.empty]
         self._optional = [parameter.name for parameter in by_name if parameter.default is not parameter.empty]
-        named = {*self._required, *self._optional}
+        named = self._named = {*self._required, *self._optional}
         self.scores_completions = not named.isdisjoint((*ARGUMENTS, *TRL_ARGUMENTS, *COMPLETION_NAMES))
         """True for what takes an argument of reward functions, or a usual name for one: it is no other callable."""
         self.is_trl = not named.isdisjoint(TRL_ARGUMENTS)
         """True for a function in TRL's form, in which a data field wins over an argument of envgym's."""
 
     def check(self, task: Task, aliases: Mapping[str, str], *, from_data: bool) -> None:
-        """Raise `ConfigError` for a parameter that a task such as `task` has no value for. `from_data`: its row was
-        read by the settings `data.*`."""
+        """Raise `ConfigError` for a parameter that a task such as `task` has no value for, or two. `from_data`: its row
+        was read by the settings `data.*`."""
+        self._check_meanings(task)
+        others = sorted(self._named & set(COMPLETION_NAMES)) if self._named.isdisjoint(COMPLETIONS) else []
+        if others and not (self._takes_any and {*task.fields, *aliases}.issuperset(others)):
+            raise ConfigError(
+                f"reward function {self.name} takes {others[0]!r}, and no completion: the completion's parameter is "
+                "`completion`"
+            )
         names = [name for name in (*ARGUMENTS, *TRL_ARGUMENTS, *task.fields) if _is_parameter(name)]
         for name in self._required:
             if self._is_answer(name, task, aliases) and task.answer is None:
@@ -79,12 +90,21 @@ class RewardFunction:
                     f"{by_task}.{did_you_mean(name, names)}"
                 )
 
+    def _check_meanings(self, task: Task) -> None:
+        for name in AMBIGUOUS:
+            if name in self._named and name in task.fields and "fields" not in self._named and not self.is_trl:
+                raise ConfigError(
+                    f"reward function {self.name} takes {name!r}, which is a field of the row and an argument of "
+                    f"envgym's: add the parameter `fields`, then fields[{name!r}] is the row's and {name} envgym's"
+                )
+
     def _is_answer(self, name: str, task: Task, aliases: Mapping[str, str]) -> bool:
         return name not in task.fields and aliases.get(name, name) == "answer"
 
     def arguments(self, task: Task, action: Action, aliases: Mapping[str, str]) -> dict[str, Any]:
         """The arguments for one completion; `aliases` are other names of prompt and answer. Raises `DataError` if the
         task lacks a field."""
+        self._check_meanings(task)
         text, is_text = action.text, isinstance(task.prompt, str)
         messages = as_messages(task.prompt)
         values = {
@@ -93,17 +113,17 @@ class RewardFunction:
         }  # fmt: skip
         by_alias = {alias: values[name] for alias, name in aliases.items()}
         if self.is_trl:
-            available = by_alias | values | dict(task.fields) | {
+            available = by_alias | {"fields": task.fields} | values | dict(task.fields) | {
                 "completions": text if is_text else [{"role": "assistant", "content": text}],
                 "prompts": task.prompt if is_text else [message.as_dict() for message in messages],
                 "completion_ids": list(action.token_ids),
             }  # fmt: skip
         else:
-            available = by_alias | dict(task.fields) | values
+            available = by_alias | {"fields": task.fields} | dict(task.fields) | values
+            of_row = set(AMBIGUOUS).intersection(task.fields) - self._named  # in **kwargs
+            available |= {name: task.fields[name] for name in of_row}
         if missing := [name for name in self._required if name not in available]:
             raise DataError(f"task {task.id} has no field {missing[0]!r}, which {self.name} takes")
-        if task.answer is None and any(self._is_answer(name, task, aliases) for name in self._required):
-            raise DataError(f"task {task.id} has no answer, which {self.name} takes")
         names = [*self._required, *self._optional]
         if self._takes_any:
             answers = [alias for alias, name in aliases.items() if name == "answer"]

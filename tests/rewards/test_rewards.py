@@ -119,11 +119,67 @@ def test_an_answer_that_the_data_call_otherwise_is_asked_for(write, name):
         step(spec_of(envgym.reward(function), data={"path": str(data)}))
     spec = spec_of(envgym.reward(function), data={"path": str(data), "answer": "gold label"})
     assert step(spec, task=Task("t", prompt="p", answer="1"))[1][1] == 1.0
-    with pytest.raises(DataError, match="task u has no answer, which right takes"):  # of one row without
-        step(spec, task=Task("u", prompt="p"))
     function.__environment__.rows = rows
     with pytest.raises(ConfigError, match=r"have no answer: name their field 'answer'"):
         step(spec_of(function))
+
+
+@pytest.mark.parametrize("text", ["answer", "completions, answer"])
+def test_a_null_answer_of_single_rows_is_none(write, play, text):
+    """As TRL passes it; also where the first row has none."""
+    answers = [None, "1", None, "1", "1"] * 9
+    data = write("\n".join(json.dumps({"prompt": f"p{n}", "answer": a}) for n, a in enumerate(answers)), "rows.jsonl")
+    result = "[float(a is None) for a in answer]" if "completions" in text else "answer is None"
+    names = {}
+    exec(f"def seen(completion, {text}): return {result}", names)
+    spec = spec_of(envgym.reward(names["seen"]), data={"path": str(data), "test_fraction": 0.0})
+    groups = play(spec, [Task("t", prompt="p"), Task("u", prompt="p", answer="1")])
+    assert [episode.reward for group in groups for episode in group.episodes] == [1.0] * 3 + [0.0] * 3
+
+
+@pytest.mark.parametrize("name", ["task", "action", "messages"])
+def test_a_field_with_the_name_of_an_argument_is_told_apart(name):
+    """The argument hid the field without a word, and every row earned 0."""
+    rows = [{"prompt": f"p{n}", name: "sort"} for n in range(2)]
+    task = Task("t", prompt="p", fields={name: "sort"})
+    names = {}
+    exec(f"def plain(completion, {name}): return float({name} == 'sort')", names)
+    exec(f"def both(completion, {name}, fields): return float(fields['{name}'] == 'sort' != {name})", names)
+    exec(f"def rest(completion, **kwargs): return float(kwargs['{name}'] == 'sort')", names)
+    says = (
+        rf"plain takes '{name}', which is a field .* add the parameter `fields`, then fields\['{name}'\] is the row's"
+    )
+    with pytest.raises(ConfigError, match=says):
+        step(spec_of(envgym.reward(names["plain"], tasks=rows)), task=task)
+    spec = spec_of(envgym.reward(names["plain"], tasks=[{"prompt": "p"}, {"prompt": "q"}]))
+    with pytest.raises(ConfigError, match=says):  # of a later row
+        step(spec, task=task)
+    for function in ("both", "rest"):
+        assert step(spec_of(envgym.reward(names[function], tasks=rows)), task=task)[1][1] == 1.0
+
+
+def test_a_field_that_is_called_fields_is_a_field():
+    @envgym.reward(tasks=[{"prompt": "p", "fields": "x"}] * 2)
+    def plain(completion, fields):
+        return float(fields == "x")
+
+    assert step(spec_of(plain), task=Task("t", prompt="p", fields={"fields": "x"}))[1][1] == 1.0
+
+
+@pytest.mark.parametrize("name", ["response", "output", "solution", "generation", "text", "solution_str"])
+def test_another_name_of_the_completion_is_told_its_own(name):
+    """`response`, `output` and `solution` name the answer in data: the answer was compared with itself."""
+    names = {}
+    exec(f"def right({name}, answer): return float({name} == answer)", names)
+    exec(f"def both(completion, {name}): return float({name} == '42' == completion)", names)
+    exec(f"def rest({name}, **kwargs): return float({name} == '42' == kwargs['completion'])", names)
+    rows = [{"prompt": "p", "answer": "42", name: "42"}] * 2
+    task = Task("t", prompt="p", answer="42", fields={name: "42"})
+    for tasks in (rows, [{"prompt": "p", "answer": "42"}] * 2):
+        with pytest.raises(ConfigError, match=rf"right takes '{name}', .*: the completion's parameter is `completion`"):
+            step(spec_of(envgym.reward(names["right"], tasks=tasks)), task=task)
+    for function in ("both", "rest"):
+        assert step(spec_of(envgym.reward(names[function], tasks=rows)), text="42", task=task)[1][1] == 1.0
 
 
 def test_an_answer_with_a_default_may_be_missing():
