@@ -59,11 +59,11 @@ def target_of(value: type | Callable[..., Any]) -> str:
     if not (isinstance(value, type) or inspect.isfunction(value)):  # its class's module says nothing of where it is
         modules += list(sys.modules.values())
     tables = [getattr(module, "__dict__", {}) for module in modules]
-    found = [(table, name) for table in tables for name, item in list(table.items()) if item is value]
-    if not found:
+    locations = [(table, name) for table in tables for name, item in list(table.items()) if item is value]
+    if not locations:
         name = getattr(value, "__qualname__", f"{value!r:.60}")
         raise ConfigError(f"{name} is no top-level name of {value.__module__}: define it at the top level of a file")
-    variables, name = found[0]
+    variables, name = locations[0]
     if variables.get("__package__"):
         return f"{variables['__spec__'].name}:{name}"
     file = Path(variables.get("__file__") or "")

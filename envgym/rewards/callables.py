@@ -39,10 +39,10 @@ def as_function(value: Any) -> Callable[..., Any]:
         return await value(*args, **kwargs | bound)
 
     is_async = any(map(inspect.iscoroutinefunction, (inner, type(inner).__call__)))
-    named: Any = asynchronous if is_async else function
-    named.__name__ = named.__qualname__ = name
-    named.__doc__, named.__signature__ = inner.__doc__, signature
-    function_of_value: Callable[..., Any] = named
+    wrapper: Any = asynchronous if is_async else function
+    wrapper.__name__ = wrapper.__qualname__ = name
+    wrapper.__doc__, wrapper.__signature__ = inner.__doc__, signature
+    function_of_value: Callable[..., Any] = wrapper
     return function_of_value
 
 
@@ -59,5 +59,5 @@ def _of_swift(value: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_completions(signature: inspect.Signature) -> inspect.Signature:
     """The signature with `completions` as its first parameter."""
-    first, *others = signature.parameters.values()
-    return signature.replace(parameters=[first.replace(name="completions"), *others])
+    first, *remaining = signature.parameters.values()
+    return signature.replace(parameters=[first.replace(name="completions"), *remaining])

@@ -16,6 +16,7 @@ from pydantic import Field
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import CallTimeout, ConfigError, DataError, InvalidStep
 from envgym.loading import import_target, target_of
+from envgym.processes import alarms
 from envgym.processes.pool import Processes
 from envgym.tasks import DataEnvConfig, DataEnvSpec, prompt_key
 from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
@@ -72,11 +73,11 @@ def reward(
     if trl_names and len(trl_names) < len(parts) and not batch:
         raise ConfigError(f"{trl_names[0]} takes lists of completions: all functions must, with batch=True if they do")
     batch = batch or bool(trl_names)
-    given, function = function, functions[0].function if functions else None
-    if isinstance(given, Sequence) or weights is not None:
+    original, function = function, functions[0].function if functions else None
+    if isinstance(original, Sequence) or weights is not None:
         function = weighted_sum(functions, [1.0] * len(parts) if weights is None else weights, batch)
     assert function is not None
-    if function is not given:
+    if function is not original:
         function.__module__ = sys._getframe(1).f_globals["__name__"]
     function.__environment__ = _environment(function, functions, batch, tasks)  # type: ignore[attr-defined]
     return function
@@ -185,6 +186,7 @@ class RewardSpec(DataEnvSpec):
 
     async def setup(self) -> None:
         await super().setup()
+        alarms.install()  # functions on threads
         for tasks in (self.tasks(split) for split in ("train", "test")):
             if tasks.size != 0:
                 example = await _example(tasks)

@@ -42,7 +42,7 @@ class RewardFunction:
     passed by name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.given = function
+        self.original = function
         self.function = as_function(function)
         self.name = self.function.__name__
         parameters = list(inspect.signature(self.function).parameters.values())
@@ -58,20 +58,20 @@ class RewardFunction:
         self._takes_any = len(by_name) < len(parameters)
         self._required = [parameter.name for parameter in by_name if parameter.default is parameter.empty]
         self._optional = [parameter.name for parameter in by_name if parameter.default is not parameter.empty]
-        named = self._named = {*self._required, *self._optional}
-        self.scores_completions = not named.isdisjoint((*ARGUMENTS, *TRL_ARGUMENTS, *COMPLETION_NAMES))
+        self._named = {*self._required, *self._optional}
+        self.scores_completions = not self._named.isdisjoint((*ARGUMENTS, *TRL_ARGUMENTS, *COMPLETION_NAMES))
         """True for what takes an argument of reward functions, or a usual name for one: it is no other callable."""
-        self.is_trl = not named.isdisjoint(TRL_ARGUMENTS)
+        self.is_trl = not self._named.isdisjoint(TRL_ARGUMENTS)
         """True for a function in TRL's form, in which a data field wins over an argument of envgym's."""
 
     def check(self, task: Task, aliases: Mapping[str, str], *, from_data: bool) -> None:
         """Raise `ConfigError` for a parameter that a task such as `task` has no value for, or two. `from_data`: its row
         was read by the settings `data.*`."""
         self._check_meanings(task)
-        others = sorted(self._named & set(COMPLETION_NAMES)) if self._named.isdisjoint(COMPLETIONS) else []
-        if others and not (self._takes_any and {*task.fields, *aliases}.issuperset(others)):
+        synonyms = sorted(self._named & set(COMPLETION_NAMES)) if self._named.isdisjoint(COMPLETIONS) else []
+        if synonyms and not (self._takes_any and {*task.fields, *aliases}.issuperset(synonyms)):
             raise ConfigError(
-                f"reward function {self.name} takes {others[0]!r}, and no completion: the completion's parameter is "
+                f"reward function {self.name} takes {synonyms[0]!r}, and no completion: the completion's parameter is "
                 "`completion`"
             )
         names = [name for name in (*ARGUMENTS, *TRL_ARGUMENTS, *task.fields) if _is_parameter(name)]
@@ -206,17 +206,18 @@ def _of_mapping(value: Mapping[str, Any], name: str) -> Reward:
         raise InvalidStep(f"{name} returned a mapping without 'reward' (or {' or '.join(map(repr, REWARD_KEYS[1:]))})")
     score, metrics = None if reward_key == "score" else value.get("score"), value.get("metrics") or {}
     if isinstance(metrics, Mapping):
-        metrics = _numbers({key: item for key, item in value.items() if key not in (reward_key, "score")}) | metrics
+        extra = _numbers({key: item for key, item in value.items() if key not in (reward_key, "score")})
+        metrics = extra | dict(metrics)
     return Reward(value[reward_key], score, metrics)
 
 
 def _of_tuple(value: tuple[Any, ...]) -> Reward:
     """NeMo-RL's pair of the reward and metrics, or whether the answer is correct; a longer tuple begins with the
     reward, as verl reads it."""
-    beside = value[1] if len(value) == 2 else None
-    if type(beside).__name__ in ("bool", "bool_"):  # bool_ is NumPy's
-        beside = {"correct": beside}
-    return Reward(value[0], metrics=_numbers(beside) if isinstance(beside, Mapping) else {})
+    extra = value[1] if len(value) == 2 else None
+    if type(extra).__name__ in ("bool", "bool_"):  # bool_ is NumPy's
+        extra = {"correct": extra}
+    return Reward(value[0], metrics=_numbers(extra) if isinstance(extra, Mapping) else {})
 
 
 def _numbers(items: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,12 +232,12 @@ def as_rewards(value: Any, count: int, name: str) -> list[Reward | InvalidStep]:
     of a list of rewards and metrics. Raises `InvalidStep` unless there is one item per completion.
     """
     if isinstance(value, tuple) and value and isinstance(_plain(value[0]), list):
-        beside = value[1] if len(value) == 2 else None
-        if isinstance(beside, Mapping):
-            value = {key: _spread(items, count) for key, items in beside.items()} | {"reward": value[0]}
+        extra = value[1] if len(value) == 2 else None
+        if isinstance(extra, Mapping):
+            value = {key: _spread(items, count) for key, items in extra.items()} | {"reward": value[0]}
         else:
             rewards_alone = column(value[0], count, f"{name} returned")
-            value = list(zip(rewards_alone, _spread(beside, count), strict=True))
+            value = list(zip(rewards_alone, _spread(extra, count), strict=True))
     rows = column(value, count, f"{name} returned") if not isinstance(value, Mapping) else _rows(value, count, name)
     rewards: list[Reward | InvalidStep] = []
     for row in rows:
@@ -316,7 +317,7 @@ def weighted_sum(functions: Sequence[RewardFunction], weights: Sequence[float], 
         raise ConfigError("envgym.reward was given an empty list of functions")
     if len(weights) != len(names):
         raise ConfigError(f"{len(weights)} weights for {len(names)} reward functions: give each function a weight")
-    if len({id(item.given) for item in functions}) < len(names):
+    if len({id(item.original) for item in functions}) < len(names):
         raise ConfigError(f"a reward function stands twice among {', '.join(item.name for item in functions)}")
 
     def add(rewards: Sequence[Reward | InvalidStep]) -> Reward | InvalidStep:
