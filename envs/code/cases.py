@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,11 @@ from typing import Any
 from envgym.errors import DataError
 
 from .driver import encode
+
+MAX_DIGITS = 100_000
+"""Digits up to which this process reads and writes integers: programs are asked for more than Python's 4,300."""
+if 0 < sys.get_int_max_str_digits() < MAX_DIGITS:
+    sys.set_int_max_str_digits(MAX_DIGITS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ never come here: they are compared outside, in a process that the solution canno
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import sys
@@ -62,6 +63,7 @@ def main() -> None:
     with open(REQUEST, encoding="utf-8") as file:
         request = json.load(file)
     os.unlink(REQUEST)
+    builtins.exit = builtins.quit = sys.exit  # which Python's `site` defines elsewhere
     results = os.dup(1)
     os.dup2(2, 1)  # the solution's own output goes to stderr
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +18,18 @@ from .cases import AssertCase, CallCase, Case, OutputCase
 from .driver import REQUEST, SOLUTION, TESTS
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
+PRINTED_TOLERANCE = 1e-6
+"""Of a printed float, absolute or relative: a program may print more digits than the expected output, or fewer."""
+_FLOAT = re.compile(r"[-+]?(?:\d*\.\d+|\d+\.?(?=[eE]))(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_WORD = re.compile(r"([^\s,;:=%$()\[\]{}]+)")
+_PROGRAM = f"""\
+import builtins, sys
+builtins.exit = builtins.quit = sys.exit
+del builtins, sys
+exec(compile(open("{SOLUTION}", "rb").read(), "{SOLUTION}", "exec"))
+"""
+"""Runs the solution as the main program, with `exit` and `quit`, which Python's `site` defines elsewhere."""
 _DRIVER = Path(__file__).with_name("driver.py")
 _MAX_LENGTH_RATIO = 16
 """A result this many times longer than the expected one is wrong; it is not parsed, which would take time."""
@@ -147,14 +161,30 @@ def _canonical(value: Any) -> Any:
 
 async def _output(sandbox: Sandbox, code: str, case: OutputCase) -> Result:
     """Run the program on an input and compare what it prints, line by line."""
-    execution = await sandbox.run(code, case.stdin)
+    execution = await sandbox.run(_PROGRAM, case.stdin, files={SOLUTION: code})
     prefix = f"with the input {_truncate(case.stdin)!r}"
     if execution.reason != "ok":
         return _ended_early(execution, f"{prefix}: ")
-    if _lines(execution.stdout) == _lines(case.stdout):
+    if is_printed(execution.stdout, case.stdout):
         return Result(True)
     printed, expected = _truncate(execution.stdout), _truncate(case.stdout)
     return Result(False, "wrong", f"{prefix} it printed {printed!r}, expected {expected!r}")
+
+
+def is_printed(text: str, expected: str) -> bool:
+    """True for equal lines, with numbers in place of their notation where the expected word is a float."""
+    printed, words = ([_WORD.split(line) for line in _lines(item)] for item in (text, expected))
+    return printed == words or (
+        list(map(len, printed)) == list(map(len, words))
+        and all(map(_is_word, itertools.chain.from_iterable(printed), itertools.chain.from_iterable(words)))
+    )
+
+
+def _is_word(word: str, expected: str) -> bool:
+    if word == expected or not (_FLOAT.fullmatch(expected) and _NUMBER.fullmatch(word)):
+        return word == expected
+    number, tolerance = float(expected), PRINTED_TOLERANCE
+    return math.isfinite(number) and math.isclose(float(word), number, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _lines(text: str) -> list[str]:

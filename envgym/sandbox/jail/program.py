@@ -60,7 +60,7 @@ def environment(host: Host, home: str, temporary: str, packages: str) -> dict[st
     """All variables of a program. The hash seed is fixed, so that a program behaves the same in every run."""
     variables = {
         "HOME": home, "TMPDIR": temporary, "PATH": os.path.dirname(host.python), "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONINTMAXSTRDIGITS": "0",
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     }  # fmt: skip
     return {**variables, "PYTHONPATH": packages} if host.packages else variables

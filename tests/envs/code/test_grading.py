@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from envgym.envs.code.cases import AssertCase, CallCase, OutputCase, calls_in, read_cases
 from envgym.envs.code.driver import decode, encode
-from envgym.envs.code.grading import SuiteResult, grade, is_equal
+from envgym.envs.code.grading import SuiteResult, grade, is_equal, is_printed
 from envgym.errors import DataError
 from envgym.sandbox import Limits, Sandbox
 
@@ -138,6 +138,70 @@ def test_printed_output():
     assert wrong.feedback() == "Test 2 of 2 failed: with the input '5 5' it printed '3\\n', expected '10\\n'"
     assert "ValueError" in broken.feedback()
     assert [result.reason for result in slow.results] == ["timeout", "skipped"]
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "right"),
+    [
+        ("0.50", "0.5", True),
+        ("0.16666666666666666", "0.166667", True),
+        ("0.1667", "0.166667", False),
+        ("2", "2.0", True),
+        ("2.0", "2", False),  # an integer is expected
+        ("1e-05", "0.00001", True),
+        ("100000.00000000001", "1e5", True),
+        ("x = 0.30000000000000004;\n[1.0, 2.50]  \n", "x = 0.3;\n[1.0, 2.5]", True),
+        ("x: 0.3\n[1.0, 2.50]", "x = 0.3\n[1.0, 2.5]", False),
+        ("0.3 0.4", "0.3", False),
+        ("0.3\n0.4", "0.3", False),
+        ("zero", "0.0", False),
+        ("nan", "0.5", False),
+        ("1.2.30", "1.2.3", False),
+        ("It is 12", "It is 12.", False),
+        ("-0.0", "0.0", True),
+        ("1e999", "1e998", False),
+        ("50.00%", "50.0%", True),
+    ],
+)
+def test_printed_floats_are_numbers(printed, expected, right):
+    assert is_printed(printed, expected) is right
+
+
+def test_a_printed_float_passes_in_its_program():
+    tests = [{"stdin": "6\n", "stdout": "0.166667\n"}]
+    assert verdict("print(1 / int(input()))", tests).passed
+    assert not verdict("print(1 / 7)", tests).passed
+
+
+def test_integers_of_thousands_of_digits():
+    """Python reads and writes 4,300 unless it is told otherwise, here and in the sandbox."""
+    power = 10**5000 + 7
+    code = "def power(n): return 10**n + 7"
+    text = json.dumps({"inputs": [[5000]], "outputs": [power], "fn_name": "power"})
+    for tests in (
+        [{"call": "power", "args": [5000], "expected": power}],
+        f"assert power(5000) == {power}",
+        f"assert len(str(power(5000))) == 5001 and power(5000) == {power}",
+        text,
+    ):
+        assert verdict(code, tests).passed
+        assert not verdict(code + " + 1", tests).passed
+    printed = [{"stdin": f"{power}\n", "stdout": f"{power + 1}\n"}]
+    assert verdict("print(int(input()) + 1)", printed).passed
+    assert not verdict("print(int(input()) + 2)", printed).passed
+
+
+@pytest.mark.parametrize("end", ["exit", "quit"])
+def test_exit_and_quit_end_a_program(end):
+    tests = [{"stdin": "", "stdout": "1\n"}]
+    assert verdict(f"print(1)\n{end}()\nprint(2)", tests).passed
+    assert verdict(f"def f():\n    {end}(0)\nif __name__ == '__main__':\n    print(1)\n    f()", tests).passed
+    failed = verdict(f"print(1)\n{end}(3)", tests)
+    assert "it ended with exit status 3" in failed.feedback()
+    assert not verdict("builtins.exit\nprint(1)", tests).passed, "the program finds no names that it did not import"
+    called = f"def f(x):\n    try:\n        {end}()\n    except SystemExit:\n        return x"
+    assert verdict(called, [{"call": "f", "args": [1], "expected": 1}]).passed
+    assert verdict(called, f"y = f(1)\nassert y == 1\ntry:\n    {end}()\nexcept SystemExit:\n    pass").passed
 
 
 def test_asserts_that_are_no_plain_calls_run_with_the_solution():
