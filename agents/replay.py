@@ -51,7 +51,7 @@ class Replay(Agent):
                 transcript.add_reward(reward, {})
                 continue
             token_ids = dialogue.add_demonstration(turn)
-            transcript.add_demonstration(token_ids)
+            transcript.add_demonstration(token_ids, weight=1.0 if isinstance(turn, str) else turn.weight)
             transcript.add_reward(reward, {"metrics": recording.metrics})
             if number == last:
                 break
@@ -69,7 +69,9 @@ class Replay(Agent):
             return Outcome.finish()
         for row in transcript.rows:
             row.truncate(limit)
-        has_actions = any(segment.role == "action" for row in transcript.rows for segment in row.segments)
-        if self.config.too_long == "drop" or not has_actions:
+        is_trained = any(
+            weight for row in transcript.rows for segment in row.segments for weight in segment.loss_weights
+        )
+        if self.config.too_long == "drop" or not is_trained:
             raise InvalidOutcome("too_long", f"{task.key}: the recording has more than agent.max_tokens={limit} tokens")
         return Outcome.truncate(Limit.LENGTH)

@@ -80,10 +80,13 @@ class Transcript:
         sampled = Segment("action", ids, logprobs=logprobs, versions=generation.versions, temperature=temperature)
         self._append(sampled, Turn(None, generation.stop_reason))
 
-    def add_demonstration(self, token_ids: Iterable[int], stop_reason: StopReason = StopReason.STOP) -> None:
-        """Append a turn of a demonstration, which was not sampled."""
+    def add_demonstration(
+        self, token_ids: Iterable[int], stop_reason: StopReason = StopReason.STOP, weight: float = 1.0
+    ) -> None:
+        """Append a turn of a demonstration, which was not sampled; `weight` is that of its tokens in the loss."""
         self.rows[-1].objective = Objective.CROSS_ENTROPY
-        self._append(Segment("action", int_array(token_ids)), Turn(None, stop_reason))
+        ids = int_array(token_ids)
+        self._append(Segment("action", ids, array("f", [weight]) * len(ids)), Turn(None, stop_reason))
 
     def _append(self, segment: Segment, *turns: Turn) -> None:
         self.rows[-1].segments.append(segment)

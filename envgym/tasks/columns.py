@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from string import Formatter
 from typing import Any, TypeVar
 
-from envgym.errors import DataError, did_you_mean
+from envgym.errors import DataError, did_you_mean, extend_message
 from envgym.types import Message, Task, as_messages
 
 from .config import SourceConfig
-from .rows import Row
+from .rows import Row, RowLeftOut
 
 PROMPT_FIELDS = ("prompt", "question", "problem", "input", "query", "messages")
 ANSWER_FIELDS = (
@@ -42,7 +43,7 @@ class TaskReader:
         self, source: SourceConfig, *, answer_required: bool, prefix: str = "", form: Form | None = None,
         field_names: FieldNames = DEFAULT_FIELDS,
     ) -> None:  # fmt: skip
-        self._source = source
+        self.source = source
         self._form = form
         self._answer_required = answer_required
         self._prefix = prefix
@@ -57,7 +58,7 @@ class TaskReader:
     def read(self, row: Row, location: str, name: str) -> tuple[Task, int]:
         """The task of `row` and the key of its prompt, without a template or system message. `name` is its id unless
         the source has a field for it; `location` its file and line, for messages."""
-        source, original = self._source, row
+        source, original = self.source, row
         if self._form is not None:
             row = self._form(row, location)
         if self._fields is None:
@@ -83,13 +84,13 @@ class TaskReader:
         return task, _key(messages)
 
     def _prompt_field(self, row: Row, location: str) -> str | None:
-        template = self._source.template
+        template = self.source.template
         if template is not None and "" not in [name for _, name, _, _ in Formatter().parse(template)]:
             return None  # it names every field
-        return _field(row, self._source.prompt, self._prompt_names, "prompt", location)
+        return _field(row, self.source.prompt, self._prompt_names, "prompt", location)
 
     def _answer_field(self, row: Row, location: str) -> str | None:
-        names = self._source.answer
+        names = self.source.answer
         if not names and not self._answer_required and not any(name in row for name in self._answer_names):
             return None
         return _field(row, names, self._answer_names, "answer", location)
@@ -97,11 +98,11 @@ class TaskReader:
     def _answer(self, row: Row, name: str | None, location: str) -> Any:
         if name is None:
             return None
-        if self._source.answer_pattern is not None:
-            return _matched(self._source.answer_pattern, _value(row, name, location), name, location)
+        if self.source.answer_pattern is not None:
+            return _matched(self.source.answer_pattern, _value(row, name, location), name, location)
         if self._answer_required:
             return _text_or_number(_value(row, name, location), name, location)
-        return _finite(_value(row, name, location) if self._source.answer else row.get(name), name, location)
+        return _finite(_value(row, name, location) if self.source.answer else row.get(name), name, location)
 
     def _fill(self, template: str, prompt: str | tuple[Message, ...], row: Row, location: str) -> str:
         if not isinstance(prompt, str):
@@ -116,6 +117,22 @@ class TaskReader:
             ) from None
         except (ValueError, TypeError, IndexError) as error:
             raise DataError(f"{location}: data.template cannot be filled in: {error}") from None
+
+
+@contextlib.contextmanager
+def bad_rows(source: SourceConfig, location: str) -> Iterator[None]:
+    """Leave a row with a mistake out (`RowLeftOut`, with the kind of mistake) if the source skips them, else add to the
+    error how to do so."""
+    try:
+        yield
+    except DataError as error:
+        if source.bad_rows == "error":
+            raise extend_message(error, "data.bad_rows=skip leaves such rows out") from None
+        # The kind is the error without the row's place and values.
+        kind = re.split(r", not |, only |; | in ['\"]| at (?:column|byte) ", str(error).removeprefix(f"{location}: "))[
+            0
+        ]
+        raise RowLeftOut(re.sub(r"\d[\d,.]*", "…", kind)) from None
 
 
 def prompt_key(task: Task) -> int:

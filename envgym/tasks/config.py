@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from string import Formatter
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -115,6 +115,8 @@ class SourceConfig(Settings):
     braces are written twice."""
     system: str | None = None
     """A system message for every prompt that has none."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """A row with a mistake is an `error`, or the rows with one are left out and counted by kind (`skip`)."""
     limit: int | None = Field(None, ge=1)
     """Maximum number of rows to train on, from the start of the source."""
     endless: bool = False

@@ -14,8 +14,8 @@ from envgym.errors import DataError, EnvgymError
 from envgym.loading import load_function
 from envgym.types import Task
 
-from .columns import TaskReader
-from .rows import ListedRows, Row
+from .columns import TaskReader, bad_rows
+from .rows import ListedRows, Row, RowLeftOut
 
 MAX_ROWS = 10_000_000
 """A generator that yields more is probably meant to be endless."""
@@ -92,7 +92,12 @@ class EndlessTasks(TaskSet):
     def _read(self) -> Iterator[Task]:
         number = 0
         for number, row in enumerate(iterate_rows(self._target), start=1):
-            task, key = self._reader.read(row, f"{self._target}:{number}", f"{stem_of(self._target)}-{number}")
+            location = f"{self._target}:{number}"
+            try:
+                with bad_rows(self._reader.source, location):
+                    task, key = self._reader.read(row, location, f"{stem_of(self._target)}-{number}")
+            except RowLeftOut:
+                continue
             if self._is_in_split(key):
                 yield task
         raise DataError(f"{self._target} ended after {number} rows: it is not endless (data.endless=false)")

@@ -34,6 +34,10 @@ HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 _NUMBERED = re.compile(r"[-_.]?\d+(-of-\d+)?$")
 
 
+class RowLeftOut(Exception):
+    """A row without a mistake that is no task, for the reason in the message; it is counted, and not used."""
+
+
 class Rows(ABC):
     """Rows by number from 0, of a file or function `source`; ids of tasks consist of `stem` and a row's line."""
 
@@ -48,8 +52,7 @@ class Rows(ABC):
         """The row at `index`. Raises `DataError` for an unreadable row, `IndexError` past the end."""
 
     def __iter__(self) -> Iterator[Row]:
-        for index in range(len(self)):
-            yield self[index]
+        return map(self.__getitem__, range(len(self)))  # unlike a generator, it goes on after an error
 
     def origin(self, index: int) -> tuple[str, str, int]:
         """The row's source, the stem of its id, and its line in the source, from 1."""
@@ -155,6 +158,17 @@ class ListedRows(Rows):
         return self._rows[index]
 
 
+class CSVRows(ListedRows):
+    """The rows of a CSV file, in memory."""
+
+    def __getitem__(self, index: int) -> Row:
+        row = super().__getitem__(index)
+        if None in row or None in row.values():
+            number = f"{self._source}, row {index + 1}"
+            raise DataError(f"{number}: it has more or fewer values than the first line has names")
+        return row
+
+
 class ChainedRows(Rows):
     """The rows of several files in order."""
 
@@ -170,8 +184,7 @@ class ChainedRows(Rows):
         return self._parts[number][offset]
 
     def __iter__(self) -> Iterator[Row]:
-        for part in self._parts:
-            yield from part
+        return itertools.chain.from_iterable(self._parts)
 
     def origin(self, index: int) -> tuple[str, str, int]:
         number, offset = locate(self._ends, index)
@@ -334,10 +347,7 @@ def _read_csv(path: Path, stem: str, limit: int | None) -> Rows:
             rows = list(itertools.islice(reader, limit))
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a CSV file that can be read: {error}") from None
-    for number, row in enumerate(rows, 1):
-        if None in row or None in row.values():
-            raise DataError(f"{path}, row {number}: it has more or fewer values than the first line has names")
-    return ListedRows(rows, str(path), stem)
+    return CSVRows(rows, str(path), stem)
 
 
 def _read_list(path: Path) -> list[Row] | None:

@@ -6,6 +6,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,14 +16,16 @@ from envgym.env import TaskList, TaskSet
 from envgym.errors import DataError
 from envgym.types import Task
 
-from .columns import DEFAULT_FIELDS, KEYS, FieldNames, Form, TaskReader, key_of
+from .columns import DEFAULT_FIELDS, KEYS, FieldNames, Form, TaskReader, bad_rows, key_of
 from .config import DataConfig, Selection, SourceConfig, is_generator
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved, Joined
-from .rows import Rows, SelectedRows, open_rows, test_split_of
+from .rows import Row, RowLeftOut, Rows, SelectedRows, open_rows, test_split_of
 
 _Reader = Callable[..., TaskReader]
 """Factory of a source's reader: `reader(settings, prefix=…)`."""
+KINDS = 5
+"""Kinds of rows left out that are listed, the most frequent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +95,39 @@ class _File:
         limit: int | None = None, is_test: bool = False,
     ) -> None:  # fmt: skip
         self.path = path
-        selection = (settings.test_select if is_test else {}) or settings.select
-        bound = None if selection else limit  # a limit counts the selected rows
+        selection, skips = (settings.test_select if is_test else {}) or settings.select, settings.bad_rows == "skip"
+        bound = None if selection or skips else limit  # a limit counts the rows that are used
         rows = read_generator(path, bound) if is_generator(path) else open_rows(Path(path), split, bound)
-        self.rows: Rows = SelectedRows(rows, _selected(rows, selection)[:limit]) if selection else rows
         self.reader = reader(settings, prefix=prefix)
-        self.keys = array("Q")
+        self.keys, indices = array("Q"), array("Q")
+        left_out: Counter[str] = Counter()
         first_index: dict[str, int] = {}
-        for index, row in enumerate(self.rows):
-            task, key = self.reader.read(row, self.rows.location(index), self.rows.name(index))
-            self.keys.append(key)
-            if settings.id is not None and (first := first_index.setdefault(task.id, index)) != index:
-                line = self.rows.origin(first)[2]
-                raise DataError(f"{self.rows.location(index)}: the id {task.id!r} is also that of line {line}")
+        iterator = iter(rows)
+        for index in range(len(rows)):
+            if len(indices) == limit:
+                break
+            location = rows.location(index)
+            try:
+                with bad_rows(settings, location):
+                    row = next(iterator)
+                    if not _is_selected(row, selection, location):
+                        continue
+                    task, key = self.reader.read(row, location, rows.name(index))
+                    if settings.id is not None and (first := first_index.setdefault(task.id, index)) != index:
+                        raise DataError(f"{location}: the id {task.id!r} is also that of line {rows.origin(first)[2]}")
+            except RowLeftOut as reason:
+                left_out[str(reason)] += 1
+            else:
+                indices.append(index)
+                self.keys.append(key)
+        self.rows: Rows = rows if len(indices) == len(rows) else SelectedRows(rows, indices)
+        counts = "; ".join(f"{count:,}, as {reason}" for reason, count in left_out.most_common(KINDS))
         if not self.keys:
-            raise DataError(f"{path} holds no rows" + (" with the values of data.select" if selection else ""))
+            values = " with the values of data.select" if selection else ""
+            raise DataError(f"{path} holds no rows{values} to use" + (f"; left out: {counts}" if counts else ""))
+        if counts:
+            log = logging.getLogger(__name__)
+            log.warning("%s: %d of %d rows are left out: %s", path, left_out.total(), len(rows), counts)
 
     @property
     def is_a_game(self) -> bool:
@@ -129,15 +150,11 @@ class _File:
         return self.tasks()
 
 
-def _selected(rows: Rows, selection: Selection) -> array[int]:
-    """The numbers of the rows with allowed values. Raises `DataError` for a row without such a field."""
-    indices = array("Q")
-    for index, row in enumerate(rows):
-        if missing := [name for name in selection if name not in row]:
-            raise DataError(f"{rows.location(index)}: data.select names a field {missing[0]!r} that the row lacks")
-        if all(row[name] in allowed for name, allowed in selection.items()):
-            indices.append(index)
-    return indices
+def _is_selected(row: Row, selection: Selection, location: str) -> bool:
+    """True for a row with allowed values. Raises `DataError` for a row without such a field."""
+    if missing := [name for name in selection if name not in row]:
+        raise DataError(f"{location}: data.select names a field {missing[0]!r} that the row lacks")
+    return all(row[name] in allowed for name, allowed in selection.items())
 
 
 class _Source(ABC):

@@ -52,7 +52,8 @@ class Message:
     `role` is `system`, `user`, `assistant` or `tool`. `content` is text or parts of it, and is stored as a tuple of
     `TextPart`. An assistant's message may hold `tool_calls`; a tool's result names its call (`tool_call_id`) and the
     tool (`name`). `from_others` marks text by the policy, a tool or another player: special tokens spelled in it are
-    ordinary characters. Tool results and replies to the policy are always rendered so.
+    ordinary characters. Tool results and replies to the policy are always rendered so. `weight` is the weight in the loss
+    of a recorded turn of the assistant's, 0 if it is not to be learned; two messages that differ in it alone are equal.
 
     Raises `TypeError` for content of another type.
     """
@@ -63,12 +64,13 @@ class Message:
     tool_call_id: str = ""
     name: str = ""
     from_others: bool = False
+    weight: float = field(default=1.0, compare=False)
 
     if TYPE_CHECKING:  # `__post_init__` converts these wider types
 
         def __init__(
             self, role: str, content: str | Sequence[str | TextPart], tool_calls: tuple[ToolCall, ...] = (),
-            tool_call_id: str = "", name: str = "", from_others: bool = False,
+            tool_call_id: str = "", name: str = "", from_others: bool = False, weight: float = 1.0,
         ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:

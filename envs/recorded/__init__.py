@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -10,7 +11,7 @@ from pydantic import Field, field_validator
 from envgym.env import Env, Info, Recording, StepResult
 from envgym.errors import did_you_mean
 from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
-from envgym.tasks.config import Template
+from envgym.tasks.config import DataConfig, Template
 from envgym.tasks.rows import Row
 from envgym.types import Action, Message, Observation, Task, ToolSpec
 
@@ -74,6 +75,16 @@ class RecordedSpec(DataEnvSpec):
         config = self.config
         self._reader = Reader(config.form, config.fields, config.teach, config.separator, config.template)
         await super().setup()
+
+    async def _load(self, data: DataConfig, held_out_elsewhere: Collection[int] = ()) -> None:
+        await super()._load(data, held_out_elsewhere)
+        sources = data.resolved_sources().values()
+        read = {name for s in sources for name in (s.id, s.difficulty, *s.select, *s.test_select)}
+        unread = {key: count for key, count in self._reader.unread.most_common() if key not in read}
+        if unread and not held_out_elsewhere:
+            keys = ", ".join(f"{key} ({count:,})" for key, count in unread.items())
+            name = data.path or data.test_path or "the sources"
+            logging.getLogger(__name__).warning("%s: nothing reads these keys of its rows: %s", name, keys)
 
     @property
     def agent(self) -> str:  # type: ignore[override]

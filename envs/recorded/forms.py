@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from string import Formatter
 from typing import Any, Literal
 
 from envgym.env.checked import MAX_CHARACTERS
 from envgym.errors import DataError
-from envgym.tasks.rows import Row
+from envgym.tasks.rows import Row, RowLeftOut
 from envgym.types import Message, as_messages
+
+from .flags import unread_keys, weight_of
 
 FormName = Literal["auto", "demonstration", "preference", "labelled", "steps", "text", "episodes", "prompt"]
 
@@ -26,7 +30,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "chosen": ("chosen", "chosen_response", "response_chosen", "preferred", "accepted", "answer"),
     "rejected": ("rejected", "rejected_response", "response_rejected", "dispreferred", "negative"),
     "margin": ("margin",),
-    "label": ("label", "labels", "rating", "is_good"),
+    "label": ("label", "labels", "rating", "is_good", "kto_tag"),
     "steps": ("completions", "steps", "process"),
     "step_labels": ("labels", "step_labels", "ratings"),
     "text": ("text", "content", "document"),
@@ -37,6 +41,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant",
          "function_response": "tool", "observation": "tool"}  # fmt: skip
 """Roles by their names in ShareGPT and other formats."""
+MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "from_others")
+"""Keys of a message that are read, beside the flags of what is to be learned."""
+NOTHING_TO_LEARN = "they say that nothing in them is to be learned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +82,38 @@ class Reader:
     teach: Literal["all", "last"]
     separator: str
     template: str | None = None
+    unread: Counter[str] = field(default_factory=Counter)
+    """Number of the rows, and messages, with a key that nothing reads, by the key: `source`, `message.mood`."""
+    _used: set[str] = field(default_factory=set)
+    """Fields of the current row that were read."""
 
     def read(self, row: Row, context: str) -> Record:
-        """The record of a row. Raises `DataError` for a row of another form."""
+        """The record of a row. Raises `DataError` for a row of another form, `RowLeftOut` for one with nothing to
+        learn."""
         form = self.form if self.form != "auto" else self.guess(row, context)
         read: Callable[[Row, str], Record] = getattr(self, f"_{form}")
+        self._used = {name.partition("[")[0] for _, name, _, _ in Formatter().parse(self.template or "") if name}
         try:
             record = read(row, context)
+            if form != "episodes":
+                self._heed_flags(row, record)
             parts = (record.prompt, *(variant.messages for variant in record.variants))
             if (length := sum(len(message.text) for messages in parts for message in messages)) > MAX_CHARACTERS:
                 raise DataError(f"{context}: the row has {length:,} characters, over the limit of {MAX_CHARACTERS:,}")
             return record if self.template is None else replace(record, prompt=self._fill(record.prompt, row, context))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise DataError(f"{context}: {error}") from None
+
+    def _heed_flags(self, row: Row, record: Record) -> None:
+        """Count the keys that nothing reads. Raises `RowLeftOut` if the row, or an answer, is not to be learned."""
+        self.unread.update(unread_keys(row, self._used))
+        for name in self._used & row.keys():
+            for item in row[name] if isinstance(row[name], list) else ():
+                if isinstance(item, Mapping) and item.keys() & {"role", "from"}:
+                    self.unread.update(f"message.{key}" for key in unread_keys(item, MESSAGE_KEYS))
+        turns = [[m.weight for m in variant.messages if m.role == "assistant"] for variant in record.variants]
+        if weight_of(row) == 0 or not all(any(weights) for weights in turns):
+            raise RowLeftOut(NOTHING_TO_LEARN)
 
     def guess(self, row: Row, context: str) -> FormName:
         """Infer the form of a row from its fields."""
@@ -204,8 +230,11 @@ class Reader:
         turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if not turns:
             raise DataError(f"{context}: there is no turn of the assistant to train on")
-        start = turns[0] if self.teach == "all" else turns[-1]
-        answer = Variant(_checked_answer(messages[start:], context))
+        learned = [index for index in (turns if self.teach == "all" else turns[-1:]) if messages[index].weight]
+        if not learned:
+            raise RowLeftOut(NOTHING_TO_LEARN)
+        start = learned[0]
+        answer = Variant(_checked_answer(messages[start : learned[-1] + 1], context))
         return Record(_prompt(messages[:start], context), (answer,), tools=tools)
 
     def _read_prompt(self, row: Row, context: str) -> tuple[Message, ...]:
@@ -237,9 +266,10 @@ class Reader:
 
     def _name(self, field: str, row: Row) -> str:
         """The field's name in this row; empty if the row does not have it."""
-        if name := self.names.get(field):
-            return name if name in row else ""
-        return next((name for name in FIELDS[field] if name in row), "")
+        names = (own,) if (own := self.names.get(field)) else FIELDS[field]
+        name = next((name for name in names if name in row), "")
+        self._used.add(name)
+        return name
 
     def _require(self, field: str, row: Row, context: str) -> str:
         """The name of the field in the row. Raises `DataError` if the row lacks it."""
@@ -267,7 +297,9 @@ def _messages(value: Any, context: str) -> tuple[Message, ...]:
     """Messages in OpenAI's form or in ShareGPT's (`from` and `value`)."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{context}: a conversation is a list of messages, not {value!r:.60}")
-    return as_messages([_message(item) for item in value])
+    messages = as_messages([_message(item) for item in value])
+    flags = [weight_of(item) if isinstance(item, Mapping) else 1.0 for item in value]
+    return tuple(replace(message, weight=flag) for message, flag in zip(messages, flags, strict=True))
 
 
 def _message(item: Any) -> Any:

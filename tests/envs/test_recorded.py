@@ -3,6 +3,7 @@
 import asyncio
 import csv
 import json
+import logging
 import re
 
 import pytest
@@ -159,6 +160,77 @@ def test_a_bad_row_is_named_with_its_line(row, settings, says, write):
     with pytest.raises(DataError, match=says) as failure:
         records(write("", row), **settings)
     assert "data.jsonl:2: " in str(failure.value)
+
+
+# -- what a row says of itself ----------------------------------------------------------------------------------
+
+AGAIN = {"role": "user", "content": "And 1 more?"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("weight", 0), ("weight", 0.0), ("weight", "0"), ("train", False), ("training", False), ("loss", False),
+     ("loss", "false"), ("loss_scale", 0), ("loss_weight", 0.0), ("trainable", False), ("masked", True)],
+)  # fmt: skip
+def test_a_turn_that_a_row_says_is_not_to_be_learned_is_context(flag, value, write, tiny_model):
+    said = [*ASKED, RIGHT | {flag: value}, AGAIN, WRONG]
+    [record] = records(write({"messages": said}))
+    assert told(record.prompt) == [("user", "1 + 2?"), ("assistant", "3"), ("user", "And 1 more?")]
+    assert told(record.variants[0].messages) == [("assistant", "4")]
+    [group], renderer = replayed(write({"messages": [*ASKED, WRONG, AGAIN, RIGHT | {flag: value}, *said]}), tiny_model)
+    [row] = group.episodes[0].rows
+    assert taught(row, renderer).count("[") == 2
+    assert "assistant\n3<|im_end|>" in taught(row, renderer)
+    assert taught(row, renderer).endswith("assistant\n[4<|im_end|>]")
+    [[trajectory]] = trajectories([group])
+    assert trajectory.samples[0].loss_weights.sum() == 4
+
+
+@pytest.mark.parametrize("flag", [{"weight": 1}, {"train": True}, {"loss": None}, {"weight": "heavy"}, {"masked": 0}])
+def test_a_turn_with_another_flag_is_learned(flag, write):
+    [record] = records(write({"messages": [*ASKED, RIGHT | flag, AGAIN, WRONG]}))
+    assert [message.weight for message in record.variants[0].messages] == [1, 1, 1]
+
+
+def test_a_weight_of_a_turn_is_that_of_its_tokens(write, tiny_model):
+    [group], _ = replayed(write({"messages": [*ASKED, RIGHT | {"weight": 0.5}, AGAIN, WRONG]}), tiny_model)
+    weights = [set(segment.loss_weights) for segment in group.episodes[0].rows[0].segments]
+    assert weights == [{0.0}, {0.5}, {0.0}, {1.0}]
+
+
+def test_a_row_with_nothing_to_learn_is_left_out_and_counted(write, caplog):
+    rows = [
+        {"messages": [*ASKED, RIGHT]},
+        {"messages": [*ASKED, RIGHT | {"weight": 0}]},
+        {"prompt": "1 + 2?", "completion": "3", "train": False},
+        {"prompt": "1 + 2?", "chosen": [RIGHT | {"loss": False}], "rejected": [WRONG]},
+    ]
+    for row in rows[1:]:
+        with pytest.raises(DataError, match="holds no rows to use; left out: 1, as they say that nothing in them is"):
+            records(write(row))
+    assert len(records(write(*rows[:2]))) == 1
+    assert "1 of 2 rows are left out: 1, as they say that nothing in them is to be learned" in caplog.text
+    last = {"messages": [*ASKED, RIGHT, AGAIN, WRONG | {"weight": 0}]}
+    assert len(records(write(rows[0], last))) == 2
+    assert len(records(write(rows[0], last), teach="last")) == 1
+
+
+def test_keys_that_nothing_reads_are_named_once_with_their_number(write, caplog):
+    said = {"messages": [*ASKED, RIGHT | {"mood": "glad", "weight": 1, "name": None}], "source": "web", "note": ""}
+    path = write(said | {"prompt": "unread"}, said, said | {"level": 3, "weight": 1}, {"messages": [*ASKED, RIGHT]})
+    with caplog.at_level(logging.WARNING):
+        records(path)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == (
+        f"{path}: nothing reads these keys of its rows: source (3), message.mood (3), prompt (1), level (1)"
+    )
+    caplog.clear()
+    read = {"instruction": "Add.", "input": "1 and 2", "output": "3", "system": "s", "history": [], "reward": 1, "k": 2}
+    records(write(read), template="{} <{reward:.2f}>")
+    assert "keys of its rows: k (1)" in caplog.text
+    caplog.clear()
+    records(write({"prompt": "1 + 2?", "chosen": "3", "rejected": "4", "margin": 0.5, "tools": TOOLS}))
+    assert not caplog.text
 
 
 def test_a_prompt_whose_field_is_named_is_the_whole_prompt(write):

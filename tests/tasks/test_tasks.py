@@ -291,3 +291,36 @@ def test_every_task_is_the_same_each_time_it_is_read(write):
     assert everything(splits) == everything(splits)
     with pytest.raises(IndexError):
         asyncio.run(splits.train.get(splits.train.size))
+
+
+# -- rows that are left out -------------------------------------------------------------------------------------
+
+
+def test_bad_rows_are_left_out_and_counted_by_kind(write, caplog):
+    good = [{"question": f"q{n}", "answer": n} for n in range(20)]
+    bad = ['{"question": "q", "answ', '{"question": "q" 3}', {"question": "  ", "answer": 1}, {"question": "x"}, "[1]"]
+    path = write([*good[:2], *bad, '{"question": "another one", "ans', *good[2:]])
+    assert sorted(task.answer for task in everything(load(path, bad_rows="skip"))) == list(range(20))
+    assert "6 of 26 rows are left out: 2, as not JSON: it is truncated; 1, as not JSON: Expecting" in caplog.text
+    assert "1, as field 'question' is empty; 1, as the row has no field 'answer'" in caplog.text
+    assert len(everything(load(path, bad_rows="skip", limit=5))) == 5
+    assert len(everything(load(path, bad_rows="skip", select={"question": ["q1", "q5", "q7"]}))) == 3
+    with pytest.raises(DataError, match=r"data.jsonl:3: not JSON.*; data.bad_rows=skip leaves such rows out$"):
+        load(path)
+
+
+def test_without_a_good_row_there_is_nothing_to_skip_to(write):
+    with pytest.raises(DataError, match="holds no rows to use; left out: 2, as field 'question' is empty"):
+        load(write([{"question": "", "answer": 1}] * 2), bad_rows="skip")
+
+
+def test_bad_rows_of_tables_and_endless_generators_are_left_out(tmp_path):
+    (tmp_path / "data.csv").write_text("question,answer\nq1,1\nq2\nq3,3\n,4\nq5,5\n")
+    splits = load(str(tmp_path / "data.csv"), bad_rows="skip", test_fraction=0)
+    assert [task.prompt for task in all_of(splits.train)] == ["q1", "q3", "q5"]
+    (tmp_path / "rows.py").write_text(
+        "import itertools\n\ndef numbers():\n    for n in itertools.count():\n"
+        "        yield {'question': f'q{n}' if n % 2 else '', 'answer': n}\n"
+    )
+    tasks = load(f"{tmp_path}/rows.py:numbers", bad_rows="skip", endless=True, test_fraction=0).train
+    assert asyncio.run(tasks.get(2)).answer == 5

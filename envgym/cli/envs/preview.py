@@ -81,6 +81,7 @@ async def _show(spec: EnvSpec, agent: Agent, task: Task, seed: int, member: int,
             episode = await agent.replay(env, task, seed=seed, recording_index=member)
         except InvalidOutcome as error:
             raise ConfigError(str(error)) from None
+    n_learned = 0
     reward = "" if episode.reward is None else f", reward {episode.reward:g}"
     for row in episode.rows:
         weights = [weight for segment in row.segments for weight in segment.loss_weights]
@@ -88,10 +89,11 @@ async def _show(spec: EnvSpec, agent: Agent, task: Task, seed: int, member: int,
         text = f"recording {member + 1}: {n_trained} of {len(weights)} tokens are trained on{reward}"
         console.print(text, style="bold")
         _show_row(row, agent, console)
-        if not n_trained:
-            raise ConfigError(f"task {task.key}: no token would be trained on")
+        n_learned += n_trained
         if n_trained == len(weights) and task.prompt and episode.messages[0].text:
             raise ConfigError(f"task {task.key}: every token would be trained on, the question too")
+    if not n_learned:
+        raise ConfigError(f"task {task.key}: no token would be trained on")
 
 
 def _show_row(row: Row, agent: Agent, console: Console) -> None:

@@ -1,0 +1,36 @@
+"""What a row says of itself: which of its turns are to be learned, and keys that nothing reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+FLAGS = ("weight", "loss_weight", "loss_scale", "loss", "train", "training", "trainable", "masked")
+"""Keys for the weight in the loss, a number from 0, or true or false: OpenAI's and Mistral's `weight`, LLaMA-Factory's
+`loss_weight`, ms-swift's `loss` and `loss_scale`, axolotl's `train` and `training`, Tinker's `trainable`; torchtune's
+`masked` is true if a text is not to be learned."""
+
+
+def weight_of(item: Mapping[str, Any]) -> float:
+    """The weight of a message in the loss, the product of its flags; 1 without any."""
+    flags = {name: flag for name in FLAGS if (flag := _flag(item.get(name))) is not None}
+    if "masked" in flags:
+        flags["masked"] = float(not flags["masked"])
+    return math.prod(flags.values())
+
+
+def unread_keys(item: Mapping[str, Any], used: Collection[str]) -> list[str]:
+    """The keys of a row or message with a value that are neither `used` nor flags."""
+    return [
+        str(key)
+        for key, value in item.items()
+        if key not in used and value not in (None, "", [], {}) and not (key in FLAGS and _flag(value) is not None)
+    ]
+
+
+def _flag(value: Any) -> float | None:
+    """The value of a flag, which CSV files have as text; None if it is no weight."""
+    if isinstance(value, str):
+        value = {"true": 1.0, "false": 0.0, "0": 0.0, "1": 1.0}.get(value.strip().lower())
+    return float(value) if isinstance(value, int | float) and 0 <= value < math.inf else None
