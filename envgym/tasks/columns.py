@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from string import Formatter
 from typing import Any, TypeVar
@@ -16,7 +17,11 @@ from envgym.types import Message, Task, as_messages
 from .config import SourceConfig
 from .rows import Row, RowLeftOut
 
-PROMPT_FIELDS = ("prompt", "question", "problem", "input", "query", "messages")
+PROMPT_FIELDS = ("prompt", "question", "problem", "instruction", "input", "query", "messages")
+CONTEXT_FIELDS = ("context", "passage", "body", "paragraph", "article", "background")
+"""Texts that a prompt's field is about."""
+SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
+UNSEEN_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 ANSWER_FIELDS = (
     "answer", "answers", "solution", "label", "target", "ground_truth", "gold", "expected_answer", "output", "response",
 )  # fmt: skip
@@ -49,6 +54,11 @@ class TaskReader:
         self._prefix = prefix
         self._prompt_names, self._answer_names = field_names
         self._fields: tuple[str | None, str | None] | None = None
+        self._in_template = {
+            name.partition("[")[0] for _, name, _, _ in Formatter().parse(source.template or "") if name
+        }
+        self.notes: Counter[str] = Counter()
+        """What the rows hold that the prompt shows unasked, or does not show, with the number of rows."""
 
     @property
     def reads_whole_rows(self) -> bool:
@@ -68,11 +78,17 @@ class TaskReader:
         messages: tuple[Message, ...] = ()
         if prompt_field is not None:
             prompt, messages = _prompt(row, prompt_field, location, may_be_empty=self._form is not None)
+        if prompt_field is not None and self._form is None:
+            prompt = self._with_context(prompt, row, prompt_field)
+            messages = as_messages(prompt)
         if source.template is not None:
             prompt = self._fill(source.template, prompt, row, location)
-            messages = messages or as_messages(prompt)
-        if source.system is not None and (not messages or messages[0].role != "system"):
-            prompt = (Message("system", source.system), *as_messages(prompt))
+            named = (Message(name, str(row[name])) for name in sorted(self._in_template))
+            messages = (*messages, *named) if messages else as_messages(prompt)
+        systems = (row[name] for name in SYSTEM_FIELDS if name in row and name not in self._in_template)
+        system = next((text for text in systems if isinstance(text, str) and text.strip()), source.system)
+        if system is not None and (not messages or messages[0].role != "system"):
+            prompt = (Message("system", system), *as_messages(prompt))
         used_fields = {prompt_field, answer_field, source.id, source.difficulty}
         task = Task(
             id=self._prefix + (str(_value(row, source.id, location)) if source.id else name),
@@ -82,6 +98,22 @@ class TaskReader:
             difficulty=None if source.difficulty is None else _difficulty(row, source.difficulty, location),
         )
         return task, _key(messages)
+
+    def _with_context(self, prompt: str | tuple[Message, ...], row: Row, field: str) -> str | tuple[Message, ...]:
+        """The prompt with the texts it is about, an instruction and its input, unless settings say what it is."""
+        self.notes.update(f"{name} is not shown: policies get text alone" for name in UNSEEN_FIELDS if row.get(name))
+        is_instruction = field == "instruction"
+        kinds = {*CONTEXT_FIELDS, *(("input", "query") if is_instruction else ("instruction",))}
+        names = [name for name in row if name.lower() in kinds and name != field]
+        names = [name for name in names if isinstance(row[name], str) and row[name].strip()]
+        if not names or self.source.template is not None:
+            return prompt
+        if self.source.prompt or not isinstance(prompt, str):
+            self.notes[f"{', '.join(names)} not in the prompt, which data.template can show"] += 1
+            return prompt
+        order = [field, *names] if is_instruction else [*names, field]
+        self.notes[f"the prompt is {' and '.join(order)}; data.prompt={field} makes it {field} alone"] += 1
+        return "\n\n".join(row[name] for name in order)
 
     def _prompt_field(self, row: Row, location: str) -> str | None:
         template = self.source.template

@@ -125,8 +125,10 @@ class _File:
         if not self.keys:
             values = " with the values of data.select" if selection else ""
             raise DataError(f"{path} holds no rows{values} to use" + (f"; left out: {counts}" if counts else ""))
+        log = logging.getLogger(__name__)
+        for note, count in self.reader.notes.items():
+            log.warning("%s: %s (%d rows)", path, note, count)
         if counts:
-            log = logging.getLogger(__name__)
             log.warning("%s: %d of %d rows are left out: %s", path, left_out.total(), len(rows), counts)
 
     @property

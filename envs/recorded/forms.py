@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from envgym.env.checked import MAX_CHARACTERS
 from envgym.errors import DataError
+from envgym.tasks.columns import CONTEXT_FIELDS, SYSTEM_FIELDS
 from envgym.tasks.rows import Row, RowLeftOut
 from envgym.types import Message, as_messages
 
@@ -24,7 +25,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation", "dialogue"),
     "prompt": ("prompt", "question", "instruction", "problem", "query", "context"),
     "input": ("input",),
-    "system": ("system", "system_prompt"),
+    "context": CONTEXT_FIELDS,
+    "system": SYSTEM_FIELDS,
     "history": ("history",),
     "answer": ("response", "completion", "answer", "output", "solution", "target", "chosen"),
     "chosen": ("chosen", "chosen_response", "response_chosen", "preferred", "accepted", "answer"),
@@ -141,7 +143,7 @@ class Reader:
     def _demonstration(self, row: Row, context: str) -> Record:
         is_named = self.names.get("prompt") and self.names.get("answer") and not self.names.get("messages")
         if (name := self._name("messages", row)) and not is_named:
-            messages = _messages(row[name], context)
+            messages = self._with_system(_messages(row[name], context), row)
         else:
             answer = row[self._require("answer", row, context)]
             messages = (*self._read_prompt(row, context), *_messages_of(answer, context))
@@ -240,19 +242,27 @@ class Reader:
     def _read_prompt(self, row: Row, context: str) -> tuple[Message, ...]:
         """The prompt of a row whose answer is in another field."""
         if (name := self._name("messages", row)) and not self._name("prompt", row):
-            return _messages(row[name], context)
+            return self._with_system(_messages(row[name], context), row)
         name = self._require("prompt", row, context)
         prompt = _messages_of(row[name], context, role="user")
         if self.names.get("prompt"):  # it is the whole prompt
             return prompt
-        if (extra := self._name("input", row)) and isinstance(row[extra], str) and row[extra].strip():  # Alpaca
-            prompt = (Message("user", f"{prompt[-1].text}\n\n{row[extra]}"),)
+        for extra in ("input", "context"):  # Alpaca's and Dolly's come after an instruction, others before a question
+            text = row[beside] if (beside := self._name(extra, row)) and beside != name else None
+            if isinstance(text, str) and text.strip():
+                texts = (prompt[-1].text, text)
+                is_first = extra == "context" and name != "instruction"
+                prompt = (*prompt[:-1], Message("user", "\n\n".join(texts[::-1] if is_first else texts)))
         if (history := self._name("history", row)) and isinstance(row[history], list):
             pairs = [(Message("user", query), Message("assistant", reply)) for query, reply in row[history]]
             prompt = (*itertools.chain.from_iterable(pairs), *prompt)
-        if (system := self._name("system", row)) and isinstance(row[system], str) and row[system]:
-            prompt = (Message("system", row[system]), *prompt)
-        return prompt
+        return self._with_system(prompt, row)
+
+    def _with_system(self, messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
+        """The messages after the system prompt in a field of the row, unless they have one."""
+        text = row[name] if (name := self._name("system", row)) else None
+        has_own = not isinstance(text, str) or not text.strip() or messages[0].role == "system"
+        return messages if has_own else (Message("system", str(text)), *messages)
 
     def _tools(self, row: Row, context: str) -> tuple[Mapping[str, Any], ...]:
         """The tools in a row; empty if it has none."""

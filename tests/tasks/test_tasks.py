@@ -324,3 +324,74 @@ def test_bad_rows_of_tables_and_endless_generators_are_left_out(tmp_path):
     )
     tasks = load(f"{tmp_path}/rows.py:numbers", bad_rows="skip", endless=True, test_fraction=0).train
     assert asyncio.run(tasks.get(2)).answer == 5
+
+
+# -- columns that belong to the prompt ----------------------------------------------------------------------------
+
+PIGS = "Ellen has six more balls than Marin. Marin has nine balls."
+
+
+def as_pairs(prompt):
+    return prompt if isinstance(prompt, str) else [(message.role, message.text) for message in prompt]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"body": PIGS, "question": "How many has Ellen?"}, f"{PIGS}\n\nHow many has Ellen?"),
+        ({"question": "How many has Ellen?", "Context": PIGS}, f"{PIGS}\n\nHow many has Ellen?"),
+        ({"passage": PIGS, "query": "How many has Ellen?"}, f"{PIGS}\n\nHow many has Ellen?"),
+        ({"instruction": "Add.", "input": "1 and 2"}, "Add.\n\n1 and 2"),
+        ({"instruction": "Add 1 and 2.", "input": ""}, "Add 1 and 2."),
+        ({"instruction": "Sum it up.", "context": PIGS}, f"Sum it up.\n\n{PIGS}"),
+        ({"instruction": "Be brief.", "question": "1 + 2?"}, "Be brief.\n\n1 + 2?"),
+        ({"context": {"pages": [PIGS]}, "question": "How many?"}, "How many?"),
+        ({"system": "Be brief.", "question": "1 + 2?"}, [("system", "Be brief."), ("user", "1 + 2?")]),
+        ({"system_prompt": "Be brief.", "messages": [{"role": "user", "content": "1 + 2?"}]},
+         [("system", "Be brief."), ("user", "1 + 2?")]),
+        ({"system_prompt": "A", "messages": [{"role": "system", "content": "B"}, {"role": "user", "content": "1?"}]},
+         [("system", "B"), ("user", "1?")]),
+    ],
+)  # fmt: skip
+def test_columns_that_belong_to_the_prompt_are_in_it(row, prompt, write):
+    [task] = everything(load(write([{**row, "answer": 3}]), test_fraction=0))
+    assert as_pairs(task.prompt) == prompt
+
+
+def test_what_the_prompt_shows_unasked_or_not_at_all_is_said(write, caplog):
+    rows = [{"body": PIGS, "question": f"{n}?", "answer": n, "images": ["a.png"] * (n % 2)} for n in range(4)]
+    everything(load(write(rows), test_fraction=0))
+    assert "the prompt is body and question; data.prompt=question makes it question alone (4 rows)" in caplog.text
+    assert "images is not shown: policies get text alone (2 rows)" in caplog.text
+    caplog.clear()
+    tasks = everything(load(write(rows), prompt="question", test_fraction=0))
+    assert [task.prompt for task in tasks] == ["0?", "1?", "2?", "3?"]
+    assert "body not in the prompt, which data.template can show (4 rows)" in caplog.text
+    caplog.clear()
+    [task, *_] = everything(load(write(rows), template="{body} {question}", test_fraction=0))
+    assert task.prompt == f"{PIGS} 0?"
+    assert "the prompt" not in caplog.text
+
+
+def test_system_prompts_of_rows_are_before_the_settings_own_and_in_a_template_once(write):
+    path = write(
+        [{"system": "Be brief.", "question": "1?", "answer": 1}, {"question": "2?", "answer": 1, "system": ""}]
+    )
+    first, second = everything(load(path, system="Think."))
+    assert as_pairs(first.prompt) == [("system", "Be brief."), ("user", "1?")]
+    assert as_pairs(second.prompt) == [("system", "Think."), ("user", "2?")]
+    first, _ = everything(load(path, template="{system} {}"))
+    assert first.prompt == "Be brief. 1?"
+
+
+def test_rows_that_differ_in_a_field_of_the_template_are_different_prompts(write):
+    """One question about many passages: each passage is a task of its own, and no passage is in both splits."""
+    rows = [{"question": "Who?", "text": f"passage {n // 2}", "answer": n, "line": n} for n in range(40)]
+    path = write(rows)
+    splits = load(path, template="{text}\n{}", test_fraction=0.3)
+    train, test = ({task.prompt for task in all_of(tasks)} for tasks in (splits.train, splits.test))
+    assert test
+    assert not train & test
+    assert len(train | test) == 20
+    other = load(path, template="{}\nSee {text}!", test_fraction=0.3)
+    assert {task.id for task in all_of(other.test)} == {task.id for task in all_of(splits.test)}
