@@ -15,11 +15,13 @@ from envgym.errors import DataError, did_you_mean, extend_message
 from envgym.types import Message, Task, as_messages
 
 from .config import SourceConfig
-from .rows import Row, RowLeftOut
+from .rows import Row, RowLeftOut, parse_json
 
-PROMPT_FIELDS = ("prompt", "question", "problem", "instruction", "input", "query", "messages")
+PROMPT_FIELDS = ("prompt", "question", "problem", "query", "instruction", "input", "messages")
+MESSAGE_FIELDS = ("messages", "conversations", "conversation", "dialogue")
 CONTEXT_FIELDS = ("context", "passage", "body", "paragraph", "article", "background")
-"""Texts that a prompt's field is about."""
+PLACES = {"instruction": 0, **dict.fromkeys(CONTEXT_FIELDS, 1), "input": 3}
+"""Places of fields of text in a prompt; all others, such as a question's, have 2."""
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
 UNSEEN_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 ANSWER_FIELDS = (
@@ -102,18 +104,15 @@ class TaskReader:
     def _with_context(self, prompt: str | tuple[Message, ...], row: Row, field: str) -> str | tuple[Message, ...]:
         """The prompt with the texts it is about, an instruction and its input, unless settings say what it is."""
         self.notes.update(f"{name} is not shown: policies get text alone" for name in UNSEEN_FIELDS if row.get(name))
-        is_instruction = field == "instruction"
-        kinds = {*CONTEXT_FIELDS, *(("input", "query") if is_instruction else ("instruction",))}
-        names = [name for name in row if name.lower() in kinds and name != field]
-        names = [name for name in names if isinstance(row[name], str) and row[name].strip()]
-        if not names or self.source.template is not None:
+        fields = fields_of_prompt(row, field)
+        if len(fields) == 1 or self.source.template is not None:
             return prompt
         if self.source.prompt or not isinstance(prompt, str):
-            self.notes[f"{', '.join(names)} not in the prompt, which data.template can show"] += 1
+            fields.remove(field)
+            self.notes[f"{', '.join(fields)} not in the prompt, which data.template can show"] += 1
             return prompt
-        order = [field, *names] if is_instruction else [*names, field]
-        self.notes[f"the prompt is {' and '.join(order)}; data.prompt={field} makes it {field} alone"] += 1
-        return "\n\n".join(row[name] for name in order)
+        self.notes[f"the prompt is {' and '.join(fields)}; data.prompt={field} makes it {field} alone"] += 1
+        return "\n\n".join(row[name] for name in fields)
 
     def _prompt_field(self, row: Row, location: str) -> str | None:
         template = self.source.template
@@ -149,6 +148,13 @@ class TaskReader:
             ) from None
         except (ValueError, TypeError, IndexError) as error:
             raise DataError(f"{location}: data.template cannot be filled in: {error}") from None
+
+
+def fields_of_prompt(row: Row, field: str) -> list[str]:
+    """The fields whose texts make the prompt, in order: an instruction, the context, the prompt's own `field`, an
+    input."""
+    texts = {name for name, text in row.items() if isinstance(text, str) and text.strip() and name.lower() in PLACES}
+    return sorted({*texts, field}, key=lambda name: (PLACES.get(name.lower(), 2), name))
 
 
 @contextlib.contextmanager
@@ -202,7 +208,8 @@ def _prompt(
     row: Row, name: str, location: str, *, may_be_empty: bool
 ) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
     """The prompt in the task's form, and as messages."""
-    value = _value(row, name, location)
+    may_be_text = name not in MESSAGE_FIELDS
+    value = parse_json(_value(row, name, location), f"{location}: field {name!r}", may_be_text=may_be_text)
     try:
         if not isinstance(value, str | list):
             raise TypeError(f"a prompt is text or a list of messages, not {type(value).__name__}")

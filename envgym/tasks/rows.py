@@ -7,6 +7,7 @@ the memory.
 
 from __future__ import annotations
 
+import ast
 import csv
 import itertools
 import json
@@ -28,6 +29,8 @@ BATCH = 1000
 """Rows of a table per conversion, when all are read."""
 SHARDS = (".jsonl", ".parquet", ".csv")
 TABLES = (".parquet", ".arrow")
+CALL_KEYS = {"arguments", "parameters"}
+"""Keys of a tool call, and of a tool's description, for objects whose keys differ from row to row."""
 TRAIN = "train"
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 """Names of held-out splits, in order of preference."""
@@ -129,6 +132,8 @@ class TableRows(Rows):
         super().__init__(path, stem)
         table = _read_table(path)
         self._table = table if limit is None else table.slice(0, limit)
+        # Structs have every key of any row, with nulls where a row has none.
+        self._calls = [column.name for column in table.schema if any(key in str(column.type) for key in CALL_KEYS)]
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -137,11 +142,14 @@ class TableRows(Rows):
         if not 0 <= index < len(self):
             raise IndexError(index)
         [row] = self._table.slice(index, 1).to_pylist()
-        return dict(row)
+        return self._clean(row)
 
     def __iter__(self) -> Iterator[Row]:
         for batch in self._table.to_batches(max_chunksize=BATCH):
-            yield from batch.to_pylist()
+            yield from map(self._clean, batch.to_pylist())
+
+    def _clean(self, row: Row) -> Row:
+        return row | {name: _without_nulls(row[name]) for name in self._calls}
 
 
 class ListedRows(Rows):
@@ -214,6 +222,39 @@ def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
         raise IndexError(index)
     number = bisect_right(ends, index)
     return number, index - (ends[number - 1] if number else 0)
+
+
+def parse_json(value: Any, subject: str, *, may_be_text: bool = False) -> Any:
+    """The list that text holds as JSON, or as the Python literal that some programs write instead; an object is a list
+    of one. Any other value itself, and with `may_be_text` all text but messages.
+
+    Raises `DataError` with the place of the mistake for broken JSON that may not be text.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        items = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        try:
+            items = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            if may_be_text:
+                return value
+            problem = _problem(error) if isinstance(error, json.JSONDecodeError) else error
+            raise DataError(f"{subject}: not JSON: {problem}") from None
+    items = items if isinstance(items, list) else [items]
+    are_messages = items and all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items)
+    return items if are_messages or not may_be_text else value
+
+
+def _without_nulls(value: Any, is_call: bool = False) -> Any:
+    """The value without the keys of calls and tools that are null."""
+    if isinstance(value, list):
+        return [_without_nulls(item, is_call) for item in value]
+    if not isinstance(value, dict):
+        return value
+    is_call = is_call or bool(CALL_KEYS & value.keys())
+    return {key: _without_nulls(item, is_call) for key, item in value.items() if item is not None or not is_call}
 
 
 def _problem(error: json.JSONDecodeError) -> str:

@@ -52,8 +52,9 @@ class Message:
     `role` is `system`, `user`, `assistant` or `tool`. `content` is text or parts of it, and is stored as a tuple of
     `TextPart`. An assistant's message may hold `tool_calls`; a tool's result names its call (`tool_call_id`) and the
     tool (`name`). `from_others` marks text by the policy, a tool or another player: special tokens spelled in it are
-    ordinary characters. Tool results and replies to the policy are always rendered so. `weight` is the weight in the loss
-    of a recorded turn of the assistant's, 0 if it is not to be learned; two messages that differ in it alone are equal.
+    ordinary characters. Tool results and replies to the policy are always rendered so. `weight` is the weight of a
+    recorded turn of the assistant's in the loss, 0 if it is not to be learned; two messages that differ in it alone are
+    equal.
 
     Raises `TypeError` for content of another type.
     """
@@ -155,13 +156,20 @@ def _message(item: Mapping[str, Any]) -> Message:
     content = item.get("content") or ""
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]
     calls = []
-    for call in item.get("tool_calls") or ():
+    for call in _parsed(item.get("tool_calls") or (), "a call"):
         function = call.get("function", call)
-        arguments = function.get("arguments") or {}
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = _parsed(function.get("arguments") or {}, function["name"])
         calls.append(ToolCall(str(call.get("id", "")), function["name"], arguments, call.get("error") or ""))
     ids = (str(item.get("tool_call_id") or ""), str(item.get("name") or ""))
-    return Message(item["role"], texts, tuple(calls), *ids, from_others=bool(item.get("from_others")))
+    weight = item["weight"] if isinstance(item.get("weight"), int | float) else 1.0
+    return Message(item["role"], texts, tuple(calls), *ids, bool(item.get("from_others")), weight)
+
+
+def _parsed(value: Any, tool: str) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the arguments of {tool} are not JSON: {error.msg} at column {error.colno}") from None
 
 
 @dataclass(frozen=True, slots=True)

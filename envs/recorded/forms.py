@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from envgym.env.checked import MAX_CHARACTERS
 from envgym.errors import DataError
-from envgym.tasks.columns import CONTEXT_FIELDS, SYSTEM_FIELDS
-from envgym.tasks.rows import Row, RowLeftOut
+from envgym.tasks.columns import MESSAGE_FIELDS, SYSTEM_FIELDS, fields_of_prompt
+from envgym.tasks.rows import Row, RowLeftOut, parse_json
 from envgym.types import Message, as_messages
 
 from .flags import unread_keys, weight_of
@@ -22,10 +22,9 @@ from .flags import unread_keys, weight_of
 FormName = Literal["auto", "demonstration", "preference", "labelled", "steps", "text", "episodes", "prompt"]
 
 FIELDS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "conversations", "conversation", "dialogue"),
+    "messages": MESSAGE_FIELDS,
     "prompt": ("prompt", "question", "instruction", "problem", "query", "context"),
     "input": ("input",),
-    "context": CONTEXT_FIELDS,
     "system": SYSTEM_FIELDS,
     "history": ("history",),
     "answer": ("response", "completion", "answer", "output", "solution", "target", "chosen"),
@@ -45,6 +44,8 @@ ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assi
 """Roles by their names in ShareGPT and other formats."""
 MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "from_others")
 """Keys of a message that are read, beside the flags of what is to be learned."""
+OF_MESSAGES = ("prompt", "answer", "chosen", "rejected", "messages", "tools", "history")
+"""Fields that may hold messages, or lists, as JSON text; it must be JSON in the last three."""
 NOTHING_TO_LEARN = "they say that nothing in them is to be learned"
 
 
@@ -92,6 +93,10 @@ class Reader:
     def read(self, row: Row, context: str) -> Record:
         """The record of a row. Raises `DataError` for a row of another form, `RowLeftOut` for one with nothing to
         learn."""
+        for field_name in OF_MESSAGES:
+            if isinstance(row.get(name := self._name(field_name, row)), str):
+                may_be_text = field_name in OF_MESSAGES[:4]
+                row = row | {name: parse_json(row[name], f"{context}: field {name!r}", may_be_text=may_be_text)}
         form = self.form if self.form != "auto" else self.guess(row, context)
         read: Callable[[Row, str], Record] = getattr(self, f"_{form}")
         self._used = {name.partition("[")[0] for _, name, _, _ in Formatter().parse(self.template or "") if name}
@@ -143,7 +148,7 @@ class Reader:
     def _demonstration(self, row: Row, context: str) -> Record:
         is_named = self.names.get("prompt") and self.names.get("answer") and not self.names.get("messages")
         if (name := self._name("messages", row)) and not is_named:
-            messages = self._with_system(_messages(row[name], context), row)
+            messages = self._with_system(_messages(row[name], f"{context}: field {name!r}"), row)
         else:
             answer = row[self._require("answer", row, context)]
             messages = (*self._read_prompt(row, context), *_messages_of(answer, context))
@@ -242,17 +247,16 @@ class Reader:
     def _read_prompt(self, row: Row, context: str) -> tuple[Message, ...]:
         """The prompt of a row whose answer is in another field."""
         if (name := self._name("messages", row)) and not self._name("prompt", row):
-            return self._with_system(_messages(row[name], context), row)
+            return self._with_system(_messages(row[name], f"{context}: field {name!r}"), row)
         name = self._require("prompt", row, context)
         prompt = _messages_of(row[name], context, role="user")
         if self.names.get("prompt"):  # it is the whole prompt
             return prompt
-        for extra in ("input", "context"):  # Alpaca's and Dolly's come after an instruction, others before a question
-            text = row[beside] if (beside := self._name(extra, row)) and beside != name else None
-            if isinstance(text, str) and text.strip():
-                texts = (prompt[-1].text, text)
-                is_first = extra == "context" and name != "instruction"
-                prompt = (*prompt[:-1], Message("user", "\n\n".join(texts[::-1] if is_first else texts)))
+        fields = [*fields_of_prompt(row, name), *({self.names.get("input")} & row.keys())]
+        if len(fields) > 1:
+            self._used.update(fields)
+            text = "\n\n".join(str(row[field] if field != name else prompt[-1].text) for field in fields)
+            prompt = (*prompt[:-1], Message("user", text))
         if (history := self._name("history", row)) and isinstance(row[history], list):
             pairs = [(Message("user", query), Message("assistant", reply)) for query, reply in row[history]]
             prompt = (*itertools.chain.from_iterable(pairs), *prompt)
@@ -268,8 +272,11 @@ class Reader:
         """The tools in a row; empty if it has none."""
         name = self._name("tools", row)
         value = row[name] if name else None
-        if value is None:
+        if value in (None, ""):
             return ()
+        if isinstance(value, list):  # each may be text that holds JSON
+            parsed = (parse_json(tool, f"{context}: field {name!r}") for tool in value)
+            value = list(itertools.chain.from_iterable(t if isinstance(t, list) else [t] for t in parsed))
         if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
             raise DataError(f"{context}: field {name!r}: tools are a list of their descriptions")
         return tuple(value)
@@ -305,11 +312,13 @@ def _n_turns(messages: Sequence[Message]) -> int:
 
 def _messages(value: Any, context: str) -> tuple[Message, ...]:
     """Messages in OpenAI's form or in ShareGPT's (`from` and `value`)."""
+    value = [value] if isinstance(value, Mapping) else value
     if not isinstance(value, list) or not value:
         raise DataError(f"{context}: a conversation is a list of messages, not {value!r:.60}")
-    messages = as_messages([_message(item) for item in value])
-    flags = [weight_of(item) if isinstance(item, Mapping) else 1.0 for item in value]
-    return tuple(replace(message, weight=flag) for message, flag in zip(messages, flags, strict=True))
+    try:
+        return as_messages([_message(item) for item in value])
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise DataError(f"{context}: {error}") from None
 
 
 def _message(item: Any) -> Any:
@@ -317,7 +326,7 @@ def _message(item: Any) -> Any:
         return item
     role = item.get("role", item.get("from"))
     content = item.get("content", item.get("value"))
-    return {**item, "role": ROLES.get(str(role), role), "content": content}
+    return {**item, "role": ROLES.get(str(role), role), "content": content, "weight": weight_of(item)}
 
 
 def _messages_of(value: Any, context: str, role: str = "assistant") -> tuple[Message, ...]:

@@ -18,6 +18,7 @@ from envgym.learner import trajectories
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
+from envgym.tasks import DataConfig, load_tasks
 from envgym.training.update import steps_of
 
 ASKED = [{"role": "user", "content": "1 + 2?"}]
@@ -169,6 +170,103 @@ def test_a_bad_row_is_named_with_its_line(row, settings, says, write):
     with pytest.raises(DataError, match=says) as failure:
         records(write("", row), **settings)
     assert "data.jsonl:2: " in str(failure.value)
+
+
+# -- text that holds JSON, and tables ---------------------------------------------------------------------------
+
+CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": json.dumps([*ASKED, RIGHT])},
+        {"messages": str([*ASKED, RIGHT])},  # as pandas writes lists into CSV files
+        {"conversations": json.dumps(SHARED), "tools": ""},
+        {"prompt": json.dumps(ASKED), "completion": json.dumps([RIGHT])},
+        {"prompt": ASKED, "completion": json.dumps(RIGHT)},
+        {"prompt": "1 + 2?", "chosen": json.dumps([*ASKED, RIGHT]), "rejected": json.dumps([*ASKED, WRONG])},
+        {"messages": ASKED, "chosen": RIGHT, "rejected": json.dumps(WRONG)},
+    ],
+)
+def test_messages_may_be_text_that_holds_json(row, write):
+    [record] = records(write(row))
+    assert told(record.prompt) == [("user", "1 + 2?")]
+    assert [told(v.messages) for v in record.variants] == [
+        [("assistant", text)] for text in "34"[: len(record.variants)]
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1', "[1, 2, 3]", '[{"role": "user"', '{"role": "admin of the system"} is no JSON', "[]"]
+)
+def test_text_that_is_no_messages_stays_text(text, write):
+    [record] = records(write({"prompt": text, "completion": text}))
+    assert (told(record.prompt), told(record.variants[0].messages)) == ([("user", text)], [("assistant", text)])
+
+
+@pytest.mark.parametrize("tools", [json.dumps(TOOLS), [json.dumps(TOOLS[0])], str(TOOLS), json.dumps(TOOLS[0])])
+def test_tools_may_be_text_that_holds_json(tools, write):
+    [record] = records(write({"messages": [*ASKED, RIGHT], "tools": tools}))
+    assert list(record.tools) == TOOLS
+
+
+def test_calls_and_history_may_be_text_that_holds_json(write):
+    """JSON says what it means: an argument that is null is null."""
+    said = {**CALLED, "tool_calls": json.dumps([{"function": {"name": "add", "arguments": '{"a": 1, "b": null}'}}])}
+    for turn in (CALLED, said):
+        [record] = records(write({"messages": [*ASKED, turn]}))
+        [call] = record.variants[0].messages[0].tool_calls
+        assert (call.name, call.arguments) == ("add", {"a": 1, "b": None})
+    [record] = records(write({"query": "And 1 more?", "response": "4", "history": '[["1 + 2?", "3"]]'}))
+    assert told(record.variants[0].messages) == [("assistant", "3"), ("user", "And 1 more?"), ("assistant", "4")]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": '[{"role": "user", "content" "1?"}]'},
+         "field 'messages': not JSON: Expecting ':' delimiter at column 2"),
+        ({"conversations": '[{"from": "human", "val'}, "field 'conversations': not JSON: it is truncated at column 23"),
+        ({"messages": [*ASKED, RIGHT], "tools": "[{]"}, "field 'tools': not JSON: Expecting .* at column 3"),
+        ({"messages": [*ASKED, RIGHT], "tools": ["{"]}, "field 'tools': not JSON: it is truncated at column 1"),
+        ({"messages": [*ASKED, {**CALLED, "tool_calls": [{"name": "add", "arguments": '{"a": }'}]}]},
+         "field 'messages': the arguments of add are not JSON: Expecting value at column 7"),
+    ],
+)  # fmt: skip
+def test_text_that_holds_broken_json_is_named_with_its_field_and_place(row, says, write):
+    with pytest.raises(DataError, match=says) as failure:
+        records(write("", row))
+    assert "data.jsonl:2: " in str(failure.value)
+
+
+def test_keys_that_a_table_filled_with_nulls_are_not_taught(tmp_path):
+    """Structs of a Parquet file have all keys of all rows."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def row(name, arguments, kind):
+        call = {"id": "1", "function": {"name": name, "arguments": arguments}}
+        schema = {
+            "type": "object",
+            "properties": {key: {"type": kind} for key in arguments},
+            "required": list(arguments),
+        }
+        tool = {"type": "function", "function": {"name": name, "description": None, "parameters": schema}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return {"messages": [*ASKED, said], "tools": [tool], "info": {name: 1}}
+
+    rows = [row("add", {"a": 1, "list": [1, None]}, "integer"), row("mul", {"b": {"x": 2}}, "object")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    first, second = records(str(tmp_path / "data.parquet"))
+    assert first.variants[0].messages[0].tool_calls[0].arguments == {"a": 1, "list": [1, None]}
+    assert second.variants[0].messages[0].tool_calls[0].arguments == {"b": {"x": 2}}
+    [tool] = second.tools
+    assert tool["function"]["parameters"]["properties"] == {"b": {"type": "object"}}
+    data = {"path": str(tmp_path / "data.parquet"), "test_fraction": 0, "prompt": "messages"}
+    task = asyncio.run(load_tasks(DataConfig(**data), answer_required=False).train.get(0))
+    assert task.fields["info"] == {"add": 1, "mul": None}  # other structs are as the file has them
 
 
 # -- what a row says of itself ----------------------------------------------------------------------------------

@@ -293,6 +293,16 @@ def test_every_task_is_the_same_each_time_it_is_read(write):
         asyncio.run(splits.train.get(splits.train.size))
 
 
+def test_prompts_may_be_messages_in_text_that_holds_json(write):
+    chat = [{"role": "system", "content": "sums"}, {"role": "user", "content": "1+1"}]
+    rows = [{"prompt": json.dumps(chat), "answer": 2}, {"prompt": "[1, 2]?", "answer": 3}]
+    first, second = everything(load(write(rows), test_fraction=0))
+    assert as_pairs(first.prompt) == [("system", "sums"), ("user", "1+1")]
+    assert second.prompt == "[1, 2]?"
+    with pytest.raises(DataError, match=r"data.jsonl:1: field 'messages': not JSON: it is truncated at column 9"):
+        load(write([{"messages": '[{"role":', "answer": 2}]))
+
+
 # -- rows that are left out -------------------------------------------------------------------------------------
 
 
