@@ -28,10 +28,11 @@ class PairLearner(Learner):
     """Base of learners on pairs. Their loss is a mean over the pairs of the optimizer step.
 
     A pair is a unit of the micro-batch. `arrays["chosen"]` is 1 at every token of its chosen samples, 0 at those of the
-    rejected ones.
+    rejected ones. Pairs of identical answers, such as answers truncated before they differ, are left out.
     """
 
     min_group_size: ClassVar[int] = 2
+    _n_identical = 0
 
     def samples_to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
         samples = super().samples_to_score(groups)
@@ -42,8 +43,10 @@ class PairLearner(Learner):
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
         import numpy as np
 
-        samples = []
-        for unit, pair in enumerate(best_and_worst(groups)):
+        pairs, samples = best_and_worst(groups), []
+        distinct = [pair for pair in pairs if _token_ids(pair[0]) != _token_ids(pair[1])]
+        self._n_identical = len(pairs) - len(distinct)
+        for unit, pair in enumerate(distinct or pairs):  # a step of nothing else has a loss without a gradient
             for trajectory, label in zip(pair, (1.0, 0.0), strict=True):
                 for sample in self.samples_of(trajectory):
                     sample.objective, sample.microbatch_key = Objective.PREFERENCE, unit
@@ -60,7 +63,13 @@ class PairLearner(Learner):
         return super().loss_normalizers(samples) | {Objective.PREFERENCE: max(1.0, float(len(units)))}
 
     def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        return {"preference/pairs": self.loss_normalizers(samples)[Objective.PREFERENCE]}
+        identical = {"preference/identical": float(self._n_identical)} if self._n_identical else {}
+        return {"preference/pairs": self.loss_normalizers(samples)[Objective.PREFERENCE], **identical}
+
+
+def _token_ids(trajectory: Trajectory) -> list[list[int]]:
+    """The tokens of an answer and its prompt: those of two answers may be equal after they were truncated."""
+    return [sample.token_ids.tolist() for sample in trajectory.samples]
 
 
 def best_and_worst(groups: Sequence[Sequence[Trajectory]]) -> list[Pair]:

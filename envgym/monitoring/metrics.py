@@ -33,6 +33,8 @@ def rollout_metrics(groups: Sequence[Group], *, sampled: bool = True, spells: Ma
     finished = [episode for group in groups for episode in group.episodes if episode.is_counted]
     if finished and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
         record |= _lengths(finished)
+    truncated = Counter(episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED)
+    record |= {f"truncated/{reason}": count / len(finished) for reason, count in sorted(truncated.items())}
     if sampled:
         record |= failure_bias(groups)
     for name in sorted({group.task.env for group in groups} - {""}):
@@ -74,9 +76,9 @@ def _distinct_rewards(group: Group) -> int | None:
 
 
 def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
-    """Sampled tokens and turns of the episodes, and the share truncated by each limit."""
+    """Sampled tokens and turns of the episodes, and the share that was truncated."""
     lengths = sorted(sum(row.n_action_tokens for row in episode.rows) for episode in finished)
-    truncated = [episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED]
+    n_truncated = sum(episode.outcome.status is Status.TRUNCATED for episode in finished)
     turns = [turn for episode in finished for row in episode.rows for turn in row.turns]
     n_truncated_turns = sum(turn.stop_reason is StopReason.LENGTH for turn in turns)
     return {
@@ -86,9 +88,8 @@ def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
         "length/p90": percentile(lengths, 0.9),
         "length/max": lengths[-1],
         "length/turns": len(turns) / len(finished),
-        "length/truncated_share": len(truncated) / len(finished),
+        "length/truncated_share": n_truncated / len(finished),
         "length/cut_turns_share": n_truncated_turns / max(1, len(turns)),
-        **{f"truncated/{reason}": count / len(finished) for reason, count in sorted(Counter(truncated).items())},
     }
 
 

@@ -53,7 +53,7 @@ class RecordedEnv(Env):
         variant = record.variants[(options or {}).get("member", 0)] if record.variants else None
         self._feedback = _messages_between_turns(variant.messages) if variant else []
         if record.is_text:
-            return Observation(text=""), {}
+            return Observation(text="".join(message.text for message in record.prompt)), {}
         tools = tuple(_tool(tool) for tool in record.tools)
         return Observation(messages=record.prompt, tools=tools), {}
 

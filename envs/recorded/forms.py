@@ -44,6 +44,12 @@ ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assi
 """Roles by their names in ShareGPT and other formats."""
 MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "from_others")
 """Keys of a message that are read, beside the flags of what is to be learned."""
+TURN = re.compile(
+    r"((^|\n)[^\w\n]*|[>\]])(assistant|answer|response|model|bot|gpt|ai|a)(<\|\w+\|>|[^\w\s]+|(?=\n))\n*"
+    r"|\bassistant:|\[/INST\]",
+    re.IGNORECASE,
+)
+"""Marks at which the assistant's turn begins in a text: `Assistant:`, `<|assistant|>`, `### Response:`, `[/INST]`, …"""
 OF_MESSAGES = ("prompt", "answer", "chosen", "rejected", "messages", "tools", "history")
 """Fields that may hold messages, or lists, as JSON text; it must be JSON in the last three."""
 NOTHING_TO_LEARN = "they say that nothing in them is to be learned"
@@ -68,7 +74,7 @@ class Record:
     margin: float = 0.0
     tools: tuple[Mapping[str, Any], ...] = ()
     is_text: bool = False
-    """True if the only answer is plain text, all of it to train on."""
+    """True if prompt and answers are pieces of plain text, without a chat template."""
     is_steps: bool = False
     """True if the turns of an answer are pieces of one text."""
 
@@ -156,10 +162,13 @@ class Reader:
 
     def _preference(self, row: Row, context: str) -> Record:
         """Two answers, chosen (reward 1) and rejected (0), to a prompt that may be their common beginning."""
-        names = (self._require(side, row, context) for side in ("chosen", "rejected"))
+        names = [self._require(side, row, context) for side in ("chosen", "rejected")]
         chosen, rejected = (_messages_of(row[name], context) for name in names)
         prompt = self._read_prompt(row, context) if self._name("prompt", row) or self._name("messages", row) else ()
-        if not prompt:  # both begin with the prompt
+        is_text = not prompt and all(isinstance(row[name], str) for name in names)
+        if is_text:
+            prompt, chosen, rejected = _split_texts(chosen[0].text, rejected[0].text)
+        elif not prompt:  # both begin with the prompt
             n_shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
             prompt, chosen, rejected = chosen[:n_shared], chosen[n_shared:], rejected[n_shared:]
         elif chosen[: len(prompt)] == prompt and rejected[: len(prompt)] == prompt:
@@ -172,7 +181,7 @@ class Reader:
             for side, reward in ((chosen, 1.0), (rejected, 0.0))
         )
         prompt = _prompt(prompt, context) if prompt else ()  # two whole texts
-        return Record(prompt, variants, _number(margin, "margin", context), self._tools(row, context))
+        return Record(prompt, variants, _number(margin, "margin", context), self._tools(row, context), is_text)
 
     def _labelled(self, row: Row, context: str) -> Record:
         name = self._require("label", row, context)
@@ -252,10 +261,11 @@ class Reader:
         prompt = _messages_of(row[name], context, role="user")
         if self.names.get("prompt"):  # it is the whole prompt
             return prompt
-        fields = [*fields_of_prompt(row, name), *({self.names.get("input")} & row.keys())]
+        texts = row | {"input": row[own]} if (own := self._name("input", row)) else row  # it may have another name
+        fields = fields_of_prompt(texts, name)
         if len(fields) > 1:
             self._used.update(fields)
-            text = "\n\n".join(str(row[field] if field != name else prompt[-1].text) for field in fields)
+            text = "\n\n".join(prompt[-1].text if field == name else texts[field] for field in fields)
             prompt = (*prompt[:-1], Message("user", text))
         if (history := self._name("history", row)) and isinstance(row[history], list):
             pairs = [(Message("user", query), Message("assistant", reply)) for query, reply in row[history]]
@@ -327,6 +337,20 @@ def _message(item: Any) -> Any:
     role = item.get("role", item.get("from"))
     content = item.get("content", item.get("value"))
     return {**item, "role": ROLES.get(str(role), role), "content": content, "weight": weight_of(item)}
+
+
+def _split_texts(chosen: str, rejected: str) -> tuple[tuple[Message, ...], ...]:
+    """Two texts as their common beginning, a prompt, and two answers.
+
+    The beginning ends with the last mark of the assistant's turn in it, else with a line, else with a word.
+    """
+    shortest = min(len(chosen.rstrip()), len(rejected.rstrip())) - 1  # no answer is empty
+    end = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
+    common = chosen[:end]
+    ends = [match.end() for match in TURN.finditer(common)] or [common.rfind("\n") + 1 or common.rfind(" ")]
+    end = max(0, ends[-1])
+    prompt = (Message("user", common[:end]),) if common[:end].strip() else ()
+    return prompt, (Message("assistant", chosen[end:]),), (Message("assistant", rejected[end:]),)
 
 
 def _messages_of(value: Any, context: str, role: str = "assistant") -> tuple[Message, ...]:

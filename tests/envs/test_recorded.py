@@ -15,6 +15,7 @@ from envgym.config.resolve import resolve
 from envgym.engine import SamplingParams
 from envgym.errors import ConfigError, DataError
 from envgym.learner import trajectories
+from envgym.monitoring.metrics import rollout_metrics
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
@@ -349,6 +350,45 @@ def test_a_prompt_whose_field_is_named_is_the_whole_prompt(write):
     assert told(record.variants[0].messages) == [("assistant", "That.")]
 
 
+ASK = "\n\nHuman: Hi there\n\nAssistant: Hello.\n\nHuman: 1 + 2?\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        (f"{ASK} It is 3", f"{ASK} It is 4", ASK),  # both answers begin with the same words
+        (f"{ASK} Yes, 3", f"{ASK} No", ASK),
+        (f"{ASK} Yes", f"{ASK} Yes, sir", ASK),
+        ("### Instruction:\n1 + 2?\n\n### Response:\nI say 3", "### Instruction:\n1 + 2?\n\n### Response:\nI say 4",
+         "### Instruction:\n1 + 2?\n\n### Response:\n"),
+        ("<|user|>\n1?\n<|assistant|>\n3", "<|user|>\n1?\n<|assistant|>\n4", "<|user|>\n1?\n<|assistant|>\n"),
+        ("<|im_start|>user\n1?\n<|im_start|>assistant\nA 3", "<|im_start|>user\n1?\n<|im_start|>assistant\nA 4",
+         "<|im_start|>user\n1?\n<|im_start|>assistant\n"),
+        ("<|start_header_id|>assistant<|end_header_id|>\n\n3", "<|start_header_id|>assistant<|end_header_id|>\n\n4",
+         "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+        ("[INST] 1 + 2? [/INST] So 3", "[INST] 1 + 2? [/INST] So 4", "[INST] 1 + 2? [/INST]"),
+        ("USER: 1 + 2? ASSISTANT: So 3", "USER: 1 + 2? ASSISTANT: So 4", "USER: 1 + 2? ASSISTANT:"),
+        ("Q: 1 + 2?\nA: 3", "Q: 1 + 2?\nA: 4", "Q: 1 + 2?\nA:"),
+        ("What is 1 + 2?\nIt is 3", "What is 1 + 2?\nIt is 4", "What is 1 + 2?\n"),
+        ("The sum is forty-six", "The sum is forty-seven", "The sum is"),
+        ("Yes", "Yes, sir", ""),
+    ],
+)  # fmt: skip
+def test_the_common_beginning_of_two_texts_is_their_prompt_to_the_end_of_a_turn(chosen, rejected, prompt, write):
+    [record] = records(write({"chosen": chosen, "rejected": rejected}))
+    assert "".join(message.text for message in record.prompt) == prompt
+    assert [prompt + variant.messages[0].text for variant in record.variants] == [chosen, rejected]
+    assert [variant.rewards for variant in record.variants] == [(1.0,), (0.0,)]
+
+
+@pytest.mark.parametrize("render", ["auto", "raw"])
+def test_texts_with_a_common_beginning_are_taught_without_a_template(render, write, tiny_model):
+    path = write({"chosen": f"{ASK} It is 3", "rejected": f"{ASK} It is 4"})
+    [group], renderer = replayed(path, tiny_model, render=render)
+    texts = [taught(episode.rows[0], renderer) for episode in group.episodes]
+    assert texts == [f"{ASK}[ It is {n}<|im_end|>]" for n in "34"]
+
+
 def test_two_whole_texts_are_a_preference_without_a_prompt(write):
     [record] = records(write({"chosen": "good text", "rejected": "bad text", "margin": None}))
     assert record.prompt == ()
@@ -499,6 +539,7 @@ def test_a_row_that_is_too_long_loses_its_end_or_is_left_out(write, tiny_model):
     assert list(row.token_ids) == list(whole.episodes[0].rows[0].token_ids)[: n - 3]
     assert not taught(row, renderer).endswith("<|im_end|>]")
     assert (cut.episodes[0].outcome.status, cut.episodes[0].outcome.reason) == ("truncated", "length")
+    assert rollout_metrics([cut, same], sampled=False)["truncated/length"] == 0.5
     assert list(same.episodes[0].rows[0].token_ids) == list(short.episodes[0].rows[0].token_ids)
     [dropped, _], _ = replayed(path, tiny_model, agent={"max_tokens": n - 3, "too_long": "drop"})
     assert (dropped.episodes[0].failed, dropped.episodes[0].outcome.reason) == (True, "too_long")

@@ -42,6 +42,18 @@ def step(learner, groups, logprobs):
     return rows, [np.array([NAN, NAN, *own], np.float32) for own in logprobs]
 
 
+def test_identical_pairs_are_left_out_and_counted():
+    """As after truncation, before the answers differ."""
+    same = group(answer(1.0, [-1.0, -2.0]), answer(0.0, [-3.0, -1.0]))
+    learner = make()
+    samples = learner.prepare(scored([PAIR, same, OTHER]))
+    assert [len(sample) for sample in samples] == [4, 3, 5, 3]
+    assert learner.metrics(samples) == {"preference/pairs": 2, "preference/identical": 1}
+    samples = learner.prepare(scored([PAIR, OTHER]))
+    assert learner.metrics(samples) == {"preference/pairs": 2}
+    assert len(learner.prepare(scored([same]))) == 2  # a step has samples
+
+
 def loss_of(learner, rows, outputs, cut=None):
     normalizers = learner.loss_normalizers(rows)
     total, summed = 0.0, {}
