@@ -137,6 +137,11 @@ class EnvSpec:
         """A recording of `task`, for replay; by default its demonstrations."""
         return Recording(self.demonstrations(task, seed))
 
+    def conversations(self, task: Task) -> Sequence[Sequence[Message]]:
+        """The recorded conversations of a task, of which every message is to be read or learned; none if the policy is
+        to answer."""
+        return ()
+
     async def score_group(
         self, task: Task, episodes: Sequence[Episode]
     ) -> Sequence[float | Reward | Exception | None] | None:

@@ -20,6 +20,7 @@ from envgym.launch.components import (
 )
 from envgym.launch.models import MakeModel, fetch_model
 from envgym.launch.placement import placed_runtime
+from envgym.launch.prompts import check_conversations
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.run_folder import RunFolder
 from envgym.types import Group, Task
@@ -92,6 +93,7 @@ async def running_parts(
             if not part.stage.agent_config()[0].uses_policy:  # it replays recordings instead of the policy
                 part.stage.agent = Component(name=spec.agent)
             agents.append(make_agent(part.stage, model))
+            await check_conversations(spec, part.env.split, agents[-1].renderer)
         engine, context = await start_sampling(config, stage, list(contexts.values()), agents[0], model, display)
         runs = [
             PartRun(part, tasks, make_runner(part.config, part.stage, spec, agent, engine, context))

@@ -32,6 +32,9 @@ class ChatRenderer(Renderer):
     def dialogue(self) -> ChatDialogue:
         return ChatDialogue(self)
 
+    def check_roles(self, messages: Sequence[Message]) -> None:
+        self.template.to_template(messages)
+
     def _open(self, observation: Observation) -> str:
         if not observation.messages:
             raise InvalidStep("the first observation has neither messages nor text")
@@ -137,7 +140,7 @@ class ChatDialogue(Dialogue):
                 "an observation of messages follows one of raw text, and the chat template cannot continue it: "
                 "return messages or text throughout, or set render=text"
             )
-        new = self._template.to_template(observation.messages)
+        new = self._template.to_template(observation.messages, self._turns)
         forms = self._take_last_turn()
         rendered: list[tuple[str, list[ChatMessage]]] = []
         refusal: InvalidStep | None = None

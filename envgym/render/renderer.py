@@ -54,6 +54,9 @@ class Renderer(ABC):
         """Token ids of an episode's first observation, up to where the policy's turn begins."""
         return self.dialogue().start(observation)
 
+    def check_roles(self, messages: Sequence[Message]) -> None:
+        """Raise `InvalidStep` if the template leaves out one of a conversation's messages because of its role."""
+
     def opening(self, observation: Observation) -> tuple[str, list[int]]:
         """An episode's first observation as text and as token ids."""
         # Cached: the members of a group start one after the other from the same observation.

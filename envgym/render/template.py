@@ -7,18 +7,22 @@ arguments as text. Nothing here depends on a model's name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from envgym.errors import InvalidStep
 from envgym.types import Message, ToolCall, ToolSpec
+from envgym.types.conversations import END_OF_THOUGHT, THINK
 
 from .tool_calls import EXAMPLE, CallForm, Format, describe, find_format, read_hermes, write_hermes
 
 # Texts that no template contains.
-QUESTION, ANSWER, QUESTION_2, RESULT = "qx1asked", "qx2said", "qx3again", "qx4result"
+QUESTION, ANSWER, QUESTION_2, RESULT, RESULT_1 = "qx1asked", "qx2said", "qx3again", "qx4result", "qx6first"
 PROBE = ToolSpec("qx5tool", "qx5tool", {"type": "object", "properties": {"argument": {"type": "string"}}})
 
+INSTRUCTIONS = ("system", "developer")
+THOUGHT = "reasoning_content"
+"""The field of an assistant's message in which templates take a thought."""
 ChatMessage = dict[str, Any]
 """A message in the form that a template takes."""
 EXCHANGE: list[ChatMessage] = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
@@ -41,8 +45,9 @@ class Template:
             messages, tools = self._with_description(messages, tools), ()
         return self._render(messages, tools, open_turn)
 
-    def to_template(self, messages: Sequence[Message]) -> list[ChatMessage]:
-        """Convert messages to the form that this template takes."""
+    def to_template(self, messages: Sequence[Message], before: Sequence[ChatMessage] = ()) -> list[ChatMessage]:
+        """Convert messages, which follow those `before`, to the form that this template takes. Raises `InvalidStep` for
+        a role that the template leaves out."""
         result: list[ChatMessage] = []
         for message in messages:
             if message.role == "assistant":
@@ -53,13 +58,39 @@ class Template:
                     result[-1]["content"] += f"\n{text}"
                 else:
                     result.append({"role": "user", "content": text, "results": True})
-            else:
+            elif message.role in ("user", "tool"):
                 result.append(message.as_dict())
+            else:
+                self._append(result, message.as_dict(), [*before, *result])
         return result
+
+    def _append(self, messages: list[ChatMessage], message: ChatMessage, before: Sequence[ChatMessage]) -> None:
+        """Append a message of the system or of a role that may be unknown. A developer is the system, unless the
+        template has both; a system message that it does not write there joins the one just before it. Raises
+        `InvalidStep` for a role that it leaves out without an error."""
+        if message["role"] == "developer" and not self._knows_developers:
+            message = {**message, "role": "system"}
+        role, roles = message["role"], [previous["role"] for previous in before]
+        follows = roles[-1] if messages and roles[-1] in INSTRUCTIONS else ""
+        shown = self._shows(role, not roles, follows, role == "system" and "system" in roles)
+        if not shown and role in INSTRUCTIONS and follows:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{message['content']}"}
+        elif shown is False:
+            place = " after the first message" if roles else ""
+            raise InvalidStep(
+                f"the chat template of {self._name} leaves out messages of the role {role!r}{place}: use the roles "
+                "system, user, assistant and tool, and system for the first message alone"
+            )
+        else:
+            messages.append(message)
 
     def assistant(self, content: str, calls: Sequence[ToolCall] = ()) -> ChatMessage:
         """An assistant's message in the form that this template takes; calls that it cannot write become text in
-        `content`."""
+        `content`, and a thought between tags goes where the template takes it."""
+        if END_OF_THOUGHT in content and self._takes_thoughts:
+            thought, _, answer = content.partition(END_OF_THOUGHT)
+            message = self.assistant(answer.lstrip("\n"), calls)
+            return {**message, THOUGHT: thought.removeprefix(THINK).strip("\n")}
         if not calls:
             return {"role": "assistant", "content": content}
         if self._calls is None:
@@ -135,6 +166,34 @@ class Template:
         call = self.assistant("", [EXAMPLE])
         result = {"role": "tool", "content": RESULT, "tool_call_id": EXAMPLE.id, "name": EXAMPLE.name}
         return self._try([EXCHANGE[0], call, result], [PROBE]).count(RESULT) == 1
+
+    @cache  # noqa: B019  # as long as the template itself
+    def _shows(self, role: str, is_first: bool = True, follows: str = "", is_second: bool = False) -> bool | None:
+        """True if the template writes a message of a role: the first one, one that `follows` that of another role at
+        the beginning, or a later one; with `is_second` the earlier one of that role too. None if it rejects the probe,
+        which may be due to the order of the roles."""
+        first = [{"role": follows or role, "content": RESULT_1}] if follows or is_second else []
+        exchange = [] if is_first or follows else EXCHANGE
+        probe = [*first, *exchange, {"role": role, "content": RESULT}, {"role": "user", "content": QUESTION_2}]
+        try:
+            text = self._render(probe, (), False)
+        except InvalidStep:
+            return None
+        return RESULT in text and (not first or RESULT_1 in text)
+
+    @cached_property
+    def _knows_developers(self) -> bool:
+        """True if the template has its own form for the role `developer`: many write any role by its name."""
+        return "developer" in str(self.tokenizer.chat_template) and self._shows("developer") is True
+
+    @cached_property
+    def _takes_thoughts(self) -> bool:
+        """True if the template takes a thought from a field alone, and not from between tags in the text as well."""
+        inline = self._try(
+            [EXCHANGE[0], {"role": "assistant", "content": f"{THINK}\n{RESULT}\n{END_OF_THOUGHT}\n\n{ANSWER}"}], ()
+        )
+        text = self._try([EXCHANGE[0], {**EXCHANGE[1], THOUGHT: RESULT}], ())
+        return RESULT in text and "".join(text.split()) != "".join(inline.split())
 
     @cached_property
     def _wants_parts(self) -> bool:

@@ -34,7 +34,7 @@ class TextRenderer(Renderer):
     def lines(self, messages: Sequence[Message]) -> str:
         """Messages, and the opening of the policy's turn."""
         texts = [self.turn(m) if m.role == "assistant" else f" {m.text}" for m in messages]
-        names = [m.role.capitalize() for m in messages]
+        names = ["System" if m.role == "developer" else m.role.capitalize() for m in messages]
         return "".join(f"{name}:{text}\n" for name, text in zip(names, texts, strict=True)) + "Assistant:"
 
     def turn(self, message: Message) -> str:

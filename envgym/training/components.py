@@ -16,6 +16,7 @@ from envgym.errors import ConfigError
 from envgym.launch.components import StageContext, make_agent, make_runner, start_role, start_sampling
 from envgym.launch.memory import MemoryNeeds, with_micro_batches
 from envgym.launch.placement import ENGINE, PlacedRuntime
+from envgym.launch.prompts import check_conversations
 from envgym.learner import Learner
 from envgym.processes.runtime import Runtime
 from envgym.render import Renderer, load_tokenizer
@@ -73,6 +74,7 @@ async def start_components(
     for lora in adapters.values():
         lora.check_installed()
     agent = make_agent(stage, model)
+    await check_conversations(context.spec, "train", agent.renderer)
     apis = _make_apis(stage, learner, agent.renderer, context)
     pretraining = Pretraining(stage.pretrain, agent.renderer, config.seed) if stage.pretrain.paths else None
     timeshared = _timeshared_roles(context.runtime)

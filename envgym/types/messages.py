@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
+
+from .conversations import CALL, called_in, known_role, texts_of, with_thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +136,9 @@ def as_messages(
     prompt: str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]],
 ) -> tuple[Message, ...]:
     """Normalize a prompt: a string becomes one user message, mappings become `Message`. One message may stand for a
-    list of one.
+    list of one. Mappings may be in other programs' forms (`conversations`).
 
-    Raises `TypeError` for anything else.
+    Raises `TypeError` for anything else, and for parts that are no text; `ValueError` for a call that names no tool.
     """
     if isinstance(prompt, str):
         return (Message("user", prompt),)
@@ -145,7 +147,12 @@ def as_messages(
         if isinstance(item, Message):
             messages.append(item)
         elif isinstance(item, Mapping) and isinstance(item.get("role"), str):
-            messages.append(_message(item))
+            message = _message(item)
+            if known_role(item["role"]) == CALL and messages and messages[-1].role == "assistant":
+                previous = messages.pop()  # a turn and its calls are one message
+                calls = (*previous.tool_calls, *message.tool_calls)
+                message = replace(previous, content=(*previous.content, *message.content), tool_calls=calls)
+            messages.append(message)
         else:
             raise TypeError(f"a prompt is a string or a list of {{'role', 'content'}} messages, not {item!r}")
     return tuple(messages)
@@ -153,16 +160,24 @@ def as_messages(
 
 def _message(item: Mapping[str, Any]) -> Message:
     """The inverse of `Message.as_dict`; a call's arguments may be JSON text, as the APIs write them."""
-    content = item.get("content") or ""
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    role, content = known_role(item["role"]), item.get("content") or ""
+    described = item.get("tool_calls") or ([item["function_call"]] if item.get("function_call") else [])
+    if role == CALL:
+        role = "assistant"
+        content, described = called_in(content)
+    texts = texts_of(content)
+    if role == "assistant":
+        texts = with_thought(item, texts)
     calls = []
-    for call in _parsed(item.get("tool_calls") or (), "a call"):
-        function = call.get("function", call)
+    for call in _parsed(described, "a call"):
+        function = (call.get("function") or call) if isinstance(call, Mapping) else {}
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"a call names its function, not {call!r:.60}")
         arguments = _parsed(function.get("arguments") or {}, function["name"])
         calls.append(ToolCall(str(call.get("id", "")), function["name"], arguments, call.get("error") or ""))
     ids = (str(item.get("tool_call_id") or ""), str(item.get("name") or ""))
     weight = item["weight"] if isinstance(item.get("weight"), int | float) else 1.0
-    return Message(item["role"], texts, tuple(calls), *ids, bool(item.get("from_others")), weight)
+    return Message(role, texts, tuple(calls), *ids, bool(item.get("from_others")), weight)
 
 
 def _parsed(value: Any, tool: str) -> Any:

@@ -105,6 +105,11 @@ class RecordedSpec(DataEnvSpec):
     def record(self, task: Task) -> Record:
         return self._reader.read(dict(task.fields), f"task {task.key}")
 
+    def conversations(self, task: Task) -> Sequence[Sequence[Message]]:
+        record = self.record(task)
+        variants = [variant.messages for variant in record.variants] or [()]
+        return [(*record.prompt, *messages) for messages in variants]
+
     def recording(self, task: Task, seed: int, member: int) -> Recording:
         record = self.record(task)
         variant = record.variants[member]

@@ -16,6 +16,7 @@ from envgym.errors import DataError
 from envgym.tasks.columns import MESSAGE_FIELDS, SYSTEM_FIELDS, fields_of_prompt
 from envgym.tasks.rows import Row, RowLeftOut, parse_json
 from envgym.types import Message, as_messages
+from envgym.types.conversations import THOUGHTS
 
 from .flags import unread_keys, weight_of
 
@@ -39,10 +40,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "reward": ("reward", "score"),
 }
 """Usual names of fields, the most common first."""
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant",
-         "function_response": "tool", "observation": "tool"}  # fmt: skip
-"""Roles by their names in ShareGPT and other formats."""
-MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "from_others")
+MESSAGE_KEYS = (
+    "role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name", "from_others", *THOUGHTS,
+)  # fmt: skip
 """Keys of a message that are read, beside the flags of what is to be learned."""
 TURN = re.compile(
     r"((^|\n)[^\w\n]*|[>\]])(assistant|answer|response|model|bot|gpt|ai|a)(<\|\w+\|>|[^\w\s]+|(?=\n))\n*"
@@ -336,7 +336,7 @@ def _message(item: Any) -> Any:
         return item
     role = item.get("role", item.get("from"))
     content = item.get("content", item.get("value"))
-    return {**item, "role": ROLES.get(str(role), role), "content": content, "weight": weight_of(item)}
+    return {**item, "role": role, "content": content, "weight": weight_of(item)}
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[tuple[Message, ...], ...]:

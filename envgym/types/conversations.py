@@ -1,0 +1,73 @@
+"""Messages as other programs write them: their names of roles, calls as turns of their own, thoughts in a field of
+their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CALL = "function_call"
+"""The role of a turn that is a call, in ShareGPT's files."""
+ROLES = {
+    "user": "user", "human": "user", "prompter": "user", "system": "system",
+    "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant",
+    "ai": "assistant",
+    "tool": "tool", "function": "tool", "function_response": "tool", "tool_response": "tool", "tool_result": "tool",
+    "observation": "tool", "ipython": "tool",
+    "function_call": CALL, "tool_call": CALL, "tool_calls": CALL,
+}  # fmt: skip
+"""Roles by their names in the usual formats, in lower case."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
+"""Fields of an assistant's message that hold its thought."""
+THINK, END_OF_THOUGHT = "<think>", "</think>"
+
+
+def known_role(name: str) -> str:
+    """The role that a name stands for; a name that is unknown here, or means more than one thing, stays."""
+    return ROLES.get(name.strip().lower(), name)
+
+
+def texts_of(content: Any) -> list[str]:
+    """The texts of a message's content, which is text or a list of parts. Raises `TypeError` for a part that is no
+    text, such as an image."""
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, Sequence):
+        raise TypeError(f"the content of a message is text or a list of its parts, not {type(content).__name__}")
+    return [_text_of(part) for part in content]
+
+
+def _text_of(part: Any) -> str:
+    value = part.get("text") if isinstance(part, Mapping) else part
+    if isinstance(value, str):
+        return value
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in ("thinking", "reasoning"):  # a thought among the parts, as text or as parts
+        thought = "".join(texts_of(part.get("thinking") or part.get("reasoning") or ""))
+        return f"{THINK}\n{thought.strip()}\n{END_OF_THOUGHT}\n\n" if thought.strip() else ""
+    name = f"of type {kind!r}" if kind else f"{part!r:.60}"
+    raise TypeError(f"a message has a part {name}: only text is trained on so far, so leave out rows with other parts")
+
+
+def with_thought(item: Mapping[str, Any], texts: list[str]) -> list[str]:
+    """The texts of an assistant's message with the thought that a field of it holds, between `<think>` and `</think>`:
+    the renderer gives it to a template that takes it elsewhere."""
+    thought = next((item[name] for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()), "")
+    if not thought or any(END_OF_THOUGHT in text for text in texts):
+        return texts
+    return [f"{THINK}\n{thought.strip()}\n{END_OF_THOUGHT}\n\n", *texts]
+
+
+def called_in(content: Any) -> tuple[str, list[Any]]:
+    """A turn that is a call: the text before it, and the calls, `{"name": …, "arguments": …}`. It may be JSON text.
+    Raises `ValueError` for a text without one."""
+    if not isinstance(content, str):
+        return "", content if isinstance(content, list) else [content]
+    thought, mark, turn = content.rpartition(END_OF_THOUGHT)
+    for start in sorted(turn.find(bracket) for bracket in "{[" if bracket in turn):
+        with contextlib.suppress(json.JSONDecodeError):
+            value = json.loads(turn[start:])
+            return f"{thought}{mark}{turn[:start]}".strip(), value if isinstance(value, list) else [value]
+    raise ValueError(f'a turn that calls a function is JSON, {{"name": …, "arguments": {{…}}}}, not {content!r:.60}')
