@@ -235,7 +235,13 @@ def make_agent(stage: StageConfig, model: str) -> Agent:
     if stage.engine.kind != "openai":
         if agent_class.interface == "messages":
             raise ConfigError(f"agent {stage.agent.name} uses messages, which needs engine.kind=openai")
-        return agent_class(load_renderer(model, stage.render), agent_config)
+        renderer = load_renderer(model, stage.render)
+        if agent_class.uses_policy and renderer.has_channels:
+            raise ConfigError(
+                f"model {model} writes in channels (analysis, commentary, final), as GPT-OSS does, and envgym does not "
+                "read them: choose another model; recordings can be trained on"
+            )
+        return agent_class(renderer, agent_config)
     if agent_class.interface != "messages":
         chat_agent = vars(agent_class).get("chat_agent")
         if chat_agent is None:

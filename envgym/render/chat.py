@@ -26,6 +26,7 @@ class ChatRenderer(Renderer):
         if not tokenizer.chat_template:
             raise ConfigError(f"{tokenizer.name_or_path} has no chat template: set render=text")
         self.template = Template(tokenizer, tuple(self.added_tokens.values()))
+        self.has_channels = "<|channel|>" in str(tokenizer.chat_template)
         end_tokens = self.encode_after(self.tokenizer.eos_token_id, self.template.end_of_turn)[-1:]
         self.stop_token_ids = tuple(dict.fromkeys([*self.stop_token_ids, *end_tokens]))
 
@@ -63,7 +64,8 @@ class ChatDialogue(Dialogue):
         self._turns = self._template.to_template(observation.messages)
 
     def _read(self, text: str) -> Reading:
-        return read_calls(text, self._template.call_format, self.tools, thinking=self._opens_thought)
+        reader, is_thinker = self._template.call_format, self._template.writes_thoughts
+        return read_calls(text, reader, self.tools, thinking=self._opens_thought, is_thinker=is_thinker)
 
     @property
     def _opens_thought(self) -> bool:

@@ -43,6 +43,8 @@ class Renderer(ABC):
         self._opening: tuple[Observation | None, str, list[int]] = (None, "", [])
         self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
+    has_channels = False
+    """True if the template's turns consist of messages in channels, which no reader here takes apart."""
     others_answer = True
     """True if all messages after the first observation count as written by others, whatever their `from_others`."""
 

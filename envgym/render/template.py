@@ -87,7 +87,7 @@ class Template:
     def assistant(self, content: str, calls: Sequence[ToolCall] = ()) -> ChatMessage:
         """An assistant's message in the form that this template takes; calls that it cannot write become text in
         `content`, and a thought between tags goes where the template takes it."""
-        if END_OF_THOUGHT in content and self._takes_thoughts:
+        if content.startswith(THINK) and END_OF_THOUGHT in content and self._takes_thoughts:
             thought, _, answer = content.partition(END_OF_THOUGHT)
             message = self.assistant(answer.lstrip("\n"), calls)
             return {**message, THOUGHT: thought.removeprefix(THINK).strip("\n")}
@@ -185,6 +185,11 @@ class Template:
     def _knows_developers(self) -> bool:
         """True if the template has its own form for the role `developer`: many write any role by its name."""
         return "developer" in str(self.tokenizer.chat_template) and self._shows("developer") is True
+
+    @property
+    def writes_thoughts(self) -> bool:
+        """True if the template has marks of thoughts."""
+        return END_OF_THOUGHT in str(self.tokenizer.chat_template)
 
     @cached_property
     def _takes_thoughts(self) -> bool:

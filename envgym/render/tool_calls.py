@@ -8,17 +8,22 @@ policy.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from envgym.types import Message, ToolCall, ToolSpec
+from envgym.types.conversations import END_OF_THOUGHT, THINK
 
 MAX_DEPTH = 64
+MAX_TRIES = 8
+"""Schemas in schemas that are followed to an argument's type; ends of thoughts after which a call is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +113,32 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def read_calls(text: str, reader: Format, tools: Sequence[ToolSpec], *, thinking: bool) -> Reading:
+def read_calls(
+    text: str, reader: Format, tools: Sequence[ToolSpec], *, thinking: bool, is_thinker: bool = False
+) -> Reading:
     """Find the tool calls in a turn's text, special tokens included.
 
-    Thoughts (up to the last `</think>`) hold no calls; `thinking` is True if the prompt opened a thought.
+    Thoughts hold no calls. One begins in the prompt (`thinking`), or at a `<think>` before the first call, and ends at
+    the next `</think>`; marks in the arguments of a call are text. One without an end is text too, unless the prompt
+    began it or the template writes thoughts (`is_thinker`).
     """
-    thoughts, end_mark, answer = text.rpartition("</think>")
-    if not end_mark and (thinking or "<think>" in text):
-        return Reading(text)
     by_name = {tool.name: tool for tool in tools}
-    reading = reader(answer, by_name)
+    start, is_open = 0, thinking
+    for number in count():
+        reading = reader(text[start:], by_name)
+        # Where a turn is a call or none, the first thought may hide one; a few are tried, as a text may hold thousands.
+        find = reading.content.rfind if reading.calls or number == MAX_TRIES else reading.content.find
+        end = find(END_OF_THOUGHT)
+        is_open |= THINK in reading.content
+        if end < 0 and is_open and not (reading.calls and reading.is_complete):
+            end = text.find(END_OF_THOUGHT, start) - start
+        if end < 0:
+            break
+        start, is_open = start + end + len(END_OF_THOUGHT), False
+    if is_open and (thinking or is_thinker):
+        return Reading(text)
     calls = tuple(_check_name(call, by_name) for call in reading.calls)
-    return Reading(thoughts + end_mark + reading.content, calls, reading.text_after)
+    return Reading(text[:start] + reading.content, calls, reading.text_after)
 
 
 def parse_api_call(name: Any, arguments: Any, tools: Sequence[ToolSpec]) -> ToolCall:
@@ -298,31 +317,57 @@ def _read_tags(
 
 
 def _call(name: str, pairs: Iterable[tuple[str, str]], tools: Mapping[str, ToolSpec]) -> ToolCall:
-    properties = tools[name].parameters.get("properties", {}) if name in tools else {}
-    return ToolCall("", name, {key: _convert(text, properties.get(key)) for key, text in pairs})
+    schema = tools[name].parameters if name in tools else {}
+    properties = schema.get("properties", {})
+    return ToolCall("", name, {key: _convert(text, _types_in(properties.get(key), schema)) for key, text in pairs})
 
 
-_PYTHON = {"True": True, "False": False, "None": None}
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "array": list, "object": dict, "integer": int, "number": (int, float), "boolean": bool, "null": type(None),
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "boolean": (bool,), "null": (type(None),), "integer": (int,), "number": (int, float),
+    "array": (list,), "object": (dict,),
 }  # fmt: skip
 
 
-def _convert(text: str, schema: Any) -> Any:
-    """Convert an argument to the type in its schema: a string stays, other types are read from JSON. A text that is no
-    JSON stays."""
-    declared = schema.get("type") if isinstance(schema, Mapping) else None
+def _types_in(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """The JSON types that a schema allows, as far as it says; `root` holds what it refers to."""
+    if not isinstance(schema, Mapping) or depth > MAX_TRIES:
+        return set()
+    declared = schema.get("type")
     types = {declared} if isinstance(declared, str) else set(declared or ())
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    types |= {next(kind for kind in _TYPES if isinstance(value, _TYPES[kind])) for value in values if not types}
+    target: Any = root if str(schema.get("$ref", "")).startswith("#/") else None
+    for name in str(schema.get("$ref", "")).split("/")[1:]:
+        target = target.get(name) if isinstance(target, Mapping) else None
+    alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ()), target]
+    return types.union(*(_types_in(part, root, depth + 1) for part in alternatives))
+
+
+def _convert(text: str, types: set[str]) -> Any:
+    """Convert an argument to one of the types in its schema: a string stays, other types are read from JSON, or from
+    the Python literals that some templates and models write. A text that is neither stays."""
     if types == {"string"}:
         return text
     value, end, error = parse_json(text, 0)
-    if text.strip() in _PYTHON:  # some templates write Python literals
-        value, end, error = _PYTHON[text.strip()], len(text), ""
     if error or text[end:].strip():
-        return text
-    if "string" in types and not any(isinstance(value, _TYPES[kind]) for kind in types & set(_TYPES)):
-        return text
-    return value
+        value = _python_value(text)
+        if isinstance(value, str):
+            return text
+    kinds = {"boolean"} if isinstance(value, bool) else {kind for kind in _TYPES if isinstance(value, _TYPES[kind])}
+    return text if "string" in types and not types & kinds - {"string"} else value
+
+
+def _python_value(text: str) -> Any:
+    """The value of a Python literal that is True, False, None, or a list, tuple or dict in JSON's types; else the
+    text."""
+    try:
+        value = ast.literal_eval(text.strip())
+        if value is None or isinstance(value, bool | list | tuple | dict):
+            value, _, error = parse_json(json.dumps(value, allow_nan=False), 0)
+            return text if error else value
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        pass
+    return text
 
 
 # -- The format of a chat template ------------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+from importlib.metadata import files
 
 import pytest
 
 import envgym
 from envgym.agents.replay import Replay, ReplayConfig
+from envgym.config.resolve import resolve
 from envgym.env import CheckedEnv
-from envgym.errors import DataError, InvalidStep
+from envgym.errors import ConfigError, DataError, InvalidStep
+from envgym.launch.components import make_agent
 from envgym.launch.prompts import check_conversations
 from envgym.types import Observation, as_messages
 
@@ -184,3 +187,16 @@ def test_thoughts_among_the_parts_and_in_the_text_count_once():
 def test_an_image_is_one_sentence(part):
     with pytest.raises(TypeError, match=r"a message has a part of type 'image.*': only text is trained on so far"):
         as_messages([{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}])
+
+
+def test_a_policy_that_writes_in_channels_is_refused_and_its_recordings_are_not(tiny_model, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [ASKED, ANSWERED]}))
+    [path] = [file.locate() for file in files("trl") if file.name == "gptoss.jinja"]
+    settings = {"model": str(tiny_model), "render": {"template": str(path)}}
+    [stage] = resolve({"env": "math_verify", **settings}).stages
+    with pytest.raises(ConfigError, match=r"writes in channels .*, as GPT-OSS does, and envgym does not read them"):
+        make_agent(stage, stage.model)
+    [stage] = resolve({"recipe": "sft", "data": {"path": str(tmp_path / "rows.jsonl")}, **settings}).stages
+    assert "<|channel|>final<|message|>3 it is" in taught(
+        make_agent(stage, stage.model).renderer, tmp_path, {"messages": [ASKED, ANSWERED]}
+    )

@@ -342,3 +342,101 @@ def test_the_policy_is_told_which_tools_there_are(chat, family):
     places = [text.find(f"result {number}.") for number in range(len(calls))]
     assert -1 not in places
     assert places == sorted(places)
+
+
+COLOURS = {"Colour": {"enum": ["1", "red"], "type": "string"}, "Level": {"enum": [1, 2]}}
+TYPED = {
+    "text_or_none": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "text_or_number": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+    "types": {"type": ["string", "null"]},
+    "colour": {"$ref": "#/$defs/Colour"},
+    "all": {"allOf": [{"$ref": "#/$defs/Colour"}], "default": "red"},
+    "level": {"anyOf": [{"$ref": "#/$defs/Level"}, {"type": "null"}]},
+    "constant": {"const": "5"},
+    "list": {"type": "array", "items": {"type": "string"}},
+    "lists_or_text": {"anyOf": [{"type": "array"}, {"type": "string"}]},
+    "object": {"type": "object"},
+    "any": {},
+}
+
+
+@pytest.mark.parametrize("reader", TAGS)
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("text_or_none", "5", "5"),
+        ("text_or_none", "true", "true"),
+        ("text_or_none", "null", None),
+        ("text_or_none", "None", None),
+        ("text_or_number", "5", 5),
+        ("text_or_number", "True", "True"),
+        ("types", "[1]", "[1]"),
+        ("colour", "1", "1"),
+        ("all", "1", "1"),
+        ("level", "1", 1),
+        ("level", "None", None),
+        ("constant", "5", "5"),
+        ("list", "['a', 'it\\'s']", ["a", "it's"]),
+        ("list", "(1, None, True)", [1, None, True]),
+        ("list", "['a'", "['a'"),
+        ("list", "[{1, 2}]", "[{1, 2}]"),
+        ("lists_or_text", "['a']", ["a"]),
+        ("lists_or_text", "{'a': 1}", "{'a': 1}"),
+        ("object", "{'a': [False]}", {"a": [False]}),
+        ("any", "['a']", ["a"]),
+        ("any", "'a'", "'a'"),
+        ("any", "-" * 100_000 + "1", "-" * 100_000 + "1"),
+    ],
+)
+def test_an_argument_in_tags_has_a_type_of_its_schema(reader, name, text, value):
+    tool = ToolSpec("f", "", {"type": "object", "properties": TYPED, "$defs": COLOURS})
+    written = {
+        read_function_tags: f"<tool_call><function=f><parameter={name}>{text}</parameter></function></tool_call>",
+        read_argument_tags: f"<tool_call>f<arg_key>{name}</arg_key><arg_value>{text}</arg_value></tool_call>",
+    }[reader]
+    [call] = reader(written, {"f": tool}).calls
+    assert call.arguments == {name: value}
+    assert type(call.arguments[name]) is type(value)
+
+
+def written(renderer, argument):
+    """The text of a call as the template writes it."""
+    text = renderer.template.turn(
+        renderer.template.assistant("", [ToolCall("abcdefghi", "f1", {"f1_string": argument})])
+    )
+    end = "<｜tool▁call▁end｜>"  # DeepSeek's first turns end with it too
+    return f"{text.removesuffix(end)}{end}" if "<｜tool▁call▁begin｜>" in text else text
+
+
+@pytest.mark.parametrize("mark", ["</think>", "<think>", "Write </think> and <think>."])
+@pytest.mark.parametrize("family", FORMATS)
+def test_marks_of_thoughts_in_an_argument_are_its_text(chat, family, mark):
+    renderer = chat("tekken", family)
+    dialogue = begun(renderer)
+    closed = "Hm.</think>" if dialogue._opens_thought else ""
+    message = dialogue.add_policy_turn([*renderer.encode(closed + written(renderer, mark)), renderer.stop_token_ids[0]])
+    assert what(message.tool_calls) == [("f1", {"f1_string": mark}, "")]
+
+
+@pytest.mark.parametrize(
+    ("before", "is_text"),
+    [("<think>\n", True), ("A <think> tag:\n", True), ("I use </think>.\n", False), ("<think>Hm.</think>\n", False)],
+)
+@pytest.mark.parametrize("family", [name for name in FORMATS if FORMATS[name] is not read_llama])
+def test_a_call_after_marks_of_thoughts_is_a_call_unless_the_template_has_a_thought_there(
+    chat, family, before, is_text
+):
+    """A thought without an end is one for templates that write thoughts."""
+    renderer = chat("tekken", family)
+    ids = [*renderer.encode(before + written(renderer, "x </think>")), renderer.stop_token_ids[0]]
+    calls = begun(renderer).add_policy_turn(ids).tool_calls
+    is_thought = is_text and renderer.template.writes_thoughts
+    assert what(calls) == ([] if is_thought else [("f1", {"f1_string": "x </think>"}, "")])
+
+
+def test_a_thought_that_names_the_mark_of_calls_hides_none(chat):
+    renderer = chat("tekken", "qwen3")
+    call = '<tool_call>\n{"name": "f1", "arguments": {}}\n</tool_call>'
+    for thought in ("I write <tool_call> next.", f"Perhaps {call}?"):
+        text = f"<think>\n{thought}\n</think>\n\n{call}"
+        assert len(begun(renderer).add_policy_turn(renderer.encode(text)).tool_calls) == 1
