@@ -1,17 +1,20 @@
-"""HTTP requests over aiohttp: one policy for retries and rate limits, and every failure as a one-line message."""
+"""Requests to other people's services over httpx: one policy for retries and rate limits, and every failure as a
+one-line message."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
+import ssl
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
+from urllib.request import getproxies, proxy_bypass
 
-import aiohttp
-from aiohttp import BaseConnector, ClientSession
+import httpx
 
 from envgym.errors import InvalidOutcome
 from envgym.processes.deadline import pause_timeouts
@@ -21,10 +24,18 @@ from .retries import LONGEST_PAUSE, RETRY_STATUSES, pauses, retry_after
 FIRST_PAUSE = 0.5
 """Seconds before the second try; doubled before each further one, and shortened by up to a half at random."""
 CONNECT_SECONDS = 10.0
+KEEPALIVE = 2.0
+"""Seconds to keep an unused connection: less than servers do, or a request might meet one that is closing."""
 MAX_ANSWER = 64 * 2**20
 """Maximum number of bytes of an answer, decompressed."""
-MAX_HEADER = 100_000
-"""Maximum number of bytes of each header of an answer."""
+LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=None)
+"""Of the pool of one connection, which `Connections` closes."""
+HEADERS = {
+    "Accept": "application/json",
+    "Accept-Encoding": "gzip, deflate",
+    "Content-Type": "application/json",
+    "User-Agent": f"python-httpx/{httpx.__version__}",
+}
 
 Kind = Literal["url", "unreachable", "lost", "timeout", "unusable"]
 
@@ -43,58 +54,118 @@ class NoAnswer(Exception):
         self.wait = wait
 
 
-def http_client(
-    connector: BaseConnector | None = None, *, secret: str = "", keeps_cookies: bool = False, keepalive: float = 5.0
-) -> ClientSession:
-    """A client of the running event loop, over the connections of another, or over its own: as many as it has requests
-    at a time, each closed once it has been idle for `keepalive` seconds.
+class Connections:
+    """Connections to servers: as many as there are requests at a time. The next request to a server closes those that
+    have been idle for `KEEPALIVE` seconds.
 
-    The environment's proxies and passwords are not used: key and request are for the address alone. Cookies are stored
-    with `keeps_cookies` only.
+    Each is an httpx transport with a pool of its own: a pool of httpx's looks at all of its connections at each
+    request, which takes five times as long with 256 of them. `HTTPS_PROXY` and `NO_PROXY` hold for https:// alone,
+    where a proxy sees neither key nor request.
     """
-    headers = {"Accept": "application/json", "Content-Type": "application/json"}
-    return ClientSession(
-        connector=connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive),
-        connector_owner=connector is None,
-        cookie_jar=aiohttp.CookieJar(unsafe=True) if keeps_cookies else aiohttp.DummyCookieJar(),
-        headers=headers | ({"Authorization": f"Bearer {secret}"} if secret else {}),
-        timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
-        max_field_size=MAX_HEADER,
-    )
+
+    def __init__(self) -> None:
+        self._idle = defaultdict[tuple[str, bytes], deque[tuple[float, httpx.AsyncHTTPTransport]]](deque)
+
+    async def send(self, request: httpx.Request) -> tuple[httpx.Response, bytes]:
+        """The answer and its decompressed body. Raises httpx's errors, and `NoAnswer` for too long a body."""
+        idle = self._idle[request.url.scheme, request.url.netloc]
+        while idle and idle[0][0] <= time.monotonic() - KEEPALIVE:
+            await idle.popleft()[1].aclose()
+        transport = idle.pop()[1] if idle else _transport(request.url)
+        try:
+            answer = await transport.handle_async_request(request)
+            try:
+                content = bytearray()
+                async for chunk in answer.aiter_bytes():
+                    content += chunk
+                    if len(content) > MAX_ANSWER:
+                        raise NoAnswer("unusable", f"answers with more than {MAX_ANSWER / 2**20:.3g} MiB")
+            finally:
+                await answer.aclose()
+        finally:
+            idle.append((time.monotonic(), transport))
+        return answer, bytes(content)
+
+    async def close(self) -> None:
+        for idle in self._idle.values():
+            while idle:
+                await idle.pop()[1].aclose()
+
+
+def _transport(url: httpx.URL) -> httpx.AsyncHTTPTransport:
+    proxy = getproxies().get("https", "") if url.scheme == "https" and not proxy_bypass(url.host) else ""
+    proxy = proxy if not proxy or "://" in proxy else f"http://{proxy}"
+    is_usable = proxy.startswith(("http://", "https://"))  # SOCKS needs another package
+    return httpx.AsyncHTTPTransport(_tls_context(), trust_env=False, limits=LIMITS, proxy=proxy if is_usable else None)
+
+
+@functools.cache
+def _tls_context() -> ssl.SSLContext:
+    return ssl.create_default_context()  # reads a file of 200 kB
+
+
+class HttpClient:
+    """A client of the running event loop, over shared connections, which it then does not close, or over its own.
+
+    The environment's passwords are not used: key and request are for the address alone. Cookies are stored with
+    `keeps_cookies` only.
+    """
+
+    def __init__(
+        self, connections: Connections | None = None, *, secret: str = "", keeps_cookies: bool = False
+    ) -> None:
+        self.connections = connections or Connections()
+        self._has_own = connections is None
+        self._headers = HEADERS | ({"Authorization": f"Bearer {secret}"} if secret else {})
+        self._cookies = httpx.Cookies() if keeps_cookies else None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._has_own:
+            await self.connections.close()
+
+    async def send(self, method: str, url: str, body: bytes | None) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and body of the answer. Raises httpx's errors, `ValueError` and `NoAnswer`."""
+        extensions = {"timeout": {"connect": CONNECT_SECONDS}}
+        request = httpx.Request(
+            method, url, headers=self._headers, content=body, cookies=self._cookies, extensions=extensions
+        )
+        if request.url.scheme not in ("http", "https") or not request.url.host:
+            raise ValueError("no http:// or https:// URL")
+        if request.url.userinfo:
+            next(httpx.BasicAuth(request.url.username, request.url.password).auth_flow(request))
+        answer, content = await self.connections.send(request)
+        if self._cookies is not None:
+            answer.request = request
+            self._cookies.extract_cookies(answer)
+        return answer.status_code, answer.headers, content
 
 
 async def exchange(
-    http: ClientSession, method: str, url: str, body: bytes | None = None, *, seconds: float | None, connects: int = 1
+    http: HttpClient, method: str, url: str, body: bytes | None = None, *, seconds: float | None, connects: int = 1
 ) -> tuple[int, Mapping[str, str], bytes]:
     """Status (any), headers and body of the answer, each try within `seconds`. Redirects are not followed.
 
-    A failed connection is tried `connects` times in all: nothing has been sent then. If it breaks later, aiohttp itself
-    repeats a GET once, and never a POST. Raises `NoAnswer`.
+    A failed connection is tried `connects` times in all: nothing has been sent then. Raises `NoAnswer`.
     """
     waits = pauses(FIRST_PAUSE, jitter=0.5)
     while True:
-        for _ in range(2):  # the loop takes two turns to notice connections that the server has closed
-            await asyncio.sleep(0)
         try:
-            async with asyncio.timeout(seconds), http.request(method, url, data=body, allow_redirects=False) as answer:
-                return answer.status, answer.headers, await _read(answer)
-        except (aiohttp.ClientError, ConnectionError, ValueError) as error:  # some are TimeoutErrors as well
-            failure = _failure(error)
+            async with asyncio.timeout(seconds):
+                return await http.send(method, url, body)
         except TimeoutError:
             failure = NoAnswer("timeout", f"gave no answer within {seconds:g} s")
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            failure = _failure(error)
         connects -= 1
         if failure.kind != "unreachable" or connects == 0:
             raise failure
         await asyncio.sleep(next(waits))
-
-
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    content = bytearray()
-    async for chunk in answer.content.iter_any():
-        content += chunk
-        if len(content) > MAX_ANSWER:
-            raise NoAnswer("unusable", f"answers with more than {MAX_ANSWER / 2**20:.3g} MiB")
-    return bytes(content)
 
 
 class RequestRejected(InvalidOutcome):
@@ -139,7 +210,7 @@ class JsonCaller:
         self._next_start = 0.0
         self._not_before = 0.0
         self._timeout = timeout
-        self._http = http_client(secret=secret)
+        self._http = HttpClient(secret=secret)
 
     async def close(self) -> None:
         await self._http.close()
@@ -229,19 +300,24 @@ def _problem(body: Any, content: bytes) -> tuple[str, str]:
 
 
 def _failure(error: Exception) -> NoAnswer:
-    """The failure behind an error of aiohttp's, with the operating system's reason, if any, else the library's."""
-    kind: Kind = "lost"
-    cause = error.__cause__ or error
-    reason = getattr(cause, "strerror", None) or getattr(cause, "message", None) or str(cause)
-    if isinstance(cause, ConnectionError) and cause.errno:
-        reason = os.strerror(cause.errno).lower()
-    if isinstance(error, aiohttp.ConnectionTimeoutError):
-        kind, reason = "unreachable", f"no connection within {CONNECT_SECONDS:g} s"
-    elif isinstance(error, aiohttp.ClientConnectorError):
-        kind = "unreachable"
-    elif isinstance(error, ValueError | aiohttp.NonHttpUrlClientError):
-        kind, reason = "url", "not a usable http:// or https:// URL"  # the library's reason may hold a password
-    elif isinstance(error, aiohttp.ServerDisconnectedError):
-        reason = "Server disconnected without sending a response."
-    reason = " ".join(reason.split()) or type(error).__name__
+    if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol | httpx.LocalProtocolError | ValueError):
+        reason = "not a usable http:// or https:// URL"  # the library's reason may hold a password or the key
+        return NoAnswer("url", f"cannot be reached ({reason})", reason)
+    is_slow = isinstance(error, httpx.ConnectTimeout)
+    reason = f"no connection within {CONNECT_SECONDS:g} s" if is_slow else _reason(error)
+    kind: Kind = "unreachable" if is_slow or isinstance(error, httpx.ConnectError | httpx.ProxyError) else "lost"
     return NoAnswer(kind, f"cannot be reached ({reason})", reason)
+
+
+def _reason(error: Exception) -> str:
+    """The operating system's reason for a failed connection, if any, else the library's message."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        if isinstance(cause, ConnectionError) and cause.errno:
+            return os.strerror(cause.errno).lower()
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return " ".join(str(error).split()) or type(error).__name__

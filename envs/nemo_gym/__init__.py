@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from aiohttp import ClientSession
 from pydantic import Field, model_validator
 
 from envgym.agents.external import responses_api
 from envgym.env import Env, Info, StepResult
 from envgym.errors import ConfigError, DataError, InvalidOutcome, did_you_mean
+from envgym.net.client import HttpClient
 from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
 from envgym.types import Action, Message, Observation, StopReason, Task, ToolCall, as_messages
 
@@ -95,7 +95,7 @@ class NemoGym(DataEnvSpec):
     config: NemoGymConfig
     answer_required = False
 
-    _http: ClientSession
+    _http: HttpClient
     _url = ""
     _flow: FlowName = "tools"
 
@@ -104,7 +104,7 @@ class NemoGym(DataEnvSpec):
         if not (config.url or config.head):
             raise ConfigError(f"environment {self.id}: which server? set env.url, or env.head and env.server")
         await super().setup()
-        self._http = client.http_client()
+        self._http = HttpClient()
         self.closing.push_async_callback(self._http.close)
         self._url = config.url or await client.find_resources_server(str(config.head), config.server, self._http)
         self._flow = await client.flow_of(self._url, self._http, None if config.flow == "auto" else config.flow)
@@ -117,7 +117,7 @@ class NemoGym(DataEnvSpec):
         NeMo-Gym."""
         if PARAMS not in task.fields:
             raise ConfigError(f"environment {self.id}: task {task.id} is no row of NeMo-Gym")
-        session = client.ResourcesSession(self._url, self._http.connector, self.config.request_timeout)
+        session = client.ResourcesSession(self._url, self._http.connections, self.config.request_timeout)
         flow = ToolsFlow if self._flow == "tools" else GymnasiumFlow
         return flow(session, task, max_turns=self.config.max_turns, max_chars=self.config.max_result_chars)
 

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from aiohttp import ClientSession
 from pydantic import Field, field_validator
 
 from envgym.agent import Agent, AgentConfig, Sampler
@@ -21,6 +20,7 @@ from envgym.agents.external.endpoint import TICKET, Endpoint
 from envgym.agents.token_level import actions_of
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome
+from envgym.net.client import HttpClient
 from envgym.types import Episode, Limit, Outcome, Task
 
 from . import client, protocol
@@ -76,7 +76,7 @@ class NeMoGym(Agent):
         row = row_of(task)
         conversation = Conversation(self.renderer, sampler, None, self.config.max_tokens)
         try:
-            async with asyncio.timeout(self.config.timeout), client.http_client() as http:
+            async with asyncio.timeout(self.config.timeout), HttpClient() as http:
                 url, endpoint = await self._addresses(http, row)
                 async with endpoint.session(conversation) as access:
                     metadata = {**(row[PARAMS].get("metadata") or {}), TICKET: access.ticket}
@@ -107,7 +107,7 @@ class NeMoGym(Agent):
         metrics = protocol.numbers(answer, {*task.fields, "reward", "mask_sample"})
         return conversation.episode(task, outcome, reward, {"metrics": metrics}, conversation.messages)
 
-    async def _addresses(self, http: ClientSession, row: Mapping[str, Any]) -> tuple[str, Endpoint]:
+    async def _addresses(self, http: HttpClient, row: Mapping[str, Any]) -> tuple[str, Endpoint]:
         """The agent server's URL, and the endpoint at its model server's address."""
         name = self.config.server or (row.get("agent_ref") or {}).get("name") or ""
         if not name:

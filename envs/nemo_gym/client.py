@@ -8,25 +8,16 @@ from typing import Any
 from urllib.parse import quote
 
 import yaml
-from aiohttp import BaseConnector, ClientSession
 
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
-from envgym.net import client
-from envgym.net.client import NoAnswer, exchange
+from envgym.net.client import Connections, HttpClient, NoAnswer, exchange
 
 from .protocol import ROUTES, FlowName, address_of, servers, url_of
 
 CONNECTS = 3
 """Tries to connect: a refused connection has sent nothing."""
-KEEPALIVE = 2.0
-"""Seconds to keep an unused connection: less than servers do, or a request might meet one that is closing."""
 LOOKUP_SECONDS = 10.0
 """Time limit of each request of a server look-up."""
-
-
-def http_client(connector: BaseConnector | None = None, *, keeps_cookies: bool = False) -> ClientSession:
-    """A client over another's connections, or over its own."""
-    return client.http_client(connector, keeps_cookies=keeps_cookies, keepalive=KEEPALIVE)
 
 
 class ResourcesSession:
@@ -37,10 +28,10 @@ class ResourcesSession:
     `server_protocol` (an answer outside NeMo-Gym's protocol).
     """
 
-    def __init__(self, url: str, connector: BaseConnector | None, timeout: float) -> None:
+    def __init__(self, url: str, connections: Connections, timeout: float) -> None:
         self._url = url.rstrip("/")
         self._timeout = timeout
-        self.http = http_client(connector, keeps_cookies=True)
+        self.http = HttpClient(connections, keeps_cookies=True)
         """The client, to be closed with the session."""
 
     async def ask(self, route: str, body: Mapping[str, Any], *, repeatable: bool = False) -> dict[str, Any]:
@@ -76,7 +67,7 @@ class ResourcesSession:
         return status, answer.decode("utf-8", "replace")
 
 
-async def post_json(http: ClientSession, url: str, body: Any, *, kind: str, seconds: float | None) -> dict[str, Any]:
+async def post_json(http: HttpClient, url: str, body: Any, *, kind: str, seconds: float | None) -> dict[str, Any]:
     """The JSON object of a server's answer to a POST. Raises `InvalidOutcome` of this kind for anything else."""
     try:
         status, _, content = await exchange(http, "POST", url, json.dumps(body).encode(), seconds=seconds)
@@ -102,7 +93,7 @@ def _object(text: str, url: str, kind: str) -> dict[str, Any]:
 # -- looking servers up --------------------------------------------------------------------------------
 
 
-async def head_config(head: str, http: ClientSession) -> Mapping[str, Any]:
+async def head_config(head: str, http: HttpClient) -> Mapping[str, Any]:
     """The config of a head server, which returns it as YAML within a JSON string.
 
     Raises `ConfigError`. No message quotes the config, since it may hold API keys.
@@ -119,7 +110,7 @@ async def head_config(head: str, http: ClientSession) -> Mapping[str, Any]:
     return config
 
 
-async def find_resources_server(head: str, name: str | None, http: ClientSession) -> str:
+async def find_resources_server(head: str, name: str | None, http: HttpClient) -> str:
     """The URL of the resources server `name` in a head server's config, or of the only one there.
 
     Raises `ConfigError`.
@@ -137,7 +128,7 @@ async def find_resources_server(head: str, name: str | None, http: ClientSession
     return url_of(*addresses[name], head)
 
 
-async def flow_of(url: str, http: ClientSession, preferred: FlowName | None = None) -> FlowName:
+async def flow_of(url: str, http: HttpClient, preferred: FlowName | None = None) -> FlowName:
     """The flow whose routes the server at `url` has; if it has both, `preferred`, or tools. Raises `ConfigError`."""
     # The routes accept only POST, so that a GET detects them without side effects.
     flows = []
@@ -153,7 +144,7 @@ async def flow_of(url: str, http: ClientSession, preferred: FlowName | None = No
     return preferred or flows[0]
 
 
-async def _get(url: str, http: ClientSession) -> tuple[int, str]:
+async def _get(url: str, http: HttpClient) -> tuple[int, str]:
     """Status and text of the answer to a GET. Raises `ConfigError` if there is none."""
     try:
         status, _, content = await exchange(http, "GET", url, seconds=LOOKUP_SECONDS)

@@ -14,15 +14,16 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from aiohttp import ClientSession, web
+from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from envgym.agents.external.responses_api import Item, input_items, output_items, response
 from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
+from envgym.net.client import HttpClient
 from envgym.types import Action, Message, ToolCall, observed_messages
 
-from .client import http_client, post_json
+from .client import post_json
 from .protocol import FAILURE_CLASS, PARAMS, numbers
 from .served_tasks import ServedEpisode, UnknownRow, action_of, place_of, pose
 
@@ -248,7 +249,7 @@ class AgentServer:
         prompt = params["input"]
         prompt = input_items((Message("user", prompt),)) if isinstance(prompt, str) else list(prompt)
         total_usage = Counter[str]()
-        async with http_client(keeps_cookies=True) as http:  # cookies of this episode alone
+        async with HttpClient(keeps_cookies=True) as http:  # cookies of this episode alone
             while True:
                 answer = await self._sample(http, {**params, "input": [*prompt, *output]})
                 output += answer["output"]
@@ -263,7 +264,7 @@ class AgentServer:
                 output += input_items(observed_messages(turn.observation))
         return {**answer, "usage": {**usage, **total_usage} if usage else None}
 
-    async def _sample(self, http: ClientSession, body: Mapping[str, Any]) -> Item:
+    async def _sample(self, http: HttpClient, body: Mapping[str, Any]) -> Item:
         """One turn of the policy. Raises `InvalidOutcome` (`model_server`) if the model server gives none."""
         url = f"{self._model_server}/v1/responses"
         answer = await post_json(http, url, body, kind="model_server", seconds=CALL_SECONDS)

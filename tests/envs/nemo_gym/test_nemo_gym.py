@@ -6,14 +6,14 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import web
 
 import envgym
 from envgym.config.resolve import resolve
-from envgym.envs.nemo_gym import client
 from envgym.envs.nemo_gym.client import find_resources_server
 from envgym.errors import ConfigError, DataError, EnvgymError, InvalidOutcome
-from envgym.net.client import http_client
+from envgym.net import client as net
+from envgym.net.client import HttpClient
 from envgym.types import Action, Message, StopReason, TextPart, ToolCall
 
 TOOL = {
@@ -374,14 +374,14 @@ def test_a_tool_call_is_never_sent_twice(serving, path, answer, kind):
 
 def test_a_server_that_is_gone_is_tried_again_and_fails_the_episode(serving, path, monkeypatch):
     """Asked over a connection of its own: one that was kept would be lost with the server."""
-    tries, request = [], ClientSession.request
+    tries, send = [], HttpClient.send
 
-    def counted_request(self, *arguments, **named):
+    def counted(self, *arguments):
         tries.append(None)
-        return request(self, *arguments, **named)
+        return send(self, *arguments)
 
-    monkeypatch.setattr(ClientSession, "request", counted_request)
-    monkeypatch.setattr(client, "KEEPALIVE", 0.0)
+    monkeypatch.setattr(HttpClient, "send", counted)
+    monkeypatch.setattr(net, "KEEPALIVE", 0.0)
 
     async def main():
         async with serving(tools_server()) as url:
@@ -507,7 +507,7 @@ def test_a_server_is_found_by_its_name(serving, path):
 def test_a_server_that_listens_everywhere_is_where_its_head_server_is(serving):
     async def main(host):
         config = {"quiz": {"resources_servers": {"mcqa": {"host": host, "port": 21001}}}}
-        async with serving(head_server(config)) as head, http_client() as http:
+        async with serving(head_server(config)) as head, HttpClient() as http:
             return await find_resources_server(head.replace("127.0.0.1", "localhost"), None, http)
 
     assert asyncio.run(main("0.0.0.0")) == "http://localhost:21001"
@@ -521,7 +521,7 @@ def test_what_a_config_refers_to_is_looked_up(serving):
     async def main(**settings):
         config = {"quiz": {"resources_servers": {"mcqa": settings}}, "at": {"host": "box", "port": "${main_port}"}}
         config |= {"main_port": 21001, "loop": "${loop}"}
-        async with serving(head_server(config)) as head, http_client() as http:
+        async with serving(head_server(config)) as head, HttpClient() as http:
             return await find_resources_server(head, None, http)
 
     assert asyncio.run(main(host="${at.host}-${main_port}.lan", port="${at.port}")) == "http://box-21001.lan:21001"
