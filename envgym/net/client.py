@@ -11,7 +11,8 @@ import ssl
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, Literal
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
@@ -29,7 +30,8 @@ KEEPALIVE = 2.0
 MAX_ANSWER = 64 * 2**20
 """Maximum number of bytes of an answer, decompressed."""
 LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=None)
-"""Of the pool of one connection, which `Connections` closes."""
+"""Of the pool of one connection, which `HttpClient` closes."""
+EXTENSIONS = {"timeout": {"connect": CONNECT_SECONDS}}
 HEADERS = {
     "Accept": "application/json",
     "Accept-Encoding": "gzip, deflate",
@@ -54,42 +56,58 @@ class NoAnswer(Exception):
         self.wait = wait
 
 
-class Connections:
-    """Connections to servers: as many as there are requests at a time. The next request to a server closes those that
-    have been idle for `KEEPALIVE` seconds.
+class HttpClient(AbstractAsyncContextManager["HttpClient"]):
+    """A client of the running event loop, with as many connections as it has requests at a time: its own, or those of
+    `shared`, which then closes them. The next request to a server closes those that have been idle for `KEEPALIVE`
+    seconds. Cookies are stored with `keeps_cookies` only.
 
-    Each is an httpx transport with a pool of its own: a pool of httpx's looks at all of its connections at each
-    request, which takes five times as long with 256 of them. `HTTPS_PROXY` and `NO_PROXY` hold for https:// alone,
-    where a proxy sees neither key nor request.
+    Each connection is an httpx transport with a pool of its own: a pool of httpx's looks at all of its connections at
+    each request, which takes five times as long with 256 of them. Key and request are for the address alone: the
+    environment's passwords are not used, and its `HTTPS_PROXY` for https:// only, where a proxy sees neither.
     """
 
-    def __init__(self) -> None:
-        self._idle = defaultdict[tuple[str, bytes], deque[tuple[float, httpx.AsyncHTTPTransport]]](deque)
+    def __init__(self, shared: HttpClient | None = None, *, secret: str = "", keeps_cookies: bool = False) -> None:
+        self._is_shared = shared is not None
+        self._idle: dict[tuple[str, bytes], deque[tuple[float, httpx.AsyncHTTPTransport]]]
+        self._idle = shared._idle if shared is not None else defaultdict(deque)
+        self._headers = HEADERS | ({"Authorization": f"Bearer {secret}"} if secret else {})
+        self._cookies = httpx.Cookies() if keeps_cookies else None
 
-    async def send(self, request: httpx.Request) -> tuple[httpx.Response, bytes]:
-        """The answer and its decompressed body. Raises httpx's errors, and `NoAnswer` for too long a body."""
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        for idle in () if self._is_shared else self._idle.values():
+            while idle:
+                await idle.pop()[1].aclose()
+
+    async def send(self, method: str, url: str, body: bytes | None) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and decompressed body of the answer. Raises httpx's errors, `ValueError`, and `NoAnswer` for
+        too long a body."""
+        request = httpx.Request(
+            method, url, headers=self._headers, content=body, cookies=self._cookies, extensions=EXTENSIONS
+        )
+        if request.url.scheme not in ("http", "https") or not request.url.host:
+            raise ValueError("no http:// or https:// URL")
+        if request.url.userinfo:
+            next(httpx.BasicAuth(request.url.username, request.url.password).auth_flow(request))
         idle = self._idle[request.url.scheme, request.url.netloc]
         while idle and idle[0][0] <= time.monotonic() - KEEPALIVE:
             await idle.popleft()[1].aclose()
         transport = idle.pop()[1] if idle else _transport(request.url)
         try:
-            answer = await transport.handle_async_request(request)
-            try:
+            async with aclosing(await transport.handle_async_request(request)) as answer:
                 content = bytearray()
                 async for chunk in answer.aiter_bytes():
                     content += chunk
                     if len(content) > MAX_ANSWER:
                         raise NoAnswer("unusable", f"answers with more than {MAX_ANSWER / 2**20:.3g} MiB")
-            finally:
-                await answer.aclose()
         finally:
             idle.append((time.monotonic(), transport))
-        return answer, bytes(content)
-
-    async def close(self) -> None:
-        for idle in self._idle.values():
-            while idle:
-                await idle.pop()[1].aclose()
+        if self._cookies is not None:
+            answer.request = request
+            self._cookies.extract_cookies(answer)
+        return answer.status_code, answer.headers, bytes(content)
 
 
 def _transport(url: httpx.URL) -> httpx.AsyncHTTPTransport:
@@ -102,48 +120,6 @@ def _transport(url: httpx.URL) -> httpx.AsyncHTTPTransport:
 @functools.cache
 def _tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()  # reads a file of 200 kB
-
-
-class HttpClient:
-    """A client of the running event loop, over shared connections, which it then does not close, or over its own.
-
-    The environment's passwords are not used: key and request are for the address alone. Cookies are stored with
-    `keeps_cookies` only.
-    """
-
-    def __init__(
-        self, connections: Connections | None = None, *, secret: str = "", keeps_cookies: bool = False
-    ) -> None:
-        self.connections = connections or Connections()
-        self._has_own = connections is None
-        self._headers = HEADERS | ({"Authorization": f"Bearer {secret}"} if secret else {})
-        self._cookies = httpx.Cookies() if keeps_cookies else None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        if self._has_own:
-            await self.connections.close()
-
-    async def send(self, method: str, url: str, body: bytes | None) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body of the answer. Raises httpx's errors, `ValueError` and `NoAnswer`."""
-        extensions = {"timeout": {"connect": CONNECT_SECONDS}}
-        request = httpx.Request(
-            method, url, headers=self._headers, content=body, cookies=self._cookies, extensions=extensions
-        )
-        if request.url.scheme not in ("http", "https") or not request.url.host:
-            raise ValueError("no http:// or https:// URL")
-        if request.url.userinfo:
-            next(httpx.BasicAuth(request.url.username, request.url.password).auth_flow(request))
-        answer, content = await self.connections.send(request)
-        if self._cookies is not None:
-            answer.request = request
-            self._cookies.extract_cookies(answer)
-        return answer.status_code, answer.headers, content
 
 
 async def exchange(

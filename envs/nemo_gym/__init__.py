@@ -117,7 +117,7 @@ class NemoGym(DataEnvSpec):
         NeMo-Gym."""
         if PARAMS not in task.fields:
             raise ConfigError(f"environment {self.id}: task {task.id} is no row of NeMo-Gym")
-        session = client.ResourcesSession(self._url, self._http.connections, self.config.request_timeout)
+        session = client.ResourcesSession(self._url, self._http, self.config.request_timeout)
         flow = ToolsFlow if self._flow == "tools" else GymnasiumFlow
         return flow(session, task, max_turns=self.config.max_turns, max_chars=self.config.max_result_chars)
 

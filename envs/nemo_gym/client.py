@@ -10,7 +10,7 @@ from urllib.parse import quote
 import yaml
 
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
-from envgym.net.client import Connections, HttpClient, NoAnswer, exchange
+from envgym.net.client import HttpClient, NoAnswer, exchange
 
 from .protocol import ROUTES, FlowName, address_of, servers, url_of
 
@@ -28,10 +28,10 @@ class ResourcesSession:
     `server_protocol` (an answer outside NeMo-Gym's protocol).
     """
 
-    def __init__(self, url: str, connections: Connections, timeout: float) -> None:
+    def __init__(self, url: str, shared: HttpClient, timeout: float) -> None:
         self._url = url.rstrip("/")
         self._timeout = timeout
-        self.http = HttpClient(connections, keeps_cookies=True)
+        self.http = HttpClient(shared, keeps_cookies=True)
         """The client, to be closed with the session."""
 
     async def ask(self, route: str, body: Mapping[str, Any], *, repeatable: bool = False) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from envgym.net import client
-from envgym.net.client import Connections, HttpClient, JsonCaller, NoAnswer, exchange
+from envgym.net.client import HttpClient, JsonCaller, NoAnswer, exchange
 
 
 def test_cookies_are_a_sessions_own_and_kept_only_where_they_are_asked_for(serving):
@@ -24,7 +24,7 @@ def test_cookies_are_a_sessions_own_and_kept_only_where_they_are_asked_for(servi
         return answer
 
     async def main():
-        pool = Connections()
+        pool = HttpClient()
         async with serving(handler) as url:
             one, other, *others = [HttpClient(pool, keeps_cookies=number < 2) for number in range(4)]
             for asker in (one, other, one, other, *others):
