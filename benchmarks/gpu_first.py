@@ -118,7 +118,7 @@ def _three_steps(
     workers, adapter = WorkersConfig(**settings), LoraConfig(rank=lora)
     worker = ModelWorker(WorkerSpec("actor", model, RoleSpec(trained=True), learner, workers, adapter))
     worker.load()
-    first = {name: tensor.float().cpu().clone() for name, tensor in worker._parameters(with_adapter=True)}
+    first = {name: tensor.float().cpu().clone() for name, tensor in worker._parameters(worker.dtype)}
     for step in range(3):
         rows = make_rows(8, 64 if size == "toy" else 512, step)
         total = sum(float(row.loss_weights.sum()) for row in rows)
@@ -130,7 +130,7 @@ def _three_steps(
             worker.offload(False)
             left = max(left, torch.cuda.memory_allocated() / 2**30 if gpus() else 0.0)
             worker.onload()
-    last = {name: tensor.float().cpu() for name, tensor in worker._parameters(with_adapter=True)}
+    last = {name: tensor.float().cpu() for name, tensor in worker._parameters(worker.dtype)}
     moved = sum(not torch.equal(tensor, last[name]) for name, tensor in first.items())
     assert moved > len(first) / 3, f"{moved} of {len(first)} parameters moved"
     worker.close()

@@ -327,3 +327,10 @@ def run_of_checkpoint(checkpoint: Path) -> tuple[Path, int] | None:
     if number.isdecimal() and int(number) > 0 and (stage.parent / "config.yaml").is_file():
         return stage.parent, int(number) - 1
     return None
+
+
+def run_of_model(model: Path) -> tuple[Path, int] | None:
+    """The run folder that contains a policy that training left (`model`, `model_ema`, a checkpoint's), and the index of
+    its stage; None for any other folder."""
+    stage = Path(os.path.abspath(model)).parent
+    return run_of_checkpoint(stage) or run_of_checkpoint(stage / "checkpoints" / model.name)

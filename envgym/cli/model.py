@@ -70,20 +70,24 @@ def _export(arguments: Sequence[str]) -> int:
     parser = Parser(
         "model export",
         "MODEL OUT [--dtype T] [--converter COMMAND]",
-        "Write MODEL (a model folder or a run) with its weights in 16 bit: as the folder OUT or, if OUT ends with "
-        ".gguf, by a converter such as llama.cpp's, which is called as COMMAND FOLDER --outfile OUT --outtype TYPE.",
+        "Write MODEL (a model folder or a run) with its weights in their own number format or in another: as the "
+        "folder OUT or, if OUT ends with .gguf, by a converter such as llama.cpp's, which is called as COMMAND FOLDER "
+        "--outfile OUT --outtype TYPE. A format of fewer digits can undo a training: how much of it is left is said.",
         'envgym model export runs/first first.gguf --converter "python convert_hf_to_gguf.py"',
     )
     parser.add_argument("model", metavar="MODEL", help="model folder, or the folder of a run")
     parser.add_argument("out", metavar="OUT", help="folder to make, or a file that ends with .gguf")
-    dtypes = ("bfloat16", "float16", "float32")
-    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="number format (default: bfloat16)")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="number format (default: that of the weights)"
+    )
     parser.add_argument("--converter", metavar="COMMAND", help="program that writes GGUF files")
     options = parser.parse_without_words(arguments, "a model is exported as it is")
 
+    from envgym.launch.models import base_of_model
     from envgym.models.export import export_model
     from envgym.run_folder import policy_of_run
 
     model = policy_of_run(Path(options.model).expanduser())
-    print(export_model(model, Path(options.out).expanduser(), options.dtype, options.converter, print))
+    target, base = Path(options.out).expanduser(), base_of_model(model)
+    print(export_model(model, target, options.dtype, options.converter, print, base=base))
     return 0

@@ -110,7 +110,8 @@ class EngineConfig(Settings):
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that each engine splits every layer over."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto` is `workers.dtype`: by default float32 on a CPU and bfloat16 on an accelerator."""
+    """`auto` is `workers.dtype`: by default float32 on a CPU and bfloat16 on an accelerator. Commands that only sample
+    take float32 there too for a policy that was trained in it, since 16 bits can undo a training."""
     max_model_len: int | None = Field(None, ge=2)
     """Context length in tokens; by default the model's own, at most 32768."""
     args: dict[str, Any] = Field({})

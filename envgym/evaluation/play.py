@@ -18,7 +18,7 @@ from envgym.launch.components import (
     stage_context_in,
     start_sampling,
 )
-from envgym.launch.models import MakeModel, fetch_model
+from envgym.launch.models import MakeModel, fetch_model, with_own_format
 from envgym.launch.placement import placed_runtime
 from envgym.launch.prompts import check_conversations
 from envgym.rollout.runner import Runner, SamplingPlan
@@ -94,6 +94,7 @@ async def running_parts(
                 part.stage.agent = Component(name=spec.agent)
             agents.append(make_agent(part.stage, model))
             await check_conversations(spec, part.env.split, agents[-1].renderer)
+        stage = with_own_format(stage, model, display.note)
         engine, context = await start_sampling(config, stage, list(contexts.values()), agents[0], model, display)
         runs = [
             PartRun(part, tasks, make_runner(part.config, part.stage, spec, agent, engine, context))

@@ -4,6 +4,7 @@ the results of earlier stages."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from envgym.config.schema import STAGE, RunConfig, StageConfig
 from envgym.disk import publish, work_folder
 from envgym.errors import ConfigError, EnvgymError, reported_as
 from envgym.models import check_no_file, is_path
+from envgym.models.export import rounding_in_words
+from envgym.models.sizes import number_format_of
 from envgym.render import load_renderer
 from envgym.run_folder import (
     CONTROLLER,
@@ -21,7 +24,9 @@ from envgym.run_folder import (
     check_checkpoint_format,
     policy_of_run,
     run_of_checkpoint,
+    run_of_model,
     stage_folders,
+    stage_name,
 )
 from envgym.settings import validate_settings
 from envgym.workers.lora import ADAPTER_CONFIG
@@ -72,6 +77,39 @@ async def fetch_model(
         raise ConfigError(f"model folder {name} does not exist.{_other_checkpoints(path)}".removesuffix("."))
     display.phase(f"looking for {name} on the Hugging Face hub, for up to {hub.SECONDS:g} s (there is no folder here)")
     return await asyncio.to_thread(hub.find_on_hub, name)
+
+
+def base_of_model(model: Path) -> Path | None:
+    """The folder of the model before the training that left `model`, before the first stage of a run of several; None
+    if no run has left it, or that folder is not here."""
+    if (origin := run_of_model(model)) is None:
+        return None
+    run, index = origin
+    stages = read_yaml(run / "config.yaml")["stages"]
+    names = {stage_name(stage.get("name"), stage["learner"]["name"]): stage["model"] for stage in stages}
+    name = stages[index]["model"]
+    while name.startswith(STAGE):
+        name = names[name.removeprefix(STAGE)]
+    with contextlib.suppress(EnvgymError):
+        if makes_model(name):
+            return recipe_model_folder(name)
+        # A relative path is of the folder in which the run was started, usually that of its `runs`.
+        for path in (Path(name), run.parent.parent / name):
+            if path.is_dir():
+                folder = path / "model" if run_of_checkpoint(path) else policy_of_run(path)
+                return folder if (folder / "config.json").is_file() else None
+    return None if is_path(name) else hub.fetched_model(name)
+
+
+def with_own_format(stage: StageConfig, model: str, note: Callable[[str], None]) -> StageConfig:
+    """The settings of a stage that only samples: the policy of a run that trained in float32 is sampled in float32 on a
+    GPU too, since 16 bits could undo the training. `note` is called with what is left of it in a format that is set."""
+    if run_of_model(Path(model)) is None or number_format_of(Path(model)) != "float32":
+        return stage
+    dtype = next((dtype for dtype in (stage.engine.dtype, stage.workers.dtype) if dtype != "auto"), "float32")
+    if words := rounding_in_words(Path(model), dtype, base_of_model(Path(model))):
+        note(f"engine.dtype={dtype}: {words}")
+    return stage.model_copy(update={"engine": stage.engine.model_copy(update={"dtype": dtype})})
 
 
 def with_results(stage: StageConfig, config: RunConfig, run: Path) -> StageConfig:

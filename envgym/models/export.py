@@ -1,4 +1,4 @@
-"""Models for other programs: a folder in 16 bits, or a GGUF file by the user's converter."""
+"""Models for other programs: a folder in another number format, or a GGUF file by the user's converter."""
 
 from __future__ import annotations
 
@@ -8,22 +8,33 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from envgym.disk import work_folder
 from envgym.errors import ConfigError, needs, reported_as
 
-Dtype = Literal["bfloat16", "float16", "float32"]
+from .rounding import change_between
+from .sizes import number_format_of
+
 GGUF = ".gguf"
 OUTTYPES: dict[str, str] = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 """The names of number formats for llama.cpp's converter."""
 
 
-def export_model(model: Path, target: Path, dtype: Dtype, converter: str | None, note: Callable[[str], None]) -> Path:
+def export_model(
+    model: Path,
+    target: Path,
+    dtype: str | None,
+    converter: str | None,
+    note: Callable[[str], None],
+    *,
+    base: Path | None = None,
+) -> Path:
     """Write `model`, a Hugging Face folder, with its weights in `dtype`: as a folder, or if `target` ends with .gguf by
     `converter`, which is called like llama.cpp's: `CONVERTER FOLDER --outfile TARGET --outtype TYPE`.
 
-    A GGUF file is read back, and `note` is called if its chat template is not the tokenizer's. Raises `ConfigError`.
+    By default weights keep their number format, because one with fewer digits may undo a training. `note` is called
+    with what is left of the training in `dtype`, compared with `base`, the folder of the model before it. A GGUF file
+    is read back, and `note` is called if its chat template is not the tokenizer's. Raises `ConfigError`.
     """
     if target.exists():
         raise ConfigError(f"{target} exists: give the exported model another name")
@@ -32,6 +43,10 @@ def export_model(model: Path, target: Path, dtype: Dtype, converter: str | None,
     if (target.suffix == GGUF) != (converter is not None):
         wants = "a file that ends with .gguf" if converter else "--converter, the command that writes GGUF files"
         raise ConfigError(f"exporting {target.name} needs {wants}")
+    stored = number_format_of(model)
+    dtype = dtype or stored or "float32"
+    if words := rounding_in_words(model, dtype, base):
+        note(words if stored is None else f"{words}; --dtype {stored} keeps all of it")
     with reported_as(ConfigError, f"{target} cannot be written"):
         if converter is None:
             with work_folder(target) as temporary:
@@ -45,7 +60,18 @@ def export_model(model: Path, target: Path, dtype: Dtype, converter: str | None,
     return target
 
 
-def write_folder(model: Path, target: Path, dtype: Dtype) -> None:
+def rounding_in_words(model: Path, dtype: str, base: Path | None) -> str:
+    """The line about a model that is used in a number format other than that of its weights: the share of the change
+    since `base` that is left, or if there is none here, that it was not computed. Empty where nothing is rounded."""
+    stored = number_format_of(model)
+    if dtype in ("float32", stored):
+        return ""
+    if base is None:
+        return f"{dtype} rounds the {stored or 'weights'}: without the model before training, its loss is not known"
+    return change_between(base, model, dtype).in_words
+
+
+def write_folder(model: Path, target: Path, dtype: str) -> None:
     """Write the model and its tokenizer with weights in `dtype`, without running code from the model's folder."""
     import torch
     import transformers
@@ -58,7 +84,7 @@ def write_folder(model: Path, target: Path, dtype: Dtype) -> None:
     transformers.AutoTokenizer.from_pretrained(model).save_pretrained(target)
 
 
-def convert(folder: Path, target: Path, dtype: Dtype, converter: str) -> None:
+def convert(folder: Path, target: Path, dtype: str, converter: str) -> None:
     """Run the user's converter."""
     command = [*shlex.split(converter), str(folder), "--outfile", str(target), "--outtype", OUTTYPES[dtype]]
     with reported_as(ConfigError, f"the converter {command[0]} does not start"):

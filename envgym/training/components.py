@@ -15,9 +15,11 @@ from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError
 from envgym.launch.components import StageContext, make_agent, make_runner, start_role, start_sampling
 from envgym.launch.memory import MemoryNeeds, with_micro_batches
+from envgym.launch.models import base_of_model
 from envgym.launch.placement import ENGINE, PlacedRuntime
 from envgym.launch.prompts import check_conversations
 from envgym.learner import Learner
+from envgym.models.export import rounding_in_words
 from envgym.processes.runtime import Runtime
 from envgym.render import Renderer, load_tokenizer
 from envgym.rollout.runner import Runner
@@ -184,6 +186,9 @@ async def _load_in_parallel(
             await asyncio.wait({sampling})
         display.phase(f"loading the {role}")
         worker = await start_role(config, stage, role, model, runtime, load_after=sampling if role in waiting else None)
+        folder = Path(stage.roles.get(role, RoleConfig()).model or model)
+        if words := (base := base_of_model(folder)) and rounding_in_words(folder, worker.info.dtype, base):
+            display.note(f"{role}: {words}; workers.dtype=float32 keeps all of it")
         for note in worker.info.notes:
             display.note(f"{role}: {note}")
         if worker.info.not_shared and worker.settings.share_prefixes:

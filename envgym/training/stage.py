@@ -80,7 +80,7 @@ async def run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, di
             await trainer.run()
             display.phase("saving the policy")
             save_start = time.monotonic()
-            await _save_models(stage, components, folder)
+            await _save_models(stage, components, folder, display)
             seconds["save"] = time.monotonic() - save_start
     plot(folder.path, folder.read_metrics())
     return folder.read_summary() or {}
@@ -190,7 +190,7 @@ def check_recordings(stage: StageConfig, spec: EnvSpec) -> None:
         )
 
 
-async def _save_models(stage: StageConfig, components: Components, folder: RunFolder) -> None:
+async def _save_models(stage: StageConfig, components: Components, folder: RunFolder, display: Display) -> None:
     """Save the trained policy, and the other models with `roles.ROLE.save`."""
     await components.wake_models()
     tokenizer = components.runner.agent.renderer.tokenizer
@@ -200,7 +200,8 @@ async def _save_models(stage: StageConfig, components: Components, folder: RunFo
         config_extras = dict(components.learner.model_config_extras()) if role == "actor" else {}
         if components.learner.roles[role].head == "scalar":
             config_extras["pad_token_id"] = tokenizer.pad_token_id
-        await worker.on_all("save", str(path), config_extras)
+        if words := (await worker.on_all("save", str(path), config_extras))[0]:
+            display.note(f"{role}: {words}")
         tokenizer.save_pretrained(path)
         if stage.lora_of(role, components.learner.roles[role]).rank:
             name = "adapter" if role == "actor" else f"{role}_adapter"

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from envgym.errors import ConfigError, missing_package, needs
+from envgym.models.rounding import Change
 from envgym.models.weights_file import write_weights
 
 from .lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
@@ -103,18 +104,27 @@ class Adapter:
                 json.dumps({"quantize": self._quantize, "dtype": dtype}) + "\n", encoding="utf-8"
             )
 
-    def parameters(self, read: ReadTensor, *, with_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's parameters, read by `read`, under their names without an adapter. `with_adapter`: with the
-        adapter added to them."""
+    def merged_change(self) -> Change:
+        """The change of the weights when the adapter is added to them, in their number format. A collective call."""
+        weights = {layer: part.get_base_layer().weight for layer, part in self._layers.items()}
+        change = Change(self.model.get_input_embeddings().weight.dtype)
+        for layer, weight in weights.items():
+            tensor = full_tensor(weight).float()
+            change.add(tensor, tensor + self._delta(layer, lambda _, p: full_tensor(p)).to(tensor.device))
+        return change
+
+    def parameters(self, read: ReadTensor, *, merged: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters, read by `read`, under their names without an adapter. `merged`: with the adapter
+        added to them, in this number format; None: without it, in their own."""
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name or ".original_module." in name:
                 continue
             owner, _, leaf = name.rpartition(".")
             layer = owner.removesuffix(".base_layer")
             tensor = read(name, parameter)
-            if with_adapter and leaf == "weight" and layer in self._layers:
-                tensor = (tensor.float() + self._delta(layer, read).to(tensor.device)).to(tensor.dtype)
-            yield _strip_peft(name), tensor
+            if merged is not None and leaf == "weight" and layer in self._layers:
+                tensor = tensor.float() + self._delta(layer, read).to(tensor.device)
+            yield _strip_peft(name), tensor if merged is None else tensor.to(merged)
 
     def _delta(self, layer: str, read: ReadTensor) -> torch.Tensor:
         """The adapter's addition to a layer's weight, float32."""

@@ -41,7 +41,7 @@ class WeightExport:
         the last two; `end_export` removes the rest. A tied head is omitted, as in checkpoints, and so is an adapter,
         which has a separate file.
         """
-        parameters = self._parameters(with_adapter=False)
+        parameters = self._parameters()
         self._buckets = enumerate(
             split_into_buckets(
                 as_in_checkpoints(self.network.model, parameters) if checkpoint_names else parameters, bucket_bytes
@@ -115,8 +115,8 @@ class WeightExport:
         assert self._sent is not None
         return self._sent.checksum
 
-    def _parameters(self, *, with_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        return full_parameters(self.network.model, self.adapter, self.rank, with_adapter=with_adapter)
+    def _parameters(self, merged: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        return full_parameters(self.network.model, self.adapter, self.rank, merged=merged)
 
 
 class Parameters:

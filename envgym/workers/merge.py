@@ -13,6 +13,7 @@ from envgym import hub
 from envgym.disk import work_folder
 from envgym.errors import ConfigError, needs, reported_as
 from envgym.models import check_no_file, is_path
+from envgym.models.rounding import ENOUGH, Change
 
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN
 
@@ -27,7 +28,8 @@ CLASSES = {
 def merge_adapter(adapter: str, target: str, *, base: str | None = None, note: Callable[[str], None]) -> Path:
     """Write the model folder `target`: the adapter's base with the adapter added to its weights, and its tokenizer.
 
-    `base` is a folder or hub id; by default the one that the adapter names. Weights keep the base's number format.
+    `base` is a folder or hub id; by default the one that the adapter names. Weights keep the base's number format, if
+    it keeps what the adapter changes; else they are written in float32, with a note.
     An adapter that was trained on 4-bit weights is merged into the weights as rounded to 4 bits, in the format they
     were computed with, which gives the trained policy. `note` is called with notes for the user. Raises `ConfigError`.
     """
@@ -41,7 +43,7 @@ def merge_adapter(adapter: str, target: str, *, base: str | None = None, note: C
     base = _find_base(base, adapter, note)
     # The folder is made first, so that no large base is loaded in vain.
     with reported_as(ConfigError, f"{target} cannot be written"), work_folder(path) as temporary:
-        _merge(folder, config, base).save_pretrained(temporary)
+        _merge(folder, config, base, note).save_pretrained(temporary)
         if not _save_tokenizer((str(folder), base), temporary):
             note(f"{base} has no tokenizer, and so {target} has none")
         os.replace(temporary, path)
@@ -82,8 +84,9 @@ def _find_base(base: str, adapter: str, note: Callable[[str], None]) -> str:
     return hub.find_on_hub(base)
 
 
-def _merge(folder: Path, config: Mapping[str, Any], base: str) -> Any:
-    """The base model with the adapter merged into its weights. Raises `ConfigError` if they do not fit together."""
+def _merge(folder: Path, config: Mapping[str, Any], base: str, note: Callable[[str], None]) -> Any:
+    """The base model with the adapter merged into its weights, in float32 where its own number format would keep too
+    little of the change. Raises `ConfigError` if they do not fit together."""
     with needs("torch", "train", "merging an adapter"):
         import torch
         import transformers
@@ -105,19 +108,28 @@ def _merge(folder: Path, config: Mapping[str, Any], base: str) -> Any:
     heads = {name.partition(".")[0] for name in missing} - set(config.get("modules_to_save") or ())
     if heads:
         raise ConfigError(f"neither the base {base} nor the adapter has weights for {sorted(heads)[0]}")
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    change = Change(model.dtype)
     mismatch = ConfigError(f"the adapter {folder} is of another model than {base}: give its own with --base")
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            with_adapter = peft.PeftModel.from_pretrained(model, str(folder))
+            with_adapter = peft.PeftModel.from_pretrained(model.float(), str(folder))
             expected = set(peft.get_peft_model_state_dict(with_adapter, save_embedding_layers=False))
             if expected - shapes.keys() or any(".lora_" in name for name in shapes.keys() - expected):
                 raise mismatch
-            return with_adapter.merge_and_unload(safe_merge=True)
+            merged = with_adapter.merge_and_unload(safe_merge=True)
     except (RuntimeError, KeyError):
         raise mismatch from None
     except ValueError as error:
         raise ConfigError(f"the adapter {folder} cannot be merged into {base}: {_shorten(error)}") from None
+    for name, parameter in merged.named_parameters():
+        if name in weights:
+            change.add(weights[name], parameter)
+    if change.share >= ENOUGH:
+        return merged.to(change.dtype)
+    note(f"the merged model is in float32, since {change.in_words}")
+    return merged
 
 
 def _load_base(base: str, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> tuple[Any, set[str]]:

@@ -41,12 +41,12 @@ def n_numbers(parameter: nn.Parameter) -> int:
 
 
 def full_parameters(
-    model: nn.Module, adapter: Adapter | None, rank: int, *, with_adapter: bool
+    model: nn.Module, adapter: Adapter | None, rank: int, *, merged: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The full parameters of a model (from Hugging Face), one at a time. Ranks other than 0 take part in gathering and
-    get tensors on the meta device. A tied head is not repeated. `with_adapter`: an adapter is added to them."""
+    get tensors on the meta device. A tied head is not repeated. `merged`: an adapter is added, in this format."""
     if adapter is not None:
-        parameters = adapter.parameters(lambda _, p: full_tensor(p), with_adapter=with_adapter)
+        parameters = adapter.parameters(lambda _, p: full_tensor(p), merged=merged)
         yield from ((name, numbers if rank == 0 else numbers.to("meta")) for name, numbers in parameters)
         return
     for name, parameter in model.named_parameters():
@@ -61,15 +61,16 @@ def full_parameters(
 
 
 def averaged_parameters(
-    model: nn.Module, adapter: Adapter | None, average: MovingAverage, device: torch.device
+    model: nn.Module, adapter: Adapter | None, average: MovingAverage, device: torch.device, merged: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The full parameters, or their moving averages where they have one, in the model's number format."""
+    """The full parameters, or their moving averages where they have one, in the model's number format; with an adapter
+    merged into them, in `merged`."""
 
     def read(name: str, parameter: nn.Parameter) -> torch.Tensor:
         return average.full_tensor(name, device).to(parameter.dtype) if name in average else full_tensor(parameter)
 
     if adapter is not None:
-        return adapter.parameters(read, with_adapter=True)
+        return adapter.parameters(read, merged=merged)
     return ((name, read(name, parameter)) for name, parameter in model.named_parameters())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from envgym.errors import RunError
+from envgym.models.rounding import ENOUGH
 from envgym.models.weights_file import checksum
 
 from . import checkpoint, reshard, zero
@@ -51,24 +53,46 @@ class ModelState(WeightExport):
             self.adapter.write(folder, tensors)
         return checksum(tensors)
 
-    def save(self, folder: str, config_extras: Mapping[str, Any] | None = None) -> None:
+    def save(self, folder: str, config_extras: Mapping[str, Any] | None = None) -> str:
         """Write a Hugging Face model folder (without the tokenizer), with an adapter merged into it. Rank 0 writes.
 
-        `config_extras` are further entries of its config.
+        `config_extras` are further entries of its config. Returns a note for the user if an adapter is merged in
+        float32, because the weights' own number format would keep too little of it.
         """
-        tensors = dict(self._parameters(with_adapter=True))
+        dtype, words = self._merged_format()
+        tensors = dict(self._parameters(merged=dtype))
         if self.rank == 0:
             self.network.model.config.update(dict(config_extras or {}))
-            self.network.model.save_pretrained(folder, state_dict=tensors)
+            self._write(folder, tensors, dtype)
+        return words
+
+    def _merged_format(self) -> tuple[torch.dtype, str]:
+        """The number format in which an adapter is merged, and the note if it is not the weights' own. A collective
+        call."""
+        if self.adapter is None or self.dtype == torch.float32:
+            return self.dtype, ""
+        change = self.adapter.merged_change()
+        if change.share >= ENOUGH:
+            return self.dtype, ""
+        return torch.float32, f"the adapter is merged in float32, since {change.in_words}"
+
+    def _write(self, folder: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        """Write a model folder with `tensors`, which are in `dtype`."""
+        self.network.model.save_pretrained(folder, state_dict=dict(tensors))
+        config = Path(folder, "config.json")
+        content = json.loads(config.read_text(encoding="utf-8"))  # of the model, which may have another format
+        content["dtype"] = str(dtype).removeprefix("torch.")
+        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def save_average(self, folder: str) -> None:
         """Write the moving average of the weights (`learner.ema_decay`) as a Hugging Face model folder, in the model's
-        own number format. Rank 0 writes."""
+        own number format, or that of a merged adapter. Rank 0 writes."""
         assert self.average is not None
-        parameters = averaged_parameters(self.network.model, self.adapter, self.average, self.device)
+        dtype, _ = self._merged_format()
+        parameters = averaged_parameters(self.network.model, self.adapter, self.average, self.device, dtype)
         tensors = {name: tensor.cpu() for name, tensor in parameters if self.rank == 0}
         if self.rank == 0:
-            self.network.model.save_pretrained(folder, state_dict=tensors)
+            self._write(folder, tensors, dtype)
 
     def save_state(self, folder: str, *, blocking: bool = True) -> None:
         """Write the exact weights, optimizer and random states. Every rank writes its own part. Unless `blocking`,

@@ -16,6 +16,7 @@ from transformers import (
 
 from envgym.cli import main
 from envgym.learner import RoleSpec
+from envgym.workers.config import WorkersConfig
 from envgym.workers.lora import LoraConfig
 from envgym.workers.model import ModelWorker
 from envgym.workers.spec import WorkerSpec
@@ -67,6 +68,27 @@ def test_a_policy(adapter, tiny_model, tmp_path, capsys):
     assert load_file(tmp_path / "merged/model.safetensors").keys() == load_file(tiny_model / "model.safetensors").keys()
     assert (tiny_model / "model.safetensors").read_bytes() == original
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1e-6, torch.float32), (1e-1, torch.bfloat16)])
+def test_a_change_that_the_bases_format_loses(tiny_model, tmp_path, capsys, size, dtype):
+    """An adapter on weights in 16 bits is merged in float32 if rounding would undo it, with a line."""
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(base)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(base)
+    make_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(base), "CAUSAL_LM")
+    weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    scaled = {name: tensor * (size if ".lora_B." in name else 1) for name, tensor in weights.items()}
+    save_file(scaled, tmp_path / "adapter/adapter_model.safetensors")
+    said = merge(capsys, tmp_path / "adapter", tmp_path / "merged", "--base", base)
+    assert ("the merged model is in float32, since bfloat16 keeps 0% of what training changed" in said) == (size < 0.1)
+    merged, before = (load_file(path / "model.safetensors") for path in (tmp_path / "merged", base))
+    assert {tensor.dtype for tensor in merged.values()} == {dtype}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    prefix = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+    change = scaled[f"{prefix}B.weight"] @ scaled[f"{prefix}A.weight"] * 6 / 4
+    expected = (before[name].float() + change).to(dtype)
+    torch.testing.assert_close(merged[name], expected, atol=1e-9, rtol=1e-6 if dtype == torch.float32 else 0.01)
 
 
 def test_a_base_that_has_moved(adapter, tiny_model, tmp_path, capsys):
@@ -137,6 +159,28 @@ def test_what_a_run_leaves_is_what_merging_its_adapter_gives(worker_of, tmp_path
     kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     _, loading = kind.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not loading["missing_keys"]
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0], ids=["lost", "kept"])
+def test_a_run_in_16_bits_leaves_what_its_adapter_changed(worker_of, tmp_path, size):
+    worker = worker_of("lm")
+    worker.close()
+    worker.settings = WorkersConfig(dtype="bfloat16")
+    worker.load()
+    torch.manual_seed(3)
+    for name, parameter in worker.network.named_parameters():
+        if ".lora_" in name:
+            parameter.data.add_(torch.randn_like(parameter) / 10 * (size if ".lora_B." in name else 1))
+    words = worker.save(str(tmp_path / "model"))
+    dtype = "float32" if size < 1 else "bfloat16"
+    assert ("the adapter is merged in float32, since bfloat16 keeps 0% of what training changed" in words) == (size < 1)
+    left = load_file(tmp_path / "model/model.safetensors")
+    assert {str(tensor.dtype) for tensor in left.values()} == {f"torch.{dtype}"}
+    assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == dtype
+    exact = dict(worker.adapter.parameters(lambda _, tensor: tensor.detach(), merged=torch.float32))
+    for name, tensor in exact.items():
+        if name in left:
+            assert torch.equal(left[name], tensor.to(left[name].dtype))
 
 
 def without_weights(folder: Path) -> None:

@@ -79,7 +79,7 @@ def learn(make_rows, normalizers):
 
 
 def numbers(worker):
-    return {name: tensor.float().clone() for name, tensor in worker._parameters(with_adapter=True)}
+    return {name: tensor.float().clone() for name, tensor in worker._parameters(worker.dtype)}
 
 
 @pytest.mark.parametrize(
