@@ -89,5 +89,5 @@ def _export(arguments: Sequence[str]) -> int:
 
     model = policy_of_run(Path(options.model).expanduser())
     target, base = Path(options.out).expanduser(), base_of_model(model)
-    print(export_model(model, target, options.dtype, options.converter, print, base=base))
+    print(export_model(model, target, options.dtype, options.converter, print, base))
     return 0

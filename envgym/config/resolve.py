@@ -23,7 +23,7 @@ from .checks import complete_stage
 from .known_settings import config_class, with_suggestion
 from .learning_rate import default_rate, size_of
 from .missing import missing_part_error, parts_of_recipe
-from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model
+from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model, rates_of_recipe
 from .renamed import rename_settings, with_earlier_defaults
 from .replaced import Replaced
 from .schema import STAGE, RunConfig, StageConfig
@@ -104,10 +104,13 @@ def _recipe_layers(recipe: str, from_file: Mapping[str, Any], overrides: Mapping
     # An API's model is not the local model of that name.
     is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"
     model_settings, stages = {} if is_api else settings_of_model(model), {"stages": recipe_settings.pop("stages", [])}
-    if recipe == DEFAULT_RECIPE and not is_api and (billions := size_of(model)):
-        lora = merge(from_file, overrides).get("lora")
+    caller = merge(from_file, overrides)
+    learner = component_mapping(caller.get("learner", {})).get("name")
+    rates = rates_of_recipe(recipe, None if recipe == DEFAULT_RECIPE else learner)  # those serve all its relatives
+    if rates and not is_api and (billions := size_of(model)):
+        lora = caller.get("lora")
         is_lora = isinstance(lora, Mapping) and bool(lora.get("rank"))
-        model_settings = {**model_settings, "learner": {"lr": default_rate(billions, lora=is_lora)}}
+        model_settings = {**model_settings, "learner": {"lr": default_rate(billions, lora=is_lora, kind=rates)}}
     return [Layer(recipe_settings, "recipe"), Layer(model_settings, "model"), Layer(stages, "recipe")]
 
 
@@ -174,6 +177,9 @@ class LayeredStage:
         if of_model and self.settings.get("epochs") is not None:
             layer = {key: value for key, value in layer.items() if key != "steps"}
         settings = without_warmup(self.settings, layer)
+        rollout = layer.get("rollout")
+        if not of_model and isinstance(rollout, Mapping) and "tasks_per_step" in rollout:
+            settings = merge(settings, {"rollout": {"min_steps_per_epoch": 0}})
         merged = merge_stage(settings, layer)
         for kind in COMPONENTS:
             old, new = component_mapping(settings.get(kind, {})), component_mapping(layer.get(kind, {}))

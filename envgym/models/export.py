@@ -21,13 +21,7 @@ OUTTYPES: dict[str, str] = {"bfloat16": "bf16", "float16": "f16", "float32": "f3
 
 
 def export_model(
-    model: Path,
-    target: Path,
-    dtype: str | None,
-    converter: str | None,
-    note: Callable[[str], None],
-    *,
-    base: Path | None = None,
+    model: Path, target: Path, dtype: str | None, converter: str | None, note: Callable[[str], None], base: Path | None
 ) -> Path:
     """Write `model`, a Hugging Face folder, with its weights in `dtype`: as a folder, or if `target` ends with .gguf by
     `converter`, which is called like llama.cpp's: `CONVERTER FOLDER --outfile TARGET --outtype TYPE`.

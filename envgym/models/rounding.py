@@ -47,10 +47,10 @@ class Change:
     @property
     def in_words(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        share = self._n_equal / max(1, self._n_changed)
+        equals = self._n_equal / max(1, self._n_changed)
         return (
-            f"{name} keeps {self.share:.0%} of what training changed: rounded, {share:.0%} of the changed weights equal "
-            "the base's"
+            f"{name} keeps {self.share:.0%} of what training changed: rounded, {equals:.0%} of the changed weights "
+            "equal the base's"
         )
 
 

@@ -19,6 +19,9 @@ class RolloutConfig(Settings):
 
     tasks_per_step: int = Field(64, ge=1)
     """Tasks (groups) per training step."""
+    min_steps_per_epoch: int = Field(0, ge=0)
+    """Minimum number of training steps per pass over the training tasks: with fewer tasks than that many full steps,
+    `tasks_per_step` is lowered, and a line says so. Setting `tasks_per_step` sets this to 0."""
     group_size: int = Field(8, ge=1)
     """Episodes per task."""
     max_tokens: int = Field(512, ge=1)

@@ -12,10 +12,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.config.learning_rate import rate_in_words, size_of
+from envgym.config.learning_rate import POLICY_GRADIENT, rate_in_words, size_of
+from envgym.config.recipes import rates_of_recipe
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.env import EnvSpec
-from envgym.errors import CheckpointDamaged, ConfigError, RunError, WorkerError, cannot_write, extend_message
+from envgym.errors import (
+    CheckpointDamaged,
+    ConfigError,
+    EnvgymError,
+    RunError,
+    WorkerError,
+    cannot_write,
+    extend_message,
+)
 from envgym.evaluation.held_out import check_held_out
 from envgym.launch.components import StageContext, stage_context
 from envgym.launch.memory import check_episodes, model_folder
@@ -30,7 +39,7 @@ from .components import Components, start_components
 from .new_model import make_model
 from .stop import Interrupts, Stopped
 from .trainer import Trainer
-from .update import evaluation_interval, steps_of
+from .update import evaluation_interval, fit_steps, steps_of
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -102,6 +111,7 @@ async def _set_up(
     check_recordings(stage, spec)
     check_training_tasks(spec)
     n_tasks = spec.tasks("train").epoch_size
+    fit_steps(stage, n_tasks, display.note)
     steps_of(stage, n_tasks)  # these reject epochs of endless tasks early
     evaluation_interval(stage, n_tasks)
     check_episodes(stage, spec)
@@ -109,18 +119,21 @@ async def _set_up(
     for role in stage.roles.values():
         if role.model and role.base_url is None:
             role.model = await fetch_model(role.model, config, display, make_model)
-    note_learning_rate(stage, model, display)
+    note_learning_rate(config, stage, model, display)
     components = await start_components(config, stage, state.context, model, display)
     folder.save_tokenizer(components.runner.agent.renderer.tokenizer)
     return components
 
 
-def note_learning_rate(stage: StageConfig, model: str, display: Display) -> None:
-    """Say at the start of policy-gradient training that the learning rate is the default for the model, or too small
-    for it."""
+def note_learning_rate(run: RunConfig, stage: StageConfig, model: str, display: Display) -> None:
+    """Say at the start of training that the learning rate is the default for the model, or too small for it, where
+    there are defaults: for policy gradients, and the learners of recipes that name theirs."""
     learner_class, config = stage.learner_config()
-    words = rate_in_words(config.lr, size_of(model_folder(model)), lora=stage.lora.rank > 0)
-    if learner_class.needs_policy_samples and words:
+    kind = POLICY_GRADIENT if learner_class.needs_policy_samples else None
+    with contextlib.suppress(EnvgymError):  # the recipe's file may be gone when the run is resumed
+        kind = kind or rates_of_recipe(run.recipe, stage.learner.name)
+    is_lora = stage.lora.rank > 0
+    if kind and (words := rate_in_words(config.lr, size_of(model_folder(model)), lora=is_lora, kind=kind)):
         display.note(words)
 
 

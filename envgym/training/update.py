@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from envgym.config.schema import StageConfig
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from envgym.learner import FloatArray
 
 
+MEASURED_STEP, MEASURED_SAMPLES = 10, 8
+
+
 class Update:
     """Trains on a training step's groups: scores their samples, prepares them and takes the optimizer steps."""
 
@@ -35,6 +39,9 @@ class Update:
         self.first_logprobs: dict[int, FloatArray] = {}
         self.last_logprobs: dict[int, FloatArray] = {}
         """The trainer's log-probabilities [T] by `id(sample)`, from the first and the last pass over a sample."""
+        self._measured: list[TrainSample] = []
+        self._first: Sequence[FloatArray] = []
+        """The policy's log-probabilities [T] of the samples in `_measured`, before the first step."""
 
     async def score(self, groups: Sequence[Sequence[Trajectory]]) -> None:
         """Add the outputs of every role that scores samples (reference, critic) to their arrays."""
@@ -63,6 +70,10 @@ class Update:
             text = [] if pretraining is None else await pretraining.next()
         logged = []
         with progress.timed("learn"):
+            role = learner.roles["actor"]
+            is_measured = role.head == "lm" and not role.frozen_steps and self._steps >= MEASURED_STEP
+            if progress.step == 0 and is_measured:
+                await self._measure_movement(samples)
             for sample in samples:
                 sample.is_on_policy = sample.versions == (progress.step,)
             for _ in range(learner.config.update_epochs):
@@ -71,10 +82,28 @@ class Update:
                     logged.append(await self.optimizer_step(batch, batch_text))
                     for sample in samples:
                         sample.is_on_policy = False
+            if progress.step == MEASURED_STEP - 1:
+                await self._measure_movement(samples)
         progress.record |= aggregate_steps(logged) | token_counts(samples, text, learner.config.update_epochs)
         progress.max_mismatch = max(progress.max_mismatch, progress.record.get("mismatch/max", 0.0))
         progress.tokens["trained"] += progress.record["tokens/trained"]
         learner.on_step_end(progress.record)
+
+    async def _measure_movement(self, samples: Sequence[TrainSample]) -> None:
+        """Before the first step: store the log-probabilities of some of its samples. After the tenth: record by how
+        much they differ on average (`policy/movement`), unless the warm-up lasts longer. A run that was resumed in
+        between records nothing."""
+        import numpy as np
+
+        progress, actor, config = self._progress, self._components.workers["actor"], self._components.learner.config
+        if progress.step == 0:
+            self._measured = copy.deepcopy(list(samples[:MEASURED_SAMPLES]))  # training changes them
+            self._first = await actor.forward(self._measured)
+        elif self._measured and config.lr and progress.optimizer_steps >= config.warmup_steps:
+            pairs = zip(await actor.forward(self._measured), self._first, strict=True)
+            weights = np.concatenate([sample.loss_weights != 0 for sample in self._measured])
+            differences = np.abs(np.concatenate([last - first for last, first in pairs]))
+            progress.record["policy/movement"] = float((differences * weights).sum() / max(1, weights.sum()))
 
     async def optimizer_step(self, samples: Sequence[TrainSample], text: Sequence[TrainSample]) -> dict[str, float]:
         """Take one optimizer step of every trained role; the policy is also trained on `text`. Returns their metrics:
@@ -115,6 +144,20 @@ def split_minibatches(samples: Sequence[TrainSample], count: int) -> list[list[T
     count = min(count, len(keys))
     batch_of = {key: index * count // len(keys) for index, key in enumerate(keys)}
     return [[sample for sample in samples if batch_of[sample.microbatch_key] == index] for index in range(count)]
+
+
+def fit_steps(stage: StageConfig, n_tasks: int | None, note: Callable[[str], None]) -> None:
+    """Make the steps of a stage on `n_tasks` training tasks smaller if they are too few for
+    `rollout.min_steps_per_epoch`; then `note` is called."""
+    rollout = stage.rollout
+    if not n_tasks or math.ceil(n_tasks / rollout.tasks_per_step) >= rollout.min_steps_per_epoch:
+        return
+    size = max(1, n_tasks // rollout.min_steps_per_epoch)
+    note(
+        f"{n_tasks} training tasks are fewer than {rollout.min_steps_per_epoch} steps of {rollout.tasks_per_step}: "
+        f"rollout.tasks_per_step={size} for this run; set it to choose another size"
+    )
+    stage.rollout = rollout.model_copy(update={"tasks_per_step": size})
 
 
 def steps_of(stage: StageConfig, n_tasks: int | None) -> int:

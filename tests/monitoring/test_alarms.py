@@ -25,6 +25,7 @@ FIRES = {
     "no_entropy": [0.004, 0.0, 0.002, 0.004, 0.001],
     "entropy_growth": [*[0.5] * 8, *[2.0] * 4],
     "clip_fraction": [0.1, 0.6, 0.6, 0.6],
+    "standstill": [0.0003],
     "large_update": [0.01, 0.7, 0.8, 0.9],
     "ratio_high": [2.0, 200.0, 1e4, 4e8],
     "effective_share": [0.9, 0.4, 0.3, 0.45],
@@ -51,6 +52,7 @@ HEALTHY = {
     "no_entropy": [0.002, 0.001, 0.003, 0.004, 0.006, *[0.1] * 20],
     "entropy_growth": [0.05 + 0.02 * step for step in range(40)],  # from nearly none: still far from noise
     "clip_fraction": [0.0, *noisy(0.2, 0.15), 0.9, 0.9, 0.1],
+    "standstill": [0.02],
     "large_update": noisy(0.05, 0.05),
     "ratio_high": [*noisy(5.0, 4.0), 500.0, 2.0, 500.0],
     "effective_share": [*noisy(0.95, 0.04), 0.4, 0.3, 0.9],

@@ -42,6 +42,22 @@ def weights(path):
     return load_file(path / "model.safetensors")
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("lr", "moves"), [("1e-9", False), ("1e-3", True)])
+def test_a_policy_that_does_not_move_is_told_of(folder, tiny_model, capsys, lr, moves):
+    """Sixteen rows, of which four are held out, are twelve steps of one; after ten the policy is compared."""
+    words = ["data.path=answers.jsonl", f"learner.lr={lr}", "learner.warmup_ratio=0", "eval.every=0", "debug=true"]
+    assert main(["train", "--recipe", "sft", "--model", str(tiny_model), "--name", "run", *words]) == 0
+    printed = "".join(capsys.readouterr())
+    assert "12 training tasks are fewer than 10 steps of 256: rollout.tasks_per_step=1 for this run" in printed
+    records = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 12
+    assert [record["step"] for record in records if "policy/movement" in record] == [10]
+    assert (records[9]["policy/movement"] > 0.005) == moves
+    assert ("after ten steps the policy has hardly moved" in printed) == (not moves)
+    assert (records[9].get("alarms") == ["standstill"]) == (not moves)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rlhf_from_one_file(folder, tiny_model):

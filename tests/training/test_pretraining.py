@@ -199,6 +199,9 @@ class Worker:
     def __init__(self):
         self.steps = []
 
+    async def forward(self, samples):
+        return [np.zeros(len(sample), np.float32) for sample in samples]
+
     async def accumulate(self, samples, normalizers):
         self.steps.append(([sample.objective for sample in samples], normalizers))
         return {"loss": float(len(self.steps))}

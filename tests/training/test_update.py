@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envgym.config.resolve import resolve
 from envgym.config.schema import StageConfig
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig, TrainSample
 from envgym.training.update import (
     aggregate_steps,
     evaluation_interval,
+    fit_steps,
     learning_rate,
     split_minibatches,
     steps_of,
@@ -53,6 +55,40 @@ def test_minibatches_lose_no_sample_split_no_key_and_are_even(keys, count):
     assert sum(map(len, key_sets)) == len(set(keys))  # no key in two mini-batches
     sizes = [len(key_set) for key_set in key_sets]
     assert max(sizes) - min(sizes) <= 1
+
+
+# -- the size of a step -----------------------------------------------------------------------------------
+
+
+def fitted(n_tasks, **rollout):
+    """The recipe's step size on `n_tasks` rows, the steps of its epoch, and what is said."""
+    settings = {"data": {"path": "org/rows"}, **({"rollout": rollout} if rollout else {})}
+    stage, notes = resolve(settings, recipe="sft").stages[0], []
+    fit_steps(stage, n_tasks, notes.append)
+    return stage.rollout.tasks_per_step, steps_of(stage, n_tasks), notes
+
+
+@pytest.mark.parametrize(
+    ("n_tasks", "size", "steps"),
+    [(200, 20, 10), (25, 2, 13), (9, 1, 9), (1, 1, 1), (2304, 230, 11), (2305, 256, 10), (100_000, 256, 391)],
+)
+def test_an_epoch_of_fewer_than_ten_steps_gets_smaller_ones_and_says_so(n_tasks, size, steps):
+    *fit, notes = fitted(n_tasks)
+    assert fit == [size, steps]
+    assert len(notes) == (size < 256)
+    if notes:
+        assert f"{n_tasks} training tasks are fewer than 10 steps of 256: rollout.tasks_per_step={size}" in notes[0]
+
+
+def test_a_size_that_the_user_has_set_stays():
+    assert fitted(200, tasks_per_step=256) == (256, 1, [])
+    assert fitted(200, tasks_per_step=100, min_steps_per_epoch=4)[:2] == (50, 4)
+
+
+def test_other_recipes_keep_their_steps():
+    stage = resolve({"env": "math_verify", "data": {"path": "org/rows"}}).stages[0]
+    fit_steps(stage, 3, None)
+    assert stage.rollout.tasks_per_step == 64
 
 
 # -- learning rate ----------------------------------------------------------------------------------------

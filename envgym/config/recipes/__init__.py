@@ -24,6 +24,8 @@ DEFAULT_MODEL = "starter"
 SUFFIXES = (".yaml", ".yml")
 OF_NEW_MODEL = ("new_model", "model_settings")
 """Keys of a recipe that are not settings of a run."""
+RATES = "rates"
+"""Key of a recipe that names its default learning rates by the model's size."""
 
 
 def recipe_names() -> list[str]:
@@ -33,6 +35,21 @@ def recipe_names() -> list[str]:
 
 def load_recipe(name: str) -> dict[str, Any]:
     """The settings in a recipe's file; `name` is a shipped recipe or the path of a YAML file."""
+    settings = _read_recipe(name)
+    settings.pop(RATES, None)
+    return settings
+
+
+def rates_of_recipe(name: str, learner: str | None = None) -> str | None:
+    """The recipe's row of default learning rates (`envgym/config/learning_rate.py`); None if it has a rate of its own,
+    or if `learner` is not the one that those rates are for."""
+    settings = _read_recipe(name)
+    component = settings.get("learner")
+    trained_by = component.get("name") if isinstance(component, dict) else component
+    return settings.get(RATES) if learner in (None, trained_by) else None
+
+
+def _read_recipe(name: str) -> dict[str, Any]:
     path = Path(name) if name.endswith(SUFFIXES) else FOLDER / f"{name}.yaml"
     if not path.is_file():
         if path.parent != FOLDER:
