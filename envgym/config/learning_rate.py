@@ -43,9 +43,9 @@ RATES = {
         DefaultRate(float("inf"), 5e-6, 2e-4),
     ),
     "preferences": (
-        # A single run with SmolLM2-135M-Instruct on 40 pairs; alignment-handbook has 1e-6 with 60,000 pairs and a
+        # Single runs with SmolLM2-135M-Instruct on 40 pairs; alignment-handbook has 1e-6 with 60,000 pairs and a
         # beta of 0.5 (smollm2/dpo/config_smol.yaml).
-        DefaultRate(0.3, 5e-6, 5e-5),
+        DefaultRate(0.3, 2e-6, 2e-5),
         # TRL's default.
         DefaultRate(2.0, 1e-6, 1e-5),
         # OpenRLHF's train_dpo_llama.sh; LoRA: alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).

@@ -85,9 +85,22 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
     if summary.get("picture"):
         lines.append(("picture", str(summary["picture"])))
     lines.append(("look", f"envgym view {summary['run']}"))
-    if summary.get("held_out_tasks") != 0:
-        lines.append(("next", f"envgym eval --config {summary['run']}/config.yaml --model {summary['run']}"))
+    lines.append(("next", _next_command(summary)))
     return lines
+
+
+def _next_command(summary: Mapping[str, Any]) -> str:
+    """The command that looks at what a run has changed: an evaluation or, without held-out tasks or rewards, answers of
+    the policy; of a reward model, its rewards."""
+    run = summary["run"]
+    if summary.get("head") == "scalar":
+        return f"envgym serve-reward-model --model {run}"
+    if summary.get("held_out_tasks") != 0 and summary.get("gives_rewards") is not False:
+        return f"envgym eval --config {run}/config.yaml --model {run}"
+    agent = "agent=single_turn " if summary.get("gives_rewards") is False else ""  # not that of the recordings
+    split = "train" if summary.get("held_out_tasks") == 0 else "test"
+    command = f"envgym rollout --config {run}/config.yaml --model {run} {agent}--split {split} --tasks 0:8"
+    return f"{command} --out {run}/answers.jsonl && envgym show {run}/answers.jsonl"
 
 
 def _members(evaluation: Evaluation) -> list[Line]:

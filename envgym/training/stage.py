@@ -59,6 +59,7 @@ class _StageState:
     trainer: Trainer | None = None
     """Set once the checkpoint is restored."""
     has_held_out: bool = True
+    gives_rewards: bool = True
 
 
 async def run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, display: Display) -> dict[str, Any]:
@@ -108,6 +109,7 @@ async def _set_up(
     state.context = await stack.enter_async_context(stage_context(config, stage, folder))
     spec = state.context.spec
     state.has_held_out = check_held_out(spec, required=bool(stage.eval.every))
+    state.gives_rewards = any(part.gives_rewards for part in spec.parts())
     check_recordings(stage, spec)
     check_training_tasks(spec)
     n_tasks = spec.tasks("train").epoch_size
@@ -171,13 +173,13 @@ def _summary_on_exit(config: RunConfig, folder: RunFolder, state: _StageState) -
     except CheckpointDamaged:
         raise
     except (RunError, WorkerError) as error:
-        if state.trainer is None or folder.last_checkpoint() is None:
+        if not _has_steps(folder, state):
             raise
         raise extend_message(error, checkpoint_message(config, folder)) from None
     except OSError as error:
         if (problem := cannot_write(error)) is None:
             raise
-        if folder.last_checkpoint():
+        if _has_steps(folder, state):
             problem += f"; {checkpoint_message(config, folder)}"
         raise RunError(problem) from error
     except (asyncio.CancelledError, KeyboardInterrupt):
@@ -191,6 +193,12 @@ def _summary_on_exit(config: RunConfig, folder: RunFolder, state: _StageState) -
             if state.trainer is not None and (trackers := state.trainer.recorder.trackers) is not None:
                 trackers.close(status)
                 folder.write_summary({**summary, "trackers": trackers.summary()})
+
+
+def _has_steps(folder: RunFolder, state: _StageState) -> bool:
+    """True if there is a checkpoint to resume from. After a failure in the first step there is nothing in it, and to
+    repeat the command with other settings is what helps."""
+    return state.trainer is not None and state.trainer.progress.step > 0 and folder.last_checkpoint() is not None
 
 
 def check_recordings(stage: StageConfig, spec: EnvSpec) -> None:
@@ -274,5 +282,7 @@ def _summary(config: RunConfig, state: _StageState, status: str) -> dict[str, An
         "alarms": dict(trainer.recorder.alarms.counts) if trainer else {},
         **({"best": progress.best} if progress.best else {}),
         **({} if state.has_held_out else {"held_out_tasks": 0}),
+        **({} if state.gives_rewards else {"gives_rewards": False}),
+        **({} if trainer is None else {"head": trainer.components.learner.roles["actor"].head}),
         **({"services": dict(services.counters)} if services is not None and services.names else {}),
     }

@@ -42,7 +42,7 @@ def test_the_default_is_that_of_the_size_and_of_what_is_trained(tmp_path, billio
         ("sft", SMALL, 5e-5, 1e-3),
         ("sft", MIDDLE, 2e-5, 2e-4),
         ("sft", LARGE, 5e-6, 2e-4),
-        ("dpo", SMALL, 5e-6, 5e-5),
+        ("dpo", SMALL, 2e-6, 2e-5),
         ("dpo", MIDDLE, 1e-6, 1e-5),
         ("dpo", LARGE, 5e-7, 5e-6),
         ("kto", MIDDLE, 1e-6, 1e-5),

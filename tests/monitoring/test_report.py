@@ -85,7 +85,20 @@ def test_what_a_run_does_not_have_is_not_said(summary):
     summary |= {"eval": {}, "failures": {}, "tokens": {"sampled": 0, "trained": 10}}
     del summary["picture"]
     assert dict(summary_lines(summary)).keys() == {"run", "time", "tokens", "folder", "look", "next"}
-    assert "next" not in dict(summary_lines({**summary, "held_out_tasks": 0}))  # nothing can be evaluated on
+
+
+def test_each_kind_of_run_ends_with_a_command_that_looks_at_what_it_changed(summary):
+    """Recordings and tasks without a held-out part cannot be evaluated, and a reward model answers nothing."""
+
+    def next_command(**changes) -> str:
+        return dict(summary_lines({**summary, **changes}))["next"]
+
+    answers = " --tasks 0:8 --out runs/first/answers.jsonl && envgym show runs/first/answers.jsonl"
+    rollout = "envgym rollout --config runs/first/config.yaml --model runs/first "
+    assert next_command(head="lm").startswith("envgym eval ")
+    assert next_command(gives_rewards=False) == f"{rollout}agent=single_turn --split test{answers}"
+    assert next_command(held_out_tasks=0) == f"{rollout}--split train{answers}"
+    assert next_command(head="scalar", gives_rewards=False) == "envgym serve-reward-model --model runs/first"
 
 
 def test_a_run_that_stopped_before_its_second_evaluation_has_no_after(summary):

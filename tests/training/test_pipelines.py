@@ -56,6 +56,13 @@ def test_a_policy_that_does_not_move_is_told_of(folder, tiny_model, capsys, lr, 
     assert (records[9]["policy/movement"] > 0.005) == moves
     assert ("after ten steps the policy has hardly moved" in printed) == (not moves)
     assert (records[9].get("alarms") == ["standstill"]) == (not moves)
+    [line] = [line for line in printed.splitlines() if line.startswith("next ")]
+    for command in line.removeprefix("next ").split("&&"):  # as it is, but for the engine
+        engine = ["engine.kind=transformers", "rollout.max_tokens=4", "debug=true"] if "rollout" in command else []
+        assert main([*command.split()[1:], *engine]) == 0
+    printed = capsys.readouterr().out
+    assert "4 of test, 4 episodes" in printed
+    assert "user:\nwhat is " in printed
 
 
 @pytest.mark.slow
