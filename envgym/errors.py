@@ -156,9 +156,15 @@ def extend_message(error: Error, text: str) -> Error:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` with the closest of `names`, or an empty string."""
-    close = get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    """Return `" Did you mean 'x'?"` with the closest of `names`, or an empty string if none is near: spelled alike, of
+    the same letters, or longer or shorter by a part."""
+    names = list(names)
+    close = get_close_matches(name, names, n=1, cutoff=0.7)
+    for candidate in close or get_close_matches(name, names, n=9, cutoff=0.4):
+        is_part = min(len(name), len(candidate)) > 2 and (name in candidate or candidate in name)
+        if close or is_part or sorted(name) == sorted(candidate):
+            return f" Did you mean {candidate!r}?"
+    return ""
 
 
 def missing_package(package: str, extra: str, purpose: str) -> MissingDependency:

@@ -98,6 +98,12 @@ def settings_error(error: ValidationError, model: type[BaseModel], context: str 
     rule = RULES.get(first["type"])
     problem = rule.format(**first.get("ctx", {})) if rule else first["msg"].removeprefix("Value error, ")
     got = "" if first["type"] == "secret" else f", got {first['input']!r:.60}"  # the value may be a secret key
+    if isinstance(first["input"], bool) and first["type"] != "secret":
+        got += " (YAML reads no, off, yes and on without quotes as false and true)"
+    elif (
+        first["type"] == "string_type" and first["input"] is not None and not isinstance(first["input"], Mapping | list)
+    ):
+        got += " (in YAML, write it in quotes)"
     return ConfigError(f"{prefix}key {key!r}: {problem[:1].lower()}{problem[1:]}{word}{got}")
 
 

@@ -51,13 +51,14 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 def _new_folder(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
     if options.retry_failed:
         raise ConfigError("--retry-failed goes with --resume NAME")
-    if options.model is None:
+    settings = cli_settings(options, words)
+    if "model" not in settings:
         raise ConfigError("envgym eval needs --model, the model to measure. See: envgym eval --help")
-    if options.suite and options.env:
+    if options.suite and "env" in settings:
         raise ConfigError("a suite names its environments: give either --suite or --env")
     from envgym.evaluation.policy import new_evaluation
 
-    return new_evaluation(cli_settings(options, words), suite=options.suite, file=options.config)
+    return new_evaluation(settings, suite=options.suite, file=options.config)
 
 
 def _resumed_folder(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:

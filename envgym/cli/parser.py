@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .errors import Invocation
 
 ENV: dict[str, Any] = {"metavar": "E", "help": "environment: id, file.py[:Name], import path or URL"}
+OF_RUN = ("env", "model", "learner", "runtime", "name", "recipe")
+"""Settings that are options too: every command that takes settings takes both forms, `--model M` and `model=M`."""
 MODEL: dict[str, Any] = {"metavar": "M", "help": "folder, hub id, run, checkpoint, or a recipe such as starter"}
 
 
@@ -37,7 +39,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse_with_words(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the `key=value` words in order. Raises `ConfigError` for anything else."""
+        has_env = any(action.metavar == "E" for action in self._get_positional_actions())
+        names = [name for name in OF_RUN if f"--{name}" not in self._option_string_actions]
+        names = [name for name in names if name != "env" or not has_env]
+        for name in names:
+            self.add_argument(f"--{name}", dest=f"word_{name}", help=argparse.SUPPRESS)
         options, words = self.parse_known_args(arguments)
+        values = {name: vars(options).pop(f"word_{name}") for name in names}
+        words += [f"{name}={value}" for name, value in values.items() if value is not None]
         for word in words:
             if word.startswith("-"):
                 name = word.partition("=")[0]
@@ -115,19 +124,20 @@ def add_run_options(parser: Parser) -> None:
 
 def cli_settings(options: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     """The settings from the options of `add_run_options` and the words; a word wins over an option."""
-    from envgym.config.words import merge, parse_overrides
+    from envgym.config.known_settings import parse_words
+    from envgym.config.words import merge
 
-    keys = ("env", "model", "learner", "runtime", "name")
-    settings = {key: value for key in keys if (value := getattr(options, key, None)) is not None}
-    return merge(settings, parse_overrides(words))
+    settings = {key: value for key in OF_RUN if (value := getattr(options, key, None)) is not None}
+    return merge(settings, parse_words(words, settings))
 
 
-def resolve_options(options: argparse.Namespace, words: Sequence[str], invocation: Invocation) -> RunConfig:
+def resolve_options(
+    options: argparse.Namespace, words: Sequence[str], invocation: Invocation, *, samples_only: bool = False
+) -> RunConfig:
     """The configuration of the options and words. Its `debug` makes the command's errors show tracebacks."""
     from envgym.config.resolve import resolve
 
-    recipe, file = getattr(options, "recipe", None), getattr(options, "config", None)
-    config = resolve(cli_settings(options, words), recipe=recipe, file=file)
+    config = resolve(cli_settings(options, words), file=options.config, samples_only=samples_only)
     invocation.debug |= config.debug
     return config
 
@@ -141,9 +151,9 @@ def make_spec(name: str, words: Sequence[str]) -> EnvSpec:
 
 def env_settings(name: str, words: Sequence[str]) -> dict[str, Any]:
     """The settings that `make_spec` gives the environment `name`."""
-    from envgym.config.words import parse_overrides
+    from envgym.config.known_settings import parse_words
 
-    settings: dict[str, Any] = parse_overrides(words)
+    settings: dict[str, Any] = parse_words(words, {"env": name})
     settings.pop("debug", None)
     if unknown := [key for key in settings if key not in ("env", "data")]:
         advice = " An environment's settings are written env.KEY=VALUE."

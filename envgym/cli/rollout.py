@@ -40,13 +40,13 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace FILE, also one of other settings")
     options, words = parser.parse_with_words(arguments)
     for name in ("model", "out"):
-        if getattr(options, name) is None:
+        if getattr(options, name) is None and (name == "out" or "model" not in cli_settings(options, words)):
             raise ConfigError(f"envgym rollout needs --{name}. See: envgym rollout --help")
     for name, option in OF_TRAINING.items():
         if any(word.startswith(f"rollout.{name}=") for word in words):
             raise ConfigError(f"rollout.{name} is a setting of training: envgym rollout takes {option}")
     selection = _selection(options)
-    config = resolve_options(options, words, invocation)
+    config = resolve_options(options, words, invocation, samples_only=True)
 
     from envgym.config.resolve import set_sampled_model
     from envgym.evaluation.generate import collect

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from envgym.errors import ConfigError
 
 from .errors import Invocation
-from .parser import ENV, Parser, resolve_options
+from .parser import ENV, OF_RUN, Parser, cli_settings, resolve_options
 
 if TYPE_CHECKING:
     from envgym.evaluation.rescore import Change
     from envgym.evaluation.statistics import Mean
 
 
-VALUED = ("--env", "--config", "--out", "--prompt", "--reference", "--completion")
+VALUED = ("--config", "--out", "--prompt", "--reference", "--completion", *(f"--{name}" for name in OF_RUN))
 """Options with a value."""
 
 
@@ -41,20 +41,22 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     source, arguments = _take_source(arguments)
     options, words = parser.parse_with_words(arguments)
 
+    from envgym.config.words import component_mapping
     from envgym.registry import task_set_of
 
     if source is None:
         raise ConfigError("which episodes? Give a file or a folder of them. See: envgym score --help")
-    if options.env is None and options.config is None:
+    env = component_mapping(cli_settings(options, words).get("env", {})).get("name")
+    if env is None and options.config is None:
         raise ConfigError("envgym score needs --env, the environment that scores. See: envgym score --help")
     keys = {word.partition("=")[0] for word in words}
-    task_set = task_set_of(options.env) if options.env else None
+    task_set = task_set_of(env) if env else None
     if task_set is not None:
         if task_set.hub is None and not any(key.startswith("data.") for key in keys):
             words.append(f"data.test_path={source}")  # its rows are nowhere else
     elif "data.path" not in keys and any(key.startswith("data.") for key in keys):
         words.append(f"data.path={source}")  # settings of its fields: FILE is recorded data
-    config = resolve_options(options, words, invocation)
+    config = resolve_options(options, words, invocation, samples_only=True)
     target = options.out or f"{source}.scored.jsonl"
 
     from envgym.evaluation.generations import GenerationFields

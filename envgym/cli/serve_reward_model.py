@@ -20,7 +20,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "dtype, offload, normalise, timeout.",
         "envgym serve-reward-model --model path/to/reward_model too_long=cut",
     )
-    parser.add_argument("--model", metavar="M", required=True, help="folder or hub id, or a run that trained one")
+    parser.add_argument("--model", metavar="M", help="folder or hub id, or a run that trained one")
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", metavar="P", type=int, default=5000, help="port; 0 for a free one (5000)")
     parser.add_argument("--token-file", metavar="F", help="file with the token that clients must send")
@@ -34,9 +34,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.services.reward_server import serve_model
     from envgym.settings import validate_settings
 
-    settings = parse_overrides(words)
+    settings = {"model": options.model, **parse_overrides(words)}
     settings.pop("debug", None)
-    declared = validate_settings(RewardModel, {**settings, "model": options.model})
+    if settings["model"] is None:
+        raise ConfigError("envgym serve-reward-model needs --model. See: envgym serve-reward-model --help")
+    declared = validate_settings(RewardModel, settings)
 
     def on_ready(url: str, token_file: str) -> None:
         token = f"with the token in {token_file}" if token_file else "without a token"

@@ -15,8 +15,14 @@ from .schema import Component, RoleConfig, StageConfig
 from .words import AUTO
 
 
-def complete_stage(stage: StageConfig) -> None:
-    """Look up every name, fill in every component's defaults, and raise `EnvgymError` for contradictory settings."""
+def complete_stage(stage: StageConfig, *, samples_only: bool = False) -> None:
+    """Look up every name, fill in every component's defaults, and raise `EnvgymError` for contradictory settings.
+    `samples_only`: the stage is not run, and lends its settings to an evaluation or a rollout."""
+    if stage.rollout.temperature == 0 and stage.kind == "train" and not samples_only:
+        raise ConfigError(
+            "key 'rollout.temperature': must be more than 0, got 0: training needs samples that differ (0 is greedy, "
+            "in envgym eval and envgym rollout)"
+        )
     stage.engine.check()
     spec = stage.make_spec()
     for part in spec.parts():

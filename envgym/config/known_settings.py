@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -22,7 +23,7 @@ from envgym.yaml_files import read_yaml
 
 from .renamed import RENAMED
 from .schema import RunConfig, StageConfig
-from .words import AUTO, COMPONENTS, component_mapping
+from .words import AUTO, COMPONENTS, component_mapping, merge, parse_overrides
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,27 @@ def _model_within(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     return None, False
 
 
+def parse_words(words: Sequence[str], components: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in `key=value` words, of which those that are text take it as it is. `components` are the names of
+    the run's environment and learner that options give."""
+    stage = merge(components, parse_overrides(words))
+    if not any(word.startswith("env.") for word in words):
+        stage.pop("env", None)  # it need not be loaded
+    settings = [setting for prefix, model in _models_of(stage) for setting in settings_of(model, prefix)]
+
+    def takes_text(key: str, value: Any) -> bool:
+        key = re.sub(r"^stages\.[^.]+\.", "", key)
+        for setting in settings:
+            if re.fullmatch(re.escape(setting.key).replace("NAME", "[^.]+"), key):
+                kinds = {*get_args(setting.field.annotation)} - {NoneType} or {setting.field.annotation}
+                is_optional = NoneType in get_args(setting.field.annotation)
+                is_rows = isinstance(value, list) and key in ("data.path", "data.test_path")
+                return kinds == {str} and not is_rows and (value is not None or not is_optional)
+        return False
+
+    return parse_overrides(words, takes_text)
+
+
 @cache
 def other_names() -> dict[str, list[str]]:
     """Other programs' names for a setting, by its key."""
@@ -67,10 +89,16 @@ def other_names() -> dict[str, list[str]]:
 def similar_keys(key: str, known_keys: Sequence[str]) -> list[str]:
     """The `known_keys` that an unknown key most likely stands for, 3 at most: settings with this name in other programs
     or earlier versions, then keys with the same last part."""
-    last_part = key.rpartition(".")[2].replace("-", "_").lower()
-    synonyms = [name for name, aliases in other_names().items() if last_part in aliases and name in known_keys]
+    group, _, last_part = key.replace("-", "_").lower().rpartition(".")
+    groups = {name.rpartition(".")[0] for name in known_keys}
+    choices = groups.union(known_keys, StageConfig.model_fields)
+    synonyms = [name for name, aliases in other_names().items() if last_part in aliases and name in choices]
     synonyms += [new for old, new in RENAMED.items() if old.rpartition(".")[2] == last_part and new in known_keys]
-    return list(dict.fromkeys([*synonyms, *(name for name in known_keys if name.rpartition(".")[2] == last_part)]))[:3]
+    namesakes = [name for name in known_keys if name.rpartition(".")[2] == last_part and name != key]
+    if group in groups - {""}:  # the same word in another group's subgroup, or for a kind of thing, means another thing
+        namesakes = [name for name in namesakes if name.startswith(f"{group}.") or name.count(".") < 2]
+        namesakes = [] if last_part in ("kind", "name") else namesakes
+    return list(dict.fromkeys([*synonyms, *namesakes]))[:3]
 
 
 def with_suggestion(error: UnknownKey, stage: Mapping[str, Any]) -> UnknownKey:
@@ -80,16 +108,24 @@ def with_suggestion(error: UnknownKey, stage: Mapping[str, Any]) -> UnknownKey:
         hint = " It takes no data (an Env class does with spec_class = envgym.DataEnvSpec)."
         return UnknownKey(error.message, error.key, hint, error.names)
     keys = known_keys(stage)
-    suggestions = similar_keys(error.key, keys)
+    scope = error.message.partition(" ")[0].replace("environment", "env")  # within a component the key is its own
+    group, dot, name = (f"{scope}.{error.key}" if scope in COMPONENTS else error.key).rpartition(".")
+    suggestions = similar_keys(f"{group}{dot}{name}", keys)
     if not suggestions and not error.hint:
-        matches = get_close_matches(error.key.rpartition(".")[2], [key.rpartition(".")[2] for key in keys], 1, 0.7)
-        suggestions = [key for key in keys if key.rpartition(".")[2] in matches][:3]
+        for match in get_close_matches(name, [key.rpartition(".")[2] for key in keys], 1, 0.7):
+            suggestions = similar_keys(f"{group}{dot}{match}", keys)
     hint = f" Did you mean {' or '.join(map(repr, suggestions))}?" if suggestions else error.hint
     return UnknownKey(error.message, error.key, hint, error.names)
 
 
 def known_keys(stage: Mapping[str, Any]) -> list[str]:
     """The keys of every setting of a run with this stage, as users write them, without those below a NAME."""
+    keys = (setting.key for prefix, model in _models_of(stage) for setting in settings_of(model, prefix))
+    return [key for key in keys if ".NAME." not in key and not key.startswith("env.data.")]  # written data.…
+
+
+def _models_of(stage: Mapping[str, Any]) -> list[tuple[str, type[BaseModel]]]:
+    """The settings classes of a run with this stage, with the prefixes of their keys."""
     names = {kind: component_mapping(stage.get(kind) or {}).get("name") for kind in COMPONENTS}
     data: dict[str, Any] = {"data": stage["data"]} if stage.get("data") else {}
     try:  # a remote environment would have to be asked, so it is skipped
@@ -97,7 +133,7 @@ def known_keys(stage: Mapping[str, Any]) -> list[str]:
     except (EnvgymError, ValidationError):  # reported when the environment is created
         spec = None
     agent = spec.agent if spec and names["agent"] == AUTO else names["agent"] or ""
-    models: list[tuple[str, type[BaseModel]]] = [
+    return [
         ("", RunConfig),
         ("learner.", config_class("learner", names["learner"] or "")),
         ("", StageConfig),
@@ -105,8 +141,6 @@ def known_keys(stage: Mapping[str, Any]) -> list[str]:
         ("agent.", config_class("agent", agent)),
         *([] if spec is None else [("env.", type(spec.config))]),
     ]
-    keys = (setting.key for prefix, model in models for setting in settings_of(model, prefix))
-    return [key for key in keys if ".NAME." not in key and not key.startswith("env.data.")]  # written data.…
 
 
 def config_class(kind: str, name: Any) -> type[BaseModel]:

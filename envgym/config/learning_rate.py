@@ -60,7 +60,7 @@ POLICY_GRADIENT = "policy_gradient"
 def size_of(model: str | Path) -> float:
     """Billions of parameters of the model in a folder, or of a run's; 0 if it cannot be read there, or is a toy."""
     try:
-        billions = count_parameters(policy_of_run(Path(model))) / 1e9
+        billions = count_parameters(policy_of_run(Path(str(model)))) / 1e9
     except (ConfigError, OSError, ValueError):  # whoever loads the model reports it
         return 0.0
     return billions if billions >= TOY else 0.0

@@ -32,6 +32,7 @@ from .words import (
     COMPONENTS,
     changes_name,
     component_mapping,
+    expand_keys,
     merge,
     merge_stage,
     without_warmup,
@@ -48,15 +49,20 @@ class Layer(NamedTuple):
 
 
 def resolve(
-    settings: Mapping[str, Any] | None = None, *, recipe: str | None = None, file: str | Path | None = None
+    settings: Mapping[str, Any] | None = None,
+    *,
+    recipe: str | None = None,
+    file: str | Path | None = None,
+    samples_only: bool = False,
 ) -> RunConfig:
     """The complete configuration of a run, with every name looked up and every component's settings checked.
 
-    The caller's `settings` (from `key=value` words or Python) win over `file`, which wins over the recipe. Raises
-    `ConfigError`, `NameNotFound` or `DataError`.
+    The caller's `settings` (from `key=value` words or Python) win over `file`, which wins over the recipe. With
+    `samples_only` they are for an evaluation or a rollout, which may be greedy. Raises `ConfigError`, `NameNotFound` or
+    `DataError`.
     """
-    overrides = rename_settings(settings or {}, warn=True)
-    from_file = rename_settings(read_yaml(Path(file)), warn=True) if file is not None else {}
+    overrides = rename_settings(expand_keys(settings or {}), warn=True)
+    from_file = rename_settings(expand_keys(read_yaml(Path(file))), warn=True) if file is not None else {}
     from_file = with_earlier_defaults(from_file)
     chosen_recipe = overrides.get("recipe") or recipe
     recipe = chosen_recipe or from_file.get("recipe") or DEFAULT_RECIPE
@@ -70,7 +76,7 @@ def resolve(
     run = {key: value for layer in layers for key, value in layer.settings.items() if key in RUN_KEYS}
     stages = _merge_layers(layers)
     try:
-        config = _validate({**run, "recipe": recipe}, stages)
+        config = _validate({**run, "recipe": recipe}, stages, samples_only)
     except UnknownKey as error:
         raise with_suggestion(error, stages[0].settings) from None
     except NameNotFound as error:
@@ -134,7 +140,7 @@ def _merge_layers(layers: Sequence[Layer]) -> list[LayeredStage]:
     return stages
 
 
-def _validate(run: Mapping[str, Any], stages: Sequence[LayeredStage]) -> RunConfig:
+def _validate(run: Mapping[str, Any], stages: Sequence[LayeredStage], samples_only: bool) -> RunConfig:
     """The configuration. Stages are validated one by one first, so that errors name keys as users write them."""
     stage_keys = set(StageConfig.model_fields)
     for number, stage in enumerate(stages, 1):
@@ -149,7 +155,7 @@ def _validate(run: Mapping[str, Any], stages: Sequence[LayeredStage]) -> RunConf
         stage.drop_roles(learner_class(learner_config).roles)
     config = validate_settings(RunConfig, {**run, "stages": [stage.settings for stage in stages]})
     for stage_config in config.stages:
-        complete_stage(stage_config)
+        complete_stage(stage_config, samples_only=samples_only)
         if config.deterministic and stage_config.rollout.max_staleness:
             raise ConfigError("a deterministic run has no episodes in flight during training: set max_staleness=0")
     return config

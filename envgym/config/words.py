@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date
 from typing import Any
 
 import yaml
@@ -23,24 +24,33 @@ NUMBER = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE)
 """Numbers that YAML reads as text."""
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words, dotted for nested keys, as a nested mapping; later words win. Values are parsed as YAML."""
+def parse_overrides(
+    words: Sequence[str], takes_text: Callable[[str, Any], bool] = lambda key, value: False
+) -> dict[str, Any]:
+    """`key=value` words, dotted for nested keys, as a nested mapping; later words win. Values are parsed as YAML, but
+    settings that are text take it as it is, without quotes around all of it: `takes_text` is called with a key and
+    YAML's value."""
     pairs = []
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key or key.startswith("-"):
             raise ConfigError(f"{word!r} is not a key=value setting")
+        bare = text.lstrip()
         try:
             value = load_yaml(text)
         except DuplicateKey as error:
-            raise ConfigError(f"{word}: {error.problem}") from None
+            if bare.startswith("{") and not takes_text(key, {}):
+                raise ConfigError(f"{word}: {error.problem}") from None
+            value = text
         except yaml.YAMLError:
             value = text
-        if isinstance(value, Mapping | list) and not text.lstrip().startswith(("{", "[")):
+        if isinstance(value, Mapping | list | date) and not bare.startswith(("{", "[")):
             value = text  # templates have colons and line breaks
-        if text.startswith("#"):
-            value = text  # to YAML it is a comment
-        if isinstance(value, str) and NUMBER.fullmatch(value):
+        if isinstance(value, str) and not bare.startswith(("'", '"')) and value != text.strip():
+            value = text  # YAML folds lines, and drops what follows a number sign
+        if bare.startswith("#") or (not bare.startswith(("'", '"')) and takes_text(key, value)):
+            value = text
+        elif isinstance(value, str) and NUMBER.fullmatch(value):
             value = float(value)
         pairs.append((key, value))
     return nest_keys(pairs)
@@ -54,6 +64,29 @@ def nest_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             value = {part: value}
         result = merge(result, value)
     return result
+
+
+def expand_keys(settings: Any) -> Any:
+    """The settings of a run, or of a stage, with dotted keys (`learner.lr`, and `kl.coef` in `learner`) as nested ones,
+    in its stages too. Deeper mappings have keys of their own."""
+    if not isinstance(settings, Mapping):
+        return settings
+    result = {}
+    for key, value in settings.items():
+        if key == "stages" and isinstance(value, list):
+            value = [expand_keys(stage) for stage in value]
+        elif key in ("stages", "roles") and isinstance(value, Mapping):
+            value = {name: expand_keys(item) for name, item in value.items()}
+        elif key == "model_settings":
+            value = expand_keys(value)
+        elif isinstance(value, Mapping) and "." not in str(key):
+            value = _nested(value)
+        result[key] = value
+    return _nested(result)
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return nest_keys(settings.items()) if any("." in str(key) for key in settings) else dict(settings)
 
 
 def dotted_keys(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

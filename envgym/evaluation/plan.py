@@ -37,10 +37,10 @@ class Part(BaseModel):
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """Sampling parameters of one turn; greedy sampling ignores all but `max_tokens` and the stop tokens."""
-        sampling = self.stage.rollout.sampling(stop_token_ids)
-        if self.env.sampling.temperature != 0:
-            return sampling
-        return SamplingParams(sampling.max_tokens, temperature=0.0, stop_token_ids=stop_token_ids)
+        rollout = self.stage.rollout
+        if self.env.sampling.temperature == 0:
+            rollout = rollout.model_copy(update={"temperature": 0.0})
+        return rollout.sampling(stop_token_ids)
 
 
 def parts_of_suite(
@@ -48,7 +48,6 @@ def parts_of_suite(
 ) -> list[Part]:
     """The parts of an evaluation on a suite. The caller's `settings` take precedence over the suite's, and these over
     the model's, the file's and the recipe's. Raises `EnvgymError` for an invalid name or setting."""
-    greedy, settings = _split_greedy(settings)
     settings = dict(settings)
     folder = settings.pop("data", {})
     if "env" in settings or (folder and folder.keys() != {"folder"}):
@@ -65,8 +64,6 @@ def parts_of_suite(
             sampling = {**task_set.sampling, **item.sampling.model_dump(exclude_none=True)}
             item = item.model_copy(update={"sampling": Sampling(**sampling), "data": {**item.data, **folder}})
         sampling = item.sampling.model_dump(exclude_none=True)
-        if sampling.get("temperature") == 0:  # a run cannot be greedy: see `Part.sampling`
-            del sampling["temperature"]
         suite_settings = {
             "env": item.env.model_dump(),
             "agent": item.agent.model_dump(),
@@ -74,12 +71,12 @@ def parts_of_suite(
             "rollout": sampling,
         }
         with reported_as(ConfigError, name, cause=ConfigError):
-            config = resolve(merge(suite_settings, settings), file=file)
+            config = resolve(merge(suite_settings, settings), file=file, samples_only=True)
             set_sampled_model(config, settings)
         eval_settings = settings.get("eval", {})
         overrides = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in eval_settings}
-        if greedy or "temperature" in settings.get("rollout", {}):
-            overrides["sampling"] = item.sampling.model_copy(update={"temperature": 0.0 if greedy else None})
+        if "temperature" in settings.get("rollout", {}):
+            overrides["sampling"] = item.sampling.model_copy(update={"temperature": None})
         parts.append(Part(name=name, env=item.model_copy(update=overrides), config=config))
     return parts
 
@@ -100,15 +97,12 @@ def _check_folder(environments: Mapping[str, SuiteEnv], data: Mapping[str, Any])
 
 def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None) -> list[Part]:
     """The parts of an evaluation on one environment: as in training and, with `eval.greedy`, also greedily."""
-    greedy, settings = _split_greedy(settings)
-    config = resolve(settings, file=file)
+    config = resolve(settings, file=file, samples_only=True)
     if (task_set := task_set_of(config.stages[-1].env.name)) and file is None:
-        sampling = dict(task_set.sampling)
-        greedy |= sampling.get("temperature") == 0 and "temperature" not in settings.get("rollout", {})
-        sampling = {name: value for name, value in sampling.items() if name != "temperature" or value}
-        config = resolve(merge({"rollout": sampling}, settings))
+        config = resolve(merge({"rollout": task_set.sampling}, settings), samples_only=True)
     set_sampled_model(config, settings)
     stage = config.stages[-1]
+    greedy = stage.rollout.temperature == 0
     sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)
     overrides = {"samples": stage.eval.samples} | ({"sampling": Sampling(temperature=0.0)} if greedy else {})
     parts = [Part(name=stage.env.name, env=sampled.model_copy(update=overrides), config=config)]
@@ -116,14 +110,3 @@ def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None)
         greedily = {"samples": 1, "weight": 0.0, "sampling": Sampling(temperature=0.0)}
         parts.append(Part(name=GREEDY, env=sampled.model_copy(update=greedily), config=config))
     return parts
-
-
-def _split_greedy(settings: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
-    """(True for greedy sampling (`rollout.temperature=0`), the settings without that temperature, which a run
-    rejects)."""
-    rollout = settings.get("rollout")
-    temperature = rollout.get("temperature") if isinstance(rollout, Mapping) else None
-    if isinstance(temperature, bool) or temperature != 0:
-        return False, settings
-    sampled_rollout = {key: value for key, value in settings["rollout"].items() if key != "temperature"}
-    return True, {**settings, "rollout": sampled_rollout}

@@ -26,8 +26,9 @@ class RolloutConfig(Settings):
     """Episodes per task."""
     max_tokens: int = Field(512, ge=1)
     """Token budget of one turn."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; log-probabilities are those of the tempered distribution."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; log-probabilities are those of the tempered distribution. 0 is greedy, without `top_p` and
+    `top_k`, in evaluations and rollouts; training needs more than 0."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling. Below 1 the support is truncated and importance ratios are biased."""
     top_k: int = Field(0, ge=0)
@@ -73,5 +74,7 @@ class RolloutConfig(Settings):
         return self.seed_scope or ("task" if samples == 1 else "episode")
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """The sampling parameters of one turn."""
+        """The sampling parameters of one turn; greedy sampling ignores all but `max_tokens` and the stop tokens."""
+        if self.temperature == 0:
+            return SamplingParams(self.max_tokens, temperature=0.0, stop_token_ids=stop_token_ids)
         return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.top_k, stop_token_ids)

@@ -167,6 +167,31 @@ def test_a_mistake_is_one_line_and_exit_2(run, arguments, said):
     assert said in error_of(run(*arguments))
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["rollout", "env=math_verify", "model=nothing.yaml", "--out", "o.jsonl"],
+        ["rollout", "--env", "math_verify", "--model", "nothing.yaml", "--out", "o.jsonl"],
+        ["eval", "env=math_verify", "model=nothing.yaml"],
+        ["eval", "--env=math_verify", "--model=nothing.yaml"],
+        ["score", "env=math_verify", "model=nothing.yaml", "missing.jsonl"],
+        ["score", "--env", "math_verify", "--model", "nothing.yaml", "missing.jsonl"],
+        ["serve-reward-model", "model=nothing.yaml", "--port", "0"],
+        ["envs", "try", "--model", "nothing.yaml", "recorded", "data.path=one.jsonl"],
+        ["train", "--env", "math_verify", "model=nothing.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_takes_the_model_as_an_option_and_as_a_setting(run, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("one.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    assert "nothing.yaml" in error_of(run(*arguments))
+
+
+def test_an_option_of_a_run_is_a_setting_everywhere(run):
+    assert "got 'slurm'" in error_of(run("eval", "--env", "math_verify", "--model", "starter", "--runtime", "slurm"))
+
+
 def test_the_program_ends_with_the_status_of_its_command(start):
     arguments, said = MISTAKES["environment"]
     assert said in error_of(start(*arguments))

@@ -1,13 +1,14 @@
 """A run's settings: which layer wins, what is refused and how that is said, and that a saved config is the same run."""
 
+import json
 import textwrap
 
 import pytest
 import yaml
 
-from envgym.config.known_settings import known_keys, other_names
+from envgym.config.known_settings import known_keys, other_names, parse_words
 from envgym.config.resolve import resolve
-from envgym.config.schema import RunConfig
+from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import merge, parse_overrides
 from envgym.errors import ConfigError, DataError, DroppedSettings, EnvgymError, NameNotFound
 from envgym.rollout.config import RolloutConfig
@@ -327,6 +328,60 @@ def test_a_words_value_is_yaml(text, value):
     assert type(parsed) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("data.template", "Q: {question}\nA: {answer}"),
+        ("data.template", "Q: {question}\nQ: {question}"),  # to YAML a key that is given twice
+        ("data.template", "{question}"),
+        ("data.template", "two\nlines of {}"),  # which YAML would fold
+        ("data.system", "Answer with the number # alone"),
+        ("data.system", "#1 among helpers"),
+        ("data.system", "[INST]"),
+        ("data.system", "no"),
+        ("data.system", "*alias &anchor"),
+        ("data.system", "  indented "),
+        ("data.sources.a.path", "2024"),
+        ("name", "007"),
+        ("name", "2024-01-01"),
+        ("model", "1e5"),
+        ("model", "1.10"),
+        ("stages.first.model", "12"),
+        ("engine.api_key_env", ""),
+        ("env.instruction", "yes"),
+        ("env.instruction", "{read}"),
+    ],
+)
+def test_a_setting_that_is_text_takes_it_as_it_is(key, text):
+    parsed = parse_words([f"{key}={text}"], {"env": "math_verify"})
+    for part in key.split("."):
+        parsed = parsed[part]
+    assert parsed == text
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ('data.template="{}\\n"', "{}\n"),  # in quotes it is YAML, as ever
+        ("data.template='no'", "no"),
+        ("data.system=null", None),
+        ("data.select={level: [4]}", {"level": [4]}),
+        ("env.digits=3", 3),
+        ("eval.every=no", False),
+        ("rollout.failed_reward=1e-1", 0.1),
+    ],
+)
+def test_other_values_are_yaml_still(word, value):
+    [(_, group)] = parse_words([word], {"env": "math_verify"}).items()
+    assert list(group.values()) == [value]
+
+
+def test_rows_may_stand_in_a_word_where_a_path_may():
+    file = parse_words(["data.path=[{prompt: a, answer: b}]"], {})["data"]["path"]
+    with open(file) as rows:
+        assert json.loads(rows.read()) == {"prompt": "a", "answer": "b"}
+
+
 def test_dots_nest():
     assert parse_overrides(["a.b.c=1", "a.d=2", "e=3"]) == {"a": {"b": {"c": 1}, "d": 2}, "e": 3}
 
@@ -378,6 +433,11 @@ REFUSED = {
     "max_turns=3": "unknown key 'max_turns'. Did you mean 'agent.max_turns'?",
     "digits=3": "unknown key 'digits'. Did you mean 'env.digits'?",
     "temprature=1": "unknown key 'temprature'. Did you mean 'rollout.temperature' or 'eval.temperature'?",
+    "sampling=1": "unknown key 'sampling'. Did you mean 'rollout'?",
+    "sampling.temperature=1": "unknown key 'sampling'. Did you mean 'rollout'?",
+    "peft.r=8": "unknown key 'peft'. Did you mean 'lora'?",
+    "critic.lr=1": "unknown key 'critic'. Did you mean 'roles'?",
+    "lora.target=[q_proj]": "unknown key 'lora.target'. Did you mean 'lora.targets'?",
     "rollout.n=4": "unknown key 'rollout.n'. Did you mean 'rollout.group_size'?",
     "rollout.zero_variance=true": "Did you mean 'rollout.filter.zero_variance'?",
     "learner.kl_coef=0.1": "learner grpo: unknown key 'kl_coef'. Did you mean 'learner.kl.coef'?",
@@ -413,6 +473,8 @@ REFUSED = {
     "engine.args={a: 1, a: 2}": "engine.args={a: 1, a: 2}: key 'a' is given twice",
     "workers.tokens_per_microbatch=all": "key 'workers.tokens_per_microbatch': must be a whole number, or 'auto'",
     "workers.packing=3": "key 'workers.packing': must be true or false, or 'auto', got 3",
+    "eval.every=no": "key 'eval.every': must be a number, got False (YAML reads no, off, yes and on without quotes as",
+    "colocate=off": "must be 'auto', 'none' or 'all', got False (YAML reads no, off,",
     "eval.every=-1": "key 'eval.every': must be at least 0, or 'epoch', got -1",
     "checkpoint.every=-1": "key 'checkpoint.every': must be at least 0, got -1",
     "colocate=some": "key 'colocate': must be 'auto', 'none' or 'all', got 'some'",
@@ -443,6 +505,15 @@ def test_a_mistake_is_one_line_that_says_what_to_do(word):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "word", ["lora.horizon=3", "lora.kind=3", "agent.target=1", "prompt_length=3", "quux.lr=1", "generator=1"]
+)
+def test_without_a_near_setting_none_is_suggested(word):
+    with pytest.raises(ConfigError, match="unknown key") as refused:
+        of_words(word)
+    assert "Did you mean" not in str(refused.value)
+
+
 def test_a_hint_names_what_the_runs_own_parts_have():
     with pytest.raises(ConfigError) as refused:
         of_words("learner=sft", "agent=replay", "learner.beta=0.1")
@@ -452,7 +523,7 @@ def test_a_hint_names_what_the_runs_own_parts_have():
 
 
 def test_every_key_that_others_have_another_name_for_is_one():
-    keys = {*known_keys({"env": "math_verify", "learner": "ppo"}), "engine.args"}
+    keys = {*known_keys({"env": "math_verify", "learner": "ppo"}), "engine.args", *StageConfig.model_fields}
     assert other_names().keys() <= keys
     known = {key.rpartition(".")[2] for key in keys}
     assert not {name for names in other_names().values() for name in names} & known
@@ -493,6 +564,49 @@ def test_a_replay_has_no_groups_to_compare():
 def test_a_bad_file_is_named(tmp_path, text, says):
     with pytest.raises(ConfigError, match=says):
         resolve(ENV, file=write(tmp_path / "bad.yaml", text))
+
+
+DOTTED = """
+    learner.lr: 1.0e-4
+    rollout.filter.zero_variance: true
+    learner: {name: grpo, kl.coef: 0.25}
+    rollout: {temperature: 0.5}
+    roles: {reference: {workers.ranks: 2}}
+    engine.args: {some.argument: 1}
+    """
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_a_dotted_key_of_a_file_is_a_nested_one(tmp_path, stages):
+    text = textwrap.dedent(DOTTED)
+    if stages:
+        text = "stages:\n- name: first\n" + textwrap.indent(text, "  ")
+    [stage] = resolve(ENV, file=write(tmp_path / "run.yaml", text)).stages
+    learner = stage.learner_config()[1]
+    assert (learner.lr, learner.kl.coef) == (1e-4, 0.25)
+    assert (stage.rollout.filter.zero_variance, stage.rollout.temperature) == (True, 0.5)
+    assert stage.roles["reference"].workers == {"ranks": 2}
+    assert stage.engine.args == {"some.argument": 1}  # whose keys are vLLM's
+
+
+def test_a_dotted_key_of_a_recipe_and_of_a_stage_by_name(tmp_path):
+    recipe = write(tmp_path / "own.yaml", "stages: [{name: a, learner: grpo, learner.lr: 1.0e-3}]\nlearner.gamma: 0.5")
+    [stage] = of_words("stages.a.learner.clip_low=0.1", recipe=str(recipe)).stages
+    learner = stage.learner_config()[1]
+    assert (learner.lr, learner.gamma, learner.clip_low) == (1e-3, 0.5, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("eval: {every: no}", r"eval.every': must be a number, got False \(YAML reads no"),
+        ("model: 7", r"'model': must be text, got 7 \(in YAML, write it in quotes\)"),
+        ("name: no", r"'name': must be text, got False \(YAML reads no"),
+    ],
+)
+def test_what_yaml_makes_of_a_value_is_said(tmp_path, text, says):
+    with pytest.raises(ConfigError, match=says):
+        resolve(ENV, file=write(tmp_path / "run.yaml", text))
 
 
 def test_numbers_that_only_look_like_mistakes_are_taken(tmp_path):

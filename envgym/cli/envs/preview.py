@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envgym.config.known_settings import parse_words
 from envgym.config.resolve import resolve
-from envgym.config.words import parse_overrides
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, printable
 from envgym.types import Row, Task
 
@@ -39,7 +39,7 @@ async def preview(env: str, words: Sequence[str], task: tuple[str, int] | None, 
     from envgym.monitoring.terminal import open_display
     from envgym.training.new_model import make_model
 
-    settings = parse_overrides(words)
+    settings = parse_words(words, {"env": env})
     config = resolve({"kind": "rollout", **settings, "env": {"name": env, **settings.get("env", {})}})
     stage = config.stages[-1]
     with open_display() as display:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from envgym.config.renamed import OLD_NAMES, rename_settings
+from envgym.config.words import expand_keys
 from envgym.disk import cache_folder
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
 from envgym.yaml_files import read_yaml
@@ -55,7 +56,7 @@ def _read_recipe(name: str) -> dict[str, Any]:
         if path.parent != FOLDER:
             raise ConfigError(f"recipe file {name} does not exist")
         raise NameNotFound(f"no recipe {name!r}.{did_you_mean(name, recipe_names())} See: envgym config recipes")
-    return rename_settings(read_yaml(path), warn=True)
+    return rename_settings(expand_keys(read_yaml(path)), warn=True)
 
 
 def makes_model(name: str) -> bool:
