@@ -87,7 +87,8 @@ def described(parser: Parser, summary: str = "") -> list[str]:
 def options_of(parser: Parser, base: Parser | None = None) -> list[str]:
     """The table of a parser's options, without those of `base`; no table without options."""
     known = {action.dest for action in base._actions} if base else {"help"}
-    rows = [option(action) for action in parser._actions if action.dest not in known]
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    rows = [option(action) for action in shown if action.dest not in known]
     return ["\n".join(["| option | meaning |", "|---|---|", *rows])] if rows else []
 
 

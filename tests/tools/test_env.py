@@ -10,6 +10,7 @@ import envgym
 from envgym.env import EnvConfig
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.tools import McpServer
+from envgym.tools.env import ToolEnvSpec
 from envgym.types import Message, Task, ToolCall
 
 PROGRAM = str(Path(__file__).with_name("mcp_program.py"))
@@ -203,3 +204,27 @@ def test_a_server_that_dies_in_mid_episode_fails_the_episode():
 def test_a_server_that_does_not_start_fails_the_episode():
     with pytest.raises(InvalidOutcome, match="no licence found"):
         play(served(Unserved))
+
+
+class PricedSpec(ToolEnvSpec):
+    """A shop whose author writes a spec."""
+
+    env_class = Shop
+
+
+class Rows(envgym.Env):
+    """Reads rows."""
+
+    spec_class = envgym.DataEnvSpec
+
+    async def reset(self, *, seed=None, options=None): ...
+
+    async def step(self, action): ...
+
+
+def test_a_description_is_of_the_class_that_was_named(tmp_path):
+    assert shop().docstring == Shop.__doc__
+    assert PricedSpec("priced").docstring == PricedSpec.env_class.__doc__
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    rows = envgym.spec(Rows, data=str(tmp_path / "rows.jsonl"))
+    assert rows.docstring == "Reads rows."
