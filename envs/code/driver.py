@@ -63,7 +63,7 @@ def main() -> None:
     with open(REQUEST, encoding="utf-8") as file:
         request = json.load(file)
     os.unlink(REQUEST)
-    builtins.exit = builtins.quit = sys.exit  # which Python's `site` defines elsewhere
+    builtins.exit = builtins.quit = sys.exit  # which Python's `site` defines elsewhere  # type: ignore[assignment]
     results = os.dup(1)
     os.dup2(2, 1)  # the solution's own output goes to stderr
     try:
