@@ -63,7 +63,8 @@ def main() -> None:
     with open(REQUEST, encoding="utf-8") as file:
         request = json.load(file)
     os.unlink(REQUEST)
-    builtins.exit = builtins.quit = sys.exit  # which Python's `site` defines elsewhere  # type: ignore[assignment]
+    # Python's `site` defines them elsewhere.
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     results = os.dup(1)
     os.dup2(2, 1)  # the solution's own output goes to stderr
     try:
