@@ -10,8 +10,8 @@ from envgym.agent import Agent, AgentConfig, OutOfBudget, Sampler
 from envgym.engine import ChatReply
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidStep, PromptTooLong
-from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Episode, Limit, Outcome, Task, Turn, observed_messages
+from envgym.rollout.transcript import EMPTY_ANSWERS, Transcript
+from envgym.types import Action, Episode, Limit, Outcome, StopReason, Task, Turn, observed_messages
 
 TOKEN_COUNTS = ("prompt_tokens", "completion_tokens")
 
@@ -72,6 +72,9 @@ class ChatAgent(Agent):
             if terminated or truncated or len(replies) == self.config.max_turns:
                 outcome = Outcome.from_step(terminated, truncated)
             tools = observation.tools or tools
+        empty = [reply for reply in replies if not reply.message.text and not reply.message.tool_calls]
+        if n_empty := sum(reply.stop_reason is StopReason.STOP for reply in empty):
+            transcript.metrics[EMPTY_ANSWERS] = n_empty
         for name in TOKEN_COUNTS:
             counts = [getattr(reply, name) for reply in replies]
             if None not in counts:

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         fields = GenerationFields(options.prompt, options.reference, options.completion)
         result = rescore(config, Path(source), Path(target), display, overwrite=options.overwrite, fields=fields)
     print(aligned(_lines(result, target)))
-    return 0
+    return 0 if result["judged"] or not result["episodes"] else 1
 
 
 def _take_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:

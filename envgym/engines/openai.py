@@ -15,7 +15,7 @@ from envgym.render.spelling import mark_after_prompt
 from envgym.render.tool_calls import parse_api_call
 from envgym.services.chat import ChatCompletions, first_choice, usage_of
 from envgym.services.declarations import Chat
-from envgym.types import Message, StopReason, ToolCall
+from envgym.types import Message, StopReason, ToolCall, ToolSpec
 
 CUT = ("length", "max_tokens", "model_length")
 """Finish reasons of a completion that its token limit ended."""
@@ -41,20 +41,21 @@ class OpenAIEngine(ChatEngine):
         self._key_variable = api.api_key_env
         self._api = ChatCompletions(api, self.counters)
 
-    async def check(self, sampling: SamplingParams) -> str:
-        """Send one short request with the run's settings. Returns the reason of a transient failure (a busy server,
-        say), else "".
+    async def check(self, sampling: SamplingParams, tools: tuple[ToolSpec, ...] = ()) -> str:
+        """Send one short request with the settings of the run, and its tools if given. Returns the reason of a
+        transient failure (a busy server, say), else "".
 
         Raises `ConfigError` where every request would fail: the server cannot be reached, or rejects the key, the model
         or a setting. A completion is requested, because it needs all of these to be right and every server has it;
         `GET /models` is often open to everyone, or absent.
         """
         try:
-            await self._ask(ChatRequest("check", (QUESTION,), (), sampling), tries=1)
+            await self._ask(ChatRequest("check", (QUESTION,), tools, sampling), tries=1)
         except Unreachable as error:
             raise ConfigError(f"{error}: is engine.base_url right, and the server running?") from None
         except RequestRejected as error:
-            raise ConfigError(f"{error}{self._advice(error.status)}") from None
+            advice = "; the test without the environment's tools passed" if tools else self._advice(error.status)
+            raise ConfigError(f"{error}{advice}") from None
         except PromptTooLong as error:
             raise ConfigError(f"{error}: lower rollout.max_tokens") from None
         except InvalidOutcome as error:

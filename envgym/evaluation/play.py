@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from envgym.config.schema import Component
-from envgym.env import EnvSpec
+from envgym.env import CheckedEnv, EnvSpec
 from envgym.launch.components import (
     StageContext,
+    check_api,
     make_agent,
     make_runner,
     open_runtime,
@@ -21,14 +22,17 @@ from envgym.launch.components import (
 from envgym.launch.models import MakeModel, fetch_model, with_own_format
 from envgym.launch.placement import placed_runtime
 from envgym.launch.prompts import check_conversations
-from envgym.rollout.runner import Runner, SamplingPlan
+from envgym.monitoring.metrics import failure_line
+from envgym.rollout.runner import Runner, SamplingPlan, run_episode
+from envgym.rollout.transcript import EMPTY_ANSWERS
 from envgym.run_folder import RunFolder
-from envgym.types import Group, Task
+from envgym.types import Group, Outcome, Task, ToolSpec
 
 from .plan import Part
 from .resumable import ResumableFolder
 
 if TYPE_CHECKING:
+    from envgym.engines.openai import OpenAIEngine
     from envgym.monitoring.display import Display
 
 
@@ -54,7 +58,26 @@ class PartRun:
             self.tasks, plan, display.rollout, completed=folder.saved, on_episode=folder.write
         )
         self.runner.first_answers.conclude()
+        episodes = [episode for group in groups for episode in group.episodes]
+        if failed := [episode for episode in episodes if episode.failed]:
+            display.note(failure_line(failed, len(episodes)))
+        if empty := int(sum(episode.metrics.get(EMPTY_ANSWERS, 0) for episode in episodes)):
+            display.note(f"{empty} answers of the API were empty, without a tool call, and not cut by a limit")
         return groups
+
+    async def first_tools(self) -> tuple[ToolSpec, ...]:
+        """The tools that the first task's first observation offers the policy; none if that cannot be known."""
+        offered: tuple[ToolSpec, ...] = ()
+
+        async def look(env: CheckedEnv) -> Outcome:
+            nonlocal offered
+            observation, _ = await env.reset(seed=0, options={"task": self.tasks[0]})
+            offered = observation.tools
+            return Outcome.finish()
+
+        if self.tasks and getattr(self.runner.agent.config, "tools", False):
+            await run_episode(self.spec, self.tasks[0], look, self.part.stage.rollout.episode_timeout)
+        return offered
 
 
 @asynccontextmanager
@@ -103,4 +126,8 @@ async def running_parts(
         answers = {run.spec: run.runner.first_answers for run in runs}
         for run in runs:  # the sampled and the greedy part of one environment say it once
             run.runner.first_answers = answers[run.spec]
+        if stage.engine.kind == "openai":
+            for run in {run.spec: run for run in runs}.values():
+                if tools := await run.first_tools():
+                    await check_api(cast("OpenAIEngine", engine), config, run.part.stage, display, tools)
         yield runs

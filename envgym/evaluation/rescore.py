@@ -18,6 +18,7 @@ from envgym.episodes.files import check_target, content_hash, read_episodes
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.hashing import task_hash
 from envgym.launch.components import make_runner, open_runtime
+from envgym.monitoring.metrics import failure_line
 from envgym.processes import event_loop
 from envgym.rollout.scripted import Scripted, ScriptedEpisode, script_of
 from envgym.run_folder import RunFolder
@@ -200,9 +201,12 @@ async def _score(
                 episode.metrics[UNUSED] = float(n_unused)
             episode.rows, episode.messages = _with_rewards(old.rows, turns), old.messages
             scored[index] = episode
+        n_failed = sum(scored[index].failed for index in tasks)  # which `run_episodes` has told
         groups = saved_groups(scored)
         await runner.score_groups(groups)
         runner.withdraw_scores(groups)
+        if len(failed := [scored[index] for index in tasks if scored[index].failed]) > n_failed:
+            display.note(failure_line(failed, len(tasks)))
     for index in tasks:
         scored[index].metrics |= _earlier_metrics(saved[index])
     return scored

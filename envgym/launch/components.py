@@ -27,6 +27,7 @@ from envgym.run_folder import RunFolder
 from envgym.services import Chat, Services, start_services
 from envgym.services.policy import PolicyEngine
 from envgym.services.start import refuse_policies
+from envgym.types import ToolSpec
 from envgym.workers.group import WorkerGroup
 from envgym.workers.ray import RayRuntime
 from envgym.workers.spec import WorkerSpec
@@ -34,6 +35,7 @@ from envgym.workers.spec import WorkerSpec
 from .placement import ENGINE_SHARES, PlacedRuntime, placed_runtime
 
 if TYPE_CHECKING:
+    from envgym.engines.openai import OpenAIEngine
     from envgym.monitoring.display import Display
 
 
@@ -208,7 +210,7 @@ def max_concurrency(stage: StageConfig) -> int:
 
 async def start_api(
     config: RunConfig, stage: StageConfig, contexts: Sequence[StageContext], model: str, display: Display
-) -> ChatEngine:
+) -> OpenAIEngine:
     """The API as the engine, after a test request: a wrong key or model name raises an error before anything else
     starts. The engine is closed with the first context."""
     for context in contexts:
@@ -223,10 +225,19 @@ async def start_api(
     )
     contexts[0].closing.push_async_callback(engine.close)
     display.phase(f"asking {settings.base_url} for {model}")
-    sampling = stage.rollout.sampling(())
-    if problem := await engine.check(replace(sampling, seed=config.seed) if config.deterministic else sampling):
-        display.note(f"{problem}; continuing, since this may be transient")
+    await check_api(engine, config, stage, display)
     return engine
+
+
+async def check_api(
+    engine: OpenAIEngine, config: RunConfig, stage: StageConfig, display: Display, tools: tuple[ToolSpec, ...] = ()
+) -> None:
+    """Send the test request with the stage's settings, and an environment's tools. Raises `ConfigError`; a transient
+    failure is noted."""
+    sampling = stage.rollout.sampling(())
+    sampling = replace(sampling, seed=config.seed) if config.deterministic else sampling
+    if problem := await engine.check(sampling, tools):
+        display.note(f"{problem}; continuing, since this may be transient")
 
 
 def make_agent(stage: StageConfig, model: str) -> Agent:

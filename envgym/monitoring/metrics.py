@@ -156,6 +156,10 @@ def check_failures(groups: Sequence[Group], max_share: float) -> None:
     episodes = [episode for group in groups for episode in group.episodes]
     failed = [episode for episode in episodes if not episode.is_counted]
     if failed and len(failed) > max_share * len(episodes):
-        (kind, message), _ = Counter((e.outcome.reason, e.outcome.message) for e in failed).most_common(1)[0]
-        n_failed = f"{len(failed)} of {len(episodes)} episodes failed"
-        raise RolloutFailed(f"{n_failed}; the most common failure is {kind}: {message}")
+        raise RolloutFailed(failure_line(failed, len(episodes)))
+
+
+def failure_line(failed: Sequence[Episode], n_episodes: int) -> str:
+    """The number of failed episodes, and the most common reason."""
+    (kind, message), _ = Counter((e.outcome.reason, e.outcome.message) for e in failed).most_common(1)[0]
+    return f"{len(failed)} of {n_episodes} episodes failed; the most common failure is {kind}: {message}"

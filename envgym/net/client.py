@@ -32,6 +32,8 @@ MAX_ANSWER = 64 * 2**20
 LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=None)
 """Of the pool of one connection, which `HttpClient` closes."""
 EXTENSIONS = {"timeout": {"connect": CONNECT_SECONDS}}
+QUOTA_CODES = ("insufficient_quota", "exceeded_current_quota_error", "billing_not_active", "billing_hard_limit_reached")
+"""Codes of a 429 that no waiting mends: what was paid for is used up (OpenAI's, Moonshot's)."""
 HEADERS = {
     "Accept": "application/json",
     "Accept-Encoding": "gzip, deflate",
@@ -244,7 +246,7 @@ class JsonCaller:
                 raise NoAnswer("unusable", "answers with something that is not JSON")
             return body
         reason, code = _problem(body, content)
-        if status in RETRY_STATUSES:
+        if status in RETRY_STATUSES and code not in QUOTA_CODES:
             wait = retry_after(headers.get("Retry-After", ""))
             if wait <= LONGEST_PAUSE:
                 self._not_before = max(self._not_before, time.monotonic() + wait)
@@ -265,14 +267,15 @@ async def _sleep_until(moment: float) -> None:
 
 def _problem(body: Any, content: bytes) -> tuple[str, str]:
     """The message of an error's body, in parentheses, and its code in OpenAI's form."""
-    text, code = content[:2000].decode("utf-8", "replace"), None
+    text, code = content[:2000].decode("utf-8", "replace"), ""
     if isinstance(body, dict):
         error = body.get("error", body.get("detail", body.get("message", "")))
         text = str(error.get("message", "")) if isinstance(error, dict) else str(error)
         details = body.get("error", body)
-        code = (details.get("code") or details.get("type")) if isinstance(details, dict) else None
+        codes = [details.get("code"), details.get("type")] if isinstance(details, dict) else []
+        code = next((code for code in codes if isinstance(code, str) and code), "")
     text = " ".join(text.split())[:200]
-    return f"({text})" if text else "(no reason given)", code if isinstance(code, str) else ""
+    return f"({text})" if text else "(no reason given)", code
 
 
 def _failure(error: Exception) -> NoAnswer:

@@ -269,7 +269,7 @@ class GroupRewardSpec(RewardSpec):
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Reward | InvalidStep]:
         rows = [self.arguments(task, last_action(episode)) for episode in episodes]
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        columns = {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
         timeout = self.config.call_timeout
         rewards: list[Reward | InvalidStep]
         if self._processes is not None:

@@ -103,7 +103,7 @@ class RewardFunction:
 
     def arguments(self, task: Task, action: Action, aliases: Mapping[str, str]) -> dict[str, Any]:
         """The arguments for one completion; `aliases` are other names of prompt and answer. Raises `DataError` if the
-        task lacks a field."""
+        task lacks a field, `ConfigError` if the function takes token ids and there are none."""
         self._check_meanings(task)
         text, is_text = action.text, isinstance(task.prompt, str)
         messages = as_messages(task.prompt)
@@ -116,8 +116,14 @@ class RewardFunction:
             available = by_alias | {"fields": task.fields} | values | dict(task.fields) | {
                 "completions": text if is_text else [{"role": "assistant", "content": text}],
                 "prompts": task.prompt if is_text else [message.as_dict() for message in messages],
-                "completion_ids": list(action.token_ids),
             }  # fmt: skip
+            if action.token_ids or not text:
+                available["completion_ids"] = list(action.token_ids)
+            elif "completion_ids" in self._required:
+                raise ConfigError(
+                    f"reward function {self.name} takes 'completion_ids', and there is only text: an API or a file "
+                    "gives none"
+                )
         else:
             available = by_alias | {"fields": task.fields} | dict(task.fields) | values
             of_row = set(AMBIGUOUS).intersection(task.fields) - self._named  # in **kwargs

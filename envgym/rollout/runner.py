@@ -275,11 +275,12 @@ class _Tally:
 async def run_episode(
     spec: EnvSpec,
     task: Task,
-    run: Callable[[CheckedEnv], Coroutine[Any, Any, Episode]],
+    run: Callable[[CheckedEnv], Coroutine[Any, Any, Episode | Outcome]],
     timeout: float,
     sampler: EpisodeSampler | None = None,
 ) -> Episode:
-    """Call `run` with a new instance, limited to `timeout` seconds, and close the instance.
+    """Call `run` with a new instance, limited to `timeout` seconds, and close the instance. An outcome that it returns
+    becomes an episode without turns.
 
     Any error becomes the episode's outcome. The episode has no id yet, and its group is not judged. Raises `WorkerDied`
     if the engine is gone, so that no episode can continue.

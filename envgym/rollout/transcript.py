@@ -29,6 +29,9 @@ from envgym.types import (
     int_array,
 )
 
+EMPTY_ANSWERS = "empty_answers"
+"""Metric: an API's answers without text and tool calls that ended by themselves. Absent if there are none."""
+
 
 class Transcript:
     """A running episode: its token sequences (`rows`), the last of which is the context for sampling, and the

@@ -219,7 +219,9 @@ class McpSession:
         cursor = None
         for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
-            tools |= {tool.name: tool for tool in page.tools}
+            # A task's result is not the call's: it is asked for until it is there, which this client does not do.
+            direct = [tool for tool in page.tools if getattr(tool.execution, "task_support", "") != "required"]
+            tools |= {tool.name: tool for tool in direct}
             cursor = page.next_cursor
             if not cursor:
                 break

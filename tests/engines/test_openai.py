@@ -536,7 +536,8 @@ def test_faults_that_pass_leave_no_trace_in_the_scores(serving, tmp_path, monkey
             return await faulty(kinds[count % len(kinds)], 9, None)[0](request)
         return says(str(2 * int(question.partition("+")[0])) if "+" in question else "OK")
 
-    groups, _ = evaluate(serving, handler, tmp_path, 33, monkeypatch, rollout={"retries": 0, "refills": 0})
+    engine, rollout = {"timeout": 5.0}, {"retries": 0, "refills": 0}  # a busy machine may take a second for an answer
+    groups, _ = evaluate(serving, handler, tmp_path, 33, monkeypatch, engine, rollout=rollout)
     assert [group.episodes[0].score for group in groups] == [1.0] * 33
     assert sum(episode.metrics["completion_tokens"] for group in groups for episode in group.episodes) == 66
 

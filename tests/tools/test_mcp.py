@@ -181,6 +181,33 @@ def test_only_some_of_its_tools():
         asyncio.run(main(["ad"]))
 
 
+OF_TASKS = """
+import json, sys
+KINDS = ("forbidden", "optional", "required")
+for line in sys.stdin:
+    asked = json.loads(line)
+    tools = [
+        {"name": name, "inputSchema": {"type": "object"}, "execution": {"taskSupport": support} if support else None}
+        for name, support in zip(("none", *KINDS), (None, *KINDS))
+    ]
+    answer = {"tools": tools} if asked["method"] == "tools/list" else {
+        "protocolVersion": "2025-11-25", "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}
+    }
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": answer}), flush=True)
+"""
+
+
+def test_a_tool_that_runs_as_a_task_alone_is_not_offered():
+    async def main(only):
+        async with McpServer(command=[sys.executable, "-c", OF_TASKS], only=only).session() as session:
+            return [tool.spec.name for tool in session.tools]
+
+    assert asyncio.run(main(None)) == ["none", "forbidden", "optional"]
+    with pytest.raises(ConfigError, match="has no tool 'required'"):
+        asyncio.run(main(["required"]))
+
+
 def test_secrets_come_from_the_environment(http, monkeypatch):
     monkeypatch.setenv("SHOP_TOKEN", "s3cret")
     monkeypatch.delenv("NO_TOKEN", raising=False)
