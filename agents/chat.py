@@ -72,8 +72,8 @@ class ChatAgent(Agent):
             if terminated or truncated or len(replies) == self.config.max_turns:
                 outcome = Outcome.from_step(terminated, truncated)
             tools = observation.tools or tools
-        empty = [reply for reply in replies if not reply.message.text and not reply.message.tool_calls]
-        if n_empty := sum(reply.stop_reason is StopReason.STOP for reply in empty):
+        empty_replies = [reply for reply in replies if not reply.message.text and not reply.message.tool_calls]
+        if n_empty := sum(reply.stop_reason is StopReason.STOP for reply in empty_replies):
             transcript.metrics[EMPTY_ANSWERS] = n_empty
         for name in TOKEN_COUNTS:
             counts = [getattr(reply, name) for reply in replies]

@@ -61,8 +61,8 @@ class PartRun:
         episodes = [episode for group in groups for episode in group.episodes]
         if failed := [episode for episode in episodes if episode.failed]:
             display.note(failure_line(failed, len(episodes)))
-        if empty := int(sum(episode.metrics.get(EMPTY_ANSWERS, 0) for episode in episodes)):
-            display.note(f"{empty} answers of the API were empty, without a tool call, and not cut by a limit")
+        if n_empty := int(sum(episode.metrics.get(EMPTY_ANSWERS, 0) for episode in episodes)):
+            display.note(f"{n_empty} answers of the API were empty, without a tool call, and not cut by a limit")
         return groups
 
     async def first_tools(self) -> tuple[ToolSpec, ...]:

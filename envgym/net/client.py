@@ -33,7 +33,7 @@ LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=None)
 """Of the pool of one connection, which `HttpClient` closes."""
 EXTENSIONS = {"timeout": {"connect": CONNECT_SECONDS}}
 QUOTA_CODES = ("insufficient_quota", "exceeded_current_quota_error", "billing_not_active", "billing_hard_limit_reached")
-"""Codes of a 429 that no waiting mends: what was paid for is used up (OpenAI's, Moonshot's)."""
+"""Codes of a 429 that no pause removes: the account's quota is used up (OpenAI's, Moonshot's)."""
 HEADERS = {
     "Accept": "application/json",
     "Accept-Encoding": "gzip, deflate",

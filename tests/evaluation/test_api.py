@@ -101,7 +101,7 @@ def test_the_test_offers_the_environments_tools_and_is_short(evaluate):
     assert "failed; the most common" not in said
     _, tested, *played = bodies
     assert tested["tools"] == played[0]["tools"]
-    assert [message["role"] for message in tested["messages"]] == ["user"]
+    assert [message["content"] for message in tested["messages"]] == ["Reply with the word OK."]
     assert (tested["temperature"], tested["max_tokens"]) == (played[0]["temperature"], played[0]["max_tokens"])
     with api(lambda body: (200, {"content": "1"})) as (url, bodies):
         evaluate(url, env="math_verify")
