@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
+import os
 import re
 import shlex
 import sys
@@ -118,11 +119,25 @@ class WorkerDied(WorkerError):
     """A worker process ended unexpectedly."""
 
 
-def cannot_write(error: OSError) -> str | None:
-    """The message of an `OSError` in one line if the disk is full or read-only; None for any other."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+def cannot_write(error: Exception) -> str | None:
+    """The message of an error in one line if the disk is full or read-only, also of libraries in Rust, which have
+    errors of their own; None for any other."""
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
+    if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         return None
-    return f"{error.filename or 'a file'} cannot be written: {error.strerror}"
+    return f"{getattr(error, 'filename', None) or 'a file'} cannot be written: {os.strerror(number)}"
+
+
+@contextlib.contextmanager
+def report_full_disk() -> Iterator[None]:
+    """Turn the error of a disk that is full or read-only into a `RunError` of one line."""
+    try:
+        yield
+    except Exception as error:
+        if (reason := cannot_write(error)) is None:
+            raise
+        raise RunError(reason) from None
 
 
 @contextlib.contextmanager

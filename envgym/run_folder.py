@@ -20,7 +20,9 @@ from envgym.types import Group
 from envgym.yaml_files import read_yaml
 
 CONTROLLER = "controller.json"
-"""The controller's share of a checkpoint, written last."""
+"""The controller's share of a checkpoint."""
+FILES = "files.json"
+"""The sizes in bytes of the ranks' files of a checkpoint, by name, written last."""
 STOP = "stop"
 """A file in the run's folder that asks the run to stop."""
 GROUP = "$group"
@@ -174,7 +176,9 @@ class RunFolder:
     def add_checkpoint(self, unnamed: Path, step: int, state: str, best: dict[str, Any] | None, keep: int) -> Path:
         """Add the controller's state (`state_to_json`), give the checkpoint its name in one rename, and delete all but
         the `keep` newest ones and the `best`, to which the link of that name points."""
+        sizes = {str(path.relative_to(unnamed)): path.stat().st_size for path in unnamed.rglob("*") if path.is_file()}
         (unnamed / CONTROLLER).write_text(state, encoding="utf-8")
+        (unnamed / FILES).write_text(json.dumps(sizes), encoding="utf-8")
         flush_to_disk(unnamed)  # before an older one is deleted: only what is flushed survives a power failure
         final = self._step_folder(step)
         replaced = final.with_suffix(".replaced")  # of the same step; valid until the new one is in place
@@ -225,7 +229,12 @@ class RunFolder:
         check_checkpoint_format(checkpoint)
         file = checkpoint / CONTROLLER
         try:
-            return state_from_json(file.read_text(encoding="utf-8"))
+            state = state_from_json(file.read_text(encoding="utf-8"))
+            if (file := checkpoint / FILES).is_file():  # versions before this file have none
+                for name, size in json.loads(file.read_text(encoding="utf-8")).items():
+                    if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size:
+                        raise CheckpointDamaged(f"{checkpoint / name} cannot be read (it is missing or truncated)")
+            return state
         except OSError as error:
             raise CheckpointDamaged(f"{file} cannot be read ({error.strerror})") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

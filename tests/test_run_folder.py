@@ -224,6 +224,26 @@ def test_a_checkpoint_that_cannot_be_read_is_said_in_one_line(folder, content):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("content", [None, "of step", "of step 1 and more"])
+def test_a_checkpoint_without_a_file_of_a_rank_is_said_before_a_model_is_loaded(folder, content):
+    final = checkpoint(folder, 1)
+    assert folder.read_state(final)["progress"]["step"] == 1
+    file = final / "actor" / "weights"
+    file.unlink() if content is None else file.write_text(content)
+    with pytest.raises(CheckpointDamaged, match=r"actor/weights cannot be read \(it is missing or truncated\)"):
+        folder.read_state(final)
+    (final / "files.json").unlink()  # as in checkpoints of earlier versions, whose files are read later
+    assert folder.read_state(final)["progress"]["step"] == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"a": ', b"3", b"\xff"])
+def test_a_list_of_files_that_cannot_be_read_is_said(folder, content):
+    final = checkpoint(folder, 1)
+    (final / "files.json").write_bytes(content)
+    with pytest.raises(CheckpointDamaged, match=r"step_000001/files.json cannot be read \("):
+        folder.read_state(final)
+
+
 def test_a_checkpoint_of_an_earlier_version_is_refused_and_not_unpickled(folder):
     class Trap:
         def __reduce__(self):
@@ -260,7 +280,8 @@ def test_an_older_checkpoint_goes_only_once_the_disk_has_the_new_one(folder, mon
     monkeypatch.setattr(os, "fsync", note)
     checkpoint(folder, 2, keep=1)
     written = folder.checkpoints / "unfinished"
-    everything = [written, written / "actor", written / "actor" / "weights", written / "controller.json"]
+    names = ("actor", "actor/weights", "controller.json", "files.json")
+    everything = [written, *(written / name for name in names)]
     assert sorted(flushed[:-1]) == sorted(map(str, everything))
     assert flushed[-1] == str(folder.checkpoints)
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step_000002"]

@@ -67,8 +67,8 @@ def report(error: BaseException, invocation: Invocation) -> int:
         return 128 + signal.SIGPIPE
     if isinstance(error, ModuleNotFoundError):
         error = _missing_extra(error, f"envgym {' '.join(invocation.command)}") or error
-    if isinstance(error, OSError) and (reason := cannot_write(error)) is not None:
-        if error.filename is None:  # standard output may be a file on the full disk
+    if isinstance(error, Exception) and (reason := cannot_write(error)) is not None:
+        if isinstance(error, OSError) and error.filename is None:  # standard output may be a file on the full disk
             _discard_output()
         error = RunError(reason)
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:

@@ -14,6 +14,7 @@ from envgym.errors import ConfigError, needs, reported_as
 
 from .rounding import change_between
 from .sizes import number_format_of
+from .weights_file import save_model
 
 GGUF = ".gguf"
 OUTTYPES: dict[str, str] = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -74,7 +75,7 @@ def write_folder(model: Path, target: Path, dtype: str) -> None:
     config = transformers.AutoConfig.from_pretrained(model)
     name = (config.architectures or [""])[0]
     loaded = getattr(transformers, name, transformers.AutoModelForCausalLM)
-    loaded.from_pretrained(model, dtype=getattr(torch, dtype)).save_pretrained(target)
+    save_model(loaded.from_pretrained(model, dtype=getattr(torch, dtype)), target)
     transformers.AutoTokenizer.from_pretrained(model).save_pretrained(target)
 
 

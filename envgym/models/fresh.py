@@ -18,6 +18,8 @@ from envgym.hashing import derived_seed
 from envgym.settings import Settings
 from envgym.types import Action, Message, observed_messages
 
+from .weights_file import save_model
+
 END_OF_TURN = "<|im_end|>"
 START_OF_TURN = "<|im_start|>"
 PADDING = "<|endoftext|>"
@@ -104,7 +106,7 @@ def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[st
     model.generation_config.pad_token_id = fast.pad_token_id
     folder.mkdir(parents=True, exist_ok=True)
     disable_progress_bar()
-    model.save_pretrained(folder)
+    save_model(model, folder)
     fast.save_pretrained(folder)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.errors import WorkerError
+from envgym.errors import WorkerError, report_full_disk
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +42,20 @@ def write_weights(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None
         separate[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
         addresses.add(tensor.data_ptr())
     try:
-        save_file(separate, unfinished, metadata={"format": "pt"})
-        unfinished.rename(path)
+        with report_full_disk():
+            save_file(separate, unfinished, metadata={"format": "pt"})
+            unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def save_model(model: Any, folder: str | Path, **options: Any) -> None:
+    """Call `save_pretrained` of a model, and give the files of its weights, which safetensors makes readable for their
+    owner alone, the mode of the config beside them. Raises `RunError` if the disk is full."""
+    with report_full_disk():
+        model.save_pretrained(folder, **options)
+        for path in Path(folder).glob("*.safetensors"):
+            path.chmod(Path(folder, "config.json").stat().st_mode)
 
 
 def read_weights(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -176,7 +176,7 @@ def _summary_on_exit(config: RunConfig, folder: RunFolder, state: _StageState) -
         if not _has_steps(folder, state):
             raise
         raise extend_message(error, checkpoint_message(config, folder)) from None
-    except OSError as error:
+    except Exception as error:
         if (problem := cannot_write(error)) is None:
             raise
         if _has_steps(folder, state):

@@ -19,7 +19,7 @@ from envgym.errors import ConfigError, missing_package, needs
 from envgym.models.rounding import Change
 from envgym.models.weights_file import write_weights
 
-from .lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
+from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN, LoraConfig
 from .parameters import full_tensor
 
 NAME = "default"
@@ -98,6 +98,7 @@ class Adapter:
         path.mkdir(parents=True, exist_ok=True)
         self._config.save_pretrained(str(path))
         write_weights(path / ADAPTER_WEIGHTS, tensors)
+        (path / ADAPTER_WEIGHTS).chmod((path / ADAPTER_CONFIG).stat().st_mode)  # safetensors' is for its owner alone
         if self._quantize != "none":
             dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
             (path / ORIGIN).write_text(

@@ -87,10 +87,10 @@ def read(path: str | Path, map_location: Any = None, *, classes: Sequence[type] 
 
 
 def read_rank(folder: str, role: str, rank: int) -> dict[str, Any]:
-    """The state that rank `rank` of a role wrote. Raises `RunError` if the file does not exist."""
+    """The state that rank `rank` of a role wrote. Raises `CheckpointDamaged` if the file does not exist."""
     path = Path(folder, f"rank-{rank}.pt")
     if not path.is_file():
-        raise RunError(f"{folder} holds no state of rank {rank} of {role}")
+        raise CheckpointDamaged(f"{folder} holds no state of rank {rank} of {role}")
     state: dict[str, Any] = read(path)
     return state
 

@@ -14,6 +14,7 @@ from envgym.disk import work_folder
 from envgym.errors import ConfigError, needs, reported_as
 from envgym.models import check_no_file, is_path
 from envgym.models.rounding import ENOUGH, Change
+from envgym.models.weights_file import save_model
 
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN
 
@@ -43,7 +44,7 @@ def merge_adapter(adapter: str, target: str, *, base: str | None = None, note: C
     base = _find_base(base, adapter, note)
     # The folder is made first, so that no large base is loaded in vain.
     with reported_as(ConfigError, f"{target} cannot be written"), work_folder(path) as temporary:
-        _merge(folder, config, base, note).save_pretrained(temporary)
+        save_model(_merge(folder, config, base, note), temporary)
         if not _save_tokenizer((str(folder), base), temporary):
             note(f"{base} has no tokenizer, and so {target} has none")
         os.replace(temporary, path)

@@ -13,7 +13,7 @@ import torch
 
 from envgym.errors import RunError
 from envgym.models.rounding import ENOUGH
-from envgym.models.weights_file import checksum
+from envgym.models.weights_file import checksum, save_model
 
 from . import checkpoint, reshard, zero
 from .config import WorkersConfig, number_format
@@ -78,7 +78,7 @@ class ModelState(WeightExport):
 
     def _write(self, folder: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         """Write a model folder with `tensors`, which are in `dtype`."""
-        self.network.model.save_pretrained(folder, state_dict=dict(tensors))
+        save_model(self.network.model, folder, state_dict=dict(tensors))
         config = Path(folder, "config.json")
         content = json.loads(config.read_text(encoding="utf-8"))  # of the model, which may have another format
         content["dtype"] = str(dtype).removeprefix("torch.")

@@ -125,6 +125,18 @@ def test_a_resumed_run_goes_on_from_the_newest_whole_one_and_knows_the_best(copi
 
 
 @pytest.mark.slow
+def test_a_run_resumes_from_the_checkpoint_before_one_that_lacks_a_file(copied):
+    (copied / "checkpoints/step_000003/actor/rank-0.pt").unlink()
+    (copied / "summary.json").unlink()
+    printed = program(copied.parents[1], "train", "--resume", "taught")
+    said = (
+        r"step_000003 is damaged: \S+rank-0.pt cannot be read \(it is missing or truncated\); resuming from step_000002"
+    )
+    assert re.search(said, printed)
+    assert json.loads((copied / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_a_run_in_one_line_with_what_it_kept(copied):
     """Here no file may be larger than the second checkpoint's were: the third, beside them, is of no lesser size."""
     shutil.rmtree(copied / "checkpoints" / "step_000003")

@@ -1,8 +1,10 @@
 """`envgym model export`: a folder in another number format, and GGUF by a converter, played by a stand-in."""
 
 import shutil
+import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,6 +145,22 @@ def test_the_base_of_a_checkpoint(trained_run, tmp_path):
     checkpoint = trained_run / "1-a/checkpoints/step_000001/model"
     assert base_of_model(checkpoint) == base_of_model(trained_run / "2-b/model") == tmp_path / "base"
     assert base_of_model(tmp_path / "base") is None
+
+
+def test_other_users_may_read_the_weights_as_the_config(tiny_model, tmp_path):
+    assert main(["model", "export", str(tiny_model), str(tmp_path / "out")]) == 0
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
+
+
+def test_a_full_disk_is_one_line(tiny_model, tmp_path):
+    """The weights' library has an error of its own for it, and none of Python's."""
+    envgym = Path(sys.executable).with_name("envgym")
+    command = ["prlimit", "--fsize=20000", envgym, "model", "export", tiny_model, "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "envgym: error: a file cannot be written: File too large"
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_reward_model_keeps_its_head(tiny_reward_model, tmp_path):
