@@ -16,10 +16,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envgym.errors import ConfigError, EnvgymError, RunError, SettingsNote, cannot_write, missing_package, printable
 from envgym.loading import user_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass
@@ -58,6 +61,17 @@ def notes_in_one_line() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+def open_console(**options: Any) -> Console:
+    """A console that raises `BrokenPipeError` where rich's own ends the program, if no one reads the output."""
+    from rich.console import Console
+
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return PipedConsole(**options)
 
 
 def report(error: BaseException, invocation: Invocation) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from envgym.errors import ConfigError, DataError, did_you_mean, printable
 
-from .errors import Invocation
+from .errors import Invocation, open_console
 from .parser import Parser, find_path
 
 if TYPE_CHECKING:
@@ -39,11 +39,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     step = None if options.step is None else _number("--step", options.step)
     count = None if options.count is None else _number("--count", options.count)
 
-    from rich.console import Console
-
     path, label = _find(options.run, step)
     episodes, note = _choose(path, label, options.task, count)
-    console = Console()
+    console = open_console()
     for episode in episodes:
         _show(console, episode)
     console.out(note, style="dim", highlight=False)

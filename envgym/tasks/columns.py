@@ -27,6 +27,7 @@ UNSEEN_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 ANSWER_FIELDS = (
     "answer", "answers", "solution", "label", "target", "ground_truth", "gold", "expected_answer", "output", "response",
 )  # fmt: skip
+NO_ANSWER = "the EnvSpec of an environment that needs no answer has answer_required = False"
 FieldNames = tuple[Sequence[str], Sequence[str]]
 """Possible names of the prompt's field and of the answer's; the first that the first row has is taken."""
 DEFAULT_FIELDS: FieldNames = (PROMPT_FIELDS, ANSWER_FIELDS)
@@ -195,7 +196,8 @@ def _field(row: Row, names: Sequence[str], defaults: Sequence[str], role: str, l
     for name in names or defaults:
         if name in row:
             return name
-    raise DataError(f"{location}: no {role} field; the row has {_list(row)}: name it with data.{role}=FIELD")
+    hint = f" ({NO_ANSWER})" if role == "answer" else ""
+    raise DataError(f"{location}: no {role} field; the row has {_list(row)}: name it with data.{role}=FIELD{hint}")
 
 
 def _value(row: Row, name: str, location: str) -> Any:
@@ -225,7 +227,8 @@ def _text_or_number(value: Any, name: str, location: str) -> str | int | float:
     if isinstance(value, list) and value and all(isinstance(item, str | int | float) for item in value):
         value = value[0] if len(value) == 1 else ", ".join(map(str, value))
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{location}: field {name!r}: an answer is text or a number, not {type(value).__name__}")
+        hint = f" ({NO_ANSWER})" if value is None else ""
+        raise DataError(f"{location}: field {name!r}: an answer is text or a number, not {type(value).__name__}{hint}")
     if isinstance(value, str) and not value.strip():
         raise DataError(f"{location}: field {name!r} is empty")
     return _finite(value, name, location)

@@ -482,12 +482,17 @@ def test_a_full_disk_is_no_mistake_of_ours(tmp_path):
     assert (done.returncode, done.stderr) == (2, "envgym: error: a file cannot be written: No space left on device\n")
 
 
-def test_a_reader_that_has_enough_is_no_mistake(tmp_path):
+@pytest.mark.parametrize("command", ["config --env math_verify", "envs try math_verify --task 0"])
+def test_a_reader_that_has_enough_is_no_mistake(command, tmp_path):
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as nobody_reads:
         result = subprocess.run(
-            [ENVGYM, "config", "--env", "math_verify"], cwd=tmp_path, stdout=nobody_reads, stderr=subprocess.PIPE
+            [ENVGYM, *command.split()],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=nobody_reads,
+            stderr=subprocess.PIPE,
         )
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, b"")
 

@@ -205,6 +205,22 @@ def test_a_task_that_is_not_there(run, words, said):
     assert said in result.stderr
 
 
+def test_without_training_tasks_a_held_out_one_is_shown_and_played(run, tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"question": "What is 1 + 2?", "answer": 3}\n')
+    words = ("math_verify", f"data.test_path={path}")
+    shown = run("envs", "show", *words)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "user: What is 1 + 2?" in shown.stdout
+    for number in ([], ["--task", "0"], ["--task", "test:0"]):
+        played = run("envs", "try", *words, *number, typed="\\boxed{3}\n")
+        assert (played.returncode, played.stderr) == (0, "")
+        assert "task tasks-1" in played.stdout
+        assert "reward 1" in played.stdout
+    missing = run("envs", "try", *words, "--task", "train:0")
+    assert "there is no task 0 in train: it has 0" in missing.stderr
+
+
 class Terminal:
     """A program whose input and output are a terminal."""
 

@@ -127,6 +127,8 @@ ROW = {"prompt": "q", "answer": 1}
         ([ROW, {"prompt": "x"}], {}, r"data.jsonl:2: the row has no field 'answer', only prompt"),
         ([{"text": "q"}], {}, r"data.jsonl:1: no prompt field; the row has text: .* data.prompt=FIELD"),
         ([{"prompt": "q", "reply": 1}], {}, r"no answer field; the row has prompt, reply: .* data.answer=FIELD"),
+        ([{"prompt": "q"}], {}, r"no answer field.* that needs no answer has answer_required = False"),
+        ([{"prompt": "q", "answer": None}], {}, r"not NoneType .* has answer_required = False"),
         ([{"prompt": 7, "answer": 1}], {}, r"field 'prompt': a prompt is text or a list of messages, not int"),
         ([{"prompt": [{"content": "q"}], "answer": 1}], {}, r"data.jsonl:1: field 'prompt': a prompt is"),
         ([{"prompt": "  ", "answer": 1}], {}, r"data.jsonl:1: field 'prompt' is empty"),

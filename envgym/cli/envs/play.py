@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from envgym.cli.errors import open_console
 from envgym.cli.parser import ENV, Parser, make_spec
 from envgym.errors import EnvgymError, printable
 from envgym.processes import event_loop
@@ -52,9 +53,7 @@ def try_main(arguments: Sequence[str]) -> int:
     spec = make_spec(options.env, [word for word in words if word not in replay_words])
     seed = secrets.randbelow(10_000) if options.seed is None else options.seed
 
-    from rich.console import Console
-
-    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console = open_console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     if is_recorded(spec):
         from .preview import preview
 
@@ -76,7 +75,7 @@ def _task_word(word: str) -> tuple[str, int]:
     split, _, number = word.rpartition(":")
     if split not in ("", "train", "test") or not number.isdecimal():
         raise argparse.ArgumentTypeError(f"a task is a number, or test: and a number, not {word!r}")
-    return split or "train", int(number)
+    return split, int(number)
 
 
 class ByHand(ScriptedEpisode):

@@ -85,7 +85,9 @@ async def _show(spec: EnvSpec) -> None:
             value = getattr(spec.config, name)
             print(f"  env.{name}={value!r}" + (f"  {field.description}" if field.description else ""))
         try:
-            observation, _ = await env.reset(seed=0)
+            is_held_out = spec.tasks("train").size == 0
+            task = (await choose_task(spec, 0, None))[1] if is_held_out else None  # else the environment draws one
+            observation, _ = await env.reset(seed=0, options={"task": task} if task else None)
         except InvalidOutcome as error:
             print(printable(f"there is no first observation: {error}"))
         else:
@@ -101,8 +103,12 @@ async def _show(spec: EnvSpec) -> None:
 
 
 async def choose_task(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> tuple[str, Task]:
-    """The split and the task of `word` (a split and a number), by default a training task drawn by the seed."""
-    split, number = word or ("train", random.Random(seed).randrange(spec.tasks("train").index_bound))
+    """The split and the task of `word` (a split and a number), by default a task drawn by the seed. Without a split it
+    is a training task, or a held-out one where there is nothing to train on."""
+    split, number = word or ("", None)
+    split = split or ("test" if spec.tasks("train").size == 0 else "train")
+    if number is None:
+        number = random.Random(seed).randrange(max(1, spec.tasks(split).index_bound))
     try:
         return split, await spec.tasks(split).get(number)
     except IndexError:
