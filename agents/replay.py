@@ -69,9 +69,7 @@ class Replay(Agent):
             return Outcome.finish()
         for row in transcript.rows:
             row.truncate(limit)
-        is_trained = any(
-            weight for row in transcript.rows for segment in row.segments for weight in segment.loss_weights
-        )
+        is_trained = any(any(part.loss_weights) for row in transcript.rows for part in row.segments)
         if self.config.too_long == "drop" or not is_trained:
             raise InvalidOutcome("too_long", f"{task.key}: the recording has more than agent.max_tokens={limit} tokens")
         return Outcome.truncate(Limit.LENGTH)

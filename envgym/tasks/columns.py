@@ -61,7 +61,7 @@ class TaskReader:
             name.partition("[")[0] for _, name, _, _ in Formatter().parse(source.template or "") if name
         }
         self.notes: Counter[str] = Counter()
-        """What the rows hold that the prompt shows unasked, or does not show, with the number of rows."""
+        """Columns that the prompt shows unasked, or does not show, with the number of rows."""
 
     @property
     def reads_whole_rows(self) -> bool:
@@ -86,8 +86,8 @@ class TaskReader:
             messages = as_messages(prompt)
         if source.template is not None:
             prompt = self._fill(source.template, prompt, row, location)
-            named = (Message(name, str(row[name])) for name in sorted(self._in_template))
-            messages = (*messages, *named) if messages else as_messages(prompt)
+            values = (Message(name, str(row[name])) for name in sorted(self._in_template))
+            messages = (*messages, *values) if messages else as_messages(prompt)
         systems = (row[name] for name in SYSTEM_FIELDS if name in row and name not in self._in_template)
         system = next((text for text in systems if isinstance(text, str) and text.strip()), source.system)
         if system is not None and (not messages or messages[0].role != "system"):

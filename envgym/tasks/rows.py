@@ -55,7 +55,7 @@ class Rows(ABC):
         """The row at `index`. Raises `DataError` for an unreadable row, `IndexError` past the end."""
 
     def __iter__(self) -> Iterator[Row]:
-        return map(self.__getitem__, range(len(self)))  # unlike a generator, it goes on after an error
+        return map(self.__getitem__, range(len(self)))  # unlike a generator, it continues after an error
 
     def origin(self, index: int) -> tuple[str, str, int]:
         """The row's source, the stem of its id, and its line in the source, from 1."""

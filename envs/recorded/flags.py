@@ -1,4 +1,4 @@
-"""What a row says of itself: which of its turns are to be learned, and keys that nothing reads."""
+"""Flags in rows that say which turns are to be learned, and keys that nothing reads."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def weight_of(item: Mapping[str, Any]) -> float:
     return math.prod(flags.values())
 
 
-def unread_keys(item: Mapping[str, Any], used: Collection[str]) -> list[str]:
-    """The keys of a row or message with a value that are neither `used` nor flags."""
+def unread_keys(item: Mapping[str, Any], excluded: Collection[str]) -> list[str]:
+    """The keys of a row or message with a value that are neither `excluded` nor flags."""
     return [
         str(key)
         for key, value in item.items()
-        if key not in used and value not in (None, "", [], {}) and not (key in FLAGS and _flag(value) is not None)
+        if key not in excluded and value not in (None, "", [], {}) and not (key in FLAGS and _flag(value) is not None)
     ]
 
 
