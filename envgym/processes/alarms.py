@@ -49,12 +49,12 @@ class _OfThread(threading.local):
 
 
 _state = _OfThread()
-_of_main = {name: getattr(signal, name) for name in ("signal", "getsignal", "alarm", "setitimer")}
+_of_main = {name: getattr(signal, name) for name in ("signal", "alarm", "setitimer")}
 
 
 def install() -> None:
     """Let `signal`'s functions for SIGALRM work in every thread of this process; nothing else changes."""
-    for function in (_signal, _getsignal, _alarm, _setitimer):
+    for function in (_signal, _alarm, _setitimer):
         setattr(signal, function.__name__[1:], function)
 
 
@@ -67,10 +67,6 @@ def _signal(number: int, handler: Any) -> Any:
         return _of_main["signal"](number, handler)
     previous, _state.handler = _state.handler, handler
     return previous
-
-
-def _getsignal(number: int) -> Any:
-    return _state.handler if _is_ours(number) else _of_main["getsignal"](number)
 
 
 def _alarm(seconds: int) -> Any:

@@ -30,7 +30,9 @@ def as_function(value: Any) -> Callable[..., Any]:
         raise ConfigError(f"the parameters of {name} cannot be read: call it in a function of your own") from None
     signature = signature.replace(parameters=[item for item in signature.parameters.values() if item.name not in bound])
     if any(base.__name__ in ("ORM", "AsyncORM") for base in type(inner).__mro__):
-        value, signature = _of_swift(value), _with_completions(signature)
+        first, *remaining = signature.parameters.values()
+        signature = signature.replace(parameters=[first.replace(name="completions"), *remaining])
+        value = _of_swift(value)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return value(*args, **kwargs | bound)
@@ -51,13 +53,8 @@ def _of_swift(value: Callable[..., Any]) -> Callable[..., Any]:
     their token ids as `response_token_ids`."""
 
     def call(completions: Any, *, completion_ids: Any = None, **columns: Any) -> Any:
-        texts = [item if isinstance(item, str) else item[-1]["content"] for item in completions]
-        return value(texts, response_token_ids=completion_ids, **columns)
+        if completion_ids is not None:  # where it takes any argument
+            columns["response_token_ids"] = completion_ids
+        return value([item if isinstance(item, str) else item[-1]["content"] for item in completions], **columns)
 
     return call
-
-
-def _with_completions(signature: inspect.Signature) -> inspect.Signature:
-    """The signature with `completions` as its first parameter."""
-    first, *remaining = signature.parameters.values()
-    return signature.replace(parameters=[first.replace(name="completions"), *remaining])

@@ -98,9 +98,11 @@ def _environment(
 
 def environment_of(path: Path, name: str) -> type[RewardSpec] | None:
     """The environment of the undecorated callable `name` of a file, if it takes an argument of reward functions."""
-    module = import_target(str(path)) if name else None
+    if not name:
+        return None
+    module = import_target(str(path))
     value = getattr(module, name, None)
-    if module is None or not callable(value) or isinstance(value, type) or hasattr(value, "__environment__"):
+    if not callable(value) or isinstance(value, type) or hasattr(value, "__environment__"):
         return None
     scorer = RewardFunction(value)
     if not scorer.scores_completions:

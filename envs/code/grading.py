@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -173,11 +172,8 @@ async def _output(sandbox: Sandbox, code: str, case: OutputCase) -> Result:
 
 def is_printed(text: str, expected: str) -> bool:
     """True for equal lines, with numbers in place of their notation where the expected word is a float."""
-    printed, words = ([_WORD.split(line) for line in _lines(item)] for item in (text, expected))
-    return printed == words or (
-        list(map(len, printed)) == list(map(len, words))
-        and all(map(_is_word, itertools.chain.from_iterable(printed), itertools.chain.from_iterable(words)))
-    )
+    printed, words = (_WORD.split("\n".join(_lines(item))) for item in (text, expected))
+    return len(printed) == len(words) and all(map(_is_word, printed, words))
 
 
 def _is_word(word: str, expected: str) -> bool:

@@ -46,7 +46,7 @@ def forever():
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    for name in ("signal", "getsignal", "alarm", "setitimer"):
+    for name in ("signal", "alarm", "setitimer"):
         monkeypatch.setattr(signal, name, getattr(signal, name))  # taken back afterwards
     alarms.install()
 

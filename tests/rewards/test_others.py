@@ -247,8 +247,12 @@ def test_an_asynchronous_reward_class_of_ms_swifts_form(play):
             assert all(isinstance(text, str) for text in completions)
             return [float(len(text)) for text in completions]
 
-    [group] = play(envgym.reward(Longer(), tasks=[CHAT] * 2).__environment__("mine"), None, ("a", "bcd"))
-    assert rewards([group]) == [1.0, 3.0]
+    class Shorter(AsyncORM):
+        async def __call__(self, completions):
+            return [-float(len(text)) for text in completions]
+
+    spec = envgym.reward([Longer(), Shorter()], weights=[2, 1], tasks=[CHAT] * 2).__environment__("mine")
+    assert rewards(play(spec, None, ("a", "bcd"))) == [1.0, 3.0]
 
 
 # -- Unsloth, NeMo-RL, EasyR1 --------------------------------------------------------------------------------
