@@ -58,17 +58,17 @@ class RewardFunction:
         self._takes_any = len(by_name) < len(parameters)
         self._required = [parameter.name for parameter in by_name if parameter.default is parameter.empty]
         self._optional = [parameter.name for parameter in by_name if parameter.default is not parameter.empty]
-        self._named = {*self._required, *self._optional}
-        self.scores_completions = not self._named.isdisjoint((*ARGUMENTS, *TRL_ARGUMENTS, *COMPLETION_NAMES))
+        self._parameters = {*self._required, *self._optional}
+        self.scores_completions = not self._parameters.isdisjoint((*ARGUMENTS, *TRL_ARGUMENTS, *COMPLETION_NAMES))
         """True for what takes an argument of reward functions, or a usual name for one: it is no other callable."""
-        self.is_trl = not self._named.isdisjoint(TRL_ARGUMENTS)
+        self.is_trl = not self._parameters.isdisjoint(TRL_ARGUMENTS)
         """True for a function in TRL's form, in which a data field wins over an argument of envgym's."""
 
     def check(self, task: Task, aliases: Mapping[str, str], *, from_data: bool) -> None:
         """Raise `ConfigError` for a parameter that a task such as `task` has no value for, or two. `from_data`: its row
         was read by the settings `data.*`."""
         self._check_meanings(task)
-        synonyms = sorted(self._named & set(COMPLETION_NAMES)) if self._named.isdisjoint(COMPLETIONS) else []
+        synonyms = sorted(self._parameters & set(COMPLETION_NAMES)) if self._parameters.isdisjoint(COMPLETIONS) else []
         if synonyms and not (self._takes_any and {*task.fields, *aliases}.issuperset(synonyms)):
             raise ConfigError(
                 f"reward function {self.name} takes {synonyms[0]!r}, and no completion: the completion's parameter is "
@@ -92,7 +92,12 @@ class RewardFunction:
 
     def _check_meanings(self, task: Task) -> None:
         for name in AMBIGUOUS:
-            if name in self._named and name in task.fields and "fields" not in self._named and not self.is_trl:
+            if (
+                name in self._parameters
+                and name in task.fields
+                and "fields" not in self._parameters
+                and not self.is_trl
+            ):
                 raise ConfigError(
                     f"reward function {self.name} takes {name!r}, which is a field of the row and an argument of "
                     f"envgym's: add the parameter `fields`, then fields[{name!r}] is the row's and {name} envgym's"
@@ -126,7 +131,7 @@ class RewardFunction:
                 )
         else:
             available = by_alias | {"fields": task.fields} | dict(task.fields) | values
-            of_row = set(AMBIGUOUS).intersection(task.fields) - self._named  # in **kwargs
+            of_row = set(AMBIGUOUS).intersection(task.fields) - self._parameters  # in **kwargs
             available |= {name: task.fields[name] for name in of_row}
         if missing := [name for name in self._required if name not in available]:
             raise DataError(f"task {task.id} has no field {missing[0]!r}, which {self.name} takes")
@@ -227,7 +232,7 @@ def _of_tuple(value: tuple[Any, ...]) -> Reward:
 
 
 def _numbers(items: Mapping[str, Any]) -> dict[str, Any]:
-    """What can be a metric; an extracted answer, which is text, cannot."""
+    """The numbers among the items, as metrics; an extracted answer, which is text, is none."""
     return {key: item for key, item in items.items() if hasattr(item, "__float__")}
 
 
