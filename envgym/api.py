@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config.resolve import resolve
 from .config.schema import RunConfig
 from .config.words import dotted_keys, nest_keys
+from .episodes.record import excerpt
 from .errors import ConfigError
 from .loading import MAIN, entry_points, importing, load_function, target_of
 from .monitoring.display import Display
 from .monitoring.report import PICTURE, lines_html, summary_lines
 from .monitoring.terminal import open_display
-from .run_folder import RunFolder, stage_folders
+from .run_folder import RunFolder, files_by_step, stage_folders
 
 if TYPE_CHECKING:
     from .evaluation.suite import Suite
@@ -46,6 +49,20 @@ class TrainResult:
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.summary)
+
+    @property
+    def metrics(self) -> Any:
+        """The numbers of the last stage's steps, `metrics.jsonl`, as a data frame of pandas with one row per step or,
+        without pandas, a list of dictionaries. The curves are columns: `eval/score`, `reward/mean`, `loss`."""
+        return _frame(RunFolder(self.stage_folder).read_metrics())
+
+    def episodes(self, step: int | None = None, *, held_out: bool = False) -> Any:
+        """The episodes of the last stage's steps, or of one `step`, as a data frame like `metrics`; with `held_out`
+        those of its evaluations. Raises `DataError` if there are none."""
+        folder = RunFolder(self.stage_folder)
+        files = files_by_step(folder.held_out if held_out else folder.rollouts, ".parquet") or {0: folder.episodes}
+        chosen = sorted(files) if step is None else [step]
+        return _frame(row for n in chosen for row in _rows(files.get(n, folder.rollout_file(n)), step=n))
 
     def episode(self, index: int = 0, step: int | None = None) -> Any:
         """An episode of a training step, by default the last; a notebook shows its tokens in color."""
@@ -86,6 +103,17 @@ class EvalResult:
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.result)
+
+    @property
+    def metrics(self) -> Any:
+        """The numbers of each environment, as a data frame of pandas or, without it, a list of dictionaries."""
+        numbers = {name: env.items() for name, env in self.environments.items()}
+        kinds = int | float | None
+        return _frame({"environment": n} | {k: v for k, v in row if isinstance(v, kinds)} for n, row in numbers.items())
+
+    def episodes(self) -> Any:
+        """The episodes, as a data frame like `metrics`."""
+        return _frame(_rows(self.folder))
 
     def episode(self, index: int = 0) -> Any:
         """An episode of the evaluation; a notebook shows its tokens in color."""
@@ -182,6 +210,23 @@ def evaluate(
         environments=result["envs"],
         result=result,
     )
+
+
+def _rows(path: Path, **others: Any) -> Iterator[dict[str, Any]]:
+    """The episodes in a file or folder as rows of a data frame, with the columns `others`."""
+    from .episodes.files import read_episodes
+
+    for episode in read_episodes(path):
+        prompt, completion = excerpt((message.role, message.text) for message in episode.messages)
+        row = {"task": episode.task.key, "prompt": prompt, "completion": completion, "answer": episode.answer}
+        outcome = {"status": episode.outcome.status.value, "reason": episode.outcome.reason}
+        yield {**others, **row, "reward": episode.reward, "score": episode.score, **outcome, **episode.metrics}
+
+
+def _frame(rows: Iterable[dict[str, Any]]) -> Any:
+    """A data frame where pandas is installed, else the rows."""
+    rows = list(rows)
+    return import_module("pandas").DataFrame(rows) if find_spec("pandas") else rows
 
 
 def _read_episode(*place: Any) -> Any:

@@ -38,6 +38,7 @@ class RunFolder:
     cells.py          the notebook cells that define its environment, agent or learner, if a notebook does
     metrics.jsonl     one object per training step
     rollouts/         every episode, one compressed columnar file per step
+    held_out/         the episodes of the evaluations on held-out tasks, one file per evaluated step
     learned/          per step, advantages and trainer log-probabilities of their tokens
     events/           per step, times of its phases and of its episodes' waits, turns and env steps: lines of JSON
     checkpoints/      the states to resume from; `best` is a link to the best of them
@@ -58,6 +59,7 @@ class RunFolder:
         self.metrics_file = path / "metrics.jsonl"
         self.rollouts = path / "rollouts"
         self.learned = path / "learned"
+        self.held_out = path / "held_out"
         self.events = path / "events"
         self.checkpoints = path / "checkpoints"
         self.best = self.checkpoints / "best"
@@ -94,8 +96,8 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Delete records and files of later steps, so that a resumed run continues as if uninterrupted."""
         self.write_metrics([record for record in self.read_metrics() if record["step"] <= step])
-        for folder, suffix in ((self.rollouts, ".parquet"), (self.learned, ".parquet"), (self.events, ".jsonl")):
-            for number, path in files_by_step(folder, suffix).items():
+        for folder in (self.rollouts, self.learned, self.held_out, self.events):
+            for number, path in files_by_step(folder, ".jsonl" if folder == self.events else ".parquet").items():
                 if number > step:
                     path.unlink()
         removed = self._read_removed()
@@ -109,6 +111,9 @@ class RunFolder:
 
     def learned_file(self, step: int) -> Path:
         return self.learned / f"step_{step:06d}.parquet"
+
+    def held_out_file(self, step: int) -> Path:
+        return self.held_out / f"step_{step:06d}.parquet"
 
     def remove_old_files(self, keep: Mapping[str, int | str | None]) -> None:
         """Remove all but the newest files of `rollouts` and `learned`: `keep` has a number of steps, a size (`20GB`),

@@ -61,6 +61,14 @@ def test_a_last_line_cut_short_is_left_out_and_does_not_spoil_the_next(folder, t
     assert [record["step"] for record in folder.read_metrics()] == [1, 2, 3]
 
 
+def test_rewind_forgets_later_evaluations(folder):
+    folder.held_out.mkdir()
+    for step in (0, 2, 4):
+        folder.held_out_file(step).touch()
+    folder.rewind(2)
+    assert sorted(folder.held_out.iterdir()) == [folder.held_out_file(0), folder.held_out_file(2)]
+
+
 def test_rewind_forgets_what_came_after(folder):
     for step in range(5):
         folder.append_metrics({"step": step})

@@ -24,12 +24,13 @@ COUNT = 4
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "show",
-        "RUN [--step N] [--task KEY] [--count N]",
+        "RUN [--eval] [--step N] [--task KEY] [--count N]",
         "Print readable transcripts of episodes. RUN is a run (its name or folder), an evaluation, or a file of\n"
         "episodes. The default step of a run is its last.",
         "envgym show first --step 3",
     )
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run, an evaluation, or a file of episodes")
+    parser.add_argument("--eval", action="store_true", help="episodes of its evaluations on held-out tasks")
     parser.add_argument("--step", metavar="N", help="step of the run (default: the last)")
     parser.add_argument("--task", metavar="KEY", help="all episodes of this task")
     parser.add_argument("--count", metavar="N", help=f"number of episodes (default: {COUNT}, or all of --task)")
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     step = None if options.step is None else _number("--step", options.step)
     count = None if options.count is None else _number("--count", options.count)
 
-    path, label = _find(options.run, step)
+    path, label = _find(options.run, step, "held_out" if options.eval else "rollouts")
     episodes, note = _choose(path, label, options.task, count)
     console = open_console()
     for episode in episodes:
@@ -57,19 +58,21 @@ def _number(option: str, text: str) -> int:
 # -- selection --------------------------------------------------------------------------------------------
 
 
-def _find(name: str, step: int | None) -> tuple[Path, str]:
+def _find(name: str, step: int | None, folder: str) -> tuple[Path, str]:
     """The file or folder of the episodes, and a label for it."""
     from envgym.run_folder import files_by_step
 
     path = find_path(name)
     numbered = [stage for stage in path.glob("[0-9]*-*/") if stage.name.partition("-")[0].isdecimal()]
     stages = [path, *sorted(numbered, key=lambda stage: int(stage.name.partition("-")[0]), reverse=True)]
-    files = next((steps for stage in stages if (steps := files_by_step(stage / "rollouts", ".parquet"))), {})
+    files = next((steps for stage in stages if (steps := files_by_step(stage / folder, ".parquet"))), {})
     if files:
         step = max(files) if step is None else step
         if step not in files:
             raise ConfigError(f"{path} has no episodes of step {step}: there are those of {_span(sorted(files))}")
-        return files[step], f"step {step}"
+        return files[step], f"the evaluation at step {step}" if folder == "held_out" else f"step {step}"
+    if folder == "held_out":
+        raise ConfigError(f"{path} holds no episodes of held-out tasks: leave out --eval")
     if step is not None:
         raise ConfigError(f"{path} has no steps with episodes: leave out --step")
     if (path / "checkpoints").is_dir():

@@ -36,6 +36,19 @@ FIELDS = {name: "group_id" if name == "group" else name for name in PLAIN}
 PLAIN_OF_TASK = ("id", "difficulty", "seed", "env")
 
 
+def excerpt(messages: Iterable[tuple[str, str]]) -> tuple[str, str]:
+    """The prompt and the completion among messages (role, text): the last text before the first answer, and the last
+    answer."""
+    prompt = completion = ""
+    has_answer = False
+    for role, text in messages:
+        if role == "assistant":
+            completion, has_answer = text, True
+        elif not has_answer:
+            prompt = text
+    return prompt, completion
+
+
 def encode(value: Any) -> Any:
     """Encode plain Python values in JSON types. Other values stay unchanged: the caller's JSON encoder decides."""
     if isinstance(value, Mapping):

@@ -13,7 +13,7 @@ from envgym.errors import EnvgymError, RunError
 from envgym.learner import Learner, Trajectory, trajectories
 from envgym.rollout.runner import SamplingPlan
 from envgym.tasks.cursor import tasks_at
-from envgym.types import Group, SeedScope, Task
+from envgym.types import Episode, Group, SeedScope, Task
 from envgym.workers.group import WorkerGroup
 
 from .result import result_of, score_warning
@@ -53,6 +53,8 @@ class HeldOut:
         self._sampling = sampling if config.temperature is None else replace(sampling, temperature=config.temperature)
         self._config = config
         self._tasks: list[Task] = []
+        self.episodes: list[Episode] = []
+        """The episodes that the policy sampled; the caller empties it."""
         self.warning = ""
         """The warning about the latest result, or "" (`score_warning`)."""
 
@@ -70,6 +72,7 @@ class HeldOut:
         plan = SamplingPlan("eval", self._sampling, samples, self._seed_scope(samples))
         groups = await self._run_groups(await self.tasks(), plan)
         self.warning = score_warning(self._spec, groups)
+        self.episodes += [episode for group in groups for episode in group.episodes]
         return result_of(groups)
 
     async def evaluate_greedily(self) -> dict[str, Any]:
@@ -77,6 +80,7 @@ class HeldOut:
         sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
         plan = SamplingPlan("eval-greedy", sampling, 1, self._seed_scope(1))
         groups = await self._run_groups(await self.tasks(), plan)
+        self.episodes += [episode for group in groups for episode in group.episodes]
         return {**result_of(groups), "greedy": True}
 
     async def evaluate_recorded(self, learner: Learner, actor: WorkerGroup, score: Scorer) -> dict[str, Any]:

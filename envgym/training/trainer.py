@@ -8,11 +8,13 @@ shows that the last sync failed. (Groups that a filter carried over are a step o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from typing import TYPE_CHECKING
 
 from envgym.config.schema import RunConfig, StageConfig
+from envgym.episodes.parquet import write_rollouts
 from envgym.errors import EnvgymError, InvalidOutcome, RolloutFailed, WorkerError
 from envgym.evaluation.held_out import HeldOut
 from envgym.learner import trajectories
@@ -155,6 +157,9 @@ class Trainer:
                 results = {label: await self.held_out.evaluate_sampled()}
                 if self.stage.eval.greedy and step in (0, self.steps):
                     results[f"greedy_{label}"] = await self.held_out.evaluate_greedily()
+                episodes, self.held_out.episodes = self.held_out.episodes, []
+                self.folder.held_out.mkdir(exist_ok=True)
+                await asyncio.to_thread(write_rollouts, self.folder.held_out_file(step), episodes)
             else:
                 learner, actor = self.components.learner, self.components.workers["actor"]
                 results = {label: await self.held_out.evaluate_recorded(learner, actor, self.update.score)}

@@ -82,8 +82,16 @@ class Answers:
     def _run(self, source: Source) -> dict[str, Any]:
         summary = source.summary()
         steps = sorted(source.files())
+        held_out = self.sources.get(f"{source.id}/held_out")
         description = {"id": source.id, "kind": source.kind, "state": source.state(summary), "summary": summary}
-        return {**description, "steps": steps, "config": source.config(), "alarms": source.alarms()}
+        evaluated = sorted(held_out.files()) if held_out else []
+        return {
+            **description,
+            "steps": steps,
+            "evaluated": evaluated,
+            "config": source.config(),
+            "alarms": source.alarms(),
+        }
 
 
 def _list(source: Source, step: int, first: int, count: int) -> dict[str, Any]:

@@ -30,9 +30,9 @@ DEPTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A stage of a run, an evaluation, or a file of episodes. `id` is its path as named by the user, and its name. Only
-    regular files within the `roots` are read. A source of kind `link`, which leads out of them, or `unreadable` is
-    only listed, with the reason in `why`."""
+    """A stage of a run, its evaluations on held-out tasks (`held-out`), an evaluation, or a file of episodes. `id` is
+    its path as named by the user, and its name. Only regular files within the `roots` are read. A source of kind
+    `link`, which leads out of them, or `unreadable` is only listed, with the reason in `why`."""
 
     id: str
     kind: str
@@ -51,7 +51,8 @@ class Source:
             return {0: self.path}
         if self.kind == "evaluation":
             return {0: self.path / "episodes.jsonl"}
-        single_file, folder = self.path / "episodes.parquet", self.path / "rollouts"
+        folder = self.path if self.kind == "held-out" else self.path / "rollouts"
+        single_file = self.path / "episodes.parquet"
         if not is_within(folder, self.roots):
             raise DataError(leads_out(folder))
         return files_by_step(folder, ".parquet") or ({0: single_file} if single_file.is_file() else {})
@@ -78,6 +79,8 @@ class Source:
 
     def tokenizer(self) -> Path | None:
         """The tokenizer's file, if there is one. Older runs have it in the model's folder only."""
+        if self.kind == "held-out":
+            return self.file("../tokenizer.json", reading.TOKENIZER)
         return self.file("tokenizer.json", reading.TOKENIZER) or self.file("model/tokenizer.json", reading.TOKENIZER)
 
     def records(self, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -117,12 +120,14 @@ class Source:
             evals = summary.get("eval") or {}
             line |= {"steps": step, "curve": curves[curve][-SHOWN:] if curve else [], "of": curve, "alarms": alarms}
             line |= {moment: (evals.get(moment) or {}).get("score") for moment in ("before", "after")}
+        elif self.kind == "held-out":
+            line["steps"] = max(files, default=0)
         elif self.kind == "evaluation":
             line["after"] = summary.get("score")
         return line
 
     def state(self, summary: dict[str, Any]) -> str:
-        if self.kind == "file":
+        if self.kind in ("file", "held-out"):
             return "file"
         if lock_holder(self.path) is not None or lock_holder(self.path.parent) is not None:
             return "running"
@@ -152,6 +157,8 @@ def _walk(path: Path, name: str, roots: tuple[Path, ...], budget: Iterator[int],
             if text != name or "|" in name:
                 raise DataError("its name contains '|' or invalid characters: rename it")
             yield Source(name, kind, path, roots)
+            if kind == "run" and (path / "held_out").is_dir():
+                yield Source(f"{name}/held_out", "held-out", path / "held_out", roots)
         elif path.is_dir() and not is_link and depth < DEPTH:  # a folder of sources, or a run of several stages
             for inner in _entries(path, budget):
                 inner_budget = budget if depth else iter(range(WALKED))

@@ -181,19 +181,19 @@ def test_a_run_of_several_stages_is_its_stages(tmp_path):
     assert [Path(name).name for name in Answers([tmp_path / "rlhf"]).sources] == ["1-sft", "2-ppo"]
 
 
-def test_training_writes_what_the_page_shows(tmp_path, monkeypatch, tiny_model):
+def test_training_writes_what_the_page_shows(tmp_path, monkeypatch, tiny_model, capsys):
     """A real run: times of every episode and phase, and what was learned of every token that was sampled."""
     import envgym
 
     monkeypatch.chdir(tmp_path)
     settings = {
         "env": "math_verify", "model": str(tiny_model), "name": "first", "steps": 2, "rollout.tasks_per_step": 4,
-        "eval.every": 0, "rollout.group_size": 4, "learner.update_epochs": 2, "rollout.max_tokens": 8,
+        "eval.every": 2, "eval.tasks": 3, "rollout.group_size": 4, "learner.update_epochs": 2, "rollout.max_tokens": 8,
         "engine.kind": "transformers",
     }  # fmt: skip
-    envgym.train(settings)
+    result = envgym.train(settings, quiet=True)
     answers = Answers([tmp_path / "runs" / "first"])
-    [name] = answers.sources
+    name, held_out = answers.sources
     lanes = answers(f"lanes|{name}|2")
     assert len(lanes["episodes"]) == 16
     assert {kind for kind, _, _ in lanes["phases"]} >= {"rollout", "learn", "sync"}
@@ -209,6 +209,24 @@ def test_training_writes_what_the_page_shows(tmp_path, monkeypatch, tiny_model):
     kept = (tmp_path / "runs" / "first" / "tokenizer.json").read_text()
     assert kept == (tiny_model / "tokenizer.json").read_text()
     assert all(isinstance(text, str) for text in row["texts"])
+
+    # the episodes of the evaluations, on the page, in the terminal and as a data frame
+    assert answers(f"run|{name}")["evaluated"] == answers(f"run|{held_out}")["steps"] == [0, 2]
+    evaluated = answers(f"list|{held_out}|2|0|99")["columns"]
+    assert [group.startswith("eval-greedy") for group in evaluated["group"]] == [False] * 3 + [True] * 3
+    [row] = answers(f"episode|{held_out}|2|0")["rows"]
+    assert all(isinstance(text, str) for text in row["texts"])
+    assert main(["show", "first", "--eval", "--step", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("--- task test-") == 4
+    assert "4 of 6 episodes of the evaluation at step 0" in shown
+    assert list(result.metrics["step"]) == [0, 1, 2]
+    assert result.metrics["eval/score"].notna().tolist() == [True, False, True]
+    assert result.episodes().groupby("step").size().to_dict() == {1: 16, 2: 16}
+    frame = result.episodes(2, held_out=True)
+    assert frame["task"].tolist() == evaluated["key"]
+    assert all(frame["prompt"].str.len() > 5)
+    assert frame["score"].tolist() == evaluated["score"]
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path, monkeypatch, capsys):

@@ -18,7 +18,7 @@ export async function home(main) {
     if (selected.length === 2) compare.setAttribute("href", link("compare", selected[0], lastStep(selected[0]), selected[1], lastStep(selected[1])));
   }
   /** @param {string} id */
-  const lastStep = (id) => { const entry = entries.find((candidate) => candidate.id === id); return entry.kind === "run" ? entry.steps : 0; };
+  const lastStep = (id) => { const entry = entries.find((candidate) => candidate.id === id); return entry.steps || 0; };
   /** @param {any} entry */
   function row(entry) {
     const box = h("input", { type: "checkbox", "aria-label": `Compare ${entry.id}`, onchange: () => {
@@ -26,7 +26,7 @@ export async function home(main) {
       draw();
     } });
     /** @type {HTMLInputElement} */ (box).checked = selected.includes(entry.id);
-    const target = entry.kind === "run" ? link("run", entry.id) : link("list", entry.id, 0);
+    const target = entry.kind === "run" ? link("run", entry.id) : link("list", entry.id, entry.steps || 0);
     const score = entry.kind === "evaluation" ? num(entry.after) : entry.after != null ? `${num(entry.before)} → ${num(entry.after)}` : "";
     const name = plain(entry.id, 300), error = entry.why && h("div", { class: "caption" }, plain(entry.why, 300));
     return h("tr", null, h("td", null, entry.files ? box : ""), h("td", { class: "name" }, entry.why ? [name, error] : h("a", { href: target }, name)), h("td", null, entry.kind),

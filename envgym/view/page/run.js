@@ -17,11 +17,11 @@ const PHASES = ["rollout", "score", "prepare", "learn", "sync", "eval", "checkpo
 export async function run(main, id) {
   const info = await ask("run", id);
   const charts = CURVES.map(([title, lines]) => chart(/** @type {string} */ (title), /** @type {any} */ (lines)));
-  const phases = h("div", { class: "phases", role: "img" }), alarms = h("ul", { class: "alarms" }), steps = h("div", { class: "steps" });
+  const phases = h("div", { class: "phases", role: "img" }), alarms = h("ul", { class: "alarms" }), steps = h("div", { class: "steps" }), evaluated = h("div", { class: "steps" });
   const state = h("span", { class: `state ${info.state}` }, info.state), facts = h("dl", { class: "facts" });
   const stage = (info.config.stages || [{}]).at(-1) || {};
   main.replaceChildren(h("h1", null, id, " ", state), facts, alarms, h("div", { class: "charts" }, charts.map((curves) => curves.element)),
-    h("h2", null, "Time by phase"), phases, h("h2", null, "Steps"), steps);
+    h("h2", null, "Time by phase"), phases, h("h2", null, "Steps"), steps, h("h2", null, "Held-out evaluations"), evaluated);
   /** @type {any[]} */
   let records = [];
   let offset = 0, isOver = false;
@@ -41,6 +41,7 @@ export async function run(main, id) {
     const sums = PHASES.map((name) => records.reduce((sum, record) => sum + (record[`seconds/${name}`] || 0), 0)), total = sums.reduce((a, b) => a + b, 0) || 1;
     phases.setAttribute("aria-label", PHASES.map((name, n) => `${name} ${Math.round((sums[n] * 100) / total)}%`).join(", "));
     phases.replaceChildren(...PHASES.map((name, n) => sums[n] / total < 0.005 ? "" : h("span", { class: `phase p${n}`, vars: { "--w": `${(sums[n] * 100) / total}%` }, title: `${name}: ${num(sums[n], 1)} s` }, sums[n] / total < 0.06 ? "" : `${name} ${Math.round((sums[n] * 100) / total)}%`)));
+    evaluated.replaceChildren(...info.evaluated.slice().reverse().map((/** @type {number} */ step) => h("a", { href: link("list", `${id}/held_out`, step), class: "step" }, h("b", null, String(step)))));
     const recordOf = new Map(records.map((record) => [record.step, record]));
     steps.replaceChildren(...info.steps.slice().reverse().slice(0, 400).map((/** @type {number} */ step) => {
       const record = recordOf.get(step) || {};
@@ -53,7 +54,7 @@ export async function run(main, id) {
       records = records.concat(update.records);
       offset = update.offset;
       const now = isExport() ? info : await ask("run", id);
-      Object.assign(info, { steps: now.steps, state: now.state, summary: now.summary, alarms: now.alarms });
+      Object.assign(info, { steps: now.steps, evaluated: now.evaluated, state: now.state, summary: now.summary, alarms: now.alarms });
       state.textContent = info.state;
       state.className = `state ${info.state}`;
       draw();
