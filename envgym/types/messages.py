@@ -151,7 +151,9 @@ def as_messages(
             if known_role(item["role"]) == CALL and messages and messages[-1].role == "assistant":
                 previous = messages.pop()  # a turn and its calls are one message
                 calls = (*previous.tool_calls, *message.tool_calls)
-                message = replace(previous, content=(*previous.content, *message.content), tool_calls=calls)
+                weight = min(previous.weight, message.weight)
+                content = (*previous.content, *message.content)
+                message = replace(previous, content=content, tool_calls=calls, weight=weight)
             messages.append(message)
         else:
             raise TypeError(f"a prompt is a string or a list of {{'role', 'content'}} messages, not {item!r}")
