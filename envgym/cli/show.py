@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,7 @@ COUNT = 4
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "show",
-        "RUN [--eval] [--step N] [--task KEY] [--count N]",
+        "RUN [--eval] [--step N] [--task KEY] [--count N] [--prompt]",
         "Print readable transcripts of episodes. RUN is a run (its name or folder), an evaluation, or a file of\n"
         "episodes. The default step of a run is its last.",
         "envgym show first --step 3",
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--step", metavar="N", help="step of the run (default: the last)")
     parser.add_argument("--task", metavar="KEY", help="all episodes of this task")
     parser.add_argument("--count", metavar="N", help=f"number of episodes (default: {COUNT}, or all of --task)")
+    parser.add_argument("--prompt", action="store_true", help="also print each prompt as the model got it, as text")
     options = parser.parse_without_words(arguments, "envgym show has no settings")
     if options.run is None:
         parser.error("envgym show is followed by a run")
@@ -43,8 +46,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     path, label = _find(options.run, step, "held_out" if options.eval else "rollouts")
     episodes, note = _choose(path, label, options.task, count)
     console = open_console()
+    decode = _decoder(path) if options.prompt else None
     for episode in episodes:
-        _show(console, episode)
+        _show(console, episode, decode)
     console.out(note, style="dim", highlight=False)
     return 0
 
@@ -112,11 +116,29 @@ def _task_list(keys: Sequence[str]) -> str:
 # -- output -----------------------------------------------------------------------------------------------
 
 
-def _show(console: Console, episode: Episode) -> None:
+def _decoder(path: Path) -> Callable[[Sequence[int]], str]:
+    """The text of token ids, by the tokenizer saved with a run or with the model of an evaluation. Raises `ConfigError`
+    if there is none."""
+    from tokenizers import Tokenizer
+
+    folders = [path, *path.parents[:2]]
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        folders.append(Path(json.loads((path / "result.json").read_bytes())["model"]))
+    for file in (folder / "tokenizer.json" for folder in folders):
+        if file.is_file():
+            return partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=False)
+    raise ConfigError(f"{path}: --prompt needs the tokenizer, and neither a run's folder nor the model's has one here")
+
+
+def _show(console: Console, episode: Episode, decode: Callable[[Sequence[int]], str] | None) -> None:
     def write(text: str, style: str | None = None) -> None:
         console.out(printable(text), style=style, highlight=False)
 
     write(f"--- task {episode.task.key}, episode {episode.id}", "dim")
+    if decode is not None:
+        for row in episode.rows:
+            write("prompt, as the model got it:", "bold cyan")
+            write(decode(list(row.segments[0].token_ids)))
     for message in episode.messages:
         speaker = f"{message.role} {message.name}".strip()
         write(f"{speaker}:", "bold cyan")

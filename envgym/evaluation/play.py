@@ -21,7 +21,7 @@ from envgym.launch.components import (
 )
 from envgym.launch.models import MakeModel, fetch_model, with_own_format
 from envgym.launch.placement import placed_runtime
-from envgym.launch.prompts import check_conversations
+from envgym.launch.prompts import announce, survey
 from envgym.monitoring.metrics import failure_line
 from envgym.rollout.runner import Runner, SamplingPlan, run_episode
 from envgym.rollout.transcript import EMPTY_ANSWERS
@@ -111,18 +111,23 @@ async def running_parts(
             with_tasks.append((part, spec, tasks))
         model = await fetch_model(stage.model, config, display, make_model)
         folder.check_model(model)
-        agents = []
+        agents, surveys = [], []
         for part, spec, _ in with_tasks:
             if not part.stage.agent_config()[0].uses_policy:  # it replays recordings instead of the policy
                 part.stage.agent = Component(name=spec.agent)
             agents.append(make_agent(part.stage, model))
-            await check_conversations(spec, part.env.split, agents[-1].renderer)
+            surveys.append(await survey(spec, part.env.split, agents[-1].renderer))
         stage = with_own_format(stage, model, display.note)
         engine, context = await start_sampling(config, stage, list(contexts.values()), agents[0], model, display)
         runs = [
             PartRun(part, tasks, make_runner(part.config, part.stage, spec, agent, engine, context))
             for (part, spec, tasks), agent in zip(with_tasks, agents, strict=True)
         ]
+        if stage.engine.kind != "openai":  # an API renders the messages itself
+            # The sampled and the greedy part of one environment say it once.
+            first = {run.spec: (run, longest) for run, longest in zip(runs[::-1], surveys[::-1], strict=True)}
+            for run, longest in first.values():
+                announce(run.part.stage, run.runner.agent.renderer, longest, context, display.note)
         answers = {run.spec: run.runner.first_answers for run in runs}
         for run in runs:  # the sampled and the greedy part of one environment say it once
             run.runner.first_answers = answers[run.spec]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import cached_property
 from itertools import groupby
@@ -41,6 +41,8 @@ class Renderer(ABC):
         self._backend = tokenizer.backend_tokenizer if hands_on else None
         self._special = {index for index, token in decoder.items() if token.special}
         self._opening: tuple[Observation | None, str, list[int]] = (None, "", [])
+        self.on_opening: Callable[[Observation, str], None] | None = None
+        """Called with the first observation of an episode and its text."""
         self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
     has_channels = False
@@ -70,6 +72,8 @@ class Renderer(ABC):
             if (self._bos_before_messages if raw is None else self._bos_before_text) and token_ids[:1] != [bos]:
                 token_ids.insert(0, bos)
             self._opening = (observation, text, token_ids)
+            if self.on_opening is not None:
+                self.on_opening(observation, text)
         return self._opening[1:]
 
     @abstractmethod

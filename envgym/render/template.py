@@ -45,9 +45,9 @@ class Template:
             messages, tools = self._with_description(messages, tools), ()
         return self._render(messages, tools, open_turn)
 
-    def to_template(self, messages: Sequence[Message], before: Sequence[ChatMessage] = ()) -> list[ChatMessage]:
-        """Convert messages, which follow those `before`, to the form that this template takes. Raises `InvalidStep` for
-        a role that the template leaves out."""
+    def to_template(self, messages: Sequence[Message], previous: Sequence[ChatMessage] = ()) -> list[ChatMessage]:
+        """Convert messages, which follow the `previous` ones, to the form that this template takes. Raises
+        `InvalidStep` for a role that the template leaves out."""
         result: list[ChatMessage] = []
         for message in messages:
             if message.role == "assistant":
@@ -61,21 +61,21 @@ class Template:
             elif message.role in ("user", "tool"):
                 result.append(message.as_dict())
             else:
-                self._append(result, message.as_dict(), [*before, *result])
+                self._append(result, message.as_dict(), [*previous, *result])
         return result
 
-    def _append(self, messages: list[ChatMessage], message: ChatMessage, before: Sequence[ChatMessage]) -> None:
+    def _append(self, messages: list[ChatMessage], message: ChatMessage, previous: Sequence[ChatMessage]) -> None:
         """Append a message of the system or of a role that may be unknown. A developer is the system, unless the
         template has both; a system message that it does not write there joins the one just before it. Raises
         `InvalidStep` for a role that it leaves out without an error."""
         if message["role"] == "developer" and not self._knows_developers:
             message = {**message, "role": "system"}
-        role, roles = message["role"], [previous["role"] for previous in before]
+        role, roles = message["role"], [earlier["role"] for earlier in previous]
         follows = roles[-1] if messages and roles[-1] in INSTRUCTIONS else ""
-        shown = self._shows(role, not roles, follows, role == "system" and "system" in roles)
-        if not shown and role in INSTRUCTIONS and follows:
+        is_written = self._shows(role, not roles, follows, role == "system" and "system" in roles)
+        if not is_written and role in INSTRUCTIONS and follows:
             messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{message['content']}"}
-        elif shown is False:
+        elif is_written is False:
             place = " after the first message" if roles else ""
             raise InvalidStep(
                 f"the chat template of {self._name} leaves out messages of the role {role!r}{place}: use the roles "

@@ -1,8 +1,10 @@
 """`envgym show`: what was asked, what the policy said and what it was paid, as people read it."""
 
 import re
+import shutil
 
 import pytest
+from tokenizers import Tokenizer
 
 from envgym.cli import main
 from envgym.episodes.files import write_episodes
@@ -53,6 +55,18 @@ def test_the_last_step_is_shown_unless_another_is_named(show, run):
     assert re.findall(r"^--- .* episode (\S+)", shown, re.MULTILINE) == ["12+34:0", "1+1:0", "12+34:1", "1+1:1"]
     assert "At step 1 it is 41" in show("first", "--step", "1")[1]
     assert show("runs/first", "--count", "6")[1].count("\nuser:\n") == 6
+
+
+def test_a_prompt_is_shown_as_the_model_got_it(show, run, tiny_model, tmp_path):
+    assert "--prompt needs the tokenizer" in show("first", "--prompt")[1]
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    text = "<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n"
+    shown = episode("1+1", 0, "It is 2")
+    shown.rows[0].segments[0] = Segment("prompt", tokenizer.encode(text, add_special_tokens=False).ids)
+    write_rollouts(run / "rollouts" / "step_000003.parquet", [shown])
+    shutil.copy(tiny_model / "tokenizer.json", run)
+    assert f"prompt, as the model got it:\n{text}\nuser:\nWhat is 1+1?" in show("first", "--prompt")[1]
+    assert "as the model got it" not in show("first")[1]
 
 
 def test_a_task_is_shown_with_all_its_episodes(show, run):

@@ -12,7 +12,7 @@ from envgym.config.resolve import resolve
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, DataError, InvalidStep
 from envgym.launch.components import make_agent
-from envgym.launch.prompts import check_conversations
+from envgym.launch.prompts import survey
 from envgym.types import Observation, as_messages
 
 RULE, ASKED, SAID = {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "1 + 2?"}, "3 it is"
@@ -35,7 +35,7 @@ def taught(renderer, tmp_path, row):
 
     async def rows():
         async with envgym.spec("recorded", data={"path": str(path), "test_fraction": 0}) as spec, spec.make() as env:
-            await check_conversations(spec, "train", renderer)
+            await survey(spec, "train", renderer)
             agent, task = Replay(renderer, ReplayConfig()), await spec.tasks("train").get(0)
             return (await agent.replay(CheckedEnv(env, spec), task, seed=0, recording_index=0)).rows
 
