@@ -212,15 +212,16 @@ def evaluate(
     )
 
 
-def _rows(path: Path, **others: Any) -> Iterator[dict[str, Any]]:
-    """The episodes in a file or folder as rows of a data frame, with the columns `others`."""
+def _rows(path: Path, **columns: Any) -> Iterator[dict[str, Any]]:
+    """The episodes in a file or folder as rows of a data frame, with further `columns`."""
     from .episodes.files import read_episodes
 
     for episode in read_episodes(path):
         prompt, completion = excerpt((message.role, message.text) for message in episode.messages)
-        row = {"task": episode.task.key, "prompt": prompt, "completion": completion, "answer": episode.answer}
-        outcome = {"status": episode.outcome.status.value, "reason": episode.outcome.reason}
-        yield {**others, **row, "reward": episode.reward, "score": episode.score, **outcome, **episode.metrics}
+        row = {**columns, "task": episode.task.key, "prompt": prompt, "completion": completion}
+        row |= {"answer": episode.answer, "reward": episode.reward, "score": episode.score}
+        row |= {"status": episode.outcome.status.value, "reason": episode.outcome.reason}
+        yield row | {**episode.metrics, **row}
 
 
 def _frame(rows: Iterable[dict[str, Any]]) -> Any:

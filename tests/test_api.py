@@ -9,11 +9,13 @@ import pytest
 import yaml
 
 import envgym
-from envgym.api import _plain_settings
+from envgym.api import EvalResult, _plain_settings
 from envgym.cli import main
 from envgym.config.resolve import resolve
+from envgym.episodes.files import write_episodes
 from envgym.errors import ConfigError, DataError, EnvgymError
 from envgym.loading import load_class, short_name, target_of
+from envgym.types import Episode, Message, Outcome, Task
 
 PROGRAM = """
 import envgym, importlib, pkgutil
@@ -218,3 +220,16 @@ def test_an_agent_that_returns_no_episode_is_reported(tmp_path, tiny_model, monk
     assert result.failures == {"environment": result.n_episodes}
     episode = json.loads((result.folder / "episodes.jsonl").read_text().splitlines()[0])
     assert episode["outcome"]["message"] == "TypeError: the agent must return an Episode, not 'five'"
+
+
+def test_an_evaluation_gives_its_numbers_and_episodes_as_data_frames(tmp_path):
+    said = [Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4")]
+    episode = Episode(
+        "e", Task("t"), Outcome.finish(), reward=1.0, score=0.5, messages=said, metrics={"score": 9.0, "k": 2.0}
+    )
+    write_episodes(tmp_path / "episodes.jsonl", [episode])
+    environments = {"sums": {"score": 0.5, "ci95": [0.1, 0.9], "n_tasks": 1}}
+    result = EvalResult(tmp_path, "m", 0.5, None, 1.0, 1, 1, {}, environments, {})
+    assert result.metrics.to_dict("records") == [{"environment": "sums", "score": 0.5, "n_tasks": 1}]
+    [row] = result.episodes().to_dict("records")
+    assert (row["prompt"], row["completion"], row["score"], row["k"]) == ("2 + 2?", "4", 0.5, 2.0)

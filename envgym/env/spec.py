@@ -165,8 +165,8 @@ class EnvSpec:
     @property
     def docstring(self) -> str:
         """The author's description of the environment."""
-        own = self._env_class if self._env_class is not type(self).env_class else None
-        return docstring(own or type(self))  # an Env class that names its spec is described by itself
+        env_class = self._env_class if self._env_class is not type(self).env_class else None
+        return docstring(env_class or type(self))  # an Env class that names its spec is described by itself
 
     @property
     def unanswered(self) -> str:
