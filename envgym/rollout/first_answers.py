@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from envgym.env import EnvSpec
-from envgym.types import Episode
+from envgym.types import Episode, Task
 
 FIRST = 32
-"""Episodes of an environment that are looked at."""
+"""Episodes of an environment that are looked at: those that start first, since those that end first have the shortest
+answers."""
 FEWEST = 8
 """Episodes that are enough for a verdict where there are no more."""
 
@@ -22,17 +23,25 @@ class FirstAnswers:
     def __init__(self, spec: EnvSpec) -> None:
         self.note: Callable[[str], None] | None = None
         self._spec = spec
-        self._missing = Counter[EnvSpec]()
+        self._n_started, self._n_ended, self._missing = Counter[EnvSpec](), Counter[EnvSpec](), Counter[EnvSpec]()
         self._decided: set[EnvSpec] = set()
+
+    def start(self, task: Task) -> bool:
+        """True if the episode of this task that starts now is among the first: then `add` gets it when it has ended."""
+        spec = self._spec.spec_for(task)
+        self._n_started[spec] += 1
+        return self._n_started[spec] <= FIRST
 
     def add(self, episode: Episode) -> None:
         spec = self._spec.spec_for(episode.task)
-        if self.note is None or spec in self._decided or "answered" not in episode.metrics:
+        if self.note is None or spec in self._decided:
             return
-        self._missing[spec] += 1
-        if episode.metrics["answered"]:
+        self._n_ended[spec] += 1
+        if episode.metrics.get("answered"):
             self._decided.add(spec)
-        elif self._missing[spec] == FIRST:
+            return
+        self._missing[spec] += "answered" in episode.metrics
+        if self._n_ended[spec] == FIRST and self._missing[spec] >= FEWEST:
             self._say(spec)
 
     def conclude(self) -> None:

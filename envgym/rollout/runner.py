@@ -148,6 +148,7 @@ class Runner:
             batcher, slots = LockstepBatcher(self.engine, tally.total, concurrency), asyncio.Semaphore(concurrency)
 
         async def run(group: Group, member: int) -> None:
+            is_first = self.first_answers.start(group.task)
             try:
                 episode = await self._run_member(group, member, plan, batcher)
             finally:
@@ -155,7 +156,8 @@ class Runner:
                     batcher.leave()
             group.episodes.append(episode)
             tally.count(episode)
-            self.first_answers.add(episode)
+            if is_first:
+                self.first_answers.add(episode)
 
         jobs: set[asyncio.Task[None]] = set()
         failed_jobs: list[asyncio.Task[None]] = []

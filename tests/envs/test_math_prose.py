@@ -51,14 +51,37 @@ def test_it_is_said_once_if_none_of_the_first_answers_has_the_form(answered, lin
     said = []
     answers = FirstAnswers(envgym.spec("math_verify"))
     answers.note = said.append
-    for number, value in enumerate(answered):
-        episode = Episode(id=str(number), task=Task("t", "q", "1"), outcome=Outcome.finish())
-        episode.metrics = {} if value is None else {"answered": float(value)}
-        answers.add(episode)
+    for value in answered:
+        if answers.start(TASK):
+            answers.add(episode_with(value))
     answers.conclude()
     answers.conclude()
     assert len(said) == lines
     assert all("env.read=last_number" in line and "box" in line for line in said)
+
+
+TASK = Task("t", "q", "1")
+
+
+def episode_with(value):
+    metrics = {} if value is None else {"answered": float(value)}
+    return Episode(id="", task=TASK, outcome=Outcome.finish(), metrics=metrics)
+
+
+def test_the_first_answers_are_those_that_start_first():
+    """Those that end first are the shortest, which rarely have the form that is asked for."""
+    said = []
+    answers = FirstAnswers(envgym.spec("math_verify"))
+    answers.note = said.append
+    are_first = [answers.start(TASK) for _ in range(80)]
+    assert are_first == [True] * 32 + [False] * 48
+    for is_first in [*are_first[32:], *are_first[:31]]:
+        if is_first:
+            answers.add(episode_with(0))
+    assert not said
+    answers.add(episode_with(1))
+    answers.conclude()
+    assert not said
 
 
 @pytest.mark.parametrize("read", ["####", "last_number"])
