@@ -127,14 +127,20 @@ def markdown(result: dict[str, Any]) -> str:
             cells += [f"{faults[sync]['difference']:.2g}" for sync in ("files", "right")]
             cells.append(f"{wrong[least]['difference']:.2g} ({least})")
         cells.append("" if results["ranks"] is None else f"{results['ranks']:.2g}")
-        adapters = results["adapter"].values()
-        cells += [f"{one['right']['mean']:.2g}" if "right" in one else one["refused"] for one in adapters]
+        for by_dtype in results["adapter"].values():
+            cells.append("; ".join(dict.fromkeys(adapter_in_words(by_dtype[dtype]) for dtype in DTYPES)))
         rows.append(cells + [""] * (9 - len(cells)))
     head = ["model", *(f"{dtype}, {sync}" for dtype in DTYPES for sync in ("same files", "right sync", "least wrong"))]
-    head += ["two ranks", *(f"LoRA, {engine}" for engine in ENGINES)]
+    head += ["two ranks", *(f"LoRA, {engine}: {'; '.join(DTYPES)}" for engine in ENGINES)]
     words = {part: conditions_in_words(where) for part, where in result["conditions"].items()}
     rest = "" if words["ranks"] == words["weights"] else f"\n\nThe last three columns: {words['ranks']}"
     return f"{table(head, rows)}\n\n{words['weights']}{rest}"
+
+
+def adapter_in_words(sync: dict[str, Any]) -> str:
+    if "refused" in sync:
+        return str(sync["refused"])
+    return f"{sync['right']['difference']:.2g}, stale {sync['stale']['difference']:.2g}"
 
 
 def measured_weights(kind: str) -> dict[str, Any]:
@@ -190,23 +196,23 @@ def measured_ranks(kind: str) -> float:
 
 
 def measured_adapters(kind: str) -> dict[str, Any]:
-    """The differences of a family's adapter in each engine."""
-    return {engine: measured_adapter(kind, engine) for engine in ENGINES}
+    """The differences of a family's adapter in each engine, for each number format."""
+    return {engine: {dtype: measured_adapter(kind, engine, dtype) for dtype in DTYPES} for engine in ENGINES}
 
 
-def measured_adapter(kind: str, engine: str) -> dict[str, Any]:
-    """The same in float32 for an adapter with the base it was made for; `without` it, too."""
+def measured_adapter(kind: str, engine: str, dtype: str) -> dict[str, Any]:
+    """The same for an adapter with the base it was made for; `stale`: the worker has the adapter of before."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        base = make_model(root / "base", kind, "float32", 0)
-        worker = load_worker(base, "float32", rank=4, targets=ATTENTION if "num_experts" in FAMILIES[kind] else None)
-        without = scores_of(worker)
+        base = make_model(root / "base", kind, dtype, 0)
+        worker = load_worker(base, dtype, rank=4, targets=ATTENTION if "num_experts" in FAMILIES[kind] else None)
+        before = scores_of(worker)
         draw_adapter(worker)
         try:
-            scores = asyncio.run(engine_scores_with_adapter(engine, worker, base, root))
+            scores = asyncio.run(engine_scores_with_adapter(engine, dtype, worker, base, root))
         except EnvgymError as error:
             return {"refused": str(error).partition(":")[0]}
-        return {"right": statistics(scores_of(worker), scores), "without": statistics(without, scores)}
+        return {"right": statistics(scores_of(worker), scores), "stale": statistics(before, scores)}
 
 
 def draw_adapter(worker: Any) -> None:
@@ -219,9 +225,11 @@ def draw_adapter(worker: Any) -> None:
             torch.nn.init.normal_(parameter.data, std=0.05)
 
 
-async def engine_scores_with_adapter(kind: str, worker: Any, base: Path, root: Path) -> np.ndarray[Any, Any]:
+async def engine_scores_with_adapter(
+    kind: str, dtype: str, worker: Any, base: Path, root: Path
+) -> np.ndarray[Any, Any]:
     """Scores of an engine with the worker's adapter."""
-    async with running(kind, EngineSpec(str(base), dtype="float32", max_model_len=512, lora_rank=4), root) as engine:
+    async with running(kind, EngineSpec(str(base), dtype=dtype, max_model_len=512, lora_rank=4), root) as engine:
         (root / "adapter").mkdir()
         worker.export_adapter(str(root / "adapter"))
         await engine.call("load_adapter", str(root / "adapter"), 1)
