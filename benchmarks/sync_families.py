@@ -133,8 +133,9 @@ def markdown(result: dict[str, Any]) -> str:
     head = ["model", *(f"{dtype}, {sync}" for dtype in DTYPES for sync in ("same files", "right sync", "least wrong"))]
     head += ["two ranks", *(f"LoRA, {engine}: {'; '.join(DTYPES)}" for engine in ENGINES)]
     words = {part: conditions_in_words(where) for part, where in result["conditions"].items()}
-    rest = "" if words["ranks"] == words["weights"] else f"\n\nThe last three columns: {words['ranks']}"
-    return f"{table(head, rows)}\n\n{words['weights']}{rest}"
+    conditions_of = {"Two ranks": words["ranks"], "LoRA": words["adapter"]}
+    notes = [f"{part}: {text}" for part, text in conditions_of.items() if text != words["weights"]]
+    return "\n\n".join([table(head, rows), words["weights"], *notes])
 
 
 def adapter_in_words(sync: dict[str, Any]) -> str:
