@@ -17,7 +17,7 @@ from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from envgym.tasks.columns import ANSWER_FIELDS, PROMPT_FIELDS
 from envgym.types import Action, Message, Observation, Task, add_instruction, as_messages
 
-from .cases import Case, read_cases
+from .cases import Case, long_integers, read_cases
 from .grading import SuiteResult, grade
 from .problems import held_out_tasks, train_task
 
@@ -106,6 +106,7 @@ class Code(DataEnvSpec):
     sandbox: Sandbox
 
     async def setup(self) -> None:
+        self.closing.enter_context(long_integers())
         await super().setup()
         config = self.config
         sandbox = Sandbox(config.limits, concurrency=config.programs, packages=config.packages)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,18 @@ from envgym.errors import DataError
 from .driver import encode
 
 MAX_DIGITS = 100_000
-"""Digits up to which this process reads and writes integers: programs are asked for more than Python's 4,300."""
-if 0 < sys.get_int_max_str_digits() < MAX_DIGITS:
-    sys.set_int_max_str_digits(MAX_DIGITS)
+"""Digits of the longest integers that `long_integers` allows."""
+
+
+@contextmanager
+def long_integers() -> Iterator[None]:
+    """Let this process read and write integers of `MAX_DIGITS`: programs are asked for more than Python's 4,300."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(max(limit, MAX_DIGITS) if limit else 0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,19 +13,22 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
 from envgym.agents.external import responses_api
 from envgym.env import Env, Info, StepResult
 from envgym.errors import ConfigError, DataError, InvalidOutcome, did_you_mean
-from envgym.net.client import HttpClient
 from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
 from envgym.types import Action, Message, Observation, StopReason, Task, ToolCall, as_messages
 
-from . import client
 from .protocol import PARAMS, FlowName, check_valid, number, numbers
+
+if TYPE_CHECKING:
+    from envgym.net.client import HttpClient
+
+    from . import client
 
 RESERVED_ROUTES = {"seed_session", "verify", "reset", "step", "close", "close_session", "aggregate_metrics"}
 """Routes of the server itself, never a tool's."""
@@ -103,6 +106,10 @@ class NemoGym(DataEnvSpec):
         config = self.config
         if not (config.url or config.head):
             raise ConfigError(f"environment {self.id}: which server? set env.url, or env.head and env.server")
+        from envgym.net.client import HttpClient  # which looks need not load
+
+        from . import client
+
         await super().setup()
         self._http = HttpClient()
         self.closing.push_async_callback(self._http.close)
@@ -117,7 +124,9 @@ class NemoGym(DataEnvSpec):
         NeMo-Gym."""
         if PARAMS not in task.fields:
             raise ConfigError(f"environment {self.id}: task {task.id} is no row of NeMo-Gym")
-        session = client.ResourcesSession(self._url, self._http, self.config.request_timeout)
+        from .client import ResourcesSession
+
+        session = ResourcesSession(self._url, self._http, self.config.request_timeout)
         flow = ToolsFlow if self._flow == "tools" else GymnasiumFlow
         return flow(session, task, max_turns=self.config.max_turns, max_chars=self.config.max_result_chars)
 

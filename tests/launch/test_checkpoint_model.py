@@ -198,7 +198,7 @@ def test_weights_that_cannot_be_read_are_said_in_one_line_and_leave_nothing(copi
     [line] = program(copied.parents[1], *words, status=2).splitlines()
     assert "step_000003 cannot be read: " in line
     assert "model_states.pt cannot be read (it is cut short or garbage)" in line
-    assert {path.name for path in checkpoint.iterdir()} == {"actor", "controller.json"}
+    assert {path.name for path in checkpoint.iterdir()} == {"actor", "controller.json", "files.json"}
 
 
 def test_a_checkpoint_of_other_ranks_than_its_config_says_is_refused(copied):

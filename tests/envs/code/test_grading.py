@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.envs.code.cases import AssertCase, CallCase, OutputCase, calls_in, read_cases
+from envgym.envs.code.cases import AssertCase, CallCase, OutputCase, calls_in, long_integers, read_cases
 from envgym.envs.code.driver import decode, encode
 from envgym.envs.code.grading import SuiteResult, grade, is_equal, is_printed
 from envgym.errors import DataError
@@ -173,6 +173,7 @@ def test_a_printed_float_passes_in_its_program():
     assert not verdict("print(1 / 7)", tests).passed
 
 
+@long_integers()
 def test_integers_of_thousands_of_digits():
     """Python reads and writes 4,300 unless it is told otherwise, here and in the sandbox."""
     power = 10**5000 + 7
