@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -149,7 +148,12 @@ def plain_rate(model: str, batches: list[list[list[int]]]) -> float:
     dtype = torch.bfloat16 if gpus() else torch.float32
     network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).train()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5, fused=True)
-    loss_of = torch.compile(lambda ids: network(input_ids=ids, labels=ids).loss) if gpus() else network_loss(network)
+
+    def loss_of(ids: Any) -> Any:
+        return network(input_ids=ids, labels=ids).loss
+
+    if gpus():
+        loss_of = torch.compile(loss_of)
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
@@ -162,10 +166,6 @@ def plain_rate(model: str, batches: list[list[list[int]]]) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return sum(len(row) for rows in batches for row in rows) / min(seconds[1:])
-
-
-def network_loss(network: Any) -> Callable[[Any], Any]:
-    return lambda ids: network(input_ids=ids, labels=ids).loss
 
 
 def step(model: Path, toy: bool) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def job_of(toy: bool) -> Job:
 
 
 def run_checked(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr.strip()[-600:])
     return done.stdout

@@ -111,28 +111,27 @@ async def running_parts(
             with_tasks.append((part, spec, tasks))
         model = await fetch_model(stage.model, config, display, make_model)
         folder.check_model(model)
-        agents, surveys = [], []
+        agents = []
+        longest: dict[tuple[EnvSpec, str], Task | None] = {}
         for part, spec, _ in with_tasks:
             if not part.stage.agent_config()[0].uses_policy:  # it replays recordings instead of the policy
                 part.stage.agent = Component(name=spec.agent)
             agents.append(make_agent(part.stage, model))
-            surveys.append(await survey(spec, part.env.split, agents[-1].renderer))
+            if (spec, part.env.split) not in longest:
+                longest[spec, part.env.split] = await survey(spec, part.env.split, agents[-1].renderer)
         stage = with_own_format(stage, model, display.note)
         engine, context = await start_sampling(config, stage, list(contexts.values()), agents[0], model, display)
         runs = [
             PartRun(part, tasks, make_runner(part.config, part.stage, spec, agent, engine, context))
             for (part, spec, tasks), agent in zip(with_tasks, agents, strict=True)
         ]
-        if stage.engine.kind != "openai":  # an API renders the messages itself
-            # The sampled and the greedy part of one environment say it once.
-            first = {run.spec: (run, longest) for run, longest in zip(runs[::-1], surveys[::-1], strict=True)}
-            for run, longest in first.values():
-                announce(run.part.stage, run.runner.agent.renderer, longest, context, display.note)
-        answers = {run.spec: run.runner.first_answers for run in runs}
-        for run in runs:  # the sampled and the greedy part of one environment say it once
-            run.runner.first_answers = answers[run.spec]
-        if stage.engine.kind == "openai":
-            for run in {run.spec: run for run in runs}.values():
-                if tools := await run.first_tools():
-                    await check_api(cast("OpenAIEngine", engine), config, run.part.stage, display, tools)
+        first = {run.spec: run for run in runs[::-1]}
+        for run in runs:  # the sampled and the greedy part of one environment say everything once
+            run.runner.first_answers = first[run.spec].runner.first_answers
+        for run in first.values():
+            if stage.engine.kind != "openai":  # an API renders the messages itself
+                task = longest[run.spec, run.part.env.split]
+                announce(run.part.stage, run.runner.agent.renderer, task, context, display.note)
+            elif tools := await run.first_tools():
+                await check_api(cast("OpenAIEngine", engine), config, run.part.stage, display, tools)
         yield runs

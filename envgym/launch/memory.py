@@ -271,6 +271,8 @@ class MemoryNeeds:
         Without a given size vLLM takes the memory that it finds free, which a role that loads meanwhile changes.
         """
         gpus = {f"{self._plan.nodes[node].name}, GPU {gpu}" for node, gpu in self._plan.gpus_of(ENGINE)}
+        if not gpus:  # then no model's size need be read
+            return None
         on_gpus = [total for total in self.totals() if total.device in gpus]
         parts = {part: self.part_memory(part) for total in on_gpus for part in total.parts}
         if set(parts) <= {ENGINE} or None in parts.values() or any(part.in_turns for part in self._plan.parts):

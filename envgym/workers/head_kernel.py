@@ -98,7 +98,7 @@ def gradient_kernel(
 
 
 class FusedSums:
-    """Sums of a pass over the logits of all slices, per row, as `head.Sums`."""
+    """Sums of a pass over the logits of all slices, per row, as `head._Sums`."""
 
     def __init__(self, vocabulary: Any, entropy: bool) -> None:
         self._vocabulary, self._entropy = vocabulary, entropy
@@ -135,10 +135,11 @@ def write_gradient(
     """Write the gradient of a slice's logits [N, width] over them; arguments as of `head._logits_gradient`."""
     if not len(logits):
         return logits
-    rows = total if grad_entropies is None else entropies
+    # Without gradients of entropies the kernel reads neither of the two pointers, and any tensors fill their places.
+    entropies, grad_entropies_or_rows = (total, grad_rows) if grad_entropies is None else (entropies, grad_entropies)
     gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
-        logits, vocabulary.targets, vocabulary.temperatures, total, rows, grad_targets, grad_rows,
-        grad_rows if grad_entropies is None else grad_entropies, *_numbers(vocabulary, part),
+        logits, vocabulary.targets, vocabulary.temperatures, total, entropies, grad_targets, grad_rows,
+        grad_entropies_or_rows, *_numbers(vocabulary, part),
         ENTROPY=grad_entropies is not None, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return logits
