@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field
@@ -47,13 +48,13 @@ class ChatAgent(Agent):
         transcript.messages += observed_messages(observation)
         if not transcript.messages:
             raise InvalidStep("the first observation has neither messages nor text")
-        row, tools = transcript.rows[0], observation.tools
+        row, tools = transcript.rows[0], observation.tools if self.config.tools else ()
+        self.renderer.opening(replace(observation, tools=tools))
         replies: list[ChatReply] = []
         outcome: Outcome | None = None
         while outcome is None:
             try:
-                offered = tools if self.config.tools else ()
-                reply = await sampler.chat(transcript.messages, offered, observation.sampling)
+                reply = await sampler.chat(transcript.messages, tools, observation.sampling)
             except OutOfBudget as limit:
                 outcome = Outcome.truncate(limit.reason)
                 break
@@ -71,7 +72,8 @@ class ChatAgent(Agent):
             transcript.messages += observed_messages(observation)
             if terminated or truncated or len(replies) == self.config.max_turns:
                 outcome = Outcome.from_step(terminated, truncated)
-            tools = observation.tools or tools
+            if self.config.tools:
+                tools = observation.tools or tools
         empty_replies = [reply for reply in replies if not reply.message.text and not reply.message.tool_calls]
         if n_empty := sum(reply.stop_reason is StopReason.STOP for reply in empty_replies):
             transcript.metrics[EMPTY_ANSWERS] = n_empty

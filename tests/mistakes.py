@@ -1,14 +1,14 @@
 """Deliberate mistakes: does the fast tier notice when a line of the product is wrong?
 
-    .venv/bin/python tests/mistakes.py draw [--seed 0] [--count 40]
-    .venv/bin/python tests/mistakes.py run [--seed 0] [--count 40] [--only 3,7]
+    .venv/bin/python tests/mistakes.py draw [--seed 0] [--count 40] [--since COMMIT]
+    .venv/bin/python tests/mistakes.py run [--seed 0] [--count 40] [--since COMMIT] [--only 3,7]
 
 Every place of the product that one of the operators below can change is a candidate, so that a file is drawn as often
 as it is long: in Python, in the page's scripts, and in the YAML tables (recipes, suites, alarms, flags of OpenRLHF).
-Each drawn mistake is made in a copy of the checkout, and the tests run until one fails: first
-those of the folder that mirrors the file's, then those that name the file's folder, then all of the fast tier. What
-survives is printed as a diff. A mistake that changes nothing a user could see (an equivalent) is argued by hand, and
-another is drawn in its place by a higher `--count`.
+Each drawn mistake is made in a copy of the checkout, and the tests run until one fails: first those of the folder that
+mirrors the file's, then those that name the file's folder, then all of the fast tier. With `--since` the candidates are
+the lines that were written after a commit. What survives is printed as a diff. A mistake that changes nothing a user
+could see (an equivalent) is argued by hand, and another is drawn in its place by a higher `--count`.
 """
 
 from __future__ import annotations
@@ -175,8 +175,24 @@ def candidates() -> Iterator[Mistake]:
             yield Mistake(Path(name), line, kind, number)
 
 
-def drawn(seed: int, count: int) -> list[Mistake]:
+def lines_since(commit: str) -> set[tuple[Path, int]]:
+    """The lines that were written after `commit`, by file and number."""
+    words = ["git", "diff", "-U0", "--no-renames", "--dst-prefix=b/", commit, "--", *FOLDERS]
+    lines, path = set(), Path()
+    for line in subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+        if line.startswith("+++ "):
+            path = Path(line.removeprefix("+++ b/"))
+        elif match := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
+            first, count = int(match[1]), int(match[2] or 1)
+            lines |= {(path, number) for number in range(first, first + count)}
+    return lines
+
+
+def drawn(seed: int, count: int, since: str | None) -> list[Mistake]:
     everything = list(candidates())
+    if since is not None:
+        lines = lines_since(since)
+        everything = [mistake for mistake in everything if (mistake.path, mistake.line) in lines]
     return random.Random(seed).sample(everything, count)
 
 
@@ -225,9 +241,10 @@ def main() -> None:
     parser.add_argument("action", choices=("draw", "run"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--since", metavar="COMMIT", help="draw from the lines that were written after this commit")
     parser.add_argument("--only", help="numbers of drawn mistakes, with commas")
     options = parser.parse_args()
-    mistakes = list(enumerate(drawn(options.seed, options.count)))
+    mistakes = list(enumerate(drawn(options.seed, options.count, options.since)))
     if options.only:
         wanted = {int(number) for number in options.only.split(",")}
         mistakes = [(number, mistake) for number, mistake in mistakes if number in wanted]

@@ -21,7 +21,7 @@ from envgym.launch.components import (
 )
 from envgym.launch.models import MakeModel, fetch_model, with_own_format
 from envgym.launch.placement import placed_runtime
-from envgym.launch.prompts import announce, survey
+from envgym.launch.prompts import PromptSummary, announce, survey
 from envgym.monitoring.metrics import failure_line
 from envgym.rollout.runner import Runner, SamplingPlan, run_episode
 from envgym.rollout.transcript import EMPTY_ANSWERS
@@ -112,13 +112,13 @@ async def running_parts(
         model = await fetch_model(stage.model, config, display, make_model)
         folder.check_model(model)
         agents = []
-        longest: dict[tuple[EnvSpec, str], Task | None] = {}
+        summaries: dict[tuple[EnvSpec, str], PromptSummary] = {}
         for part, spec, _ in with_tasks:
             if not part.stage.agent_config()[0].uses_policy:  # it replays recordings instead of the policy
                 part.stage.agent = Component(name=spec.agent)
             agents.append(make_agent(part.stage, model))
-            if (spec, part.env.split) not in longest:
-                longest[spec, part.env.split] = await survey(spec, part.env.split, agents[-1].renderer)
+            if (spec, part.env.split) not in summaries:
+                summaries[spec, part.env.split] = await survey(spec, part.env.split, agents[-1].renderer)
         stage = with_own_format(stage, model, display.note)
         engine, context = await start_sampling(config, stage, list(contexts.values()), agents[0], model, display)
         runs = [
@@ -129,9 +129,8 @@ async def running_parts(
         for run in runs:  # the sampled and the greedy part of one environment say everything once
             run.runner.first_answers = first[run.spec].runner.first_answers
         for run in first.values():
-            if stage.engine.kind != "openai":  # an API renders the messages itself
-                task = longest[run.spec, run.part.env.split]
-                announce(run.part.stage, run.runner.agent.renderer, task, context, display.note)
-            elif tools := await run.first_tools():
+            summary = summaries[run.spec, run.part.env.split]
+            announce(run.part.stage, run.runner.agent.renderer, summary, context, display.note)
+            if stage.engine.kind == "openai" and (tools := await run.first_tools()):
                 await check_api(cast("OpenAIEngine", engine), config, run.part.stage, display, tools)
         yield runs

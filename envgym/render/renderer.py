@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from envgym.errors import ConfigError, InvalidStep, needs
-from envgym.types import Message, Observation
+from envgym.types import Message, Observation, observed_messages
 
 from .spelling import BREAK, IN_APIS, Speller, rewrite
 
@@ -208,9 +208,17 @@ class NoRenderer(Renderer):
 
     def __init__(self) -> None:
         self.stop_token_ids = ()
+        self.on_opening = None
 
     def spells(self, text: str) -> bool:
         return IN_APIS.search(text) is not None
+
+    def opening(self, observation: Observation) -> tuple[str, list[int]]:
+        """An episode's first messages, and no token ids."""
+        text = "\n".join(f"{message.role}: {message.text}" for message in observed_messages(observation))
+        if self.on_opening is not None:
+            self.on_opening(observation, text)
+        return text, []
 
     def dialogue(self) -> NoReturn:
         raise ConfigError("this agent renders tokens, which an API as the engine (engine.kind=openai) does not take")

@@ -62,6 +62,8 @@ class TaskReader:
         }
         self.notes: Counter[str] = Counter()
         """Columns that the prompt shows unasked, or does not show, with the number of rows."""
+        self.columns = ""
+        """Columns of the first row in words, by their use; empty for rows in another program's form."""
 
     @property
     def reads_whole_rows(self) -> bool:
@@ -76,6 +78,8 @@ class TaskReader:
             row = self._form(row, location)
         if self._fields is None:
             self._fields = self._prompt_field(row, location), self._answer_field(row, location)
+            if self._form is None:
+                self.columns = self._columns_by_use(row, *self._fields)
         prompt_field, answer_field = self._fields
         prompt: str | tuple[Message, ...] = ""
         messages: tuple[Message, ...] = ()
@@ -101,6 +105,22 @@ class TaskReader:
             difficulty=None if source.difficulty is None else _difficulty(row, source.difficulty, location),
         )
         return task, _key(messages)
+
+    def _columns_by_use(self, row: Row, prompt_field: str | None, answer_field: str | None) -> str:
+        prompt = [name for name in row if name in self._in_template]
+        if prompt_field is not None:
+            is_joined = isinstance(row[prompt_field], str) and self.source.template is None and not self.source.prompt
+            prompt += fields_of_prompt(row, prompt_field) if is_joined else [prompt_field]
+        uses = {
+            "prompt": prompt,
+            "answer": [answer_field] if answer_field in row else [],
+            "system message": [name for name in SYSTEM_FIELDS if name in row][:1],
+            "id": [self.source.id] if self.source.id else [],
+            "difficulty": [self.source.difficulty] if self.source.difficulty else [],
+        }
+        unused = set(row).difference(*uses.values())
+        uses["not shown, for the environment alone"] = [name for name in row if name in unused]
+        return "columns: " + "; ".join(f"{use} {', '.join(names)}" for use, names in uses.items() if names)
 
     def _with_context(self, prompt: str | tuple[Message, ...], row: Row, field: str) -> str | tuple[Message, ...]:
         """The prompt with the texts it is about, an instruction and its input, unless settings say what it is."""

@@ -68,6 +68,11 @@ class DataEnvSpec(EnvSpec):
         )  # fmt: skip
 
     @property
+    def columns(self) -> str:
+        """The columns of its data in words, by their use; empty without data."""
+        return self._splits.columns if self._splits is not None else ""
+
+    @property
     def is_held_out(self) -> bool:
         """True if its data has no path to train on: all tasks are held out."""
         data = self.config.data

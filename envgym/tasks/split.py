@@ -36,6 +36,8 @@ class TaskSplits:
     test: TaskSet
     held_out: frozenset[int] = frozenset()
     """Keys of the prompts that are not trained on, but for those of an endless source."""
+    columns: str = ""
+    """Columns of the sources in words, by their use."""
 
 
 def load_tasks(
@@ -54,7 +56,7 @@ def load_tasks(
     if config.path is None and not config.sources:
         settings = SourceConfig(**config.model_dump(exclude={"sources", "folder"}))
         test_file = _File(str(config.test_path), config.test_split, settings, "", reader, is_test=True)
-        return TaskSplits(TaskList([]), test_file.into(held_out), frozenset(test_file.keys))
+        return TaskSplits(TaskList([]), test_file.into(held_out), frozenset(test_file.keys), test_file.reader.columns)
     sources: list[_Source] = []
     for name, settings in config.resolved_sources().items():
         kind = _Endless if settings.endless else _Finite
@@ -68,11 +70,12 @@ def load_tasks(
         tests = [source.hold_out(held_out) for source in sources]
     trains = [source.train(held_out) for source in sources]
     keys = frozenset(held_out.keys)
+    columns = "; ".join(dict.fromkeys(source.file.reader.columns for source in sources if isinstance(source, _Finite)))
     if len(sources) == 1:
-        return TaskSplits(trains[0], tests[0], keys)
+        return TaskSplits(trains[0], tests[0], keys, columns)
     weights = [source.weight for source in config.sources.values() if source.weight is not None]
     test = InProportion(tests, weights if len(tests) == len(weights) else [1.0 + (part.size or 0) for part in tests])
-    return TaskSplits(Interleaved(trains, weights) if weights else Joined(trains), test, keys)
+    return TaskSplits(Interleaved(trains, weights) if weights else Joined(trains), test, keys, columns)
 
 
 @dataclass(slots=True)
@@ -187,27 +190,27 @@ class _Source(ABC):
 class _Finite(_Source):
     def __init__(self, settings: SourceConfig, prefix: str, reader: _Reader) -> None:
         super().__init__(settings, prefix, reader)
-        self._file = _File(self.path, settings.split, settings, prefix, reader, settings.limit)
+        self.file = _File(self.path, settings.split, settings, prefix, reader, settings.limit)
         self._held_out: set[int] = set()
-        self._is_a_game = self._file.is_a_game
+        self._is_a_game = self.file.is_a_game
         if self._is_a_game:
-            self._file.key_by_row()
+            self.file.key_by_row()
 
     def hold_out(self, held_out: _HeldOut) -> TaskSet:
         if (test := self.open_test()) is not None:
             if self._is_a_game:
                 test.key_by_row()
             return test.into(held_out)
-        if self._is_a_game and len(self._file.keys) == 1 and self.settings.test_fraction:
+        if self._is_a_game and len(self.file.keys) == 1 and self.settings.test_fraction:
             # The only row, with another id, by which other seeds are drawn.
             reader = self.reader(self.settings, prefix=f"{self.prefix}held-out/")
-            return RowTasks(self._file.rows, reader, range(1))
+            return RowTasks(self.file.rows, reader, range(1))
         self._held_out = self._draw_held_out()
         held_out.keys |= self._held_out
-        return self._file.tasks(array("Q", (i for i, key in enumerate(self._file.keys) if key in self._held_out)))
+        return self.file.tasks(array("Q", (i for i, key in enumerate(self.file.keys) if key in self._held_out)))
 
     def train(self, held_out: _HeldOut) -> TaskSet:
-        keys, path = self._file.keys, self.path
+        keys, path = self.file.keys, self.path
         remaining = array("Q", (index for index, key in enumerate(keys) if key not in held_out))
         if not remaining:
             test = self.settings.test_path or "the held-out tasks"
@@ -217,11 +220,11 @@ class _Finite(_Source):
             logging.getLogger(__name__).warning(
                 "%d of the %d tasks of %s are held out elsewhere: they are not trained on", dropped, len(keys), path
             )
-        return self._file.tasks(remaining)
+        return self.file.tasks(remaining)
 
     def _draw_held_out(self) -> set[int]:
         """The prompts with small keys: duplicates stay in one split, and new rows move no old one."""
-        fraction, keys = self.settings.test_fraction, set(self._file.keys)
+        fraction, keys = self.settings.test_fraction, set(self.file.keys)
         if fraction == 0:
             return set()
         if len(keys) == 1:

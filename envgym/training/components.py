@@ -76,7 +76,7 @@ async def start_components(
     for lora in adapters.values():
         lora.check_installed()
     agent = make_agent(stage, model)
-    longest = await survey(context.spec, "train", agent.renderer)
+    summary = await survey(context.spec, "train", agent.renderer)
     apis = _make_apis(stage, learner, agent.renderer, context)
     pretraining = Pretraining(stage.pretrain, agent.renderer, config.seed) if stage.pretrain.paths else None
     timeshared = _timeshared_roles(context.runtime)
@@ -115,7 +115,7 @@ async def start_components(
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     if agent.uses_policy:
         runner.first_answers.note = display.note
-    announce(stage, agent.renderer, longest, max_model_len, display.note)
+    announce(stage, agent.renderer, summary, max_model_len, display.note)
     params = stage.rollout.sampling(agent.renderer.stop_token_ids)
     return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -81,6 +82,10 @@ class RecordedSpec(DataEnvSpec):
         sources = data.resolved_sources().values()
         read = {name for s in sources for name in (s.id, s.difficulty, *s.select, *s.test_select)}
         unread = {key: count for key, count in self._reader.unread.most_common() if key not in read}
+        if self._splits is not None:
+            columns = f"columns: read {', '.join(sorted(filter(None, self._reader.fields_read)))}"
+            columns += f"; not read {', '.join(unread)}" if unread else ""
+            self._splits = replace(self._splits, columns=columns)
         if unread and not held_out_elsewhere:
             keys = ", ".join(f"{key} ({count:,})" for key, count in unread.items())
             name = data.path or data.test_path or "the sources"

@@ -93,7 +93,7 @@ class Reader:
     template: str | None = None
     unread: Counter[str] = field(default_factory=Counter)
     """Number of the rows, and messages, with a key that nothing reads, by the key: `source`, `message.mood`."""
-    _fields_read: set[str] = field(default_factory=set)
+    fields_read: set[str] = field(default_factory=set)
     """Fields of the current row that were read."""
 
     def read(self, row: Row, context: str) -> Record:
@@ -105,7 +105,7 @@ class Reader:
                 row = row | {name: parse_json(row[name], f"{context}: field {name!r}", may_be_text=may_be_text)}
         form = self.form if self.form != "auto" else self.guess(row, context)
         read: Callable[[Row, str], Record] = getattr(self, f"_{form}")
-        self._fields_read = {name.partition("[")[0] for _, name, _, _ in Formatter().parse(self.template or "") if name}
+        self.fields_read = {name.partition("[")[0] for _, name, _, _ in Formatter().parse(self.template or "") if name}
         try:
             record = read(row, context)
             if form != "episodes":
@@ -119,8 +119,8 @@ class Reader:
 
     def _heed_flags(self, row: Row, record: Record) -> None:
         """Count the keys that nothing reads. Raises `RowLeftOut` if the row, or an answer, is not to be learned."""
-        self.unread.update(unread_keys(row, self._fields_read))
-        for name in self._fields_read & row.keys():
+        self.unread.update(unread_keys(row, self.fields_read))
+        for name in self.fields_read & row.keys():
             for item in row[name] if isinstance(row[name], list) else ():
                 if isinstance(item, Mapping) and item.keys() & {"role", "from"}:
                     self.unread.update(f"message.{key}" for key in unread_keys(item, MESSAGE_KEYS))
@@ -265,7 +265,7 @@ class Reader:
         texts = row | {"input": row[renamed]} if renamed else row
         fields = fields_of_prompt(texts, name)
         if len(fields) > 1:
-            self._fields_read.update(fields)
+            self.fields_read.update(fields)
             text = "\n\n".join(prompt[-1].text if field == name else texts[field] for field in fields)
             prompt = (*prompt[:-1], Message("user", text))
         if (history := self._name("history", row)) and isinstance(row[history], list):
@@ -296,7 +296,7 @@ class Reader:
         """The field's name in this row; empty if the row does not have it."""
         names = (self.names[field],) if self.names.get(field) else FIELDS[field]
         name = next((name for name in names if name in row), "")
-        self._fields_read.add(name)
+        self.fields_read.add(name)
         return name
 
     def _require(self, field: str, row: Row, context: str) -> str:

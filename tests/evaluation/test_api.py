@@ -158,3 +158,16 @@ def test_a_score_that_judges_nothing_exits_with_1(tmp_path, capsys, rewards):
     assert "0 of 3" in said
     assert "completion_ids" in said
     assert main(["score", str(generations), "--env", f"{file}:wordy", "--out", str(tmp_path / "b.jsonl")]) == 0
+
+
+def test_the_first_prompt_is_said_as_the_api_gets_it(evaluate, rewards):
+    data, file = rewards
+    with api(lambda body: (200, {"content": "a long answer"})) as (url, bodies):
+        _, said = evaluate(url, data, "data.system=Be brief.", env=f"{file}:wordy")
+        assert bodies[-1]["messages"][0]["content"] == "Be brief."
+        assert said.count("first prompt, as the API gets it:\n  system: Be brief.\n  user: ") == 1
+        assert "template: the API's own; tools: none" in said
+        assert "columns: prompt prompt; answer answer" in said
+        assert "longest prompt" not in said
+        assert "template: the API's own; tools: " in evaluate(url)[1]
+        assert "tools: none" not in evaluate(url)[1]

@@ -1,4 +1,4 @@
-"""The block at the start of a run: the first prompt as the model gets it, its template and tools, and the longest."""
+"""The block at the start of a run: the first prompt as the model gets it, its template, tools, columns, the longest."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def asked(*messages, tools=()):
 def test_the_first_prompt_is_said_once_with_its_template_and_tools(said):
     tool = ToolSpec("look_up", "", {"type": "object", "properties": {}})
     lines, prompt = said(asked(Message.system("Be brief."), Message.user("1 + 2?"), tools=(tool,)))
-    first, template, _ = lines
+    first, template, *_ = lines
     assert first.splitlines()[0] == "first prompt, as the model gets it:"
     assert "\n".join(line[2:] for line in first.splitlines()[1:]).strip() == prompt.strip()
     assert "Be brief." in first
@@ -76,3 +76,33 @@ def test_the_longest_prompt_is_measured_against_the_context(said):
 )  # fmt: skip
 def test_a_prompt_without_a_chat_template_says_so(said, settings, observation, says):
     assert said(observation, **settings)[0][1] == f"template: {says}; tools: none"
+
+
+async def columns(env, path, **settings):
+    data = {"path": str(path), "test_fraction": 0, **settings}
+    async with envgym.spec(env, data=data) as spec:
+        return spec.columns
+
+
+@pytest.mark.parametrize(
+    ("env", "row", "settings", "says"),
+    [
+        ("math_verify", {"question": "1?", "answer": 1, "level": 3}, {},
+         "prompt question; answer answer; not shown, for the environment alone level"),
+        ("math_verify", {"body": "Ellen has 2 balls.", "question": "How many?", "answer": 2, "key": "a"}, {"id": "key"},
+         "prompt body, question; answer answer; id key"),
+        ("math_verify", {"body": "B", "question": "How many?", "answer": 2, "system": "Add."}, {"prompt": "question"},
+         "prompt question; answer answer; system message system; not shown, for the environment alone body"),
+        ("math_verify", {"a": 1, "b": 2, "answer": 3, "hint": ""}, {"template": "{a} + {b}?"},
+         "prompt a, b; answer answer; not shown, for the environment alone hint"),
+        ("recorded", {"prompt": "1?", "response": "2", "source": "me"}, {}, "read prompt, response; not read source"),
+    ],
+)  # fmt: skip
+def test_the_columns_are_said_by_their_use(env, row, settings, says, tmp_path):
+    (path := tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert asyncio.run(columns(env, path, **settings)) == f"columns: {says}"
+
+
+def test_the_columns_stand_with_the_first_prompt(said):
+    lines = said(asked(Message.user("1 + 2?")))[0]
+    assert lines[2] == "columns: prompt question; answer answer"

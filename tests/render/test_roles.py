@@ -68,6 +68,21 @@ def test_a_role_that_a_template_leaves_out_is_refused_and_another_writes_it(chat
     assert "critic\nAre you sure?" in prompt(chat("starter", "chatml"), ASKED, ANSWERED, critic, ASKED)
 
 
+@pytest.mark.parametrize("family", DROPS_ROLES)
+def test_a_prompt_with_a_role_that_a_template_leaves_out_is_noted_before_the_run(chat, family, tmp_path):
+    critic = {"role": "critic", "content": "Are you sure?"}
+    rows = [{"prompt": [ASKED], "answer": "3"}, {"prompt": [ASKED, ANSWERED, critic], "answer": "3"}]
+    (path := tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    async def notes():
+        async with envgym.spec("math_verify", data={"path": str(path), "test_fraction": 0}) as spec:
+            return (await survey(spec, "train", chat("tekken", family))).notes
+
+    *_, note = asyncio.run(notes())
+    assert note.startswith("task rows-2, as it is in the data: ")
+    assert "leaves out messages of the role 'critic'" in note
+
+
 def test_a_later_system_message_that_takes_the_place_of_the_first_is_refused(chat):
     renderer = chat("tekken", "deepseekv3")
     later = [ASKED, ANSWERED, {**RULE, "role": "system"}, ASKED]
