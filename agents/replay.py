@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -11,7 +13,7 @@ from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome
 from envgym.rollout.scripted import action_of
 from envgym.rollout.transcript import Transcript
-from envgym.types import Episode, Limit, Observation, Outcome, Task
+from envgym.types import Episode, Limit, Message, Observation, Outcome, Task
 
 from .token_level import extend
 
@@ -51,7 +53,8 @@ class Replay(Agent):
                 transcript.add_reward(reward, {})
                 continue
             token_ids = dialogue.add_demonstration(turn)
-            transcript.add_demonstration(token_ids, weight=1.0 if isinstance(turn, str) else turn.weight)
+            weights = [] if isinstance(turn, str) else self._weights(turn, token_ids)
+            transcript.add_demonstration(token_ids, weights=weights)
             transcript.add_reward(reward, {"metrics": recording.metrics})
             if number == last:
                 break
@@ -61,6 +64,22 @@ class Replay(Agent):
             extend(transcript, dialogue.add_observation(observation))
         transcript.messages = dialogue.messages
         return transcript.episode(task, self._limited(transcript, task))
+
+    def _weights(self, turn: Message, token_ids: Sequence[int]) -> list[float]:
+        """The weights of a turn's tokens in the loss: 0 for those that hold a character not to be learned."""
+
+        def position(n_tokens: int) -> int:
+            """The character of the turn's text at which the token `n_tokens` begins."""
+            return len(self.renderer.decode_after(token_ids[:n_tokens])) - first
+
+        weights, numbers = [turn.weight] * len(token_ids), range(len(token_ids) + 1)
+        first = self.renderer.decode_after(token_ids).find(turn.text) if turn.unlearned else 0
+        if first < 0:
+            raise InvalidOutcome("demonstration", "the template changes a turn of which a part is not to be learned")
+        for start, end in turn.unlearned:
+            begin, stop = bisect_right(numbers, start, key=position) - 1, bisect_left(numbers, end, key=position)
+            weights[begin:stop] = [0.0] * (stop - begin)
+        return weights
 
     def _limited(self, transcript: Transcript, task: Task) -> Outcome:
         """Truncate rows to the limit, and return the outcome."""

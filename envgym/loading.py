@@ -150,13 +150,19 @@ def import_target(location: str) -> ModuleType:
 
 
 def _attribute(module: ModuleType, location: str, name: str) -> Any:
-    if not hasattr(module, name):
+    value = attribute(module, name)
+    if value is None:
         if location == MAIN:
             raise NameNotFound(
                 f"{name} was defined in a notebook or an interactive session and exists only there: define it in a file"
             )
         raise NameNotFound(f"{location} defines no {name!r}.{did_you_mean(name, vars(module))}")
-    return getattr(module, name)
+    return value
+
+
+def attribute(module: ModuleType, name: str) -> Any:
+    """The value of a dotted name in a module (`Graders.exact`); None if there is none."""
+    return functools.reduce(lambda value, part: getattr(value, part, None), name.split("."), module)
 
 
 def _only_class(module: ModuleType, location: str, bases: tuple[type, ...], noun: str) -> type[Any]:

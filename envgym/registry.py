@@ -37,6 +37,7 @@ from .env.spec import docstring, first_sentence
 from .errors import ConfigError, EnvgymError, NameNotFound, VersionNotFound, did_you_mean
 from .loading import (
     absolute_target,
+    attribute,
     check_class,
     entry_points,
     import_target,
@@ -317,7 +318,7 @@ def _file_of_callable(location: str, name: str) -> Path | None:
     """The file of an imported module in which `name` is a callable that is no environment, for the adapters."""
     module = import_target(location) if name else None
     file = getattr(module, "__file__", None)
-    return Path(file) if file and _is_bare_callable(getattr(module, name, None)) else None
+    return Path(file) if file and _is_bare_callable(attribute(module, name)) else None
 
 
 def _is_bare_callable(value: object) -> bool:

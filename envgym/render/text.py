@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from envgym.types import Message, Observation
@@ -19,6 +20,8 @@ class TextRenderer(Renderer):
 
     separator = "\n"
     """The text between an assistant's turn and the next message."""
+    space = " "
+    """The text between the opening of an assistant's turn and the turn."""
 
     def dialogue(self) -> TextDialogue:
         return TextDialogue(self)
@@ -39,7 +42,7 @@ class TextRenderer(Renderer):
 
     def turn(self, message: Message) -> str:
         """A turn of the assistant, after its name."""
-        return f" {write_hermes(message.text, message.tool_calls)}{self.end_of_turn}"
+        return f"{self.space}{write_hermes(message.text, message.tool_calls)}{self.end_of_turn}"
 
     @property
     def end_of_turn(self) -> str:
@@ -49,7 +52,7 @@ class TextRenderer(Renderer):
 class RawRenderer(TextRenderer):
     """The messages' texts without separators, for prompts that are complete model inputs."""
 
-    separator = ""
+    separator = space = ""
     others_answer = False
 
     @property
@@ -59,9 +62,6 @@ class RawRenderer(TextRenderer):
     def lines(self, messages: Sequence[Message]) -> str:
         return "".join(self.turn(m) if m.role == "assistant" else m.text for m in messages)
 
-    def turn(self, message: Message) -> str:
-        return f"{write_hermes(message.text, message.tool_calls)}{self.end_of_turn}"
-
 
 class TextDialogue(Dialogue):
     """A dialogue that appends every observation."""
@@ -69,17 +69,28 @@ class TextDialogue(Dialogue):
     renderer: TextRenderer
 
     _is_truncated = False
+    _needs_space = True
+    """False after raw text that ends with a space or a mark such as `[/INST]`, or is empty."""
+
+    def _on_begin(self, observation: Observation, text: str) -> None:
+        if observation.text is not None:
+            self._on_text(text)
+
+    def _on_text(self, text: str) -> None:
+        self._needs_space = re.search(r"[^\s>\]]\Z", text) is not None
 
     def _read(self, text: str) -> Reading:
         return read_calls(text, read_hermes, self.tools, thinking=False)
 
     def _demonstration(self, turn: Message) -> str:
-        return self.renderer.turn(turn)
+        text = self.renderer.turn(turn)
+        return text if self._needs_space and not turn.text[:1].isspace() else text.removeprefix(self.renderer.space)
 
     def _on_policy_turn(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
         self._is_truncated = len(self._body(token_ids)) == len(token_ids)
 
     def _extend(self, observation: Observation) -> Extension:
         end = self.renderer.end_of_turn if self._is_truncated else ""
+        self._needs_space = True
         text = f"{end}{self.renderer.separator}{self.renderer.lines(observation.messages)}"
         return Extension(self.renderer.encode_after(self._last, text))

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.errors import CallTimeout, ConfigError, DataError, InvalidStep
-from envgym.loading import import_target, target_of
+from envgym.loading import attribute, import_target, target_of
 from envgym.processes import alarms
 from envgym.processes.pool import Processes
 from envgym.tasks import DataEnvConfig, DataEnvSpec, prompt_key
@@ -101,7 +101,7 @@ def environment_of(path: Path, name: str) -> type[RewardSpec] | None:
     if not name:
         return None
     module = import_target(str(path))
-    value = getattr(module, name, None)
+    value = attribute(module, name)
     if not callable(value) or isinstance(value, type) or hasattr(value, "__environment__"):
         return None
     scorer = RewardFunction(value)

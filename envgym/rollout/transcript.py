@@ -7,7 +7,7 @@ transcript cannot train on other tokens than those it sampled.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from envgym.agent import OutOfBudget, Sampler
@@ -84,12 +84,13 @@ class Transcript:
         self._append(sampled, Turn(None, generation.stop_reason))
 
     def add_demonstration(
-        self, token_ids: Iterable[int], stop_reason: StopReason = StopReason.STOP, weight: float = 1.0
+        self, token_ids: Iterable[int], stop_reason: StopReason = StopReason.STOP, weights: Sequence[float] = ()
     ) -> None:
-        """Append a turn of a demonstration, which was not sampled; `weight` is that of its tokens in the loss."""
+        """Append a turn of a demonstration, which was not sampled; `weights` are those of its tokens in the loss, by
+        default 1."""
         self.rows[-1].objective = Objective.CROSS_ENTROPY
         ids = int_array(token_ids)
-        self._append(Segment("action", ids, array("f", [weight]) * len(ids)), Turn(None, stop_reason))
+        self._append(Segment("action", ids, array("f", weights or [1.0] * len(ids))), Turn(None, stop_reason))
 
     def _append(self, segment: Segment, *turns: Turn) -> None:
         self.rows[-1].segments.append(segment)

@@ -92,8 +92,8 @@ class TaskReader:
             prompt = self._fill(source.template, prompt, row, location)
             values = (Message(name, str(row[name])) for name in sorted(self._in_template))
             messages = (*messages, *values) if messages else as_messages(prompt)
-        systems = (row[name] for name in SYSTEM_FIELDS if name in row and name not in self._in_template)
-        system = next((text for text in systems if isinstance(text, str) and text.strip()), source.system)
+        in_row = (name for name in SYSTEM_FIELDS if name not in self._in_template)
+        system = next((text for name in in_row if (text := system_text(row, name)).strip()), source.system)
         if system is not None and (not messages or messages[0].role != "system"):
             prompt = (Message("system", system), *as_messages(prompt))
         used_fields = {prompt_field, answer_field, source.id, source.difficulty}
@@ -169,6 +169,13 @@ class TaskReader:
             ) from None
         except (ValueError, TypeError, IndexError) as error:
             raise DataError(f"{location}: data.template cannot be filled in: {error}") from None
+
+
+def system_text(row: Row, name: str) -> str:
+    """The text of a system message in a field of the row, text or parts of it; empty if there is none."""
+    value = row.get(name)
+    texts = [part.get("text") for part in value if isinstance(part, dict)] if isinstance(value, list) else [value]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def fields_of_prompt(row: Row, field: str) -> list[str]:

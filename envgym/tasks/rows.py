@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import DataError, did_you_mean, needs
+from envgym.types.conversations import ROLES
 
 from .hub import fetch_data_set, is_hub_id
 
@@ -31,6 +32,7 @@ SHARDS = (".jsonl", ".parquet", ".csv")
 TABLES = (".parquet", ".arrow")
 CALL_KEYS = {"arguments", "parameters"}
 """Keys of a tool call, and of a tool's description, for objects whose keys differ from row to row."""
+CONTENTS = {"content", "value", "tool_calls", "function_call"}
 TRAIN = "train"
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 """Names of held-out splits, in order of preference."""
@@ -243,8 +245,14 @@ def parse_json(value: Any, subject: str, *, may_be_text: bool = False) -> Any:
             problem = _problem(error) if isinstance(error, json.JSONDecodeError) else error
             raise DataError(f"{subject}: not JSON: {problem}") from None
     items = items if isinstance(items, list) else [items]
-    are_messages = items and all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items)
-    return items if are_messages or not may_be_text else value
+    return items if not may_be_text or _are_messages(items) else value
+
+
+def _are_messages(items: Sequence[Any]) -> bool:
+    """True for a list of objects that all have a role and a content or call, at least one of them a known role."""
+    if not all(isinstance(item, dict) and item.keys() & CONTENTS for item in items):
+        return False  # records such as {"role": "admin", "name": "Ada"} are an answer
+    return any(str(item.get("role") or item.get("from")).strip().lower() in ROLES for item in items)
 
 
 def _without_nulls(value: Any, is_call: bool = False) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome
-from envgym.loading import import_target, load_function, split_target
+from envgym.loading import attribute, import_target, load_function, split_target
 from envgym.processes.threads import DedicatedThread
 from envgym.types import ToolSpec
 
@@ -88,5 +88,5 @@ def load_tool(target: str) -> Tool:
     Raises `NameNotFound` if it does not exist, `ConfigError` if it is not a tool.
     """
     module, name = split_target(target)
-    tool = getattr(import_target(module), name, None) if name else None
+    tool = attribute(import_target(module), name) if name else None
     return tool if isinstance(tool, Tool) else Tool.from_function(load_function(target, "tool"))

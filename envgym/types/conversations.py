@@ -40,10 +40,10 @@ def texts_of(content: Any) -> list[str]:
 
 
 def _text_of(part: Any) -> str:
-    value = part.get("text") if isinstance(part, Mapping) else part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    value = part.get("text", part.get("value") if kind == "text" else None) if isinstance(part, Mapping) else part
     if isinstance(value, str):
         return value
-    kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("thinking", "reasoning"):  # a thought among the parts, as text or as parts
         thought = "".join(texts_of(part.get("thinking") or part.get("reasoning") or ""))
         return f"{THINK}\n{thought.strip()}\n{END_OF_THOUGHT}\n\n" if thought.strip() else ""

@@ -55,8 +55,8 @@ class Message:
     `TextPart`. An assistant's message may hold `tool_calls`; a tool's result names its call (`tool_call_id`) and the
     tool (`name`). `from_others` marks text by the policy, a tool or another player: special tokens spelled in it are
     ordinary characters. Tool results and replies to the policy are always rendered so. `weight` is the weight of a
-    recorded turn of the assistant's in the loss, 0 if it is not to be learned; two messages that differ in it alone are
-    equal.
+    recorded turn of the assistant's in the loss, 0 if it is not to be learned; `unlearned` are the parts of its text
+    that are not, each from a character to before another. Messages that differ in these two alone are equal.
 
     Raises `TypeError` for content of another type.
     """
@@ -68,12 +68,14 @@ class Message:
     name: str = ""
     from_others: bool = False
     weight: float = field(default=1.0, compare=False)
+    unlearned: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     if TYPE_CHECKING:  # `__post_init__` converts these wider types
 
         def __init__(
             self, role: str, content: str | Sequence[str | TextPart], tool_calls: tuple[ToolCall, ...] = (),
             tool_call_id: str = "", name: str = "", from_others: bool = False, weight: float = 1.0,
+            unlearned: tuple[tuple[int, int], ...] = (),
         ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -168,8 +170,11 @@ def _message(item: Mapping[str, Any]) -> Message:
         role = "assistant"
         content, described = called_in(content)
     texts = texts_of(content)
+    unlearned = item["unlearned"] if isinstance(item.get("unlearned"), tuple) else ()  # in no file
     if role == "assistant":
-        texts = with_thought(item, texts)
+        n_characters, texts = sum(map(len, texts)), with_thought(item, texts)
+        shift = sum(map(len, texts)) - n_characters
+        unlearned = tuple((start + shift, end + shift) for start, end in unlearned)
     calls = []
     for call in _parsed(described, "a call"):
         function = (call.get("function") or call) if isinstance(call, Mapping) else {}
@@ -179,7 +184,7 @@ def _message(item: Mapping[str, Any]) -> Message:
         calls.append(ToolCall(str(call.get("id", "")), function["name"], arguments, call.get("error") or ""))
     ids = (str(item.get("tool_call_id") or ""), str(item.get("name") or ""))
     weight = item["weight"] if isinstance(item.get("weight"), int | float) else 1.0
-    return Message(role, texts, tuple(calls), *ids, bool(item.get("from_others")), weight)
+    return Message(role, texts, tuple(calls), *ids, bool(item.get("from_others")), weight, unlearned)
 
 
 def _parsed(value: Any, tool: str) -> Any:

@@ -17,7 +17,16 @@ def weight_of(item: Mapping[str, Any]) -> float:
     flags = {name: flag for name in FLAGS if (flag := _flag(item.get(name))) is not None}
     if "masked" in flags:
         flags["masked"] = float(not flags["masked"])
+    if parts := item.get("train_detail"):
+        flags["train_detail"] = float(any(part["train"] for part in parts))
     return math.prod(flags.values())
+
+
+def unlearned_parts(item: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """The parts of a message's text that axolotl's `train_detail` says are not to be learned: each from a character to
+    before another. The end that it gives is the part's last character."""
+    parts = item.get("train_detail") or ()
+    return tuple((part["begin_offset"], part["end_offset"] + 1) for part in parts if not part["train"])
 
 
 def unread_keys(item: Mapping[str, Any], excluded: Collection[str]) -> list[str]:

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from envgym.env.checked import MAX_CHARACTERS
 from envgym.errors import DataError
-from envgym.tasks.columns import MESSAGE_FIELDS, SYSTEM_FIELDS, fields_of_prompt
+from envgym.tasks.columns import MESSAGE_FIELDS, SYSTEM_FIELDS, fields_of_prompt, system_text
 from envgym.tasks.rows import Row, RowLeftOut, parse_json
 from envgym.types import Message, as_messages
 from envgym.types.conversations import THOUGHTS
 
-from .flags import unread_keys, weight_of
+from .flags import unlearned_parts, unread_keys, weight_of
 
 FormName = Literal["auto", "demonstration", "preference", "labelled", "steps", "text", "episodes", "prompt"]
 
@@ -29,24 +29,25 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "system": SYSTEM_FIELDS,
     "history": ("history",),
     "answer": ("response", "completion", "answer", "output", "solution", "target", "chosen"),
-    "chosen": ("chosen", "chosen_response", "response_chosen", "preferred", "accepted", "answer"),
-    "rejected": ("rejected", "rejected_response", "response_rejected", "dispreferred", "negative"),
+    "chosen": ("chosen", "chosen_response", "response_chosen", "preferred", "accepted", "preferred_output", "answer"),
+    "rejected": ("rejected", "rejected_response", "response_rejected", "dispreferred", "negative", "non_preferred_output"),
     "margin": ("margin",),
     "label": ("label", "labels", "rating", "is_good", "kto_tag"),
     "steps": ("completions", "steps", "process"),
     "step_labels": ("labels", "step_labels", "ratings"),
-    "text": ("text", "content", "document"),
-    "tools": ("tools",),
+    "text": ("text", "content", "document", "segments"),
+    "tools": ("tools", "functions"),
     "reward": ("reward", "score"),
 }
 """Usual names of fields, the most common first."""
 MESSAGE_KEYS = (
-    "role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name", "from_others", *THOUGHTS,
+    "role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name", "from_others",
+    "train_detail", *THOUGHTS,
 )  # fmt: skip
 """Keys of a message that are read, beside the flags of what is to be learned."""
 TURN = re.compile(
     r"((^|\n)[^\w\n]*|[>\]])(assistant|answer|response|model|bot|gpt|ai|a)(<\|\w+\|>|[^\w\s]+|(?=\n))\n*"
-    r"|\bassistant:|\[/INST\]",
+    r"|\bassistant:|\[/INST\]|<[|｜]assistant[|｜]>\n*",
     re.IGNORECASE,
 )
 """Marks at which the assistant's turn begins in a text: `Assistant:`, `<|assistant|>`, `### Response:`, `[/INST]`, …"""
@@ -99,6 +100,8 @@ class Reader:
     def read(self, row: Row, context: str) -> Record:
         """The record of a row. Raises `DataError` for a row of another form, `RowLeftOut` for one with nothing to
         learn."""
+        if isinstance(row.get("input"), Mapping):  # the prompt of OpenAI's preferences
+            row = row | {"input": ""} | row["input"]
         for field_name in OF_MESSAGES:
             if isinstance(row.get(name := self._name(field_name, row)), str):
                 may_be_text = field_name in OF_MESSAGES[:4]
@@ -212,8 +215,12 @@ class Reader:
         return Record(_prompt(self._read_prompt(row, context), context), ())
 
     def _text(self, row: Row, context: str) -> Record:
-        text = _text(row[self._require("text", row, context)], "the text", context)
-        return Record((), (Variant((Message("assistant", text),)),), is_text=True)
+        value = row[self._require("text", row, context)]
+        pieces = value if isinstance(value, list) else [{"text": value, "label": True}]  # axolotl's segments
+        texts = [_text(piece["text"], "the text", context) for piece in pieces]
+        parts = zip(pieces, itertools.pairwise(itertools.accumulate(map(len, texts), initial=0)), strict=True)
+        unlearned = tuple(part for piece, part in parts if not piece["label"])
+        return Record((), (Variant((Message("assistant", "".join(texts), unlearned=unlearned),)),), is_text=True)
 
     def _episodes(self, row: Row, context: str) -> Record:
         """An episode that envgym saved. The policy's turns count as text by others."""
@@ -275,9 +282,8 @@ class Reader:
 
     def _with_system(self, messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
         """The messages after the system prompt in a field of the row, unless they have one."""
-        text = row[name] if (name := self._name("system", row)) else None
-        has_own = not isinstance(text, str) or not text.strip() or messages[0].role == "system"
-        return messages if has_own else (Message("system", str(text)), *messages)
+        text = system_text(row, self._name("system", row))
+        return (Message("system", text), *messages) if text.strip() and messages[0].role != "system" else messages
 
     def _tools(self, row: Row, context: str) -> tuple[Mapping[str, Any], ...]:
         """The tools in a row; empty if it has none."""
@@ -337,7 +343,7 @@ def _message(item: Any) -> Any:
         return item
     role = item.get("role", item.get("from"))
     content = item.get("content", item.get("value"))
-    return {**item, "role": role, "content": content, "weight": weight_of(item)}
+    return {**item, "role": role, "content": content, "weight": weight_of(item), "unlearned": unlearned_parts(item)}
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[tuple[Message, ...], ...]:

@@ -73,6 +73,11 @@ def told(messages):
         ({"context": "1 + 2?", "answer": "3"}, {}, "u1 + 2?", ["a3"]),
         ({"conversations": SHARED, "system": "Add."}, {}, "sAdd. u1 + 2?", ["a3"]),
         ({"messages": [{"role": "system", "content": "S"}, *TALK[:2]], "system": "Add."}, {}, "sS u1 + 2?", ["a3"]),
+        ({"messages": TALK[:2], "system": [{"text": "Ad"}, {"text": "d."}]}, {}, "sAdd. u1 + 2?", ["a3"]),  # Bedrock's
+        ({"messages": [{"role": m["role"], "content": [{"type": "text", "value": m["content"]}]} for m in TALK[:2]]},
+         {}, "u1 + 2?", ["a3"]),  # LLaMA-Factory's later form
+        ({"input": {"messages": [{"role": "system", "content": "Add."}, *ASKED], "tools": []},
+          "preferred_output": [RIGHT], "non_preferred_output": [WRONG]}, {}, "sAdd. u1 + 2?", ["a3", "a4"]),  # OpenAI's
         ({"conversations": SHARED[:1], "system": "Add.", "chosen": "3", "rejected": "4"}, {}, "sAdd. u1 + 2?",
          ["a3", "a4"]),
         ({"prompt": ASKED, "system_message": "Add.", "chosen": "3", "rejected": "4"}, {}, "sAdd. u1 + 2?",
@@ -135,6 +140,8 @@ def test_rows_of_every_form_keep_their_tools(row, write):
     [record] = records(write({**row, "tools": TOOLS}))
     assert list(record.tools) == TOOLS
     assert record.margin == row.get("margin", 0.0)
+    [record] = records(write({**row, "functions": [TOOLS[0]["function"]]}))  # OpenAI's earlier form
+    assert list(record.tools) == [TOOLS[0]["function"]]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +207,13 @@ def test_messages_may_be_text_that_holds_json(row, write):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"a": 1', "[1, 2, 3]", '[{"role": "user"', '{"role": "admin of the system"} is no JSON', "[]"]
-)
+    "text",
+    [
+        '{"a": 1', "[1, 2, 3]", '[{"role": "user"', '{"role": "admin of the system"} is no JSON', "[]",
+        '[{"role": "admin", "name": "Ada"}]', '{"role": "user", "name": "Ada"}', '{"from": "Oslo", "to": "Rome"}',
+        '{"from": "account 1", "to": "account 2", "value": 3}',
+    ],
+)  # fmt: skip
 def test_text_that_is_no_messages_stays_text(text, write):
     [record] = records(write({"prompt": text, "completion": text}))
     assert (told(record.prompt), told(record.variants[0].messages)) == ([("user", text)], [("assistant", text)])
@@ -306,6 +318,47 @@ def test_a_weight_of_a_turn_is_that_of_its_tokens(write, tiny_model):
     assert weights == [{0.0}, {0.5}, {0.0}, {1.0}]
 
 
+@pytest.mark.parametrize("thought", [{}, {"reasoning_content": "Add."}])
+def test_the_parts_of_a_turn_that_are_not_to_be_learned_are_context(thought, write, tiny_model):
+    """axolotl's `train_detail` counts characters; the end that it gives is a part's last one."""
+    text = "It is 数 3, not 4. Ok"
+    parts = [(0, 7, True), (8, 9, False), (10, 16, False), (17, 19, True)]
+    detail = [{"begin_offset": a, "end_offset": b, "train": is_learned} for a, b, is_learned in parts]
+    said = RIGHT | thought | {"content": text, "train_detail": detail}
+    [group], renderer = replayed(write({"messages": [*ASKED, said, AGAIN, WRONG]}), tiny_model)
+    [row] = group.episodes[0].rows
+    [_, turn, _, last] = row.segments
+    tokens = [[t for t, w in zip(turn.token_ids, turn.loss_weights, strict=True) if w == x] for x in (1, 0)]
+    before = "<think>\nAdd.\n</think>\n\n" if thought else ""
+    assert [renderer.tokenizer.decode(part) for part in tokens] == [f"{before}It is 数  Ok<|im_end|>", "3, not 4."]
+    assert set(last.loss_weights) == {1.0}
+    none = [item | {"train": False} for item in detail]
+    [record] = records(write({"messages": [*ASKED, said | {"train_detail": none}, AGAIN, WRONG]}))
+    assert told(record.variants[0].messages) == [("assistant", "4")]
+
+
+def test_a_part_of_a_turn_that_the_template_changes_is_an_error(write, tiny_model):
+    said = RIGHT | {"content": " 3 4 ", "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}
+    trimming = "{% for m in messages %}{{ m.role }}:{{ m.content | trim }}<|im_end|>{% endfor %}"
+    trimming += "{% if add_generation_prompt %}assistant:{% endif %}"
+    path = write({"messages": [*ASKED, said]})
+    words = ["--task", "0", "data.test_fraction=0", f"model={tiny_model}", f"data.path={path}"]
+    assert main(["envs", "try", "recorded", *words, f"render.template={trimming}"]) == 2
+
+
+def test_segments_that_are_not_to_be_learned_are_context(write, tiny_model):
+    """axolotl's rows without a template."""
+    segments = [(False, "Q: 1 + 2?\nA:"), (True, " 3\n"), (False, "Q: 1?\nA:"), (True, " 1")]
+    row = {"segments": [{"label": is_learned, "text": text} for is_learned, text in segments]}
+    [group], renderer = replayed(write(row), tiny_model)
+    ids, weights = [], []
+    for segment in group.episodes[0].rows[0].segments:
+        ids += segment.token_ids
+        weights += segment.loss_weights
+    assert renderer.tokenizer.decode(ids) == "Q: 1 + 2?\nA: 3\nQ: 1?\nA: 1<|im_end|>"
+    assert renderer.tokenizer.decode([i for i, w in zip(ids, weights, strict=True) if w]) == " 3\n 1<|im_end|>"
+
+
 def test_a_row_with_nothing_to_learn_is_left_out_and_counted(write, caplog):
     rows = [
         {"messages": [*ASKED, RIGHT]},
@@ -366,6 +419,8 @@ ASK = "\n\nHuman: Hi there\n\nAssistant: Hello.\n\nHuman: 1 + 2?\n\nAssistant:"
          "<|im_start|>user\n1?\n<|im_start|>assistant\n"),
         ("<|start_header_id|>assistant<|end_header_id|>\n\n3", "<|start_header_id|>assistant<|end_header_id|>\n\n4",
          "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+        ("<|user|>\n1?<|assistant|>\nSo 3", "<|user|>\n1?<|assistant|>\nSo 4", "<|user|>\n1?<|assistant|>\n"),
+        ("<｜User｜>1?<｜Assistant｜>So 3", "<｜User｜>1?<｜Assistant｜>So 4", "<｜User｜>1?<｜Assistant｜>"),
         ("[INST] 1 + 2? [/INST] So 3", "[INST] 1 + 2? [/INST] So 4", "[INST] 1 + 2? [/INST]"),
         ("USER: 1 + 2? ASSISTANT: So 3", "USER: 1 + 2? ASSISTANT: So 4", "USER: 1 + 2? ASSISTANT:"),
         ("Q: 1 + 2?\nA: 3", "Q: 1 + 2?\nA: 4", "Q: 1 + 2?\nA:"),
@@ -381,12 +436,18 @@ def test_the_common_beginning_of_two_texts_is_their_prompt_to_the_end_of_a_turn(
     assert [variant.rewards for variant in record.variants] == [(1.0,), (0.0,)]
 
 
-@pytest.mark.parametrize("render", ["auto", "raw"])
+@pytest.mark.parametrize("render", ["auto", "raw", "text"])
 def test_texts_with_a_common_beginning_are_taught_without_a_template(render, write, tiny_model):
     path = write({"chosen": f"{ASK} It is 3", "rejected": f"{ASK} It is 4"})
     [group], renderer = replayed(path, tiny_model, render=render)
     texts = [taught(episode.rows[0], renderer) for episode in group.episodes]
     assert texts == [f"{ASK}[ It is {n}<|im_end|>]" for n in "34"]
+    path = write({"chosen": "<|user|>1?<|assistant|>3", "rejected": "<|user|>1?<|assistant|>4"})
+    [group], renderer = replayed(path, tiny_model, render=render)
+    texts = [taught(episode.rows[0], renderer) for episode in group.episodes]
+    assert texts == [f"<|user|>1?<|assistant|>[{n}<|im_end|>]" for n in "34"]
+    [group], renderer = replayed(write({"text": "1 + 2 = 3"}), tiny_model, render=render)
+    assert taught(group.episodes[0].rows[0], renderer) == "[1 + 2 = 3<|im_end|>]"
 
 
 def test_two_whole_texts_are_a_preference_without_a_prompt(write):

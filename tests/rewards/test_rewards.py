@@ -510,6 +510,10 @@ class Exact:
     def score(self, completion, answer):
         return self(completion, answer)
 
+    @staticmethod
+    def twice(completion, answer):
+        return 2.0 * (completion == str(answer))
+
 def plain(completion, answer, value=2.0):
     return value * (completion == str(answer))
 
@@ -522,7 +526,7 @@ partial = functools.partial(plain, value=2.0)
 """
 
 
-@pytest.mark.parametrize("name", ["instance", "method", "partial", "plain"])
+@pytest.mark.parametrize("name", ["instance", "method", "partial", "plain", "Exact.twice", "instance.score"])
 @pytest.mark.parametrize("processes", [0, 1])
 def test_undecorated_by_its_path(write, name, processes):
     path = write(UNDECORATED, "undecorated.py")
@@ -541,7 +545,7 @@ def test_undecorated_by_its_import_path_and_in_python(write, monkeypatch):
     write("from .inner import instance as exact, plain\n", "rewards_of_mine/__init__.py")
     write(UNDECORATED, "rewards_of_mine/inner.py")
     monkeypatch.syspath_prepend(package.parent)
-    for name in ("plain", "exact"):
+    for name in ("plain", "exact", "exact.score"):
         spec = registry.spec(f"rewards_of_mine:{name}", data={"path": "rows.jsonl"})
         assert spec.function("42", answer=42) == 2.0
         assert registry.spec_from_json(spec.to_json()) == spec

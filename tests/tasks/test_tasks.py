@@ -228,6 +228,17 @@ def test_a_system_message_of_the_row_stays(write):
     assert [m.text for m in second.prompt] == ["given", "q"]
 
 
+def test_a_system_message_may_be_in_parts(write):
+    """As in Anthropic's and Bedrock's requests; a list of anything else is a field like others."""
+    path = write([
+        {"prompt": "1?", "answer": 1, "system": [{"type": "text", "text": "Be "}, {"text": "brief."}]},
+        {"prompt": "2?", "answer": 2, "system": ["linux"]}, {"prompt": "3?", "answer": 3, "system": {"os": "linux"}},
+    ])  # fmt: skip
+    first, *others = everything(load(path, test_fraction=0))
+    assert [(m.role, m.text) for m in first.prompt] == [("system", "Be brief."), ("user", "1?")]
+    assert [task.prompt for task in others] == ["2?", "3?"]
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
