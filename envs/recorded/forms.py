@@ -30,7 +30,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "history": ("history",),
     "answer": ("response", "completion", "answer", "output", "solution", "target", "chosen"),
     "chosen": ("chosen", "chosen_response", "response_chosen", "preferred", "accepted", "preferred_output", "answer"),
-    "rejected": ("rejected", "rejected_response", "response_rejected", "dispreferred", "negative", "non_preferred_output"),
+    "rejected": ("rejected", "rejected_response", "response_rejected", "dispreferred", "negative",
+                 "non_preferred_output"),
     "margin": ("margin",),
     "label": ("label", "labels", "rating", "is_good", "kto_tag"),
     "steps": ("completions", "steps", "process"),
@@ -38,7 +39,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("text", "content", "document", "segments"),
     "tools": ("tools", "functions"),
     "reward": ("reward", "score"),
-}
+}  # fmt: skip
 """Usual names of fields, the most common first."""
 MESSAGE_KEYS = (
     "role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name", "from_others",
