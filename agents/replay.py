@@ -53,8 +53,7 @@ class Replay(Agent):
                 transcript.add_reward(reward, {})
                 continue
             token_ids = dialogue.add_demonstration(turn)
-            weights = [] if isinstance(turn, str) else self._weights(turn, token_ids)
-            transcript.add_demonstration(token_ids, weights=weights)
+            transcript.add_demonstration(token_ids, weights=self._weights(turn, token_ids))
             transcript.add_reward(reward, {"metrics": recording.metrics})
             if number == last:
                 break
@@ -65,18 +64,19 @@ class Replay(Agent):
         transcript.messages = dialogue.messages
         return transcript.episode(task, self._limited(transcript, task))
 
-    def _weights(self, turn: Message, token_ids: Sequence[int]) -> list[float]:
+    def _weights(self, turn: str | Message, token_ids: Sequence[int]) -> list[float]:
         """The weights of a turn's tokens in the loss: 0 for those that hold a character not to be learned."""
+        message = turn if isinstance(turn, Message) else Message.assistant(turn)
 
         def position(n_tokens: int) -> int:
-            """The character of the turn's text at which the token `n_tokens` begins."""
-            return len(self.renderer.decode_after(token_ids[:n_tokens])) - first
+            """The character, counted from the end of the turn's text, at which the token `n_tokens` begins."""
+            return len(self.renderer.decode_after(token_ids[:n_tokens])) - first - len(message.text)
 
-        weights, numbers = [turn.weight] * len(token_ids), range(len(token_ids) + 1)
-        first = self.renderer.decode_after(token_ids).find(turn.text) if turn.unlearned else 0
+        weights, numbers = [message.weight] * len(token_ids), range(len(token_ids) + 1)
+        first = self.renderer.decode_after(token_ids).find(message.text) if message.unlearned else 0
         if first < 0:
             raise InvalidOutcome("demonstration", "the template changes a turn of which a part is not to be learned")
-        for start, end in turn.unlearned:
+        for start, end in message.unlearned:
             begin, stop = bisect_right(numbers, start, key=position) - 1, bisect_left(numbers, end, key=position)
             weights[begin:stop] = [0.0] * (stop - begin)
         return weights

@@ -150,8 +150,7 @@ def import_target(location: str) -> ModuleType:
 
 
 def _attribute(module: ModuleType, location: str, name: str) -> Any:
-    value = attribute(module, name)
-    if value is None:
+    if (value := attribute(module, name)) is None:
         if location == MAIN:
             raise NameNotFound(
                 f"{name} was defined in a notebook or an interactive session and exists only there: define it in a file"

@@ -83,7 +83,8 @@ class ChatDialogue(Dialogue):
         self._take_last_turn()
         end = self._template.end_of_turn or self.renderer.tokenizer.eos_token or ""
         if self._raw:
-            return turn.text + (self._assistant_text("", turn.tool_calls) if turn.tool_calls else "") + end
+            text = turn.text.removesuffix(end)
+            return text + (self._assistant_text("", turn.tool_calls) if turn.tool_calls else "") + end
         [message] = self._template.to_template([turn])
         conversation = self._template.render([*self._turns, message], self.tools, open_turn=False)
         if conversation.startswith(self._text):

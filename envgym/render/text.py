@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from envgym.types import Message, Observation
@@ -42,7 +41,8 @@ class TextRenderer(Renderer):
 
     def turn(self, message: Message) -> str:
         """A turn of the assistant, after its name."""
-        return f"{self.space}{write_hermes(message.text, message.tool_calls)}{self.end_of_turn}"
+        text = message.text.removesuffix(self.end_of_turn)
+        return f"{self.space}{write_hermes(text, message.tool_calls)}{self.end_of_turn}"
 
     @property
     def end_of_turn(self) -> str:
@@ -69,15 +69,13 @@ class TextDialogue(Dialogue):
     renderer: TextRenderer
 
     _is_truncated = False
-    _needs_space = True
-    """False after raw text that ends with a space or a mark such as `[/INST]`, or is empty."""
 
     def _on_begin(self, observation: Observation, text: str) -> None:
-        if observation.text is not None:
-            self._on_text(text)
+        self._on_text(text)
 
     def _on_text(self, text: str) -> None:
-        self._needs_space = re.search(r"[^\s>\]]\Z", text) is not None
+        # Raw text may be empty, or end with a space or a mark such as `[/INST]`, which an answer follows directly.
+        self._needs_space = text[-1:].strip().strip(">]") != ""
 
     def _read(self, text: str) -> Reading:
         return read_calls(text, read_hermes, self.tools, thinking=False)
@@ -91,6 +89,6 @@ class TextDialogue(Dialogue):
 
     def _extend(self, observation: Observation) -> Extension:
         end = self.renderer.end_of_turn if self._is_truncated else ""
-        self._needs_space = True
         text = f"{end}{self.renderer.separator}{self.renderer.lines(observation.messages)}"
+        self._on_text(text)
         return Extension(self.renderer.encode_after(self._last, text))

@@ -249,10 +249,10 @@ def parse_json(value: Any, subject: str, *, may_be_text: bool = False) -> Any:
 
 
 def _are_messages(items: Sequence[Any]) -> bool:
-    """True for a list of objects that all have a role and a content or call, at least one of them a known role."""
-    if not all(isinstance(item, dict) and item.keys() & CONTENTS for item in items):
-        return False  # records such as {"role": "admin", "name": "Ada"} are an answer
-    return any(str(item.get("role") or item.get("from")).strip().lower() in ROLES for item in items)
+    """True for messages: all have a content or a call, and one a known role. Records such as `{"role": "admin",
+    "name": "Ada"}` are none."""
+    have_contents = all(isinstance(item, dict) and item.keys() & CONTENTS for item in items)
+    return have_contents and any(str(item.get("role", item.get("from"))).strip().lower() in ROLES for item in items)
 
 
 def _without_nulls(value: Any, is_call: bool = False) -> Any:

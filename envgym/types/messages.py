@@ -56,7 +56,8 @@ class Message:
     tool (`name`). `from_others` marks text by the policy, a tool or another player: special tokens spelled in it are
     ordinary characters. Tool results and replies to the policy are always rendered so. `weight` is the weight of a
     recorded turn of the assistant's in the loss, 0 if it is not to be learned; `unlearned` are the parts of its text
-    that are not, each from a character to before another. Messages that differ in these two alone are equal.
+    that are not, each from a character to before another, counted from the text's end (-1 is the last, 0 is after it).
+    Messages that differ in these two alone are equal.
 
     Raises `TypeError` for content of another type.
     """
@@ -170,11 +171,8 @@ def _message(item: Mapping[str, Any]) -> Message:
         role = "assistant"
         content, described = called_in(content)
     texts = texts_of(content)
-    unlearned = item["unlearned"] if isinstance(item.get("unlearned"), tuple) else ()  # in no file
     if role == "assistant":
-        n_characters, texts = sum(map(len, texts)), with_thought(item, texts)
-        shift = sum(map(len, texts)) - n_characters
-        unlearned = tuple((start + shift, end + shift) for start, end in unlearned)
+        texts = with_thought(item, texts)
     calls = []
     for call in _parsed(described, "a call"):
         function = (call.get("function") or call) if isinstance(call, Mapping) else {}
@@ -184,6 +182,7 @@ def _message(item: Mapping[str, Any]) -> Message:
         calls.append(ToolCall(str(call.get("id", "")), function["name"], arguments, call.get("error") or ""))
     ids = (str(item.get("tool_call_id") or ""), str(item.get("name") or ""))
     weight = item["weight"] if isinstance(item.get("weight"), int | float) else 1.0
+    unlearned = item["unlearned"] if isinstance(item.get("unlearned"), tuple) else ()  # no file holds tuples
     return Message(role, texts, tuple(calls), *ids, bool(item.get("from_others")), weight, unlearned)
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from envgym.types.conversations import texts_of
+
 FLAGS = ("weight", "loss_weight", "loss_scale", "loss", "train", "training", "trainable", "masked")
 """Keys for the weight in the loss, a number from 0, or true or false: OpenAI's and Mistral's `weight`, LLaMA-Factory's
 `loss_weight`, ms-swift's `loss` and `loss_scale`, axolotl's `train` and `training`, Tinker's `trainable`; torchtune's
@@ -17,16 +19,16 @@ def weight_of(item: Mapping[str, Any]) -> float:
     flags = {name: flag for name in FLAGS if (flag := _flag(item.get(name))) is not None}
     if "masked" in flags:
         flags["masked"] = float(not flags["masked"])
-    if parts := item.get("train_detail"):
-        flags["train_detail"] = float(any(part["train"] for part in parts))
+    flags["train_detail"] = any(part["train"] for part in item.get("train_detail") or [{"train": True}])
     return math.prod(flags.values())
 
 
-def unlearned_parts(item: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """The parts of a message's text that axolotl's `train_detail` says are not to be learned: each from a character to
-    before another. The end that it gives is the part's last character."""
-    parts = item.get("train_detail") or ()
-    return tuple((part["begin_offset"], part["end_offset"] + 1) for part in parts if not part["train"])
+def unlearned_parts(item: Mapping[str, Any], content: Any) -> tuple[tuple[int, int], ...]:
+    """The parts of a message's `content` that axolotl's `train_detail` says are not to be learned, as in
+    `Message.unlearned`. The end that it gives is the part's last character."""
+    unlearned = [part for part in item.get("train_detail") or () if not part["train"]]
+    length = sum(map(len, texts_of(content))) if unlearned else 0
+    return tuple((part["begin_offset"] - length, part["end_offset"] + 1 - length) for part in unlearned)
 
 
 def unread_keys(item: Mapping[str, Any], excluded: Collection[str]) -> list[str]:

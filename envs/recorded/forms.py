@@ -31,7 +31,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "answer": ("response", "completion", "answer", "output", "solution", "target", "chosen"),
     "chosen": ("chosen", "chosen_response", "response_chosen", "preferred", "accepted", "preferred_output", "answer"),
     "rejected": ("rejected", "rejected_response", "response_rejected", "dispreferred", "negative",
-                 "non_preferred_output"),
+                 "non_preferred_output", "rejected_messages"),
     "margin": ("margin",),
     "label": ("label", "labels", "rating", "is_good", "kto_tag"),
     "steps": ("completions", "steps", "process"),
@@ -102,7 +102,7 @@ class Reader:
         """The record of a row. Raises `DataError` for a row of another form, `RowLeftOut` for one with nothing to
         learn."""
         if isinstance(row.get("input"), Mapping):  # the prompt of OpenAI's preferences
-            row = row | {"input": ""} | row["input"]
+            row = {name: value for name, value in row.items() if name != "input"} | row["input"]
         for field_name in OF_MESSAGES:
             if isinstance(row.get(name := self._name(field_name, row)), str):
                 may_be_text = field_name in OF_MESSAGES[:4]
@@ -134,7 +134,7 @@ class Reader:
 
     def guess(self, row: Row, context: str) -> FormName:
         """Infer the form of a row from its fields."""
-        if self._name("chosen", row) and self._name("rejected", row):
+        if self._name("rejected", row) and (self._name("chosen", row) or self._name("messages", row)):
             return "preference"
         steps = self._name("steps", row)
         if steps and isinstance(row[steps], list) and self._name("step_labels", row):
@@ -166,6 +166,8 @@ class Reader:
 
     def _preference(self, row: Row, context: str) -> Record:
         """Two answers, chosen (reward 1) and rejected (0), to a prompt that may be their common beginning."""
+        if not self._name("chosen", row) and (name := self._name("messages", row)):
+            row = row | {"chosen": row[name][-1:], name: row[name][:-1]}  # ms-swift's: the end of the conversation
         names = [self._require(side, row, context) for side in ("chosen", "rejected")]
         chosen, rejected = (_messages_of(row[name], context) for name in names)
         prompt = self._read_prompt(row, context) if self._name("prompt", row) or self._name("messages", row) else ()
@@ -175,8 +177,8 @@ class Reader:
         elif not prompt:  # both begin with the prompt
             n_shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
             prompt, chosen, rejected = chosen[:n_shared], chosen[n_shared:], rejected[n_shared:]
-        elif chosen[: len(prompt)] == prompt and rejected[: len(prompt)] == prompt:
-            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        else:
+            chosen, rejected = (s[len(prompt) :] if s[: len(prompt)] == prompt else s for s in (chosen, rejected))
         if chosen == rejected:
             raise DataError(f"{context}: the chosen answer is the rejected one: there is nothing to prefer")
         margin = row[name] if (name := self._name("margin", row)) and row[name] is not None else 0.0
@@ -219,8 +221,8 @@ class Reader:
         value = row[self._require("text", row, context)]
         pieces = value if isinstance(value, list) else [{"text": value, "label": True}]  # axolotl's segments
         texts = [_text(piece["text"], "the text", context) for piece in pieces]
-        parts = zip(pieces, itertools.pairwise(itertools.accumulate(map(len, texts), initial=0)), strict=True)
-        unlearned = tuple(part for piece, part in parts if not piece["label"])
+        ends = itertools.accumulate(map(len, texts), initial=-sum(map(len, texts)))
+        unlearned = tuple(p for piece, p in zip(pieces, itertools.pairwise(ends), strict=True) if not piece["label"])
         return Record((), (Variant((Message("assistant", "".join(texts), unlearned=unlearned),)),), is_text=True)
 
     def _episodes(self, row: Row, context: str) -> Record:
@@ -344,7 +346,7 @@ def _message(item: Any) -> Any:
         return item
     role = item.get("role", item.get("from"))
     content = item.get("content", item.get("value"))
-    return {**item, "role": role, "content": content, "weight": weight_of(item), "unlearned": unlearned_parts(item)}
+    return dict(item, role=role, content=content, weight=weight_of(item), unlearned=unlearned_parts(item, content))
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[tuple[Message, ...], ...]:

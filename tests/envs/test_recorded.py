@@ -87,6 +87,8 @@ def told(messages):
         ({"ask": "1 + 2?", "say": "3"}, {"form": "demonstration", "fields": {"prompt": "ask", "answer": "say"}},
          "u1 + 2?", ["a3"]),
         ({"prompt": "1 + 2?", "chosen": "3", "rejected": "4"}, {}, "u1 + 2?", ["a3", "a4"]),
+        ({"messages": [*ASKED, RIGHT], "rejected_response": "4"}, {}, "u1 + 2?", ["a3", "a4"]),  # ms-swift's
+        ({"messages": [*ASKED, RIGHT], "rejected_messages": [*ASKED, WRONG]}, {}, "u1 + 2?", ["a3", "a4"]),
         ({"prompt": ASKED, "chosen": [RIGHT], "rejected": [WRONG]}, {}, "u1 + 2?", ["a3", "a4"]),
         ({"chosen": [*ASKED, RIGHT], "rejected": [*ASKED, WRONG]}, {}, "u1 + 2?", ["a3", "a4"]),
         ({"prompt": "1 + 2?", "chosen": [*ASKED, RIGHT], "rejected": [*ASKED, WRONG]}, {}, "u1 + 2?", ["a3", "a4"]),
@@ -446,7 +448,7 @@ def test_texts_with_a_common_beginning_are_taught_without_a_template(render, wri
     [group], renderer = replayed(path, tiny_model, render=render)
     texts = [taught(episode.rows[0], renderer) for episode in group.episodes]
     assert texts == [f"<|user|>1?<|assistant|>[{n}<|im_end|>]" for n in "34"]
-    [group], renderer = replayed(write({"text": "1 + 2 = 3"}), tiny_model, render=render)
+    [group], renderer = replayed(write({"text": "1 + 2 = 3<|im_end|>"}), tiny_model, render=render)  # ends once
     assert taught(group.episodes[0].rows[0], renderer) == "[1 + 2 = 3<|im_end|>]"
 
 
