@@ -159,8 +159,8 @@ def _attribute(module: ModuleType, location: str, name: str) -> Any:
     return value
 
 
-def attribute(module: ModuleType, name: str) -> Any:
-    """The value of a dotted name in a module (`Graders.exact`); None if there is none."""
+def attribute(module: Any, name: str) -> Any:
+    """The value of a dotted name (`Graders.exact`) in a module, or None without one."""
     return functools.reduce(lambda value, part: getattr(value, part, None), name.split("."), module)
 
 
