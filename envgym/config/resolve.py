@@ -27,16 +27,7 @@ from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, m
 from .renamed import rename_settings, with_earlier_defaults
 from .replaced import Replaced
 from .schema import STAGE, RunConfig, StageConfig
-from .words import (
-    AUTO,
-    COMPONENTS,
-    changes_name,
-    component_mapping,
-    expand_keys,
-    merge,
-    merge_stage,
-    without_warmup,
-)
+from .words import AUTO, COMPONENTS, changes_name, component_mapping, expand_keys, merge, merge_stage, without_warmup
 
 RUN_KEYS = set(RunConfig.model_fields) - {"stages"}
 

@@ -25,18 +25,7 @@ from envgym.run_folder import RunFolder
 from envgym.services import start_services
 from envgym.services.start import refuse_policies
 from envgym.tasks import DataEnvSpec
-from envgym.types import (
-    Action,
-    Episode,
-    Group,
-    Limit,
-    Message,
-    Outcome,
-    Row,
-    Status,
-    Task,
-    Turn,
-)  # fmt: skip
+from envgym.types import Action, Episode, Group, Limit, Message, Outcome, Row, Status, Task, Turn
 
 from .generations import GenerationFields, generated_episodes, holds_generations, unscored_episode
 from .plan import Part

@@ -167,9 +167,7 @@ class RewardEndpointClient(RewardClient):
         }
         self._next_url = cycle(declared.urls)
         self._batcher: Batcher[Query, Assessment] = Batcher(
-            self._send,
-            size=declared.batch_size,
-            in_flight=declared.concurrency * len(declared.urls),
+            self._send, size=declared.batch_size, in_flight=declared.concurrency * len(declared.urls)
         )
 
     async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:

@@ -90,15 +90,7 @@ async def start_components(
         )  # fmt: skip
         sampling = asyncio.create_task(starting)
     (engine, max_model_len), workers = await _load_in_parallel(
-        config,
-        stage_of_roles,
-        learner,
-        model,
-        context.runtime,
-        display,
-        sampling,
-        api_roles=apis,
-        waiting=waiting,
+        config, stage_of_roles, learner, model, context.runtime, display, sampling, api_roles=apis, waiting=waiting
     )
     for api in apis.values():
         api.vocabulary = workers["actor"].info.vocabulary

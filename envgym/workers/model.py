@@ -27,14 +27,7 @@ from .gpus import check_visible_gpu
 from .learning import ModelLearning
 from .metrics import peak_flops
 from .micro_batches import choose_layout, micro_batches, network_inputs, pad
-from .network import (
-    TokenNetwork,
-    add_noise,
-    be_deterministic,
-    check_experts,
-    has_experts,
-    load_model,
-)
+from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model
 from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
 from .parameters import flops_per_token, n_numbers
 from .sequence_parallel import Slices
