@@ -17,12 +17,12 @@ SHOWN_FLIPS = 5
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "compare",
-        "A B [--fail-below X] [--json]",
-        "Compare two evaluations task by task: the score difference B - A, its confidence, and the tasks that flipped.",
-        "envgym compare evals/before evals/after --fail-below -0.01",
-    )
+    """Compare two evaluations task by task: the score difference B - A, its confidence, and the tasks that flipped.
+
+    usage: A B [--fail-below X] [--json]
+    example: envgym compare evals/before evals/after --fail-below -0.01
+    """
+    parser = Parser.of("compare", main)
     parser.add_argument("a", metavar="A", help="baseline evaluation: its name or folder")
     parser.add_argument("b", metavar="B", help="candidate evaluation: its name or folder")
     parser.add_argument("--fail-below", type=float, metavar="X", help="exit with 1 if the difference is below X")

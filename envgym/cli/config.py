@@ -9,12 +9,13 @@ from .parser import Parser, add_run_options, resolve_options
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "config",
-        "[recipes | options of train and key=value words]",
-        "Print all settings that envgym train would run with, or the list of recipes.",
-        "envgym config --env math_verify steps=50 > run.yaml\n  envgym config recipes",
-    )
+    """Print all settings that envgym train would run with, or the list of recipes.
+
+    usage: [recipes | options of train and key=value words]
+    example: envgym config --env math_verify steps=50 > run.yaml
+      envgym config recipes
+    """
+    parser = Parser.of("config", main)
     if list(arguments) == ["recipes"]:
         return _list_recipes()
     add_run_options(parser)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "eval",
-        "(--suite S | --env E | --config FILE) --model M [key=value …]",
-        "Measure a model on a suite of environments, or on one: mean scores with 95% intervals, and failures.",
-        "envgym eval --suite smoke --model runs/first",
-    )
+    """Measure a model on a suite of environments, or on one: mean scores with 95% intervals, and failures.
+
+    usage: (--suite S | --env E | --config FILE) --model M [key=value …]
+    example: envgym eval --suite smoke --model runs/first
+    """
+    parser = Parser.of("eval", main)
     parser.add_argument("--suite", metavar="S", help="suite: a name or a YAML file, with :SIZE if it has sizes")
     parser.add_argument("--env", **ENV)
     parser.add_argument("--model", **MODEL)

@@ -14,18 +14,18 @@ MERGE, EXPORT = "merge", "export"
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    """Print the folder of the model that a recipe makes. The starter ships with envgym; another one is made once and
+    cached. Or merge an adapter into its base, or export a model: see envgym model merge --help and envgym model export
+    --help.
+
+    usage: NAME [--make] | merge ADAPTER OUT [--base B] | export MODEL OUT [options]
+    example: envgym model starter
+    """
     if arguments[:1] == [MERGE]:
         return _merge(arguments[1:])
     if arguments[:1] == [EXPORT]:
         return _export(arguments[1:])
-    parser = Parser(
-        "model",
-        "NAME [--make] | merge ADAPTER OUT [--base B] | export MODEL OUT [options]",
-        "Print the folder of the model that a recipe makes. The starter ships with envgym; another one is made once "
-        "and cached. Or merge an adapter into its base, or export a model: see envgym model merge --help and envgym "
-        "model export --help.",
-        "envgym model starter",
-    )
+    parser = Parser.of("model", main)
     parser.add_argument("name", metavar="NAME", help="recipe of a model: starter, or a YAML file with new_model")
     parser.add_argument("--make", action="store_true", help="make the starter on this machine, in a quarter of an hour")
     options = parser.parse_without_words(arguments, "a model is made as its recipe says")
@@ -48,13 +48,13 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _merge(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "model merge",
-        "ADAPTER OUT [--base B]",
-        "Write the model folder OUT: the base of a LoRA adapter with the adapter added to its weights. ADAPTER is a "
-        "folder in peft's form, such as a run's adapter/; it also tells policies, reward models and critics apart.",
-        "envgym model merge runs/first/adapter merged",
-    )
+    """Write the model folder OUT: the base of a LoRA adapter with the adapter added to its weights. ADAPTER is a folder
+    in peft's form, such as a run's adapter/; it also tells policies, reward models and critics apart.
+
+    usage: ADAPTER OUT [--base B]
+    example: envgym model merge runs/first/adapter merged
+    """
+    parser = Parser.of("model merge", _merge)
     parser.add_argument("adapter", metavar="ADAPTER", help="folder with adapter_config.json")
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument("--base", metavar="B", help="folder or hub id of the base, if not the one in the adapter")
@@ -67,14 +67,14 @@ def _merge(arguments: Sequence[str]) -> int:
 
 
 def _export(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "model export",
-        "MODEL OUT [--dtype T] [--converter COMMAND]",
-        "Write MODEL (a model folder or a run) with its weights in their own number format or in another: as the "
-        "folder OUT or, if OUT ends with .gguf, by a converter such as llama.cpp's, which is called as COMMAND FOLDER "
-        "--outfile OUT --outtype TYPE. A format of fewer digits can undo a training: how much of it is left is said.",
-        'envgym model export runs/first first.gguf --converter "python convert_hf_to_gguf.py"',
-    )
+    """Write MODEL (a model folder or a run) with its weights in their own number format or in another: as the folder
+    OUT or, if OUT ends with .gguf, by a converter such as llama.cpp's, which is called as COMMAND FOLDER --outfile OUT
+    --outtype TYPE. A format of fewer digits can undo a training: how much of it is left is said.
+
+    usage: MODEL OUT [--dtype T] [--converter COMMAND]
+    example: envgym model export runs/first first.gguf --converter "python convert_hf_to_gguf.py"
+    """
+    parser = Parser.of("model export", _export)
     parser.add_argument("model", metavar="MODEL", help="model folder, or the folder of a run")
     parser.add_argument("out", metavar="OUT", help="folder to make, or a file that ends with .gguf")
     parser.add_argument(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,14 +35,22 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,  # an abbreviation in a script breaks when an option is added
         )
 
+    @classmethod
+    def of(cls, command: str, function: Callable[..., int]) -> Parser:
+        """The parser of the command that a function's docstring describes: what it does, then a line `usage: ARGUMENTS`
+        unless it takes none, and one `example: COMMAND`."""
+        summary, _, texts = (inspect.getdoc(function) or "").partition("\n\n")
+        arguments, _, example = texts.removeprefix("usage: ").rpartition("example: ")
+        return cls(command, arguments.rstrip(), summary, example)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. See: {self.prog} --help")
 
     def parse_with_words(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the `key=value` words in order. Raises `ConfigError` for anything else."""
         has_env = any(action.metavar == "E" for action in self._get_positional_actions())
-        names = [name for name in OF_RUN if f"--{name}" not in self._option_string_actions]
-        names = [name for name in names if name != "env" or not has_env]
+        known = {*self._option_string_actions, *(["--env"] if has_env else [])}
+        names = [name for name in OF_RUN if f"--{name}" not in known]
         for name in names:
             self.add_argument(f"--{name}", dest=f"word_{name}", help=argparse.SUPPRESS)
         options, words = self.parse_known_args(arguments)
@@ -50,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             if word.startswith("-"):
                 name = word.partition("=")[0]
-                if name == "--env" and any(action.metavar == "E" for action in self._get_positional_actions()):
+                if name == "--env" and has_env:
                     hint = f" The environment is a separate word: {self.prog} E."
                 else:
                     hint = _as_setting(name) or did_you_mean(name, self._option_string_actions)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "plan",
-        "[--env E] [--model M] [options] [key=value …]",
-        "Print the node, GPUs and memory of every process of a run, from the model's sizes. Nothing is started. "
-        "Without --gpus the plan is for the detected hardware: this machine, or the Ray cluster in RAY_ADDRESS.",
-        "envgym plan --env math_verify --model path/to/model workers.ranks=4 workers.zero_stage=3 --gpus 8",
-    )
+    """Print the node, GPUs and memory of every process of a run, from the model's sizes. Nothing is started. Without
+    --gpus the plan is for the detected hardware: this machine, or the Ray cluster in RAY_ADDRESS.
+
+    usage: [--env E] [--model M] [options] [key=value …]
+    example: envgym plan --env math_verify --model path/to/model workers.ranks=4 workers.zero_stage=3 --gpus 8
+    """
+    parser = Parser.of("plan", main)
     add_run_options(parser)
     parser.add_argument("--gpus", type=int, metavar="N", help="plan for nodes with N GPUs each")
     parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of each GPU (default 80)")

@@ -21,13 +21,13 @@ OF_TRAINING = {"tasks": "--tasks FIRST:LAST", "tasks_per_step": "--tasks FIRST:L
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "rollout",
-        "(--env E | --config FILE) --model M --out FILE [options] [key=value …]",
-        "Roll out a model on tasks of an environment and write the episodes to FILE (.jsonl or .parquet).\n"
-        "To resume a rollout that was stopped or killed, repeat the command.",
-        "envgym rollout --env math_verify --model starter --tasks 0:100 --best-of 4 --out best.jsonl",
-    )
+    """Roll out a model on tasks of an environment and write the episodes to FILE (.jsonl or .parquet).
+    To resume a rollout that was stopped or killed, repeat the command.
+
+    usage: (--env E | --config FILE) --model M --out FILE [options] [key=value …]
+    example: envgym rollout --env math_verify --model starter --tasks 0:100 --best-of 4 --out best.jsonl
+    """
+    parser = Parser.of("rollout", main)
     parser.add_argument("--env", **ENV)
     parser.add_argument("--model", **MODEL)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, such as a run's config.yaml")

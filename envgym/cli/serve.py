@@ -27,12 +27,13 @@ _NAMED = re.compile(r"(?!env=|data=|debug=)([A-Za-z0-9_-]+)=(.+)")
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "serve",
-        "E [E …] [--host H] [--port P] [--token-file F] [--max-sessions N] [--register URL] [key=value …]",
-        "Serve environments over HTTP until Ctrl-C. Their URLs can be used wherever an environment id is accepted.",
-        "envgym serve math_verify --port 8000\n  envgym train --env http://127.0.0.1:8000/math_verify",
-    )
+    """Serve environments over HTTP until Ctrl-C. Their URLs can be used wherever an environment id is accepted.
+
+    usage: E [E …] [--host H] [--port P] [--token-file F] [--max-sessions N] [--register URL] [key=value …]
+    example: envgym serve math_verify --port 8000
+      envgym train --env http://127.0.0.1:8000/math_verify
+    """
+    parser = Parser.of("serve", main)
     parser.add_argument(
         "envs", metavar="E", nargs="+", help="environment: id, file.py[:Name] or import path; NAME=E names it"
     )

@@ -12,14 +12,14 @@ from .parser import Parser
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "serve-reward-model",
-        "--model M [--host H] [--port P] [--token-file F | --no-token] [key=value …]",
-        "Serve a reward model over HTTP until Ctrl-C: POST /get_reward. Clients need the token, by default a new one "
-        "in a file that only this user can read. Settings: batch_size, max_length, too_long, render, "
-        "dtype, offload, normalise, timeout.",
-        "envgym serve-reward-model --model path/to/reward_model too_long=cut",
-    )
+    """Serve a reward model over HTTP until Ctrl-C: POST /get_reward. Clients need the token, by default a new one in a
+    file that only this user can read. Settings: batch_size, max_length, too_long, render, dtype, offload, normalise,
+    timeout.
+
+    usage: --model M [--host H] [--port P] [--token-file F | --no-token] [key=value …]
+    example: envgym serve-reward-model --model path/to/reward_model too_long=cut
+    """
+    parser = Parser.of("serve-reward-model", main)
     parser.add_argument("--model", metavar="M", help="folder or hub id, or a run that trained one")
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", metavar="P", type=int, default=5000, help="port; 0 for a free one (5000)")

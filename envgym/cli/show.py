@@ -24,13 +24,13 @@ COUNT = 4
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "show",
-        "RUN [--eval] [--step N] [--task KEY] [--count N] [--prompt]",
-        "Print readable transcripts of episodes. RUN is a run (its name or folder), an evaluation, or a file of\n"
-        "episodes. The default step of a run is its last.",
-        "envgym show first --step 3",
-    )
+    """Print readable transcripts of episodes. RUN is a run (its name or folder), an evaluation, or a file of
+    episodes. The default step of a run is its last.
+
+    usage: RUN [--eval] [--step N] [--task KEY] [--count N] [--prompt]
+    example: envgym show first --step 3
+    """
+    parser = Parser.of("show", main)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run, an evaluation, or a file of episodes")
     parser.add_argument("--eval", action="store_true", help="episodes of its evaluations on held-out tasks")
     parser.add_argument("--step", metavar="N", help="step of the run (default: the last)")

@@ -15,13 +15,13 @@ LOOK_SECONDS = 0.5
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "stop",
-        "RUN [runs_dir=FOLDER]",
-        "Stop a run after the work of its step, as Ctrl-C in its terminal would, and wait until it has stopped. It "
-        "saves a checkpoint for envgym train --resume RUN.",
-        "envgym stop first",
-    )
+    """Stop a run after the work of its step, as Ctrl-C in its terminal would, and wait until it has stopped. It saves a
+    checkpoint for envgym train --resume RUN.
+
+    usage: RUN [runs_dir=FOLDER]
+    example: envgym stop first
+    """
+    parser = Parser.of("stop", main)
     parser.add_argument("run", metavar="RUN", help="name of the run, or its folder")
     options, runs_dir = parser.parse_with_folder(arguments, "runs_dir")
 

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "train",
-        "[--env E] [--model M] [options] [key=value …]",
-        "Train a policy. Settings are key=value words, dotted for nested ones; envgym config prints them all.",
-        "envgym train --env math_verify steps=50 learner.lr=1e-4\n  envgym train --resume runs/first",
-    )
+    """Train a policy. Settings are key=value words, dotted for nested ones; envgym config prints them all.
+
+    usage: [--env E] [--model M] [options] [key=value …]
+    example: envgym train --env math_verify steps=50 learner.lr=1e-4
+      envgym train --resume runs/first
+    """
+    parser = Parser.of("train", main)
     add_run_options(parser)
     parser.add_argument("--resume", metavar="RUN", help="resume this run with its saved settings; steps=N extends it")
     parser.add_argument(

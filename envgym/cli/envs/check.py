@@ -17,13 +17,14 @@ COLOURS = {"ok": "32", "FAILED": "1;31", "warning": "33", "not applicable": "2"}
 
 
 def check_main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "envs check",
-        "E [key=value …]",
-        "Check an environment: is it repeatable, isolated, correctly typed, fast enough, and hard to fool? "
-        "One line per check; exit status 1 if one fails, else 0.",
-        "envgym envs check math_verify\n  envgym envs check my_env.py env.size=4 data.path=tasks.jsonl",
-    )
+    """Check an environment: is it repeatable, isolated, correctly typed, fast enough, and hard to fool? One line per
+    check; exit status 1 if one fails, else 0.
+
+    usage: E [key=value …]
+    example: envgym envs check math_verify
+      envgym envs check my_env.py env.size=4 data.path=tasks.jsonl
+    """
+    parser = Parser.of("envs check", check_main)
     parser.add_argument("env", **ENV)
     options, words = parser.parse_with_words(arguments)
     spec = make_spec(options.env, words)  # raises the errors of its name and settings

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 
 def add_main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "envs add",
-        "NAME URL [URL …] [--token-file F] [--ca-file F] [--user|--project]",
-        "Save a name for a remote environment, usable wherever an environment id is accepted. Several URLs are "
-        "servers of the same environment.",
-        "envgym envs add chess https://10.0.0.5:8000/chess --token-file chess.token\n  envgym train --env chess",
-    )
+    """Save a name for a remote environment, usable wherever an environment id is accepted. Several URLs are servers of
+    the same environment.
+
+    usage: NAME URL [URL …] [--token-file F] [--ca-file F] [--user|--project]
+    example: envgym envs add chess https://10.0.0.5:8000/chess --token-file chess.token
+      envgym train --env chess
+    """
+    parser = Parser.of("envs add", add_main)
     parser.add_argument("name", metavar="NAME", help="the new name")
     parser.add_argument("urls", metavar="URL", nargs="+", help="address of a server: http://HOST:PORT/NAME")
     parser.add_argument("--token-file", metavar="F", type=Path, help="file with the server's token")
@@ -59,12 +60,12 @@ def add_main(arguments: Sequence[str]) -> int:
 
 
 def remove_main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "envs remove",
-        "NAME [--user|--project]",
-        "Remove the saved name of a remote environment.",
-        "envgym envs remove chess",
-    )
+    """Remove the saved name of a remote environment.
+
+    usage: NAME [--user|--project]
+    example: envgym envs remove chess
+    """
+    parser = Parser.of("envs remove", remove_main)
     parser.add_argument("name", metavar="NAME", help="the saved name")
     _add_scope(parser)
     options = parser.parse_without_words(arguments, "removing takes no settings")

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 
 def list_main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "envs list", "", "List installed environments, and remote ones with a saved name.", "envgym envs list"
-    )
+    """List installed environments, and remote ones with a saved name.
+
+    example: envgym envs list
+    """
+    parser = Parser.of("envs list", list_main)
     parser.parse_with_words(arguments)
 
     from envgym import registry
@@ -46,12 +48,12 @@ def list_main(arguments: Sequence[str]) -> int:
 
 
 def show_main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "envs show",
-        "E [key=value …]",
-        "Show an environment: its agent, tools, services, settings, tasks and a first observation.",
-        "envgym envs show math_verify env.digits=3",
-    )
+    """Show an environment: its agent, tools, services, settings, tasks and a first observation.
+
+    usage: E [key=value …]
+    example: envgym envs show math_verify env.digits=3
+    """
+    parser = Parser.of("envs show", show_main)
     parser.add_argument("env", **ENV)
     options, words = parser.parse_with_words(arguments)
     event_loop.run(_show(make_spec(options.env, words)))
