@@ -21,17 +21,17 @@ VALUED = ("--config", "--out", "--prompt", "--reference", "--completion", *(f"--
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    """Re-score the episodes in FILE (.jsonl, .parquet, a folder of them, an evaluation) with an environment;
+    or score generations of any program: rows with a completion, a prompt and a reference, or the id of a task;
+    or score the answers of recorded data, with its fields named by data.prompt=… and data.answer=….
+    The environment is reset on each saved task and gets the recorded turns; nothing is sampled.
+    To resume a command that was stopped or killed, repeat it.
+
+    usage: FILE (--env E | --config FILE) [--out FILE] [key=value …]
+    example: envgym score best.jsonl --env my_reward.py --out scored.parquet
+    """
     # FILE is no key=value word, so it is removed before the words are parsed.
-    parser = Parser(
-        "score",
-        "FILE (--env E | --config FILE) [--out FILE] [key=value …]",
-        "Re-score the episodes in FILE (.jsonl, .parquet, a folder of them, an evaluation) with an environment;\n"
-        "or score generations of any program: rows with a completion, a prompt and a reference, or the id of a task;\n"
-        "or score the answers of recorded data, with its fields named by data.prompt=… and data.answer=….\n"
-        "The environment is reset on each saved task and gets the recorded turns; nothing is sampled.\n"
-        "To resume a command that was stopped or killed, repeat it.",
-        "envgym score best.jsonl --env my_reward.py --out scored.parquet",
-    )
+    parser = Parser.of("score", main)
     parser.add_argument("--env", **ENV)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument("--out", metavar="FILE", help="file for the scored episodes; default: FILE.scored.jsonl")

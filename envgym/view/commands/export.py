@@ -14,13 +14,13 @@ SUMMARY = "write a run as one self-contained HTML file"
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "export",
-        "RUN [--out FILE] [--episodes N] [--megabytes M]",
-        "Write a run, an evaluation or a file of episodes as one HTML file without other files: the page of\n"
-        "envgym view with its curves and lists, and N episodes: failed ones, best, worst and most surprising first.",
-        "envgym export first --episodes 20",
-    )
+    """Write a run, an evaluation or a file of episodes as one HTML file without other files: the page of
+    envgym view with its curves and lists, and N episodes: failed ones, best, worst and most surprising first.
+
+    usage: RUN [--out FILE] [--episodes N] [--megabytes M]
+    example: envgym export first --episodes 20
+    """
+    parser = Parser.of("export", main)
     parser.add_argument("run", metavar="RUN", help="run, evaluation, or file of episodes")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: RUN.html in this folder)")
     parser.add_argument("--episodes", metavar="N", type=int, default=100, help="episodes with their tokens (100)")

@@ -16,12 +16,12 @@ UNFINISHED = "unfinished"
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "runs",
-        "[runs_dir=FOLDER]",
-        "List run folders, newest first: status, steps, and held-out score before and after.",
-        "envgym runs",
-    )
+    """List run folders, newest first: status, steps, and held-out score before and after.
+
+    usage: [runs_dir=FOLDER]
+    example: envgym runs
+    """
+    parser = Parser.of("runs", main)
     folder = Path(parser.parse_with_folder(arguments, "runs_dir")[1])
     runs = [path for path in folder.glob("*/") if (path / "config.yaml").is_file()] if folder.is_dir() else []
     if not runs:

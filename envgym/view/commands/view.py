@@ -12,13 +12,13 @@ SUMMARY = "look at runs, evaluations and episodes in a browser"
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "view",
-        "[RUN …] [--port P] [--host H --token-file F]",
-        "Serve a page that shows runs (live ones too), evaluations and files of episodes, until Ctrl-C.\n"
-        "Default: all of runs/ and evals/. It only reads.",
-        "envgym view first --port 8080",
-    )
+    """Serve a page that shows runs (live ones too), evaluations and files of episodes, until Ctrl-C.
+    Default: all of runs/ and evals/. It only reads.
+
+    usage: [RUN …] [--port P] [--host H --token-file F]
+    example: envgym view first --port 8080
+    """
+    parser = Parser.of("view", main)
     parser.add_argument("runs", metavar="RUN", nargs="*", help="run, evaluation, file of episodes, or a folder of them")
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", metavar="P", type=int, default=8765, help="port; 0 takes a free one (8765)")
