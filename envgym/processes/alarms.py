@@ -13,34 +13,30 @@ import threading
 from typing import Any
 
 
-class Alarm:
+class Alarm(threading.Timer):
     """Raises in the thread that makes it what `handler` raises, after `seconds` unless cancelled."""
 
     def __init__(self, seconds: float, handler: Any) -> None:
-        self._handler = handler
-        self._thread = ctypes.c_ulong(threading.get_ident())
-        self._lock = threading.Lock()
-        self._is_cancelled = False
-        self._timer = threading.Timer(seconds, self._ring)
-        self._timer.daemon = True
-        self._timer.start()
+        super().__init__(seconds, self._ring, [handler])
+        self.daemon = True
+        self._interrupted = ctypes.c_ulong(threading.get_ident())
+        self._cancelling = threading.Lock()
 
     def cancel(self) -> None:
-        with self._lock:
-            self._is_cancelled = True
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread, None)  # one that is raised, but not yet noticed
-        self._timer.cancel()
+        with self._cancelling:
+            super().cancel()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(self._interrupted, None)  # one that is not yet noticed
 
-    def _ring(self) -> None:
+    def _ring(self, handler: Any) -> None:
         try:
-            self._handler(signal.SIGALRM, None)
+            handler(signal.SIGALRM, None)
         except BaseException as error:
             kind, args = type(error), error.args
             # Python raises a class in another thread, not an instance.
             raised = type(kind.__name__, (kind,), {"__init__": lambda self: kind.__init__(self, *args)})
-            with self._lock:
-                if not self._is_cancelled:
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread, ctypes.py_object(raised))
+            with self._cancelling:
+                if not self.finished.is_set():
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(self._interrupted, ctypes.py_object(raised))
 
 
 class _OfThread(threading.local):
@@ -54,34 +50,31 @@ _of_main = {name: getattr(signal, name) for name in ("signal", "alarm", "setitim
 
 def install() -> None:
     """Let `signal`'s functions for SIGALRM work in every thread of this process; nothing else changes."""
-    for function in (_signal, _alarm, _setitimer):
-        setattr(signal, function.__name__[1:], function)
+    signal.signal, signal.alarm, signal.setitimer = _signal, _alarm, _setitimer
 
 
-def _is_ours(number: int = signal.SIGALRM) -> bool:
-    return number == signal.SIGALRM and threading.current_thread() is not threading.main_thread()
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _signal(number: int, handler: Any) -> Any:
-    if not _is_ours(number):
+    if number != signal.SIGALRM or _is_main():
         return _of_main["signal"](number, handler)
     previous, _state.handler = _state.handler, handler
     return previous
 
 
 def _alarm(seconds: int) -> Any:
-    return _start(seconds) if _is_ours() else _of_main["alarm"](seconds)
+    return _of_main["alarm"](seconds) if _is_main() else int(_setitimer(signal.ITIMER_REAL, seconds)[0])
 
 
 def _setitimer(timer: int, seconds: float, interval: float = 0.0) -> Any:
-    if timer != signal.ITIMER_REAL or not _is_ours():
-        return _of_main["setitimer"](timer, seconds, interval)
-    return float(_start(seconds)), 0.0
-
-
-def _start(seconds: float) -> int:
     """Replace the thread's alarm; 0 seconds cancel it."""
+    if timer != signal.ITIMER_REAL or _is_main():
+        return _of_main["setitimer"](timer, seconds, interval)
     if _state.alarm is not None:
         _state.alarm.cancel()
-    _state.alarm = Alarm(seconds, _state.handler) if seconds > 0 and callable(_state.handler) else None
-    return 0
+    _state.alarm = Alarm(seconds, _state.handler)
+    if seconds > 0 and callable(_state.handler):
+        _state.alarm.start()
+    return 0.0, 0.0

@@ -76,7 +76,7 @@ class RewardFunction:
             )
         names = [name for name in (*ARGUMENTS, *TRL_ARGUMENTS, *task.fields) if _is_parameter(name)]
         for name in self._required:
-            if self._is_answer(name, task, aliases) and task.answer is None:
+            if task.answer is None and name not in task.fields and aliases.get(name, name) == "answer":
                 advice = "set data.answer=FIELD to the field" if from_data else "name their field 'answer'"
                 raise ConfigError(
                     f"reward function {self.name} takes {name!r}, and the tasks have no answer: {advice} "
@@ -91,20 +91,13 @@ class RewardFunction:
                 )
 
     def _check_meanings(self, task: Task) -> None:
-        for name in AMBIGUOUS:
-            if (
-                name in self._parameters
-                and name in task.fields
-                and "fields" not in self._parameters
-                and not self.is_trl
-            ):
-                raise ConfigError(
-                    f"reward function {self.name} takes {name!r}, which is a field of the row and an argument of "
-                    f"envgym's: add the parameter `fields`, then fields[{name!r}] is the row's and {name} envgym's"
-                )
-
-    def _is_answer(self, name: str, task: Task, aliases: Mapping[str, str]) -> bool:
-        return name not in task.fields and aliases.get(name, name) == "answer"
+        ambiguous = self._parameters.intersection(AMBIGUOUS, task.fields)
+        if ambiguous and "fields" not in self._parameters and not self.is_trl:
+            name = min(ambiguous)
+            raise ConfigError(
+                f"reward function {self.name} takes {name!r}, which is a field of the row and an argument of "
+                f"envgym's: add the parameter `fields`, then fields[{name!r}] is the row's and {name} envgym's"
+            )
 
     def arguments(self, task: Task, action: Action, aliases: Mapping[str, str]) -> dict[str, Any]:
         """The arguments for one completion; `aliases` are other names of prompt and answer. Raises `DataError` if the
@@ -116,9 +109,9 @@ class RewardFunction:
             "completion": text, "prompt": prompt_text(task), "answer": task.answer, "task": task,
             "messages": [*messages, Message("assistant", text)], "action": action,
         }  # fmt: skip
-        by_alias = {alias: values[name] for alias, name in aliases.items()}
+        available = {alias: values[name] for alias, name in aliases.items()} | {"fields": task.fields}
         if self.is_trl:
-            available = by_alias | {"fields": task.fields} | values | dict(task.fields) | {
+            available |= values | dict(task.fields) | {
                 "completions": text if is_text else [{"role": "assistant", "content": text}],
                 "prompts": task.prompt if is_text else [message.as_dict() for message in messages],
             }  # fmt: skip
@@ -130,9 +123,8 @@ class RewardFunction:
                     "gives none"
                 )
         else:
-            available = by_alias | {"fields": task.fields} | dict(task.fields) | values
-            of_row = set(AMBIGUOUS).intersection(task.fields) - self._parameters  # in **kwargs
-            available |= {name: task.fields[name] for name in of_row}
+            of_row = set(AMBIGUOUS) - self._parameters  # in **kwargs
+            available |= dict(task.fields) | values | {n: value for n, value in task.fields.items() if n in of_row}
         if missing := [name for name in self._required if name not in available]:
             raise DataError(f"task {task.id} has no field {missing[0]!r}, which {self.name} takes")
         names = [*self._required, *self._optional]
