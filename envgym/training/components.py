@@ -79,8 +79,7 @@ async def start_components(
     summary = await survey(context.spec, "train", agent.renderer)
     apis = _make_apis(stage, learner, agent.renderer, context)
     pretraining = Pretraining(stage.pretrain, agent.renderer, config.seed) if stage.pretrain.paths else None
-    timeshared = _timeshared_roles(context.runtime)
-    stage_of_roles, cache_bytes, waiting = _plan_loading(config, stage, context, learner)
+    stage_of_roles, cache_bytes, waiting, timeshared = _plan_loading(config, stage, context, learner)
     sampling = None
     if agent.uses_policy:
         rank = adapters["actor"].rank
@@ -100,10 +99,14 @@ async def start_components(
         timeshare = GpuTimeshare(
             engine, {role: workers[role] for role in timeshared}, keeps_weights=adapters["actor"].rank > 0
         )
-        quantized = adapters["actor"].quantize != "none"
+        actor, quantized = workers["actor"], adapters["actor"].quantize != "none"
         text = agent.renderer.prompt(Observation(text=PROBE))
         probe = tuple(text[: min(PROBE_TOKENS, max_model_len or PROBE_TOKENS)])
-        sync = _make_sync(config, stage, engine, workers["actor"], probe, timeshare, quantized=quantized)
+        precision = "float32" if {actor.info.dtype, stage.engine.dtype} <= {"float32", "auto"} else "16 bit"
+        files = _file_transfer(config, stage, actor)
+        transfer = make_transfer(stage.sync, actor, files, workers_per_engine=stage.engine.tensor_parallel)
+        tolerance = stage.sync.tolerance
+        sync = WeightSync(engine, actor, probe, tolerance, precision, transfer, files, timeshare, quantized)
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     if agent.uses_policy:
         runner.first_answers.note = display.note
@@ -114,17 +117,18 @@ async def start_components(
 
 def _plan_loading(
     config: RunConfig, stage: StageConfig, context: StageContext, learner: Learner
-) -> tuple[StageConfig, int | None, set[str]]:
+) -> tuple[StageConfig, int | None, set[str], list[str]]:
     """By the plan's memory: the stage with its micro-batches, the size of the engine's cache (see
-    `MemoryNeeds.engine_cache`), and the roles that load only when the engine is up."""
+    `MemoryNeeds.engine_cache`), the roles that load only when the engine is up, and those whose models timeshare GPUs
+    with it."""
     if not isinstance(context.runtime, PlacedRuntime):
-        return stage, None, set()
+        return stage, None, set(), []
     plan, models = context.runtime.plan, local_models(context.spec)
     stage = with_micro_batches(stage, plan, models, config.stages_by_name)
     cache_bytes = MemoryNeeds(stage, plan, models, config.stages_by_name).engine_cache()
     gpus = set(plan.gpus_of(ENGINE))
     waiting = {role for role in learner.roles if cache_bytes is None and not gpus.isdisjoint(plan.gpus_of(role))}
-    return stage, cache_bytes, waiting
+    return stage, cache_bytes, waiting, [part.name for part in plan.parts if part.in_turns]
 
 
 def _make_apis(
@@ -146,11 +150,6 @@ def _make_apis(
         elif role_spec.top_k and model and load_tokenizer(model).get_vocab() != renderer.tokenizer.get_vocab():
             raise ConfigError(f"roles.{role}.model: {model} has another vocabulary than the policy, token by token")
     return apis
-
-
-def _timeshared_roles(runtime: Runtime) -> list[str]:
-    """The roles whose models timeshare GPUs with the engines."""
-    return [part.name for part in runtime.plan.parts if part.in_turns] if isinstance(runtime, PlacedRuntime) else []
 
 
 async def _load_in_parallel(
@@ -210,21 +209,7 @@ async def _load_in_parallel(
     return engine, workers | {role: workers["actor"].without_adapter(role) for role in bases}
 
 
-def _make_sync(
-    config: RunConfig,
-    stage: StageConfig,
-    engine: EnginePool,
-    actor: WorkerGroup,
-    probe: tuple[int, ...],
-    timeshare: GpuTimeshare,
-    *,
-    quantized: bool,
-) -> WeightSync:
-    """The weight sync from the actor to the engines."""
-    precision = "float32" if {actor.info.dtype, stage.engine.dtype} <= {"float32", "auto"} else "16 bit"
+def _file_transfer(config: RunConfig, stage: StageConfig, actor: WorkerGroup) -> FileTransfer:
     shared = Path(config.runs_dir, config.name or "", "transfer")
     bucket_bytes, is_vllm = stage.sync.bucket_megabytes * 2**20, choose_engine(stage.engine.kind)[0] == TARGETS["vllm"]
-    files = FileTransfer(actor, shared, bucket_bytes, checkpoint=is_vllm)
-    transfer = make_transfer(stage.sync, actor, files, workers_per_engine=stage.engine.tensor_parallel)
-    tolerance = stage.sync.tolerance
-    return WeightSync(engine, actor, probe, tolerance, precision, transfer, files, timeshare, quantized)
+    return FileTransfer(actor, shared, bucket_bytes, checkpoint=is_vllm)
