@@ -66,27 +66,20 @@ def nest_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def expand_keys(settings: Any) -> Any:
-    """The settings of a run, or of a stage, with dotted keys (`learner.lr`, and `kl.coef` in `learner`) as nested ones,
-    in its stages too. Deeper mappings have keys of their own."""
-    if not isinstance(settings, Mapping):
+def expand_keys(settings: Any, depth: int = 1) -> Any:
+    """The settings of a run, or of its stages, with dotted keys (`learner.lr`, and `kl.coef` in `learner`) as nested
+    ones, down to `depth` groups within groups. Deeper mappings have keys of their own."""
+    if isinstance(settings, list):
+        return [expand_keys(stage, depth) for stage in settings]
+    if not isinstance(settings, Mapping) or depth < 0:
         return settings
-    result = {}
-    for key, value in settings.items():
-        if key == "stages" and isinstance(value, list):
-            value = [expand_keys(stage) for stage in value]
-        elif key in ("stages", "roles") and isinstance(value, Mapping):
-            value = {name: expand_keys(item) for name, item in value.items()}
-        elif key == "model_settings":
-            value = expand_keys(value)
-        elif isinstance(value, Mapping) and "." not in str(key):
-            value = _nested(value)
-        result[key] = value
-    return _nested(result)
-
-
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return nest_keys(settings.items()) if any("." in str(key) for key in settings) else dict(settings)
+    is_list = isinstance(settings.get("stages"), list)
+    depths = {"roles": 2, "model_settings": 1, "stages": 1 if is_list else 2} if depth == 1 else {}
+    expanded = {
+        key: value if "." in str(key) else expand_keys(value, depths.get(key, depth - 1))
+        for key, value in settings.items()
+    }
+    return nest_keys(expanded.items()) if any("." in str(key) for key in expanded) else expanded
 
 
 def dotted_keys(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -103,7 +96,7 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     if "data" in overrides:
         overrides = {**overrides, "data": data_settings(overrides["data"])}
     if "render" in base and "render" in overrides:  # the kind alone may be given
-        base, overrides = ({**part, "render": _render_mapping(part["render"])} for part in (base, overrides))
+        base, overrides = ({**part, "render": component_mapping(part["render"], "kind")} for part in (base, overrides))
     components = {}
     for key in COMPONENTS:
         if key in overrides:
@@ -136,13 +129,9 @@ def without_warmup(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
     return {**base, "learner": {key: value for key, value in learner.items() if key not in WARMUPS}}
 
 
-def _render_mapping(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
-def component_mapping(value: Any) -> Any:
-    """A component as a mapping, also if only its name is given."""
-    return {"name": value} if isinstance(value, str) else value
+def component_mapping(value: Any, key: str = "name") -> Any:
+    """A component as a mapping, also if only its name is given, the value of `key`."""
+    return {key: value} if isinstance(value, str) else value
 
 
 def changes_name(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

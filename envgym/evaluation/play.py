@@ -67,17 +67,16 @@ class PartRun:
 
     async def first_tools(self) -> tuple[ToolSpec, ...]:
         """The tools that the first task's first observation offers the policy; none if that cannot be known."""
-        offered: tuple[ToolSpec, ...] = ()
+        offered: list[ToolSpec] = []
 
         async def look(env: CheckedEnv) -> Outcome:
-            nonlocal offered
             observation, _ = await env.reset(seed=0, options={"task": self.tasks[0]})
-            offered = observation.tools
+            offered.extend(observation.tools)
             return Outcome.finish()
 
         if self.tasks and getattr(self.runner.agent.config, "tools", False):
             await run_episode(self.spec, self.tasks[0], look, self.part.stage.rollout.episode_timeout)
-        return offered
+        return tuple(offered)
 
 
 @asynccontextmanager

@@ -46,12 +46,9 @@ class Change:
 
     @property
     def in_words(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        equals = self._n_equal / max(1, self._n_changed)
-        return (
-            f"{name} keeps {self.share:.0%} of what training changed: rounded, {equals:.0%} of the changed weights "
-            "equal the base's"
-        )
+        name, equals = str(self.dtype).removeprefix("torch."), self._n_equal / max(1, self._n_changed)
+        kept = f"{name} keeps {self.share:.0%} of what training changed"
+        return f"{kept}: rounded, {equals:.0%} of the changed weights equal the base's"
 
 
 def change_between(base: Path, trained: Path, dtype: str) -> Change:

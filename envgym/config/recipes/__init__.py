@@ -36,9 +36,7 @@ def recipe_names() -> list[str]:
 
 def load_recipe(name: str) -> dict[str, Any]:
     """The settings in a recipe's file; `name` is a shipped recipe or the path of a YAML file."""
-    settings = _read_recipe(name)
-    settings.pop(RATES, None)
-    return settings
+    return {key: value for key, value in _read_recipe(name).items() if key != RATES}
 
 
 def rates_of_recipe(name: str, learner: str | None = None) -> str | None:
