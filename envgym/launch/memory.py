@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from envgym import hub
 from envgym.config.recipes import makes_model, recipe_model_folder
 from envgym.config.schema import STAGE, RoleConfig, StageConfig
 from envgym.env import EnvSpec
@@ -176,9 +177,8 @@ def engine_memory(sizes: ModelSizes, stage: StageConfig, plan: Plan, gpu_bytes: 
 def _sampling_bytes(sizes: ModelSizes) -> float:
     """Bytes that vLLM takes on a GPU beside weights and cache: the activations of its longest step, the logits of all
     requests in float32, a copy and their order, and its graphs."""
-    return (
-        2 * STEP_TOKENS * (6 * sizes.hidden + 3 * sizes.intermediate) + 12 * STEP_REQUESTS * sizes.vocabulary + 2 * GIB
-    )
+    activations = 2 * STEP_TOKENS * (6 * sizes.hidden + 3 * sizes.intermediate)
+    return activations + 12 * STEP_REQUESTS * sizes.vocabulary + 2 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,17 +368,7 @@ def model_folder(name: str) -> Path:
     if makes_model(name):
         return recipe_model_folder(name)
     path = Path(name)
-    if path.is_dir() or is_path(name):
-        return policy_of_run(path) if (path / "config.yaml").exists() else path
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:
-        return path
-    try:
-        file = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # not a valid name of the hub
-        return path
-    return Path(file).parent if isinstance(file, str) else path
+    return policy_of_run(path) if path.is_dir() or is_path(name) else hub.fetched_model(name) or path
 
 
 def _adapter_parameters(sizes: ModelSizes, rank: int) -> float:

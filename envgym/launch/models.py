@@ -33,6 +33,7 @@ from envgym.workers.lora import ADAPTER_CONFIG
 from envgym.yaml_files import read_yaml
 
 from .components import open_runtime, start_role
+from .memory import model_folder
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -91,14 +92,13 @@ def base_of_model(model: Path) -> Path | None:
     while name.startswith(STAGE):
         name = names[name.removeprefix(STAGE)]
     with contextlib.suppress(EnvgymError):
-        if makes_model(name):
-            return recipe_model_folder(name)
         # A relative path is of the folder in which the run was started, usually that of its `runs`.
-        for path in (Path(name), run.parent.parent / name):
-            if path.is_dir():
-                folder = path / "model" if run_of_checkpoint(path) else policy_of_run(path)
-                return folder if (folder / "config.json").is_file() else None
-    return None if is_path(name) else hub.fetched_model(name)
+        relative = run.parent.parent / name
+        is_relative = relative.is_dir() and not Path(name).is_dir() and not makes_model(name)
+        folder = model_folder(str(relative) if is_relative else name)
+        folder = folder / "model" if run_of_checkpoint(folder) else folder
+        return folder if (folder / "config.json").is_file() else None
+    return None
 
 
 def with_own_format(stage: StageConfig, model: str, note: Callable[[str], None]) -> StageConfig:
