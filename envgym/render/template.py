@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, cached_property
+from os.path import commonprefix
 from typing import Any
 
 from envgym.errors import InvalidStep
@@ -123,7 +124,7 @@ class Template:
         token."""
         followed = self._try([*EXCHANGE, {"role": "user", "content": QUESTION_2}], ())
         # The text common to the last turn and an earlier one: some templates end conversations too.
-        common = _common_beginning(self._after_last_turn, followed.rpartition(ANSWER)[2])
+        common = commonprefix([self._after_last_turn, followed.rpartition(ANSWER)[2]])  # noqa: RUF071
         eos = self.tokenizer.eos_token
         ends = [eos] if eos and eos in common else [token for token in self._added_tokens if token.strip()]
         matches = [(common.find(token), -len(token), token) for token in ends if token in common]
@@ -194,9 +195,8 @@ class Template:
     @cached_property
     def _takes_thoughts(self) -> bool:
         """True if the template takes a thought from a field alone, and not from between tags in the text as well."""
-        inline = self._try(
-            [EXCHANGE[0], {"role": "assistant", "content": f"{THINK}\n{RESULT}\n{END_OF_THOUGHT}\n\n{ANSWER}"}], ()
-        )
+        thought = f"{THINK}\n{RESULT}\n{END_OF_THOUGHT}\n\n"
+        inline = self._try([EXCHANGE[0], {"role": "assistant", "content": thought + ANSWER}], ())
         text = self._try([EXCHANGE[0], {**EXCHANGE[1], THOUGHT: RESULT}], ())
         return RESULT in text and "".join(text.split()) != "".join(inline.split())
 
@@ -247,8 +247,3 @@ class Template:
 
 def _parts(content: str | None) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}] if content else []
-
-
-def _common_beginning(first: str, second: str) -> str:
-    end = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
-    return first[:end]

@@ -3,7 +3,7 @@ policy that is always wrong."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from envgym.env import EnvSpec
@@ -23,8 +23,10 @@ class FirstAnswers:
     def __init__(self, spec: EnvSpec) -> None:
         self.note: Callable[[str], None] | None = None
         self._spec = spec
-        self._n_started, self._n_ended, self._missing = Counter[EnvSpec](), Counter[EnvSpec](), Counter[EnvSpec]()
-        self._decided: set[EnvSpec] = set()
+        self._n_started = Counter[EnvSpec]()
+        self._ended: dict[EnvSpec, list[float | None]] = defaultdict(list)
+        """`answered` of the first episodes."""
+        self._noted: set[EnvSpec] = set()
 
     def start(self, task: Task) -> bool:
         """True if the episode of this task that starts now is among the first: then `add` gets it when it has ended."""
@@ -34,23 +36,19 @@ class FirstAnswers:
 
     def add(self, episode: Episode) -> None:
         spec = self._spec.spec_for(episode.task)
-        if self.note is None or spec in self._decided:
-            return
-        self._n_ended[spec] += 1
-        if episode.metrics.get("answered"):
-            self._decided.add(spec)
-            return
-        self._missing[spec] += "answered" in episode.metrics
-        if self._n_ended[spec] == FIRST and self._missing[spec] >= FEWEST:
-            self._say(spec)
+        self._ended[spec].append(episode.metrics.get("answered"))
+        if len(self._ended[spec]) == FIRST:
+            self._decide(spec)
 
     def conclude(self) -> None:
         """Decide for environments with fewer episodes: there are no more."""
-        for spec in [spec for spec, count in self._missing.items() if count >= FEWEST]:
-            if spec not in self._decided:
-                self._say(spec)
+        for spec, answered in self._ended.items():
+            if len(answered) < FIRST:
+                self._decide(spec)
 
-    def _say(self, spec: EnvSpec) -> None:
-        self._decided.add(spec)
-        if self.note is not None and spec.unanswered:
-            self.note(f"no answer in the first {self._missing[spec]} episodes of {spec.id}: {spec.unanswered}")
+    def _decide(self, spec: EnvSpec) -> None:
+        answered = self._ended[spec]
+        n_missing = 0 if any(answered) or spec in self._noted else answered.count(0)
+        if n_missing >= FEWEST and self.note is not None and spec.unanswered:
+            self._noted.add(spec)
+            self.note(f"no answer in the first {n_missing} episodes of {spec.id}: {spec.unanswered}")
