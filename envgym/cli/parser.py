@@ -36,10 +36,11 @@ class Parser(argparse.ArgumentParser):
         )
 
     @classmethod
-    def of(cls, command: str, function: Callable[..., int]) -> Parser:
+    def of(cls, command: str, function: Callable[..., int], **values: str) -> Parser:
         """The parser of the command that a function's docstring describes: what it does, then a line `usage: ARGUMENTS`
-        unless it takes none, and one `example: COMMAND`."""
-        summary, _, texts = (inspect.getdoc(function) or "").partition("\n\n")
+        unless it takes none, and one `example: COMMAND`. `values` stand for their names in braces."""
+        text = inspect.getdoc(function) or ""
+        summary, _, texts = (text.format(**values) if values else text).rpartition("\n\n")
         arguments, _, example = texts.removeprefix("usage: ").rpartition("example: ")
         return cls(command, arguments.rstrip(), summary, example)
 

@@ -25,18 +25,19 @@ SUMMARY = "run a command line of OpenRLHF"
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    """Translate a command of OpenRLHF, print the translation, and run it; with --dry-run only print it. PROGRAM is
+    one of {programs},
+    whose flags envgym openrlhf PROGRAM --help explains; or rlhf:NAME, or a path to NAME.py (train_dpo,
+    train_ppo, train_grpo) with --config rlhf.yaml.
+
+    usage: PROGRAM [--dry-run] flags…
+    example: envgym openrlhf train_dpo --pretrain M --dataset preferences.jsonl --apply_chat_template --dry-run
+    """
     from .rlhf import entry_point, translate_file
     from .table import PROGRAMS, help_of
     from .translate import translate
 
-    parser = Parser(
-        "openrlhf",
-        "PROGRAM [--dry-run] flags…",
-        "Translate a command of OpenRLHF, print the translation, and run it; with --dry-run only print it. PROGRAM is\n"
-        f"one of {', '.join(PROGRAMS)},\nwhose flags envgym openrlhf PROGRAM --help explains; or rlhf:NAME, or a path "
-        "to NAME.py (train_dpo,\ntrain_ppo, train_grpo) with --config rlhf.yaml.",
-        "envgym openrlhf train_dpo --pretrain M --dataset preferences.jsonl --apply_chat_template --dry-run",
-    )
+    parser = Parser.of("openrlhf", main, programs=", ".join(PROGRAMS))
     if arguments[:1] in ([], ["--help"], ["-h"]):
         parser.print_help()
         return 0 if arguments else 2

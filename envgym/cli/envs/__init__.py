@@ -19,16 +19,21 @@ ACTIONS = {
     "remove": ("remote", "remove a saved remote environment"),
 }
 
-_LISTED = "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in ACTIONS.items())
-
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser(
-        "envs",
-        "list | show E | check E | try E | new NAME | add NAME URL | remove NAME [key=value …]",
-        f"Environments.\n\n{_LISTED}\n\nenvgym envs ACTION --help for details.",
-        "envgym envs list\n  envgym envs show math_verify\n  envgym envs check my_env.py",
-    )
+    """Environments.
+
+    {actions}
+
+    envgym envs ACTION --help for details.
+
+    usage: list | show E | check E | try E | new NAME | add NAME URL | remove NAME [key=value …]
+    example: envgym envs list
+      envgym envs show math_verify
+      envgym envs check my_env.py
+    """
+    listed = "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in ACTIONS.items())
+    parser = Parser.of("envs", main, actions=listed)
     if list(arguments) in (["--help"], ["-h"]):
         parser.parse_args(list(arguments))
     if not arguments:

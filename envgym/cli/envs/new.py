@@ -21,13 +21,14 @@ CLASS, FILE = "NewEnvironment", "new_environment"
 
 
 def new_main(arguments: Sequence[str]) -> int:
+    """Write NAME.py, a working environment to start from ({kinds}).
+
+    usage: NAME [--kind {names}]
+    example: envgym envs new my_env
+      envgym envs new my_env --kind tools
+    """
     kinds = "; ".join(f"{kind}: {summary}" for kind, summary in KINDS.items())
-    parser = Parser(
-        "envs new",
-        f"NAME [--kind {'|'.join(KINDS)}]",
-        f"Write NAME.py, a working environment to start from ({kinds}).",
-        "envgym envs new my_env\n  envgym envs new my_env --kind tools",
-    )
+    parser = Parser.of("envs new", new_main, kinds=kinds, names="|".join(KINDS))
     parser.add_argument("name", metavar="NAME", help="name of the file, with or without a folder")
     parser.add_argument("--kind", metavar="K", default="reward", help=f"{', '.join(KINDS)} (reward)")
     options = parser.parse_without_words(arguments, "a new file has no settings yet")
