@@ -25,7 +25,7 @@ from envgym.models.sizes import count_parameters
 from envgym.processes.runtime import Slot
 from envgym.run_folder import policy_of_run
 from envgym.services.declarations import RewardModel
-from envgym.workers.config import WorkersConfig, number_format
+from envgym.workers.config import GPU_SHARE, MAX_LOGITS, WorkersConfig, number_format
 
 from .placement import ENGINE, Plan, name_of_service
 
@@ -53,10 +53,6 @@ float32. Those were fitted to the peaks of `benchmarks/gpu_first.py` on an H100.
 GPU_MICRO_BATCHES = (16_384, 8_192)
 """Tokens per micro-batch that `auto` tries on GPUs. On an H100 a model of 0.5 billion parameters learned 1.8 times as
 fast with 16,384 as with 4,096, and no faster with 32,768 (`benchmarks/gpu_first.py`)."""
-MAX_LOGITS = 2**25
-"""Maximum logits of the output layer at a time on a CPU; see `envgym.workers.head`."""
-GPU_SHARE = 128
-"""On a GPU they take its memory divided by this; likewise."""
 
 
 @dataclass(frozen=True, slots=True)

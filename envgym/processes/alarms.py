@@ -57,9 +57,9 @@ def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _signal(number: int, handler: Any) -> Any:
-    if number != signal.SIGALRM or _is_main():
-        return _of_main["signal"](number, handler)
+def _signal(signalnum: int, handler: Any) -> Any:
+    if signalnum != signal.SIGALRM or _is_main():
+        return _of_main["signal"](signalnum, handler)
     previous, _state.handler = _state.handler, handler
     return previous
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 LEAST_TOKENS = 4096
 """Tokens per micro-batch unless a plan finds memory for more."""
+MAX_LOGITS = 2**25
+"""Maximum number of logits in memory on a CPU: 128 MiB in float32, and as much again for what is computed from them."""
+GPU_SHARE = 128
+"""On a GPU, logits and what is computed from them take its memory divided by this: 0.6 GiB of 80."""
 
 
 def number_format(dtype: str, *, on_cpu: bool) -> str:

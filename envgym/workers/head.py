@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-MAX_LOGITS = 2**25
-"""Maximum number of logits in memory on a CPU: 128 MiB in float32, and as much again for what is computed from them."""
-GPU_SHARE = 128
-"""On a GPU, logits and what is computed from them take its memory divided by this: 0.6 GiB of 80."""
+from .config import GPU_SHARE, MAX_LOGITS
+
 MIN_SLICE = 1024
 """Minimum tokens of the vocabulary per slice: with very many rows, narrower matrices would waste the processor."""
 MULTIPLE = 256
