@@ -137,7 +137,7 @@ def report_full_disk() -> Iterator[None]:
     except Exception as error:
         if (reason := cannot_write(error)) is None:
             raise
-        raise RunError(reason) from None
+        raise RunError(reason) from error
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from envgym.errors import (
     EnvgymError,
     RunError,
     WorkerError,
-    cannot_write,
     extend_message,
+    report_full_disk,
 )
 from envgym.evaluation.held_out import check_held_out
 from envgym.launch.components import StageContext, stage_context
@@ -165,7 +165,8 @@ def _summary_on_exit(config: RunConfig, folder: RunFolder, state: _StageState) -
     """Write the summary on any exit, and add the saved checkpoint to an error's message."""
     status = "failed"
     try:
-        yield
+        with report_full_disk():
+            yield
         status = "completed"
     except Stopped:
         status = "stopped"
@@ -175,13 +176,7 @@ def _summary_on_exit(config: RunConfig, folder: RunFolder, state: _StageState) -
     except (RunError, WorkerError) as error:
         if not _has_steps(folder, state):
             raise
-        raise extend_message(error, checkpoint_message(config, folder)) from None
-    except Exception as error:
-        if (problem := cannot_write(error)) is None:
-            raise
-        if _has_steps(folder, state):
-            problem += f"; {checkpoint_message(config, folder)}"
-        raise RunError(problem) from error
+        raise extend_message(error, checkpoint_message(config, folder)) from error.__cause__
     except (asyncio.CancelledError, KeyboardInterrupt):
         status = "stopped"
         raise
