@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     @classmethod
-    def of(cls, command: str, function: Callable[..., int], **values: str) -> Parser:
+    def from_docstring(cls, command: str, function: Callable[..., int], **values: str) -> Parser:
         """The parser of the command that a function's docstring describes: what it does, then a line `usage: ARGUMENTS`
         unless it takes none, and one `example: COMMAND`. `values` stand for their names in braces."""
         text = inspect.getdoc(function) or ""
@@ -50,8 +50,8 @@ class Parser(argparse.ArgumentParser):
     def parse_with_words(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the `key=value` words in order. Raises `ConfigError` for anything else."""
         has_env = any(action.metavar == "E" for action in self._get_positional_actions())
-        known = {*self._option_string_actions, *(["--env"] if has_env else [])}
-        names = [name for name in OF_RUN if f"--{name}" not in known]
+        strings = {*self._option_string_actions, *(["--env"] if has_env else [])}
+        names = [name for name in OF_RUN if f"--{name}" not in strings]
         for name in names:
             self.add_argument(f"--{name}", dest=f"word_{name}", help=argparse.SUPPRESS)
         options, words = self.parse_known_args(arguments)

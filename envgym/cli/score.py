@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     example: envgym score best.jsonl --env my_reward.py --out scored.parquet
     """
     # FILE is no key=value word, so it is removed before the words are parsed.
-    parser = Parser.of("score", main)
+    parser = Parser.from_docstring("score", main)
     parser.add_argument("--env", **ENV)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument("--out", metavar="FILE", help="file for the scored episodes; default: FILE.scored.jsonl")

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     example: envgym serve math_verify --port 8000
       envgym train --env http://127.0.0.1:8000/math_verify
     """
-    parser = Parser.of("serve", main)
+    parser = Parser.from_docstring("serve", main)
     parser.add_argument(
         "envs", metavar="E", nargs="+", help="environment: id, file.py[:Name] or import path; NAME=E names it"
     )

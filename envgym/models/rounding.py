@@ -47,8 +47,8 @@ class Change:
     @property
     def in_words(self) -> str:
         name, equals = str(self.dtype).removeprefix("torch."), self._n_equal / max(1, self._n_changed)
-        kept = f"{name} keeps {self.share:.0%} of what training changed"
-        return f"{kept}: rounded, {equals:.0%} of the changed weights equal the base's"
+        share = f"{name} keeps {self.share:.0%} of what training changed"
+        return f"{share}: rounded, {equals:.0%} of the changed weights equal the base's"
 
 
 def change_between(base: Path, trained: Path, dtype: str) -> Change:

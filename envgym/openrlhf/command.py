@@ -37,7 +37,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from .table import PROGRAMS, help_of
     from .translate import translate
 
-    parser = Parser.of("openrlhf", main, programs=", ".join(PROGRAMS))
+    parser = Parser.from_docstring("openrlhf", main, programs=", ".join(PROGRAMS))
     if arguments[:1] in ([], ["--help"], ["-h"]):
         parser.print_help()
         return 0 if arguments else 2

@@ -24,8 +24,8 @@ class FirstAnswers:
         self.note: Callable[[str], None] | None = None
         self._spec = spec
         self._n_started = Counter[EnvSpec]()
-        self._ended: dict[EnvSpec, list[float | None]] = defaultdict(list)
-        """`answered` of the first episodes."""
+        self._values: dict[EnvSpec, list[float | None]] = defaultdict(list)
+        """The metric `answered` of the first episodes."""
         self._noted: set[EnvSpec] = set()
 
     def start(self, task: Task) -> bool:
@@ -36,19 +36,19 @@ class FirstAnswers:
 
     def add(self, episode: Episode) -> None:
         spec = self._spec.spec_for(episode.task)
-        self._ended[spec].append(episode.metrics.get("answered"))
-        if len(self._ended[spec]) == FIRST:
+        self._values[spec].append(episode.metrics.get("answered"))
+        if len(self._values[spec]) == FIRST:
             self._decide(spec)
 
     def conclude(self) -> None:
         """Decide for environments with fewer episodes: there are no more."""
-        for spec, answered in self._ended.items():
-            if len(answered) < FIRST:
+        for spec, values in self._values.items():
+            if len(values) < FIRST:
                 self._decide(spec)
 
     def _decide(self, spec: EnvSpec) -> None:
-        answered = self._ended[spec]
-        n_missing = 0 if any(answered) or spec in self._noted else answered.count(0)
+        values = self._values[spec]
+        n_missing = 0 if any(values) or spec in self._noted else values.count(0)
         if n_missing >= FEWEST and self.note is not None and spec.unanswered:
             self._noted.add(spec)
             self.note(f"no answer in the first {n_missing} episodes of {spec.id}: {spec.unanswered}")

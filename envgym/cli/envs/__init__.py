@@ -32,8 +32,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
       envgym envs show math_verify
       envgym envs check my_env.py
     """
-    listed = "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in ACTIONS.items())
-    parser = Parser.of("envs", main, actions=listed)
+    lines = "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in ACTIONS.items())
+    parser = Parser.from_docstring("envs", main, actions=lines)
     if list(arguments) in (["--help"], ["-h"]):
         parser.parse_args(list(arguments))
     if not arguments:

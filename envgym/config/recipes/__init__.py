@@ -40,8 +40,8 @@ def load_recipe(name: str) -> dict[str, Any]:
 
 
 def rates_of_recipe(name: str, learner: str | None = None) -> str | None:
-    """The recipe's row of default learning rates (`envgym/config/learning_rates.yaml`); None if it has a rate of its own,
-    or if `learner` is not the one that those rates are for."""
+    """The recipe's row of default learning rates (`envgym/config/learning_rates.yaml`); None if it has a rate of its
+    own, or if `learner` is not the one that those rates are for."""
     settings = _read_recipe(name)
     component = settings.get("learner")
     trained_by = component.get("name") if isinstance(component, dict) else component
