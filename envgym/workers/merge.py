@@ -97,11 +97,9 @@ def _merge(folder: Path, config: Mapping[str, Any], base: str, note: Callable[[s
     peft = import_peft()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    try:
-        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # no mapping
-    except SafetensorError as error:
-        raise ConfigError(f"{folder / ADAPTER_WEIGHTS} cannot be read: {error}") from None
+    path = folder / ADAPTER_WEIGHTS
+    with reported_as(ConfigError, f"{path} cannot be read", cause=SafetensorError), safe_open(path, "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # no mapping
     model, missing = _load_base(base, config, shapes)
     origin = folder / ORIGIN
     if origin.is_file():

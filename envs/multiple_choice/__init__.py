@@ -10,7 +10,7 @@ from string import ascii_uppercase as LETTERS
 from typing import Any, Literal
 
 from envgym.env import Env, Info, Recording, StepResult
-from envgym.errors import DataError, did_you_mean
+from envgym.errors import DataError, did_you_mean, reported_as
 from envgym.rewards.final_answers import boxed
 from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.tasks.columns import ANSWER_FIELDS, PROMPT_FIELDS
@@ -84,10 +84,8 @@ class MultipleChoice(DataEnvSpec):
 
         Raises `DataError` if it has no options, or the answer is not clearly one of them.
         """
-        try:
+        with reported_as(DataError, f"task {task.key}", cause=DataError):
             options, right = self._read(task)
-        except DataError as error:
-            raise DataError(f"task {task.key}: {error}") from None
         if not self.config.shuffle:
             return options, right
         order = random.Random(f"{task.key} {seed}").sample(range(len(options)), len(options))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from envgym.cli.parser import Parser
-from envgym.errors import ConfigError, did_you_mean
+from envgym.errors import ConfigError, did_you_mean, reported_as
 
 FOLDER = Path(__file__).with_name("templates")
 KINDS = {
@@ -52,11 +52,8 @@ def write(name: Path, kind: str) -> Path:
         raise ConfigError(f"there is no folder {path.parent}")
     text = (FOLDER / f"{kind.replace('-', '_')}.py").read_text(encoding="utf-8")
     text = text.replace(CLASS, "".join(word[:1].upper() + word[1:] for word in re.split("_+", stem)) or stem)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text.replace(FILE, stem))
-    except FileExistsError:
-        raise ConfigError(f"{path} exists already: choose another name") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    if path.exists():
+        raise ConfigError(f"{path} exists already: choose another name")
+    with reported_as(ConfigError, f"{path} cannot be written"), path.open("x", encoding="utf-8") as file:
+        file.write(text.replace(FILE, stem))
     return path
