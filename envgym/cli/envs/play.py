@@ -38,13 +38,14 @@ HOW = f"An answer is one line, or several between two lines of {FENCE}. Ctrl-D e
 
 
 def try_main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "envs try",
-        "E [--seed N] [--task N] [key=value …]",
-        f"Play an episode of an environment yourself; or show which tokens of recorded data are trained on. {HOW} "
-        f'Call a tool with a line {CALL} NAME {{"argument": value}}; several in one turn between {FENCE}.',
-        "envgym envs try math_verify\n  envgym envs try math_verify --task test:3",
-    )
+    """Play an episode of an environment yourself; or show which tokens of recorded data are trained on. {how}
+    Call a tool with a line {call} NAME {{"argument": value}}; several in one turn between {fence}.
+
+    usage: E [--seed N] [--task N] [key=value …]
+    example: envgym envs try math_verify
+      envgym envs try math_verify --task test:3
+    """
+    parser = Parser.from_docstring("envs try", try_main, how=HOW, call=CALL, fence=FENCE)
     parser.add_argument("env", **ENV)
     parser.add_argument("--seed", metavar="N", type=int, help="reset seed, which also draws the task (default: random)")
     parser.add_argument("--task", metavar="N", type=_task_word, help="number of the task, test:N for a held-out one")
