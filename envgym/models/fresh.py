@@ -24,17 +24,7 @@ END_OF_TURN = "<|im_end|>"
 START_OF_TURN = "<|im_start|>"
 PADDING = "<|endoftext|>"
 ROPE_THETA = 100.0
-CHAT_TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\n' }}"
-    "{% for tool in tools %}{{ (tool['function'] | tojson) + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
-    "{% for call in message['tool_calls'] or [] %}"
-    "{{ '<tool_call>' + ({'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson) }}"
-    "{{ '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8").rstrip()
 
 
 class FreshModelConfig(Settings):
