@@ -109,7 +109,7 @@ class TaskReader:
     def _columns_by_use(self, row: Row, prompt_field: str | None, answer_field: str | None) -> str:
         prompt = [name for name in row if name in self._in_template]
         if prompt_field is not None:
-            is_joined = isinstance(row.get(prompt_field), str) and self.source.template is None and not self.source.prompt
+            is_joined = isinstance(row.get(prompt_field), str) and not (self.source.template or self.source.prompt)
             prompt += fields_of_prompt(row, prompt_field) if is_joined else [prompt_field]
         uses = {
             "prompt": prompt,
