@@ -41,7 +41,8 @@ class GymnasiumTextConfig(EnvConfig):
     """Answers after which an episode is truncated; answers without an action count as well. The game's own limit of
     steps holds too."""
     invalid_reward: float | None = None
-    """Reward of an answer without an action. Unset: 0 on FrozenLake, -10 (an illegal action's) on Taxi, else -1."""
+    """Reward of an answer without an action. Unset: 0 on FrozenLake, -10 (an illegal action's) on Taxi, the lowest
+    reward of a step on Pendulum, LunarLander and BipedalWalker, else -1; or the lowest reward of the episode so far."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,6 +71,7 @@ class GymnasiumTextEnv(Env):
         self._game = self.spec.new_game(self.task)
         self._view = view_of(self._game)
         self._turns = self._invalid = 0
+        self._lowest_reward = 0.0
         observation, _ = self._game.reset(seed=seed)
         rules = self._view.rules if self.config.rules is None else self.config.rules
         text = "\n\n".join(part for part in (rules, self._view.hint, self._view.state(observation, None)) if part)
@@ -83,10 +85,11 @@ class GymnasiumTextEnv(Env):
             self._invalid += 1
             text = f"There is no action in your answer. {self._view.hint}"
             reward, terminated, truncated = self.config.invalid_reward, False, False
-            reward = self._view.invalid_reward if reward is None else reward
+            reward = min(self._view.invalid_reward, self._lowest_reward) if reward is None else reward
         else:
             observation, reward, terminated, truncated, _ = self._game.step(move)
             reward = float(reward)
+            self._lowest_reward = min(self._lowest_reward, reward)
             text = self._view.state(observation, reward)
         truncated = bool(truncated) or self._turns >= self.config.max_turns
         metrics = {"turns": self._turns, "invalid_actions": self._invalid}

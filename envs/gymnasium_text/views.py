@@ -21,6 +21,8 @@ SECTIONS = ("description", "action space", "observation space", "reward", "rewar
 """The sections of Gymnasium's documentation that a player needs; the others are for programmers."""
 MAX_RULES = 4000
 """Characters to show of a documentation without such sections."""
+WORST_REWARDS = {"Pendulum": -16.2736044, "LunarLander": -100.0, "BipedalWalker": -100.0}
+"""The lowest reward of a step in those of Gymnasium's games where it is below -1, by their documentation."""
 MOST_NUMBERS = 1000
 """Maximum numbers of an observation to write as text; a larger one is an image."""
 
@@ -90,6 +92,8 @@ class GenericView(View):
         super().__init__(env)
         self.hint, self._read = reader_of(env.action_space)
         name = env.spec.id if env.spec is not None else type(self.world).__name__
+        lowest = (reward for game, reward in WORST_REWARDS.items() if name.rpartition("/")[2].startswith(game))
+        self.invalid_reward = next(lowest, self.invalid_reward)
         self.rules = f"You are playing {name}.\n\n{documented_rules(type(self.world))}".rstrip()
 
     def state(self, observation: Any, reward: float | None) -> str:

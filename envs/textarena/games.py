@@ -14,6 +14,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from envgym.errors import ConfigError, EnvgymError, NameNotFound, did_you_mean, needs
@@ -86,6 +87,7 @@ class Games:
             from textarena.envs.registration import ENV_REGISTRY
         if name not in ENV_REGISTRY:
             raise NameNotFound(f"TextArena has no game {name!r}.{did_you_mean(name, ENV_REGISTRY)}")
+        _sort_arguments(textarena.SinglePlayerState)
         self._make = textarena.make
         self._name = name
         self._games: dict[str, Game] = {}
@@ -183,6 +185,18 @@ class Games:
         text = "\n".join(line.strip("\n") for line in lines)
         game.transcripts[player] = f"{game.transcripts.get(player, '')}\n{text}"
         return text
+
+
+@cache
+def _sort_arguments(state: Any) -> None:
+    """Some games (ThreeCardMonte) pass the reward of an invalid move before its reason. The state then takes the text
+    as the reward, and no one knows who has lost."""
+    set_invalid_move = state.set_invalid_move
+
+    def set_by_kind(self: Any, reason: Any, reward: Any = -1.0) -> None:
+        set_invalid_move(self, *((reward, reason) if isinstance(reward, str) else (reason, reward)))
+
+    state.set_invalid_move = set_by_kind
 
 
 @contextmanager

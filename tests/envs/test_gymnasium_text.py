@@ -133,6 +133,38 @@ def test_what_an_answer_without_an_action_costs():
     assert run(make("CliffWalking-v1", invalid_reward=-3), ["?"])[1] == [-3]
 
 
+def test_saying_nothing_earns_less_than_any_play_on_pendulum():
+    """Each step costs up to 16.27 there, much more than elsewhere."""
+    spec = make("Pendulum-v1")
+    for seed in range(4):
+        silence = sum(run(spec, ["I would rather not."] * 30, seed)[1])
+        for torque in ("-2", "0", "2"):
+            assert silence < sum(run(spec, [torque] * 30, seed)[1])
+
+
+class Costly(gymnasium.Env):
+    """Each action costs itself."""
+
+    action_space = gymnasium.spaces.Discrete(9)
+    observation_space = gymnasium.spaces.Text(200)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "ready", {}
+
+    def step(self, action):
+        return "again", -float(action), False, False, {}
+
+
+gymnasium.register("tests/Costly-v0", Costly)
+
+
+def test_an_answer_without_an_action_earns_no_more_than_the_worst_action_so_far():
+    assert run(make("tests/Costly-v0"), ["?", "0", "?", "5", "3", "?"])[1] == [-1, 0, -1, -5, -3, -5]
+    assert run(make("tests/Costly-v0", invalid_reward=-2), ["5", "?"])[1] == [-5, -2]
+    assert run(make("tests/Costly-v0"), ["?"])[1] == [-1], "each episode by itself"
+
+
 def test_any_other_environment_is_told_by_its_documentation_and_rendering():
     spec = make("CliffWalking-v1")
     texts, rewards, terminated, _, info = run(spec, lambda task: spec.demonstrations(task, 0), index=0)

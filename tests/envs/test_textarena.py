@@ -287,6 +287,23 @@ def test_one_who_plays_alone():
         assert len(seen) > 1
 
 
+def test_a_move_against_the_rules_loses_where_the_game_mixes_its_reward_up_with_its_reason():
+    """ThreeCardMonte passes them to TextArena the wrong way round: the text would be the reward."""
+
+    async def games():
+        async with make("ThreeCardMonte-v0") as spec:
+            lost = await play(spec, lambda _: "the middle one")
+            ended = [(await play(spec, lambda _, cup=cup: f"[{cup}]"))[1] for cup in range(3)]
+            return lost, ended
+
+    (seen, rewards, terminated, _, info), ended = asyncio.run(games())
+    assert "Reason: Bad action. Use `[k]`." in seen[1]
+    assert "Invalid Move: Bad action." in seen[2]
+    assert (rewards, terminated) == ([0, 0], True)
+    assert (info["score"], info["metrics"]["lost_by_invalid_move"]) == (0, 1)
+    assert sorted(ended) == [[0], [0], [1]], "and the right cup wins"
+
+
 def test_three_players():
     async def games():
         async with make("ThreePlayerTicTacToe-v0", seat=1) as spec:
