@@ -12,6 +12,7 @@ from .errors import Invocation
 from .parser import ENV, OF_RUN, Parser, cli_settings, resolve_options
 
 if TYPE_CHECKING:
+    from envgym.evaluation.generations import GoldTasks
     from envgym.evaluation.rescore import Change
     from envgym.evaluation.statistics import Mean
 
@@ -52,8 +53,12 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     keys = {word.partition("=")[0] for word in words}
     task_set = task_set_of(env) if env else None
     if task_set is not None:
-        if task_set.hub is None and not any(key.startswith("data.") for key in keys):
-            words.append(f"data.test_path={source}")  # its rows are nowhere else
+        if not any(key.startswith("data.") for key in keys):
+            files = task_set.files(Path(source).parent)
+            if files and str(Path(source)) not in files.values():
+                words.append(f"data.folder={Path(source).parent}")  # the file lies beside them
+            elif task_set.hub is None:
+                words.append(f"data.test_path={source}")  # its rows are nowhere else
     elif "data.path" not in keys and any(key.startswith("data.") for key in keys):
         words.append(f"data.path={source}")  # settings of its fields: FILE is recorded data
     config = resolve_options(options, words, invocation, samples_only=True)
@@ -86,6 +91,7 @@ def _lines(result: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
 
     skipped = f"; {sum(result['skipped'].values())} failed earlier and are unchanged" if result["skipped"] else ""
     lines = [("env", result["env"]), ("judged", f"{result['judged']} of {result['episodes']} episodes{skipped}")]
+    lines += _lines_of_references(result["gold"], result["env"])
     numbers = [number for number in ("score", "reward") if result[number].earlier or result[number].new]
     for number in numbers:
         change = result[number]
@@ -101,6 +107,21 @@ def _lines(result: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
     if result["unused"]:
         lines.append(("ended early", f"{result['unused']} before their last recorded turn"))
     lines += [("failed", counts(result["failures"]) or "0"), ("time", duration(result["seconds"])), ("file", file)]
+    return lines
+
+
+def _lines_of_references(gold: GoldTasks | None, env: str) -> list[tuple[str, str]]:
+    """Whose references graded the answers to a named task set; no lines for any other environment."""
+    from envgym.registry import task_set_of
+
+    if task_set_of(env) is None:
+        return []
+    if gold is None:
+        return [("references", f"the file's own, not compared with {env}: data.folder=DIR names the folder of its files")]
+    lines = [("coverage", f"{gold.covered} of {len(gold.tasks['test']):,} held-out tasks of {env}")]
+    if gold.differing or gold.outside:
+        differing = f"{gold.differing} rows have another reference than {env}, whose own was used"
+        lines.append(("references", f"{differing}; {gold.outside} rows are none of its tasks, theirs was used"))
     return lines
 
 

@@ -16,8 +16,11 @@ from typing import Any
 from envgym.config.schema import StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import DataError, did_you_mean
+from envgym.registry import task_set_of
+from envgym.rewards.final_answers import reference
 from envgym.tasks import DataEnvSpec, SourceConfig
 from envgym.tasks.columns import PROMPT_FIELDS, prompt_key
+from envgym.tasks.hub import is_hub_id
 from envgym.tasks.rows import Row, Rows, open_rows
 from envgym.types import Episode, Message, Outcome, Segment, StopReason, Task, Turn, as_messages
 from envgym.types import Row as TokenRow
@@ -49,8 +52,63 @@ def holds_generations(path: Path) -> bool:
     return len(rows) > 0 and not {"task", "outcome"} <= rows[0].keys()
 
 
-async def generated_episodes(stage: StageConfig, path: Path, fields: GenerationFields) -> list[Episode]:
-    """An unscored episode for each completion. Rows with the same prompt and reference are one task.
+class GoldTasks:
+    """The tasks of a named task set, by split, and what came of looking tasks of a file up among them: how many have
+    another reference (`differing`), and how many a prompt that the task set lacks (`outside`)."""
+
+    def __init__(self, tasks: Mapping[str, Sequence[Task]]) -> None:
+        self.tasks = tasks
+        self.differing = self.outside = 0
+        self._looked_up: set[int] = set()
+        self._by_prompt: dict[int, list[Task]] = {}
+        for task in (*tasks["test"], *tasks["train"]):
+            self._by_prompt.setdefault(prompt_key(task), []).append(task)
+
+    @property
+    def covered(self) -> int:
+        """The number of held-out tasks that were looked up."""
+        return sum(id(task) in self._looked_up for task in self.tasks["test"])
+
+    def find(self, task: Task) -> Task:
+        """The task with the prompt of `task`, or `task` itself if there is none."""
+        candidates = self._by_prompt.get(prompt_key(task), [])
+        gold = next((candidate for candidate in candidates if _agree(candidate, task)), None)
+        self.differing += gold is None and bool(candidates)
+        self.outside += not candidates
+        gold = gold or next(iter(candidates), task)
+        self._looked_up.add(id(gold))
+        return gold
+
+
+def _agree(gold: Task, task: Task) -> bool:
+    """True if a task with the prompt of `gold` has the same reference and, where it has them, the same fields."""
+    if task.answer is not None and reference(task.answer) != reference(gold.answer):
+        return False
+    return all(task.fields[name] == value for name, value in gold.fields.items() if name in task.fields)
+
+
+async def gold_tasks(stage: StageConfig, source: Path) -> GoldTasks | None:
+    """The tasks of the stage's environment if it is a named task set whose files are on this machine; `source`, the
+    file to score, is none of them."""
+    spec = stage.make_spec()
+    if task_set_of(stage.env.name) is None or not isinstance(spec, DataEnvSpec) or spec.config.data is None:
+        return None
+    paths = {path for path in (spec.config.data.path, spec.config.data.test_path) if path and not is_hub_id(path)}
+    return GoldTasks(await _tasks_of(spec)) if paths - {str(source)} else None
+
+
+async def _tasks_of(spec: EnvSpec) -> dict[str, list[Task]]:
+    """The environment's tasks by split."""
+    async with spec:
+        splits = {split: spec.tasks(split) for split in ("train", "test")}
+        return {name: [await tasks.get(n) for n in range(tasks.size or 0)] for name, tasks in splits.items()}
+
+
+async def generated_episodes(
+    stage: StageConfig, path: Path, fields: GenerationFields, gold: GoldTasks | None = None
+) -> list[Episode]:
+    """An unscored episode for each completion. Rows with the same prompt and reference are one task; that of `gold`,
+    if it has the prompt.
 
     Raises `DataError` for a row without a completion, and for one whose task is neither in it nor in the environment.
     """
@@ -58,12 +116,13 @@ async def generated_episodes(stage: StageConfig, path: Path, fields: GenerationF
     spec = stage.make_spec()
     completion = _completion_field(rows, fields)
     reader = _reader(spec, rows, fields, completion) if isinstance(spec, DataEnvSpec) else None
-    read_task = reader or await _finder(spec, fields)
+    read_task = reader or _finder(spec, fields, gold.tasks if gold is not None else await _tasks_of(spec))
     episodes: list[Episode] = []
     tasks: dict[tuple[int, str], Task] = {}
     counts: Counter[str] = Counter()
     for index, row in enumerate(rows):
         task = read_task(row, rows.location(index), rows.name(index))
+        task = gold.find(task) if gold is not None else task
         task = tasks.setdefault((prompt_key(task), repr(task.answer)), task)
         for text in _completions(row, completion, rows.location(index)):
             group = f"generated/{task.id}"
@@ -154,14 +213,12 @@ _READING = {"prompt", "answer", "answer_pattern", "id", "template", "system"}
 """Settings of `data` that say how a row is read."""
 
 
-async def _finder(spec: EnvSpec, fields: GenerationFields) -> _ReadTask:
-    """A function that finds the environment's task of a row: by its id, or by its prompt."""
+def _finder(spec: EnvSpec, fields: GenerationFields, tasks: Mapping[str, Sequence[Task]]) -> _ReadTask:
+    """A function that finds the environment's task of a row: by its id, or by its prompt. `tasks` are by split."""
     by_id: dict[str, Task] = {}
     by_prompt: dict[int, Task] = {}
-    async with spec:
-        for tasks in (spec.tasks(split) for split in ("train", "test")):
-            for task in [await tasks.get(index) for index in range(tasks.size or 0)]:
-                by_id[task.id] = by_prompt[prompt_key(task)] = task
+    for task in (*tasks["train"], *tasks["test"]):
+        by_id[task.id] = by_prompt[prompt_key(task)] = task
 
     def find(row: Row, location: str, name: str) -> Task:
         for field in ID_FIELDS:

@@ -27,7 +27,7 @@ from envgym.services.start import refuse_policies
 from envgym.tasks import DataEnvSpec
 from envgym.types import Action, Episode, Group, Limit, Message, Outcome, Row, Status, Task, Turn
 
-from .generations import GenerationFields, generated_episodes, holds_generations, unscored_episode
+from .generations import GenerationFields, generated_episodes, gold_tasks, holds_generations, unscored_episode
 from .plan import Part
 from .play import PartRun
 from .resumable import UnfinishedFile
@@ -55,14 +55,15 @@ def rescore(
 ) -> dict[str, Any]:  # fmt: skip
     """Score the episodes of `source` with the last stage's environment, write them to `path` in the same order and
     return a summary. If `source` is the stage's data, the reference answers recorded there are scored. A file of rows
-    that are no episodes holds generations, in `fields`.
+    that are no episodes holds generations, in `fields`. Tasks of a named task set are looked up by their prompts where
+    its files are on this machine: then its references grade, not the file's.
 
     The environment is reset on the saved task and stepped with the recorded turns. It replaces reward, score, answer
     and metrics; the earlier values are stored as metrics whose names end in `_before`. Failed episodes are copied
     unmodified. Episodes that an earlier, interrupted call with the same settings and file scored are reused, but groups
     are always judged again.
 
-    Keys: env, episodes, judged, skipped (failed earlier: kind -> count), score and reward (each a `Change`), parts
+    Keys: env, gold (`GoldTasks`, or None if nothing was looked up), episodes, judged, skipped (failed earlier: kind -> count), score and reward (each a `Change`), parts
     (these two per part of an evaluation or a rollout, by name; empty for a single part), changed, short (truncated for
     lack of turns), unused (ended before their last turn), failures (kind -> count), seconds. Raises `EnvgymError`; on
     Ctrl-C a `KeyboardInterrupt` that names the folder of the finished episodes.
@@ -70,23 +71,29 @@ def rescore(
     check_target(path, overwrite=overwrite)
     start = time.monotonic()
     *earlier_stages, stage = config.stages
+    gold = None
     if stage.data.get("path") == str(source):
         display.phase("reading the reference answers")
         saved = event_loop.run(demonstration_episodes(stage))
         # Scored like saved episodes, which contain their tasks.
         config = config.model_copy(update={"stages": [*earlier_stages, stage.model_copy(update={"data": {}})]})
         content = hashlib.sha256(repr([episode.messages for episode in saved]).encode()).hexdigest()
-    elif holds_generations(source):
-        display.phase("reading the generations")
-        saved = event_loop.run(generated_episodes(stage, source, fields or GenerationFields()))
-        content = content_hash(source)
     else:
-        saved, content = read_episodes(source), content_hash(source)
+        are_generations, gold = holds_generations(source), event_loop.run(gold_tasks(stage, source))
+        if are_generations:
+            display.phase("reading the generations")
+            saved = event_loop.run(generated_episodes(stage, source, fields or GenerationFields(), gold))
+        else:
+            saved = read_episodes(source)
+            if gold is not None:
+                for episode in saved:
+                    episode.task = gold.find(episode.task)
+        content = content_hash(source)
     folder = UnfinishedFile(path, overwrite=overwrite)
     with folder.open(_settings(config, content)):
         episodes = event_loop.run(_score(config, saved, folder, display))
         folder.finish(episodes)
-    return {"env": config.stages[-1].env.name, **_summary(saved, episodes), "seconds": time.monotonic() - start}
+    return {"env": stage.env.name, "gold": gold, **_summary(saved, episodes), "seconds": time.monotonic() - start}
 
 
 async def demonstration_episodes(stage: StageConfig) -> list[Episode]:

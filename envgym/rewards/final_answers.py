@@ -35,6 +35,14 @@ def boxed(text: str, *, allow_several: bool = False) -> str | None:
     return ", ".join(contents) or None
 
 
+def reference(answer: object) -> str:
+    """The final answer in a task's reference answer: after GSM8K's `####`, or in a box, or all of it."""
+    text = str(answer)
+    if "####" in text:
+        return text.rpartition("####")[2].strip()
+    return boxed(text) or text.strip()
+
+
 def final_line(text: str, marker: str) -> str | None:
     """The text after `marker` (`####`, `The answer is`, `ANSWER:`) in the last line that is not blank, without a period
     at its end and emphasis (`**`); the content of a box there. None if that line lacks the marker, or nothing follows

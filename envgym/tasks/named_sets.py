@@ -76,7 +76,11 @@ class NamedTaskSet(Settings):
         files."""
         data = dict(data_settings(settings.get("data") or {}))
         if data.get("folder") is not None:
-            data |= self._files(Path(data.pop("folder")).expanduser())
+            folder = Path(data.pop("folder")).expanduser()
+            if not (files := self.files(folder)):
+                names = f"{self.name}.jsonl" if self.train_on else f"{self.name}_train.jsonl or {self.name}_test.jsonl"
+                raise DataError(f"data.folder: there is no file {names} in {folder}")
+            data |= files
         elif self.train_on and "path" in data and "test_path" not in data:
             data["test_path"] = data.pop("path")
         elif not any(data.get(name) for name in PATHS):
@@ -88,16 +92,13 @@ class NamedTaskSet(Settings):
         fields = {name: value for name, value in self.env.items() if name != "name"}
         return {**fields, **settings, "data": {**self.data, **data}}
 
-    def _files(self, folder: Path) -> dict[str, str]:
-        """The paths of the files in `folder`, as settings of `data`."""
+    def files(self, folder: Path) -> dict[str, str]:
+        """The paths of the files in `folder`, as settings of `data`; empty without any."""
         train, test, unsplit = (_find(folder, self.name + ending) for ending in ("_train", "_test", ""))
         if self.train_on:
             train, test = None, test or unsplit
         elif unsplit and not (train or test):
             train, test = unsplit, unsplit if "test_select" in self.data else None
-        if not (train or test):
-            names = f"{self.name}.jsonl" if self.train_on else f"{self.name}_train.jsonl or {self.name}_test.jsonl"
-            raise DataError(f"data.folder: there is no file {names} in {folder}")
         return {name: path for name, path in (("path", train), ("test_path", test)) if path}
 
     def _hub_rows(self) -> dict[str, str]:

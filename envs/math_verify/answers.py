@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from envgym.rewards.final_answers import boxed
+from envgym.rewards.final_answers import boxed as boxed
+from envgym.rewards.final_answers import reference as reference
 
 from . import forms, numerals
 from .notation import plain
@@ -15,14 +16,6 @@ MAX_ANSWER_LENGTH = 1000
 _PERCENT = re.compile(r"%|\bper ?cent")
 # A factorial, a very long number, an exponent that is more than a few characters or has one of its own.
 _COSTLY = re.compile(r"!|[0-9]{30}|(?:\^|\*\*)(?!\s*(?:-?\w{1,3}|\{-?\w{1,3}\})(?![\w{]|\s*(?:\^|\*\*)))")
-
-
-def reference(answer: object) -> str:
-    """The final answer in a task's reference answer: after GSM8K's `####`, or in a box, or all of it."""
-    text = str(answer)
-    if "####" in text:
-        return text.rpartition("####")[2].strip()
-    return boxed(text) or text.strip()
 
 
 def grade_by_text(answer: str, gold: str, problem: str = "") -> bool | None:
@@ -43,11 +36,13 @@ def grade_by_text(answer: str, gold: str, problem: str = "") -> bool | None:
             return True
         if not forms.has_same_form(answer, gold) or forms.is_copied(answer, gold, problem):
             return False
-        return forms.has_same_numbers(answer, gold, percent=percent) or None
-    number = numerals.read(answer)
-    if number is None or not numerals.agree(number, gold_number, percent=percent):
-        return False
-    return number.form == gold_number.form or not numerals.holds(plain(problem), number)
+        pairs = forms.number_pairs(answer, gold)
+    else:
+        number = numerals.read(answer)
+        pairs = [] if number is None else [(number, gold_number)]
+    if pairs and all(numerals.agree(*pair, percent=percent) for pair in pairs):
+        return not any(numerals.is_copied(*pair, plain(problem)) for pair in pairs)
+    return None if gold_number is None else False
 
 
 def looks_costly(answer: str) -> bool:

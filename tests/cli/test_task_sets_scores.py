@@ -94,6 +94,75 @@ def test_rows_without_a_reference_are_found_by_id_or_prompt(score, tmp_path):
     assert score(samples[1:], "--env", "gsm8k", folder) == [0.0]
 
 
+# -- references of strangers ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(run, tmp_path):
+    """`command(rows, *words)` -> the scores of a file of rows, and the lines that the command prints, by their name."""
+
+    def call(rows, *words):
+        write(tmp_path, "generations.jsonl", rows)
+        result = run("score", str(tmp_path / "generations.jsonl"), *words, "--overwrite")
+        assert result.returncode == 0, result.stderr
+        lines = dict(line.split(None, 1) for line in result.stdout.splitlines() if "  " in line)
+        scored = (tmp_path / "generations.jsonl.scored.jsonl").read_text().splitlines()
+        return [json.loads(line)["score"] for line in scored], lines
+
+    return call
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_references_of_a_stranger_do_not_grade_where_the_task_set_is_at_hand(beside, command, tmp_path):
+    folder = tmp_path if beside else tmp_path / "data"
+    folder.mkdir(exist_ok=True)
+    write(folder, "gsm8k_test.jsonl", [*GSM8K, {"question": "Why?", "answer": "#### 1"}])
+    rows = [
+        {**GSM8K[0], "answer": "#### 8", "output": WRONG},
+        {"prompt": f" {GSM8K[0]['question']} ", "target": "8", "output": WRONG},
+        {"question": GSM8K[0]["question"], "answer": "7", "output": RIGHT},
+        {"question": "What is 4 + 4?", "answer": "8", "output": WRONG},
+    ]
+    words = () if beside else (f"data.folder={folder}",)
+    assert command(rows[:1], "--env", "gsm8k", *words)[0] == [0.0]
+    assert command(rows[1:2], "--env", "gsm8k", *words)[0] == [0.0]
+    scores, lines = command([rows[0], *rows[2:]], "--env", "gsm8k", *words)
+    assert scores == [0.0, 1.0, 1.0]
+    assert lines["coverage"] == "1 of 3 held-out tasks of gsm8k"
+    assert lines["references"] == (
+        "1 rows have another reference than gsm8k, whose own was used; 1 rows are none of its tasks, theirs was used"
+    )
+    scores, lines = command([{**row, "output": RIGHT} for row in GSM8K], "--env", "gsm8k", *words)
+    assert (scores, lines["coverage"]) == ([1.0, 1.0], "2 of 3 held-out tasks of gsm8k")
+    assert "references" not in lines
+
+
+def test_tests_of_a_stranger_do_not_grade_either(command, tmp_path):
+    write(tmp_path, "humaneval.jsonl", [HUMANEVAL])
+    forged = {**HUMANEVAL, "test": "def check(candidate):\n    pass\n", "completion": "    return x\n"}
+    scores, lines = command([forged], "--env", "humaneval")
+    assert scores == [0.0]
+    assert lines["references"].startswith("1 rows have another reference")
+
+
+def test_saved_episodes_are_looked_up_too(command, run, tmp_path):
+    command([{**GSM8K[0], "answer": "8", "output": WRONG}], "--env", "gsm8k")
+    episodes = tmp_path / "generations.jsonl.scored.jsonl"
+    assert json.loads(episodes.read_text())["score"] == 1
+    write(tmp_path, "gsm8k_test.jsonl", GSM8K)
+    result = run("score", str(episodes), "--env", "gsm8k", "--out", str(tmp_path / "again.jsonl"))
+    assert result.returncode == 0, result.stderr
+    assert "1 of 2 held-out tasks of gsm8k" in result.stdout
+    assert json.loads((tmp_path / "again.jsonl").read_text())["score"] == 0
+
+
+def test_without_the_task_set_the_references_are_said_to_be_the_file_s(command):
+    scores, lines = command([{**GSM8K[0], "answer": "8", "output": WRONG}], "--env", "gsm8k")
+    assert scores == [1.0]
+    assert lines["references"].startswith("the file's own, not compared with gsm8k: data.folder=DIR")
+    assert "references" not in command([{**GSM8K[0], "output": RIGHT}], "--env", "math_verify")[1]
+
+
 @pytest.mark.parametrize(
     ("rows", "words", "message"),
     [
