@@ -11,14 +11,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
-from envgym.errors import missing_package
+from envgym.errors import InvalidOutcome, missing_package
 from envgym.hashing import hash_fraction
-from envgym.rewards.final_answers import boxed, final_line
+from envgym.rewards.final_answers import boxed, final_line, reference
 from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
 from envgym.types import Action, Message, Task, add_instruction, as_messages
 
 from . import forms
-from .answers import grade_by_text, reference
+from .answers import grade_by_text
 from .grader import Grade, Grader
 from .notation import plain
 from .prose import LAST_NUMBER, last_number
@@ -52,7 +52,8 @@ class MathVerifyConfig(DataEnvConfig):
     grader_processes: int = Field(2, ge=1)
     """Processes that grade at the same time (and one or two more for answers that are costly)."""
     grader_timeout: float = Field(5.0, gt=0)
-    """Seconds one answer may take to grade; then it counts as wrong."""
+    """Seconds of CPU time that grading one answer may take; then it counts as wrong. Waiting for a process does not
+    count; an answer that waits twelve times as long has no reward, its episode fails."""
 
 
 BOXED_SHARE = 0.4
@@ -77,6 +78,8 @@ class MathVerifyEnv(Env):
         gold = reference(self.task.answer)
         answer = self.spec.final_answer(action.text, gold)
         grade = Grade(False) if answer is None else await self.spec.grade(answer, gold, problem)
+        if grade.is_late:
+            raise InvalidOutcome("timeout", "the processes that grade were too busy for this answer", retryable=True)
         score = float(grade.correct)
         metrics = {
             "answered": float(answer is not None),

@@ -16,7 +16,8 @@ _SIMPLE_FRACTION = re.compile(r"\\frac\s*\{\s*(\w+)\s*\}\s*\{\s*(\w+)\s*\}")
 _TOKEN = re.compile(r"\\[a-zA-Z]+|[0-9]+(?:\.[0-9]+)?|[a-zA-Z]|\S")
 _COMMA_OF_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _RATIO = re.compile(
-    r"(?<![\w.)}])([0-9]+)\s*[/:]\s*([0-9]+)(?![\w.({])|\\frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}"
+    r"(?<![\w.)}])([0-9]+)\s*(?:[/:÷]|\\div)\s*([0-9]+)(?![\w.({])"
+    r"|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
 )
 _WORD = re.compile(r"\\text\s*\{([^{}]*)\}")
 _LISTED = re.compile(r"\\pm|\\mp|±|;|\\lor|\\vee|\\land|\\wedge|\\text\s*\{\s*(?:or|and)\b")
@@ -26,7 +27,9 @@ _PROSE = re.compile(
     r"\\(?:begin|end)\s*\{[a-z]+\*?\}|&|[:;?]|[.,](?!\d)|\n"
     r"|(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|log|ln|sqrt)(?![a-z]))[A-Za-z]{2,}"
 )
+_BASE = re.compile(r"[0-9][0-9A-F]*\s*_\s*(\{[^{}]*\}|\w)")
 _RELATION = re.compile(r"[<>]|\\[lg](?:eq?|t)(?![a-z])")
+_ARITHMETIC = re.compile(r"[-+\s()]*[0-9.]+[-+\s()]+[0-9.]+[-+\s().0-9]*")  # also `2(2)` and `2 2`
 _MATRIX = re.compile(r"\\begin\{(\w+)\}(.*)\\end\{\1\}", re.DOTALL)
 _PAIRS = {"(": ")", "[": "]", r"\{": r"\}"}
 _OPEN, _CLOSED = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
@@ -60,16 +63,15 @@ def has_same_words(answer: str, gold: str) -> bool:
     return _WORD.fullmatch(gold) is not None and words == gold_words != ""
 
 
-def has_same_numbers(answer: str, gold: str, *, percent: bool) -> bool:
-    """True for lists, tuples and matrices of numbers that agree one by one, those of a list in any order."""
+def number_pairs(answer: str, gold: str) -> list[tuple[numerals.Numeral, numerals.Numeral]]:
+    """The numbers of two lists, tuples or matrices of as many, one by one, those of a list in order of size; else none.
+    """
     numbers, gold_numbers = (_numbers(text) for text in (answer, gold))
     if _shape(gold) == "list":
         numbers, gold_numbers = (sorted(side, key=lambda number: number.value) for side in (numbers, gold_numbers))
-    if any(answer.count(mark) != gold.count(mark) for mark in ("&", r"\\")):
-        return False
-    return 0 < len(gold_numbers) == len(numbers) and all(
-        numerals.agree(*pair, percent=percent) for pair in zip(numbers, gold_numbers, strict=True)
-    )
+    if any(answer.count(mark) != gold.count(mark) for mark in ("&", r"\\")) or len(numbers) != len(gold_numbers):
+        return []
+    return list(zip(numbers, gold_numbers, strict=True))
 
 
 def is_list(gold: str) -> bool:
@@ -104,6 +106,11 @@ def has_same_form(answer: str, gold: str) -> bool:
         return False
     if "=" in answer and "=" not in gold and any("=" in unnamed(part) for part in _parts(answer)):
         return False
+    bases, gold_bases = (sorted(base.strip("{}() ") for base in _BASE.findall(text)) for text in (answer, gold))
+    if bases and bases != gold_bases:
+        return False
+    if _numbers(gold) and any(_ARITHMETIC.fullmatch(part) and not numerals.read(part) for part in _entries(answer)):
+        return False
     if _unreduced(answer) and not _unreduced(gold):
         return False
     gold_words = set(re.findall(r"[a-z]+", gold.lower()))
@@ -111,8 +118,8 @@ def has_same_form(answer: str, gold: str) -> bool:
 
 
 def _without_joints(text: str) -> list[str]:
-    """The tokens without those that may be omitted: `x^2 - 1` is `-1 + x^2`, and `2 * x` is `2x`."""
-    return [token for token in _TOKEN.findall(_plain(text)) if token not in "+*"]
+    r"""The tokens without those that may be omitted: `x^2 - 1` is `-1 + x^2`, and `2 * x` is `2x`, also in `\{2x\}`."""
+    return [token for token in _TOKEN.findall(_plain(text)) if token not in "+*\\"]
 
 
 def _parts(text: str) -> list[str]:
@@ -120,14 +127,19 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in re.split(r"[,;]|\\text\s*\{\s*(?:or|and)\s*\}", unnamed(text))]
 
 
-def _numbers(text: str) -> list[numerals.Numeral]:
-    """The numbers of a list, a tuple or a matrix; empty where an entry is no number."""
+def _entries(text: str) -> list[str]:
+    """The values of a list, a tuple or a matrix."""
     text = unnamed(text)
     if (matrix := _MATRIX.fullmatch(text)) and matrix[1] in ("matrix", "pmatrix", "bmatrix", "Bmatrix"):
         text = re.sub(r"\\\\\s*$", "", matrix[2].strip()).replace("&", ",").replace(r"\\", ",")
     elif any(text.startswith(opening) and text.endswith(closing) for opening, closing in _PAIRS.items()):
         text = text.removeprefix("\\")[1:-1].removesuffix("\\")
-    numbers = [numerals.read(part) for part in _parts(text)]
+    return _parts(text)
+
+
+def _numbers(text: str) -> list[numerals.Numeral]:
+    """The numbers of a list, a tuple or a matrix; empty where an entry is no number."""
+    numbers = [numerals.read(part) for part in _entries(text)]
     return [number for number in numbers if number] if all(numbers) else []
 
 

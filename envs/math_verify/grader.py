@@ -22,11 +22,11 @@ SLICE = 0.25
 """Seconds of CPU time that every answer gets immediately; most take a tenth of it. An answer that needs more is graded
 again in the queue of costly ones, with four times as much, and then once more up to its deadline: no answer waits
 longer than a slice for another."""
-PATIENCE = 3
-"""Deadlines that a costly answer may wait for its turn. It bounds how long hundreds of hostile answers delay a training
-step."""
+PATIENCE = 12
+"""Deadlines that a costly answer may wait for its turn, and that a process may take on a busy machine for the CPU time
+of one. It bounds how long hundreds of hostile answers delay a training step."""
 GRACE_SECONDS = 10.0
-"""Seconds past the deadline of an answer after which a process that does not report it is killed."""
+"""Seconds past the end of patience after which a process that does not report it is killed."""
 _LOW_PRIORITY = 10
 
 Question = tuple[str, str, str]
@@ -35,20 +35,25 @@ Question = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """The grade of an answer. `failure` is `timeout` if grading ran out of time, or waited too long for its turn, and
-    `crash` if the answer killed the process twice."""
+    """The grade of an answer. `failure` is `timeout` if grading ran out of time, and `crash` if the answer killed the
+    process twice. `is_late` tells a timeout of the grader, which was too busy, from one of the answer: the answer then
+    has no grade."""
 
     correct: bool
     failure: Literal["", "timeout", "crash"] = ""
+    is_late: bool = False
+
+
+LATE = Grade(False, "timeout", is_late=True)
 
 
 class Grader:
     """Pools of grading processes, started when first needed.
 
     Three lanes grade answers: `processes` processes within one slice of CPU time, one process of low priority within a
-    longer slice, and another without a limit of CPU time. So hundreds of hostile answers delay no other. `timeout` is
-    in seconds per answer. The pools live on a dedicated loop and thread, so that a grader outlives the loop that first
-    used it.
+    longer slice, and another up to the deadline. So hundreds of hostile answers delay no other. `timeout`, the deadline,
+    is in seconds of CPU time per answer: the time before its turn does not count. The pools live on a dedicated loop
+    and thread, so that a grader outlives the loop that first used it.
     """
 
     def __init__(self, processes: int, timeout: float) -> None:
@@ -109,27 +114,28 @@ class Grader:
     async def _grade_in_lanes(self, answer: str, gold: str, problem: str) -> Grade:
         """Grade an answer in one slice of CPU time, else in a longer one, else by the deadline."""
         give_up = math.inf
-        for lane, cpu in enumerate((SLICE, 4 * SLICE, 0.0)):
+        for lane, cpu in enumerate((SLICE, 4 * SLICE, math.inf)):
+            cpu = min(cpu, self._timeout)
             if lane == 0 and looks_costly(answer):
                 continue
             if lane and math.isinf(give_up):
                 give_up = time.monotonic() + PATIENCE * self._timeout
             async with self._turns[lane]:
                 if time.monotonic() > give_up:
-                    break
+                    return LATE
                 grade = await self._ask(lane, (answer, gold, problem), cpu)
-            if grade is not None:
-                return grade
-        return Grade(False, "timeout")
+            if grade is not None or cpu == self._timeout:
+                break
+        return grade or Grade(False, "timeout")
 
     async def _ask(self, lane: int, question: Question, cpu: float) -> Grade | None:
-        """The grade, or None if grading takes more than `cpu` seconds of CPU time (0: no limit)."""
+        """The grade, or None if grading takes more than `cpu` seconds of CPU time."""
         pool = await self._pool(lane)
-        limit = self._timeout + GRACE_SECONDS
+        limit = PATIENCE * self._timeout
         try:
-            correct = await pool.call("grade", *question, cpu, self._timeout, timeout=limit, tries=2)
+            correct = await pool.call("grade", *question, cpu, limit, timeout=limit + GRACE_SECONDS, tries=2)
         except CallTimeout:
-            return Grade(False, "timeout")
+            return LATE
         except InvalidOutcome as failure:
             if failure.kind != "crash":
                 raise

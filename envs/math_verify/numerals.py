@@ -31,6 +31,7 @@ POWER_OF_TEN_PATTERN = _POWER_OF_TEN.pattern
 _ANY = re.compile(
     rf"(?<![\w.])(?:{_POWER_OF_TEN.pattern}|{_MIXED.pattern}|{_RATIO}|{_DECIMAL}(?<!\.))(?![\w}}]|[.,][0-9]|\s*\\?%)"
 )
+_TO_CONVERT = re.compile(rf"\b(?i:write|express|convert|change|rewrite)\s+\$?({_DECIMAL}\s*\\?%)")
 _POWER_OF_UNIT = r"(?:\s*(?:\^\s*\{?[23]\}?|[²³]))?"
 _WORDS = re.compile(rf"\s*\\(?:text|operatorname)\{{([^{{}}]*)\}}({_POWER_OF_UNIT})")
 _LETTERS = re.compile(rf"(\s*)([A-Za-z][A-Za-z/. ]*?)({_POWER_OF_UNIT})")
@@ -63,6 +64,12 @@ class Numeral:
     """False for a fraction that can be reduced."""
     name: str = ""
     unit: str = ""
+
+    @property
+    def notation(self) -> tuple[str, Fraction]:
+        """What shifts of the decimal point leave as it is: whether it is a decimal, and its size without percent."""
+        form = "digits" if self.form == "power of ten" else self.form
+        return form, abs(self.value / 100 if self.unit == "%" else self.value)
 
 
 def read(text: str) -> Numeral | None:
@@ -101,10 +108,14 @@ def agree(answer: Numeral, gold: Numeral, *, percent: bool = False) -> bool:
     return abs(value - gold_value) <= TOLERANCE * max(abs(value), abs(gold_value))
 
 
-def holds(problem: str, number: Numeral) -> bool:
-    """True if the problem holds this number in this form, whatever its sign: `.750` is the `0.75` to be converted."""
-    numerals = filter(None, (read(match[0]) for match in _ANY.finditer(problem)))
-    return any(numeral.form == number.form and abs(numeral.value) == abs(number.value) for numeral in numerals)
+def is_copied(number: Numeral, gold: Numeral, problem: str) -> bool:
+    r"""True if the problem holds the number, and the reference has it in another form. Signs, percent and powers of ten
+    do not count: `.750`, `75\%` and `7.5\times10^{-1}` are the `0.75` to be converted."""
+    if number.form == gold.form and (number.value == gold.value or (number.unit == "%") == (gold.unit == "%")):
+        return False
+    texts = [match[0] for match in _ANY.finditer(problem)] + _TO_CONVERT.findall(problem)
+    held = [numeral for text in texts if (numeral := read(text)) and numeral.notation == number.notation]
+    return bool(held) and not any((numeral.form, numeral.value) == (gold.form, gold.value) for numeral in held)
 
 
 def _unwrapped(text: str) -> str:
@@ -139,8 +150,8 @@ def _without_unit(text: str) -> tuple[str, str, int]:
     if scale > 1:
         del words[0]
     unit = _unit(words, re.sub(r"\D", "", match.groups()[-1].replace("²", "2").replace("³", "3")))
-    if bare and not unit and not all(len(word) > 2 for word in words):
-        return text, "", 1  # `2x` is a product, `5 ab` too
+    if bare and not unit and not all(len(word) > 2 or word in UNITS for word in "/".join(words).split("/")):
+        return text, "", 1  # `2x` is a product, `5 ab` too, and `2x/x`
     if bare and not match[1] and len(spelling) == 1:
         return text, "", 1  # and so is `2m`
     if len(words) > 4 or any(not re.fullmatch(r"[a-z/]+", word) or word in _NO_UNITS for word in words):

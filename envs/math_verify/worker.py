@@ -43,7 +43,7 @@ class Worker:
         self._child: Child | None = None
 
     async def grade(self, answer: str, gold: str, problem: str, cpu: float, timeout: float) -> bool | None:
-        """True for a right answer, or None if grading takes more than `cpu` seconds of CPU time (0: no limit).
+        """True for a right answer, or None if grading takes more than `cpu` seconds of CPU time.
 
         Raises `CallTimeout` past `timeout` seconds, `InvalidOutcome` of kind `crash` if the child dies.
         """
@@ -98,7 +98,7 @@ class Child:
 
 def _serve(connection: Connection, host_end: Connection, parent: int) -> None:
     """Grade answers until killed: by the host (`Child.end`), by the death of its parent, or by SIGPROF after `cpu`
-    seconds of CPU time for one answer (0: no limit)."""
+    seconds of CPU time for one answer."""
     host_end.close()
     die_with(parent)
     for stream in (1, 2):  # parsers print
@@ -127,38 +127,40 @@ def is_right(answer: str, gold: str, problem: str = "") -> bool:
     gold_parsed, parsed = _parse(gold), _parse(answer)
     if not verify(gold_parsed, parsed, timeout_seconds=None) or not _unfinished(parsed) <= _unfinished(gold_parsed):
         return False
-    value = _value(parsed[0])
-    if isinstance(value, Set) or _form(value) == _form(_value(gold_parsed[0])):
+    value, gold_value = (_value(side[0]) for side in (parsed, gold_parsed))
+    if _form(value) == _form(gold_value) or (isinstance(value, Set) and not isinstance(gold_value, Set)):
         return True
     return not any(_is_restated(gold, expression) for expression in expressions(problem))
 
 
 @lru_cache(maxsize=1000)
 def _is_restated(gold: str, expression: str) -> bool:
-    """True if an expression of the problem equals the reference in another form; the case of letters is ignored."""
+    """True if an expression of the problem equals the reference, or a part of a list or matrix, in another form; the
+    case of letters is ignored."""
     from math_verify import verify
-    from sympy import Eq
+    from sympy import Eq, MatrixBase, Set, Tuple
     from sympy.logic.boolalg import Boolean
 
-    gold_parsed, parsed = _parse(gold.lower()), _parse(expression.lower())
-    if not parsed or _form(_value(parsed[0])) == _form(_value(gold_parsed[0])):
+    (whole, *_), parsed = _parse(gold.lower()), _parse(expression.lower())
+    if not parsed:
         return False
+    form = _form(_value(parsed[0]))
+    parts = [whole, *(whole if isinstance(whole, MatrixBase) else whole.args if isinstance(whole, Set | Tuple) else ())]
     if isinstance(parsed[0], Boolean) and not isinstance(parsed[0], Eq):  # the library does not solve inequalities
         with contextlib.suppress(Exception):
             parsed = [parsed[0].as_set()]
-    return bool(verify(gold_parsed, parsed, timeout_seconds=None))
+    return any(verify(part, parsed, timeout_seconds=None) for part in parts if _form(_value(part)) != form)
 
 
 def _value(node: Any) -> Any:
-    """The value without its name: the other side of `y = …`, `f(x) = …` and `(p, q) = …`."""
-    from sympy import Eq, Symbol, Tuple
+    r"""The value without its name, the other side of `y = …`, `f(x) = …` and `(p, q) = …`, and the one of `\{x\}`."""
+    from sympy import Eq, FiniteSet, Symbol, Tuple
     from sympy.core.function import AppliedUndef
 
     if isinstance(node, Eq):
-        for name, value in (node.args, node.args[::-1]):
-            if isinstance(name, Symbol | AppliedUndef | Tuple):
-                return value
-    return node
+        sides = zip(node.args, node.args[::-1], strict=True)
+        node = next((value for name, value in sides if isinstance(name, Symbol | AppliedUndef | Tuple)), node)
+    return node.args[0] if isinstance(node, FiniteSet) and len(node.args) == 1 else node
 
 
 def _form(node: Any) -> Any:
@@ -196,11 +198,13 @@ def _form(node: Any) -> Any:
 
 def _unfinished(parsed: list[Any]) -> set[Any]:
     """Kinds of operations (sum, product, power, …) that would simplify the expression if carried out."""
-    from sympy import Basic, MatrixBase, preorder_traversal
+    from sympy import Basic, Derivative, Limit, MatrixBase, preorder_traversal
+    from sympy.concrete.expr_with_limits import ExprWithLimits
 
+    lazy = (Derivative, ExprWithLimits, Limit)
     entries = [entry for part in parsed for entry in (part if isinstance(part, MatrixBase) else (part,))]
     nodes = [node for part in entries if isinstance(part, Basic) for node in preorder_traversal(part)]
-    return {node.func for node in nodes if node.args and _leaves_of_parts(node) > _leaves(_computed(node))}
+    return {node.func for node in nodes if isinstance(node, lazy) or _leaves_of_parts(node) > _leaves(_computed(node))}
 
 
 def _leaves_of_parts(node: Any) -> int:

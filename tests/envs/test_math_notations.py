@@ -67,6 +67,48 @@ def test_copies_and_undone_operations_earn_nothing(benchmarks, grade, every):
     assert [copy for copy, right in zip(forged, verdicts, strict=True) if right] == []
 
 
+FORGED = [
+    ("Expand $(x+2)(x-3)$.", "x^2-x-6", ["x^2-x-6", "-6-x+x^2", r"\{x^2-x-6\}"],
+     [r"\{(x+2)(x-3)\}", r"\left\{(x-3)(x+2)\right\}", r"\{ -(3-x)(x+2) \}", r"y=\{(x+2)(x-3)\}", r"\{x(x-1)-6\}",
+      r"\{\{(x+2)(x-3)\}\}", r"100(x+2)(x-3)\%", r"\frac{10(x+2)(x-3)}{10}", r"10(x+2)(x-3)\times 10^{-1}"]),
+    (r"Simplify $\sqrt{50}$.", r"5\sqrt{2}", [r"\{5\sqrt{2}\}", r"\sqrt2\cdot5"],
+     [r"\{\sqrt{50}\}", r"100\sqrt{50}\%", r"\frac{\sqrt{5000}}{10}", r"\{50^{1/2}\}"]),
+    ("Expand $(x+1)^2$ and $(x-1)^2$.", "x^2+2x+1, x^2-2x+1",
+     ["x^2-2x+1, 1+2x+x^2", r"\{x^2+2x+1, x^2-2x+1\}", r"x^2+2x+1 \text{ and } x^2-2x+1"],
+     ["(x+1)^2, (x-1)^2", r"\{(x+1)^2, (x-1)^2\}", "(1+x)^2, x^2-2x+1", r"x(x+2)+1 \text{ and } (x-1)^2"]),
+    ("Expand the pair $((x+1)^2, x(x-1))$.", "(x^2+2x+1, x^2-x)", ["(1+2x+x^2, -x+x^2)"],
+     ["((x+1)^2, x(x-1))", "((x+1)^2, x^2-x)", "(x^2+2x+1, x(x-1))"]),
+    (r"Write $(x+1)^2$ and $2x+3x$ without brackets.", r"\begin{pmatrix} x^2+2x+1 \\ 5x \end{pmatrix}",
+     [r"\begin{bmatrix} 1+2x+x^2 \\ 5x \end{bmatrix}"],
+     [r"\begin{pmatrix} (x+1)^2 \\ 5x \end{pmatrix}", r"\begin{pmatrix} x^2+2x+1 \\ 2x+3x \end{pmatrix}"]),
+    ("Which numbers are they?", "5, 4", ["4, 5", r"\{4, 5.0\}", r"4\text{ and }5"],
+     ["2+3, 4", r"\{5, 2 \cdot 2\}", r"5 \text{ and } 8-4", r"\frac{10}{2}, 4", r"\{5, 2^2\}", r"10 \div 2, 4"]),
+    ("Add the matrices.", r"\begin{pmatrix} 3 & 5 \\ 7 & 9 \end{pmatrix}", [r"\begin{bmatrix} 3.0&5\\7&9\end{bmatrix}"],
+     [r"\begin{pmatrix} 1+2 & 5 \\ 7 & 9 \end{pmatrix}", r"\begin{pmatrix} 3 & 5 \\ 7 & 3\cdot3 \end{pmatrix}",
+      r"\begin{pmatrix} 3 & \frac{10}{2} \\ 7 & 9 \end{pmatrix}", r"\begin{pmatrix} 3 & 5 \\ 7 & 3^2 \end{pmatrix}"]),
+    ("Differentiate $x^3$.", "3x^2", [r"3 \cdot x^2", "x^2(3)"],
+     [r"\frac{dx^3}{dx}", r"\frac{d x^3}{d x}", r"\frac{d(x^3)}{dx}", r"\frac{\mathrm{d}x^3}{\mathrm{d}x}",
+      r"\frac{\partial x^3}{\partial x}", r"\frac{d}{dx}x^3", r"\dfrac{d{x^3}}{d{x}}", r"\{\frac{dx^3}{dx}\}"]),
+    ("Convert $5$ to base 2.", "101_2", ["101_{2}", "101_{ 2 }", "101"], ["101_3", "101_{10}", "5", "5_{10}", r"\{101_3\}"]),
+    ("Convert $5$ and $6$ to base 2.", "101_2, 110_2", ["110_2, 101_{2}"], ["101_3, 110_3", "101_2, 110_3"]),
+    ("Write 0.75 as a fraction.", r"\frac{3}{4}", ["3/4"], [r"75\%", r"7.5\times10^{-1}", "7.5e-1", "75 percent"]),
+    (r"Write $\frac{3}{8}$ as a decimal.", "0.375", [".375", r"37.5\%"], [r"\frac{75}{2}\%", "3/8"]),
+    ("Write 0.46 as a percent.", r"46\%", ["46", r"46.0\%"], ["0.46", ".460", r"4.6\times10^{-1}"]),
+    ("Express 45% as a common fraction.", r"\frac{9}{20}", ["9/20"], ["0.45", r"45\%", r"4.5\times10^{-1}"]),
+    ("Write 0.00045 in scientific notation.", r"4.5\times10^{-4}", ["4.5e-4"], [r"0.045\%", "0.00045"]),
+    ("A price falls by 50%. By what fraction?", r"\frac{1}{2}", ["0.5", "1/2"], []),
+    ("120000 people live here and 300 move away. How many were there?", "120000", [r"1.2\times10^5", "120,000"], []),
+    ("Write 1/2 and 1/4 as decimals.", "0.5, 0.25", ["0.25, .5"], ["1/2, 1/4", r"\frac12, \frac14", "0.5, 1/4"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "gold", "right", "forged"), FORGED)
+def test_the_work_that_was_asked_for_earns_and_forgeries_do_not(grade, problem, gold, right, forged):
+    graded = dict(zip([*right, *forged], grade([(problem, gold, answer) for answer in [*right, *forged]]), strict=True))
+    assert [answer for answer in right if not graded[answer]] == []
+    assert [answer for answer in forged if graded[answer]] == []
+
+
 @pytest.mark.parametrize(
     ("problem", "gold", "right"),
     [

@@ -380,6 +380,58 @@ def test_what_could_not_be_graded_is_graded_anew_and_what_could_is_kept(monkeypa
     assert asked == ["1+x"] * 3
 
 
+def sum_of_many(names):
+    return "+".join(f"x_{{{name}}}" for name in names)
+
+
+def rewards_or_failures(spec, gold, answers):
+    """The reward of each answer, all given at the same time, or the failure of its episode."""
+
+    async def one(answer):
+        env = spec.make()
+        await env.reset(options={"task": Task("t", "q", gold)})
+        return (await env.step(envgym.Action(box(answer))))[1]
+
+    return asyncio.gather(*map(one, answers), return_exceptions=True)
+
+
+@pytest.mark.parametrize(("patience", "rewarded"), [(1000, 24), (0.2, 0)])
+def test_right_answers_that_wait_for_each_other_are_right_or_fail(monkeypatch, patience, rewarded):
+    """A burst of costly ones waits much longer than grading one may take; no wait is a reward of zero."""
+    names = [f"{n}" for n in range(10, 50)]
+    answers = [sum_of_many(random.Random(n).sample(names, len(names))) for n in range(24)]
+    assert all(map(looks_costly, answers))
+
+    async def main():
+        async with envgym.spec("math_verify", grader_timeout=2.0) as spec:
+            assert (await spec.grade("1+x", "x+1")).correct
+            monkeypatch.setattr(grader, "PATIENCE", patience)
+            return await rewards_or_failures(spec, sum_of_many(names), answers)
+
+    outcomes = asyncio.run(main())
+    assert outcomes.count(0.0) == 0
+    assert outcomes.count(1.0) >= rewarded
+    failures = [outcome for outcome in outcomes if outcome != 1.0]
+    assert all((failure.kind, failure.retryable) == ("timeout", True) for failure in failures)
+    assert bool(failures) == (rewarded == 0)
+
+
+def test_a_process_that_gets_no_time_fails_the_episode_and_does_not_judge_the_answer(monkeypatch):
+    """The deadline is one of CPU time; the process is stopped, as on a machine that others use."""
+    monkeypatch.setattr(grader, "PATIENCE", 2)
+
+    async def main():
+        async with envgym.spec("math_verify", grader_processes=1, grader_timeout=1.0) as spec:
+            assert (await spec.grade("1+x", "x+1")).correct
+            [(_, child)] = processes()
+            os.kill(child, signal.SIGSTOP)
+            return await rewards_or_failures(spec, "x+2", ["2+x"]), await spec.grade("2+x", "x+2")
+
+    [failure], again = asyncio.run(main())
+    assert (failure.kind, failure.retryable) == ("timeout", True)
+    assert again.correct
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_killed_process_is_replaced_and_its_answer_tried_again(whole):
     """What grades is killed, alone or together with the process that would replace it."""
