@@ -117,7 +117,7 @@ def _lines_of_references(gold: GoldTasks | None, env: str) -> list[tuple[str, st
     if task_set_of(env) is None:
         return []
     if gold is None:
-        return [("references", f"the file's own, not compared with {env}: data.folder=DIR names the folder of its files")]
+        return [("references", f"the file's own, not compared with {env}: data.folder=DIR holds the files of {env}")]
     lines = [("coverage", f"{gold.covered} of {len(gold.tasks['test']):,} held-out tasks of {env}")]
     if gold.differing or gold.outside:
         differing = f"{gold.differing} rows have another reference than {env}, whose own was used"

@@ -63,10 +63,11 @@ def rescore(
     unmodified. Episodes that an earlier, interrupted call with the same settings and file scored are reused, but groups
     are always judged again.
 
-    Keys: env, gold (`GoldTasks`, or None if nothing was looked up), episodes, judged, skipped (failed earlier: kind -> count), score and reward (each a `Change`), parts
-    (these two per part of an evaluation or a rollout, by name; empty for a single part), changed, short (truncated for
-    lack of turns), unused (ended before their last turn), failures (kind -> count), seconds. Raises `EnvgymError`; on
-    Ctrl-C a `KeyboardInterrupt` that names the folder of the finished episodes.
+    Keys: env, gold (`GoldTasks`, or None if nothing was looked up), episodes, judged, skipped (failed earlier: kind ->
+    count), score and reward (each a `Change`), parts (these two per part of an evaluation or a rollout, by name; empty
+    for a single part), changed, short (truncated for lack of turns), unused (ended before their last turn), failures
+    (kind -> count), seconds. Raises `EnvgymError`; on Ctrl-C a `KeyboardInterrupt` that names the folder of the
+    finished episodes.
     """
     check_target(path, overwrite=overwrite)
     start = time.monotonic()

@@ -64,8 +64,7 @@ def has_same_words(answer: str, gold: str) -> bool:
 
 
 def number_pairs(answer: str, gold: str) -> list[tuple[numerals.Numeral, numerals.Numeral]]:
-    """The numbers of two lists, tuples or matrices of as many, one by one, those of a list in order of size; else none.
-    """
+    """The numbers of two lists, tuples or matrices, one by one, those of a list by size. Empty if one has more."""
     numbers, gold_numbers = (_numbers(text) for text in (answer, gold))
     if _shape(gold) == "list":
         numbers, gold_numbers = (sorted(side, key=lambda number: number.value) for side in (numbers, gold_numbers))

@@ -51,9 +51,9 @@ class Grader:
     """Pools of grading processes, started when first needed.
 
     Three lanes grade answers: `processes` processes within one slice of CPU time, one process of low priority within a
-    longer slice, and another up to the deadline. So hundreds of hostile answers delay no other. `timeout`, the deadline,
-    is in seconds of CPU time per answer: the time before its turn does not count. The pools live on a dedicated loop
-    and thread, so that a grader outlives the loop that first used it.
+    longer slice, and another up to the deadline. So hundreds of hostile answers delay no other. `timeout`, the
+    deadline, is in seconds of CPU time per answer: the time before its turn does not count. The pools live on a
+    dedicated loop and thread, so that a grader outlives the loop that first used it.
     """
 
     def __init__(self, processes: int, timeout: float) -> None:

@@ -68,8 +68,7 @@ class Numeral:
     @property
     def notation(self) -> tuple[str, Fraction]:
         """What shifts of the decimal point leave as it is: whether it is a decimal, and its size without percent."""
-        form = "digits" if self.form == "power of ten" else self.form
-        return form, abs(self.value / 100 if self.unit == "%" else self.value)
+        return self.form.replace("power of ten", "digits"), abs(self.value / 100 if self.unit == "%" else self.value)
 
 
 def read(text: str) -> Numeral | None:
