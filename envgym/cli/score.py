@@ -119,9 +119,9 @@ def _lines_of_references(gold: GoldTasks | None, env: str) -> list[tuple[str, st
     if gold is None:
         return [("references", f"the file's own, not compared with {env}: data.folder=DIR holds the files of {env}")]
     lines = [("coverage", f"{gold.covered} of {len(gold.tasks['test']):,} held-out tasks of {env}")]
-    if gold.differing or gold.outside:
+    if gold.differing or gold.unmatched:
         differing = f"{gold.differing} rows have another reference than {env}, whose own was used"
-        lines.append(("references", f"{differing}; {gold.outside} rows are none of its tasks, theirs was used"))
+        lines.append(("references", f"{differing}; {gold.unmatched} rows are none of its tasks, theirs was used"))
     return lines
 
 

@@ -54,11 +54,11 @@ def holds_generations(path: Path) -> bool:
 
 class GoldTasks:
     """The tasks of a named task set, by split, and what came of looking tasks of a file up among them: how many have
-    another reference (`differing`), and how many a prompt that the task set lacks (`outside`)."""
+    another reference (`differing`), and how many a prompt that the task set lacks (`unmatched`)."""
 
     def __init__(self, tasks: Mapping[str, Sequence[Task]]) -> None:
         self.tasks = tasks
-        self.differing = self.outside = 0
+        self.differing = self.unmatched = 0
         self._looked_up: set[int] = set()
         self._by_prompt: dict[int, list[Task]] = {}
         for task in (*tasks["test"], *tasks["train"]):
@@ -74,7 +74,7 @@ class GoldTasks:
         candidates = self._by_prompt.get(prompt_key(task), [])
         gold = next((candidate for candidate in candidates if _agree(candidate, task)), None)
         self.differing += gold is None and bool(candidates)
-        self.outside += not candidates
+        self.unmatched += not candidates
         gold = gold or next(iter(candidates), task)
         self._looked_up.add(id(gold))
         return gold

@@ -67,7 +67,7 @@ class Numeral:
 
     @property
     def notation(self) -> tuple[str, Fraction]:
-        """What shifts of the decimal point leave as it is: whether it is a decimal, and its size without percent."""
+        """The form and the size, the same for all positions of the decimal point: `75%`, `7.5e-1` and `0.75`."""
         return self.form.replace("power of ten", "digits"), abs(self.value / 100 if self.unit == "%" else self.value)
 
 
@@ -113,8 +113,8 @@ def is_copied(number: Numeral, gold: Numeral, problem: str) -> bool:
     if number.form == gold.form and (number.value == gold.value or (number.unit == "%") == (gold.unit == "%")):
         return False
     texts = [match[0] for match in _ANY.finditer(problem)] + _TO_CONVERT.findall(problem)
-    held = [numeral for text in texts if (numeral := read(text)) and numeral.notation == number.notation]
-    return bool(held) and not any((numeral.form, numeral.value) == (gold.form, gold.value) for numeral in held)
+    copies = [numeral for text in texts if (numeral := read(text)) and numeral.notation == number.notation]
+    return bool(copies) and not any((numeral.form, numeral.value) == (gold.form, gold.value) for numeral in copies)
 
 
 def _unwrapped(text: str) -> str:

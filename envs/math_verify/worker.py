@@ -141,11 +141,11 @@ def _is_restated(gold: str, expression: str) -> bool:
     from sympy import Eq, MatrixBase, Set, Tuple
     from sympy.logic.boolalg import Boolean
 
-    (whole, *_), parsed = _parse(gold.lower()), _parse(expression.lower())
+    (value, *_), parsed = _parse(gold.lower()), _parse(expression.lower())
     if not parsed:
         return False
     form = _form(_value(parsed[0]))
-    parts = [whole, *(whole if isinstance(whole, MatrixBase) else whole.args if isinstance(whole, Set | Tuple) else ())]
+    parts = [value, *(value if isinstance(value, MatrixBase) else value.args if isinstance(value, Set | Tuple) else ())]
     if isinstance(parsed[0], Boolean) and not isinstance(parsed[0], Eq):  # the library does not solve inequalities
         with contextlib.suppress(Exception):
             parsed = [parsed[0].as_set()]
