@@ -106,11 +106,9 @@ def has_same_form(answer: str, gold: str) -> bool:
     if "=" in answer and "=" not in gold and any("=" in unnamed(part) for part in _parts(answer)):
         return False
     bases, gold_bases = (sorted(base.strip("{}() ") for base in _BASE.findall(text)) for text in (answer, gold))
-    if bases and bases != gold_bases:
+    if (bases and bases != gold_bases) or (_unreduced(answer) and not _unreduced(gold)):
         return False
     if _numbers(gold) and any(_ARITHMETIC.fullmatch(part) and not numerals.read(part) for part in _entries(answer)):
-        return False
-    if _unreduced(answer) and not _unreduced(gold):
         return False
     gold_words = set(re.findall(r"[a-z]+", gold.lower()))
     return _words(answer) <= (gold_words if _words(gold) else gold_words | numerals.UNITS.keys())

@@ -121,14 +121,15 @@ def is_right(answer: str, gold: str, problem: str = "") -> bool:
     the answer must have the form of the reference.
     """
     from math_verify import verify
-    from sympy import Set
+    from sympy import FiniteSet, Set
 
     # A reference without mathematics equals only the same text.
     gold_parsed, parsed = _parse(gold), _parse(answer)
     if not verify(gold_parsed, parsed, timeout_seconds=None) or not _unfinished(parsed) <= _unfinished(gold_parsed):
         return False
     value, gold_value = (_value(side[0]) for side in (parsed, gold_parsed))
-    if _form(value) == _form(gold_value) or (isinstance(value, Set) and not isinstance(gold_value, Set)):
+    is_range = isinstance(value, Set) and not isinstance(value, FiniteSet)  # `(3, ∞)` for `x > 3`
+    if _form(value) == _form(gold_value) or (is_range and not isinstance(gold_value, Set)):
         return True
     return not any(_is_restated(gold, expression) for expression in expressions(problem))
 
@@ -153,25 +154,28 @@ def _is_restated(gold: str, expression: str) -> bool:
 
 
 def _value(node: Any) -> Any:
-    r"""The value without its name, the other side of `y = …`, `f(x) = …` and `(p, q) = …`, and the one of `\{x\}`."""
-    from sympy import Eq, FiniteSet, Symbol, Tuple
+    """The value without its name: the other side of `y = …`, `f(x) = …` and `(p, q) = …`."""
+    from sympy import Eq, Symbol, Tuple
     from sympy.core.function import AppliedUndef
 
     if isinstance(node, Eq):
         sides = zip(node.args, node.args[::-1], strict=True)
         node = next((value for name, value in sides if isinstance(name, Symbol | AppliedUndef | Tuple)), node)
-    return node.args[0] if isinstance(node, FiniteSet) and len(node.args) == 1 else node
+    return node
 
 
 def _form(node: Any) -> Any:
-    """The form of an expression, without signs, the order of its parts, and neutral terms and factors.
+    """The form of an expression, without signs, the order of its parts, neutral terms and factors, and the braces of a
+    set of one.
 
     Sums, products and integer powers keep their structure; a root, a power of a number and a function become symbols; a
     relation becomes a symbol of its sides.
     """
-    from sympy import Add, Expr, Float, MatrixBase, Mul, Pow, Rational, Symbol
+    from sympy import Add, Expr, FiniteSet, Float, MatrixBase, Mul, Pow, Rational, Symbol
     from sympy.core.parameters import distribute
 
+    if isinstance(node, FiniteSet) and len(node.args) == 1:
+        return _form(_value(node.args[0]))
     if isinstance(node, MatrixBase):
         return tuple(map(_form, node))
     if isinstance(node, Rational | Float):
@@ -198,10 +202,9 @@ def _form(node: Any) -> Any:
 
 def _unfinished(parsed: list[Any]) -> set[Any]:
     """Kinds of operations (sum, product, power, …) that would simplify the expression if carried out."""
-    from sympy import Basic, Derivative, Limit, MatrixBase, preorder_traversal
-    from sympy.concrete.expr_with_limits import ExprWithLimits
+    from sympy import Basic, Derivative, Integral, Limit, MatrixBase, Product, Sum, preorder_traversal
 
-    lazy = (Derivative, ExprWithLimits, Limit)
+    lazy = (Derivative, Integral, Limit, Product, Sum)
     entries = [entry for part in parsed for entry in (part if isinstance(part, MatrixBase) else (part,))]
     nodes = [node for part in entries if isinstance(part, Basic) for node in preorder_traversal(part)]
     return {node.func for node in nodes if isinstance(node, lazy) or _leaves_of_parts(node) > _leaves(_computed(node))}

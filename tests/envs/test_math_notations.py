@@ -70,7 +70,9 @@ def test_copies_and_undone_operations_earn_nothing(benchmarks, grade, every):
 FORGED = [
     ("Expand $(x+2)(x-3)$.", "x^2-x-6", ["x^2-x-6", "-6-x+x^2", r"\{x^2-x-6\}"],
      [r"\{(x+2)(x-3)\}", r"\left\{(x-3)(x+2)\right\}", r"\{ -(3-x)(x+2) \}", r"y=\{(x+2)(x-3)\}", r"\{x(x-1)-6\}",
-      r"\{\{(x+2)(x-3)\}\}", r"100(x+2)(x-3)\%", r"\frac{10(x+2)(x-3)}{10}", r"10(x+2)(x-3)\times 10^{-1}"]),
+      r"\{\{(x+2)(x-3)\}\}", r"q=\{{(x+2)(x-3)}\}",
+      r"\{\{x(x-1)-6\}\}", r"\{y=(x+2)(x-3)\}",
+      r"100(x+2)(x-3)\%", r"\frac{10(x+2)(x-3)}{10}", r"10(x+2)(x-3)\times 10^{-1}"]),
     (r"Simplify $\sqrt{50}$.", r"5\sqrt{2}", [r"\{5\sqrt{2}\}", r"\sqrt2\cdot5"],
      [r"\{\sqrt{50}\}", r"100\sqrt{50}\%", r"\frac{\sqrt{5000}}{10}", r"\{50^{1/2}\}"]),
     ("Expand $(x+1)^2$ and $(x-1)^2$.", "x^2+2x+1, x^2-2x+1",
