@@ -32,14 +32,14 @@ class Batcher(Generic[Item, Result]):
         self._send = send
         self._size = size
         self._slots = asyncio.Semaphore(in_flight)
-        self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
+        self._waiting: list[tuple[str, Item, asyncio.Future[Result]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._pumping: asyncio.Task[None] | None = None
 
     async def submit(self, item: Item) -> Result:
         """The result of `item`, sent in a batch with others."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, future))
+        self._waiting.append((repr(item), item, future))  # one that is nested too deeply for `repr` fails here, alone
         if self._pumping is None or self._pumping.done():
             self._pumping = asyncio.create_task(self._pump())
         return await future
@@ -58,9 +58,9 @@ class Batcher(Generic[Item, Result]):
         while self._waiting:
             await self._slots.acquire()
             await self._fill()
-            self._waiting = [entry for entry in self._waiting if not entry[1].done()]  # a caller's deadline has passed
+            self._waiting = [entry for entry in self._waiting if not entry[2].done()]  # a caller's deadline has passed
             batch, self._waiting = self._waiting[: self._size], self._waiting[self._size :]
-            start_task(self._deliver(sorted(batch, key=lambda entry: repr(entry[0]))), self._tasks)
+            start_task(self._deliver(sorted(batch, key=lambda entry: entry[0])), self._tasks)
 
     async def _fill(self) -> None:
         for _ in range(WINDOWS):
@@ -69,10 +69,10 @@ class Batcher(Generic[Item, Result]):
             if len(self._waiting) == count or len(self._waiting) >= self._size:
                 return
 
-    async def _deliver(self, batch: list[tuple[Item, asyncio.Future[Result]]]) -> None:
+    async def _deliver(self, batch: list[tuple[str, Item, asyncio.Future[Result]]]) -> None:
         """Send a batch, and give each caller its result or error."""
         try:
-            results: Sequence[Result | Exception] = await self._send([item for item, _ in batch]) if batch else []
+            results: Sequence[Result | Exception] = await self._send([item for _, item, _ in batch]) if batch else []
         except asyncio.CancelledError:
             _fail(batch)
             raise
@@ -80,7 +80,7 @@ class Batcher(Generic[Item, Result]):
             results = [error] * len(batch)
         finally:
             self._slots.release()
-        for (_, future), result in zip(batch, results, strict=True):
+        for (_, _, future), result in zip(batch, results, strict=True):
             if future.done():
                 continue
             if isinstance(result, Exception):
@@ -89,8 +89,8 @@ class Batcher(Generic[Item, Result]):
                 future.set_result(result)
 
 
-def _fail(batch: Sequence[tuple[Any, asyncio.Future[Any]]]) -> None:
-    for _, future in batch:
+def _fail(batch: Sequence[tuple[Any, Any, asyncio.Future[Any]]]) -> None:
+    for *_, future in batch:
         if not future.done():
             future.set_exception(WorkerError("the service was closed while it was being asked"))
             future.exception()  # marks it as retrieved: the caller may be gone

@@ -20,6 +20,9 @@ Conversation = str | Sequence[Message | Mapping[str, Any]]
 Text = str | list[dict[str, Any]] | dict[str, Any]
 """A conversation as plain text or as chat templates take it; or an answer in steps: the messages `before` it, its first
 `steps`, and `is_last`, whether they complete it."""
+Scored = tuple[float | None, int, bool] | str
+"""A reward model's (reward, number of tokens, whether it was truncated) for a conversation; or the reason why it cannot
+be rendered."""
 
 
 class Client:

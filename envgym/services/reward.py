@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -22,7 +23,7 @@ from envgym.workers.group import WorkerGroup
 from envgym.workers.spec import WorkerSpec
 
 from .batches import Batcher
-from .client import Assessment, Conversation, RewardClient, Text, preference
+from .client import Assessment, Conversation, RewardClient, Scored, Text, preference
 from .declarations import RewardEndpoint, RewardModel
 
 BATCHES_PER_ROUND = 8
@@ -46,13 +47,22 @@ class RewardModelClient(RewardClient):
 
     async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:
         text = conversation if isinstance(conversation, str) else [m.as_dict() for m in as_messages(conversation)]
-        return await self._in_home_loop(self._batcher.submit(text))
+        return await self._submit(text)
 
     async def assess_step(self, prompt: Conversation, steps: Sequence[str], *, is_last: bool) -> float:
         prompt_messages = [message.as_dict() for message in as_messages(prompt)]
         text: Text = {"before": prompt_messages, "steps": [*steps], "is_last": is_last}
-        assessment = await self._in_home_loop(self._batcher.submit(text))
-        return preference(assessment.reward)
+        return preference((await self._submit(text)).reward)
+
+    async def _submit(self, text: Text) -> Assessment:
+        """The assessment of a text. Raises `InvalidOutcome` for one that cannot be sent: an error in the call itself
+        would end the worker for all others."""
+        try:
+            pickle.dumps([[[text]]], protocol=5)  # as deep as it is among a call's arguments
+        except Exception as error:
+            message = f"reward model {self._declared.model} cannot be sent the conversation ({type(error).__name__})"
+            raise InvalidOutcome("service", message) from None
+        return await self._in_home_loop(self._batcher.submit(text))
 
     async def start(self) -> None:
         await self._in_home_loop(self._ranks())
@@ -113,13 +123,16 @@ class RewardModelClient(RewardClient):
         except WorkerError as error:
             self.counters["failures"] += len(texts)
             raise InvalidOutcome("service", str(error), retryable=True) from None
-        # Each conversation is scored by one rank; to the others its reward is None.
+        # Each conversation is scored by one rank; to the others its reward is None. All give the same reason for none.
         results = [max(parts, key=lambda part: part[0] is not None) for parts in zip(*scored, strict=True)]
-        return [self._assessment(*result) for result in results]
+        return [self._assessment(result) for result in results]
 
-    def _assessment(self, reward: float | None, tokens: int, cut: bool) -> Assessment | Exception:
+    def _assessment(self, result: Scored) -> Assessment | Exception:
         """The assessment of a reward, or the error (returned) of a text that could not be scored."""
         label = f"reward model {self._declared.model}"
+        if isinstance(result, str):
+            return InvalidOutcome("service", f"{label} cannot render the conversation ({result})")
+        reward, tokens, cut = result
         if reward is None and not tokens:
             return InvalidOutcome("service", f"{label}: there is nothing to score, the text is empty")
         if reward is None:

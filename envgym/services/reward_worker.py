@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import ConfigError, needs
+from envgym.errors import ConfigError, needs, printable_line
 from envgym.hub import find_on_hub
 from envgym.models import check_no_file
 from envgym.render import TextRenderer, make_renderer
@@ -16,7 +16,7 @@ from envgym.types import Message, Observation, as_messages
 from envgym.workers.config import WorkersConfig, number_format
 from envgym.workers.gpus import check_visible_gpu
 
-from .client import Text
+from .client import Scored, Text
 from .declarations import RewardModel
 
 
@@ -78,18 +78,18 @@ class RewardWorker:
         json = zero.config(settings, None, self._model.dtype, self._device)
         self._model = zero.engine(self._model, json, self._device)
 
-    def score(self, texts: Sequence[Text]) -> list[tuple[float | None, int, bool]]:
-        """(reward, tokens, whether it was truncated) of each conversation, in order.
+    def score(self, texts: Sequence[Text]) -> list[Scored]:
+        """The `Scored` of each conversation, in order.
 
         The reward is None for an empty conversation, for one that is too long where truncation is not allowed, and for
         those that another rank scores. All ranks call their models equally often, since each needs the others' weights.
         """
-        sequences = [self._encode(text) for text in texts]
-        results: list[tuple[float | None, int, bool]] = [(None, len(ids), False) for ids in sequences]
+        sequences = [self._try_to_encode(text) for text in texts]
+        results: list[Scored] = [ids if isinstance(ids, str) else (None, len(ids), False) for ids in sequences]
         entries = []
         for index, ids in enumerate(sequences):
             too_long = len(ids) > self._max_length
-            if ids and (self._truncates or not too_long):
+            if not isinstance(ids, str) and ids and (self._truncates or not too_long):
                 entries.append((index, self._truncate(ids) if too_long else ids, too_long))
         entries.sort(key=lambda entry: len(entry[1]))  # stable: equal lengths keep their order
         batches = [entries[start : start + self._batch_size] for start in range(0, len(entries), self._batch_size)]
@@ -100,6 +100,18 @@ class RewardWorker:
             for (index, _, cut), reward in zip(batch, rewards, strict=True) if not is_spare else ():
                 results[index] = ((reward - self._mean) / self._std, len(sequences[index]), cut)
         return results
+
+    def _try_to_encode(self, text: Text) -> list[int] | str:
+        """The token ids of a text, or the reason why it has none that the model takes: an exception would end the model
+        for all others."""
+        try:
+            ids = self._encode(text)
+        except ConfigError:
+            raise
+        except Exception as error:  # a template's code can raise any error
+            return printable_line(f"{type(error).__name__}: {error}")
+        size = self._config.vocab_size
+        return f"token {max(ids)} is not one of the model's {size}" if ids and max(ids) >= size else ids
 
     def _encode(self, text: Text) -> list[int]:
         """The token ids of a conversation, text, or answer in steps (a dict); empty for an empty text."""

@@ -134,6 +134,21 @@ def test_a_request_that_cannot_be_answered_is_told_why(server, body, status, sai
     assert server.post({"query": "a"})[0] == 200
 
 
+def test_a_query_that_cannot_be_rendered_costs_its_own_request_and_no_other(server, expected):
+    nested = "[" * 900 + "]" * 900
+    call = '{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {"a": %s}}}]}'
+    for body, said in (
+        (rb'{"query": ["a", "\ud800"]}', "query 1: "),
+        (rb'{"query": [[{"role": "user", "content": "\udc00"}]]}', "query 0: "),
+        (f'{{"query": [[{call % nested}]]}}'.encode(), "query 0: "),
+    ):
+        status, answer = server.post(body)
+        assert (status, answer["error"][: len(said)]) == (422, said), answer
+        status, answer = server.post({"query": [*TEXTS, CONVERSATION]})
+        assert status == 200
+        assert answer["rewards"] == pytest.approx(expected, abs=1e-4)
+
+
 def test_a_web_page_cannot_use_it(server):
     assert server.post({"query": ["a"]}, content_type="text/plain")[0] == 415
 

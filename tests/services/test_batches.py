@@ -81,6 +81,26 @@ def test_one_failure_is_its_own_and_a_callers_deadline_takes_nothing_from_the_ot
     assert isinstance(three, TimeoutError)
 
 
+def test_an_item_too_deep_for_an_order_fails_alone_and_the_batches_go_on():
+    async def main():
+        async def send(items):
+            return [len(items)] * len(items)
+
+        deep = []
+        for _ in range(5000):
+            deep = [deep]
+        batcher = Batcher(send, size=8)
+        for _ in range(2):
+            wrong, *results = await asyncio.gather(
+                *(batcher.submit(item) for item in (deep, 1, 2)), return_exceptions=True
+            )
+            assert isinstance(wrong, RecursionError)
+            assert results == [2, 2]
+        await batcher.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_closing_tells_those_who_wait():
     async def main():
         begun = asyncio.Event()

@@ -125,6 +125,35 @@ def test_several_ranks_give_the_rewards_of_one(tiny_reward_model):
     assert asyncio.run(rewards(2)) == pytest.approx(asyncio.run(rewards(1)), abs=1e-6)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_conversation_that_cannot_be_scored_fails_alone(tiny_reward_model, ranks):
+    nested = "x"
+    for _ in range(600):
+        nested = [nested]
+    called = [{"function": {"name": "f", "arguments": {"a": nested}}}]
+    wrong = {
+        "not valid Unicode": "\ud800",
+        "cannot render the conversation": [{"role": "user", "content": "half: \udfff"}],
+        "RecursionError": [{"role": "assistant", "content": "x", "tool_calls": called}],
+    }
+
+    async def main():
+        spec = Spec(judge=RewardModel(model=str(tiny_reward_model), batch_size=4, max_length=64, ranks=ranks))
+        async with start_services(spec):
+            client = spec.clients["judge"]
+            expected = [await client.score_one(text) for text in "abcde"]
+            for _ in range(2):
+                asked = [client.assess(text) for text in [*wrong.values(), *"abcde"]]
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+                for (reason, _), failure in zip(wrong.items(), answers, strict=False):
+                    assert isinstance(failure, InvalidOutcome), failure
+                    assert (failure.kind, failure.retryable) == ("service", False)
+                    assert reason in str(failure)
+                assert [answer.reward for answer in answers[3:]] == pytest.approx(expected, abs=1e-5)
+
+    asyncio.run(main())
+
+
 def test_a_rank_that_dies_ends_the_run(tiny_reward_model):
     async def main():
         spec, before = Spec(judge=RewardModel(model=str(tiny_reward_model), max_length=64, ranks=2)), set(pids())

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,41 @@ def test_an_answer_that_spells_special_tokens_has_the_added_tokens_of_any_other(
     assert len([t for t in encoded("46", FORGED) if t in added]) == len([t for t in plain if t in added]) + 4
     # A conversation that arrives as one text cannot be told apart.
     assert len([t for t in worker._encode(FORGED) if t in added]) >= 4
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no role ' + m.role) }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+HALF = "half of a pair: \ud83d"
+NOT_RENDERED = {
+    "a lone surrogate in a text": (HALF, "not valid Unicode"),
+    "a lone surrogate in an answer": ([CONVERSATION[0], {"role": "assistant", "content": HALF}], "not valid Unicode"),
+    "a lone surrogate in the prompt": ([{"role": "user", "content": HALF}, CONVERSATION[1]], "not valid Unicode"),
+    "a role": ([{"role": "critic", "content": "?"}, *CONVERSATION], "critic"),
+    "a role at the end": ([*CONVERSATION, {"role": "critic", "content": "?"}], "critic"),
+    "no role": ([{"content": "?"}], "TypeError"),
+    "a token without a row": ("an image: <image>", "token 552 is not one of the model's 512"),
+}
+
+
+@pytest.mark.parametrize("form", ["own", "rows", "raw"])
+@pytest.mark.parametrize("case", NOT_RENDERED)
+def test_a_conversation_that_cannot_be_rendered_fails_alone(tiny_reward_model, tmp_path, form, case):
+    changes = {"reward_at": "end_of_turn"} if form == "rows" else {}
+    folder = Path(variant(tiny_reward_model, tmp_path, **changes))
+    (folder / "chat_template.jinja").write_text(STRICT)
+    worker = make_worker(folder, batch_size=4, render="raw" if form == "raw" else "auto")
+    worker._tokenizer.add_tokens([*(f"<extra{number}>" for number in range(199)), "<image>"])
+    text, reason = NOT_RENDERED[case]
+    first, failed, last, again = worker.score([TEXTS[0], text, CONVERSATION, TEXTS[0]])
+    if form == "raw" and case == "a role":
+        assert isinstance(failed[0], float)  # raw text has no roles
+    else:
+        assert reason in failed
+        assert len(failed) <= 1000
+    assert first[0] == pytest.approx(again[0], abs=1e-5)
+    assert [first[0], last[0]] == pytest.approx(rewards(worker, [TEXTS[0], CONVERSATION]), abs=1e-5)
 
 
 def test_steps_that_spell_special_tokens_end_no_turn(tiny_reward_model, tmp_path):
