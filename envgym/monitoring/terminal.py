@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envgym.errors import printable
+from envgym.net.retries import WAITS
 
 from .display import MAIN, METRICS, Display, LineDisplay, Pace, failure_suffix
 from .report import duration, score, summary_lines
@@ -126,6 +127,8 @@ class LiveDisplay(Display):
             n_done, total, failures = self._episodes
             parts.append(ProgressBar(total, n_done, width=20))
             parts.append(Text(f"{n_done}/{total} episodes", "dim").append(failures, "red"))
+        waits = [(url, end - time.monotonic()) for url, end in list(WAITS.items())]
+        parts += [Text(f"{url} cannot be reached: {wait:.0f} s left", "red") for url, wait in waits if wait > 0]
         elapsed = time.monotonic() - self._phase_began
         line.add_row(*parts, Text(duration(elapsed) if elapsed >= 3 else "", "dim"))
         return line

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 LONGEST_PAUSE = 60.0
 """The longest pause in seconds that a server may ask for (`Retry-After`); with a longer one the request fails."""
+WAITS: dict[str, float] = {}
+"""The servers that cannot be reached, each with the `time.monotonic()` until which requests wait for it."""
 RETRY_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """Statuses of transient failures, of a server or of a proxy before it."""
 

@@ -45,7 +45,8 @@ class RemoteConfig(EnvConfig):
     """Seconds that a reset, a step or a page of tasks may take, with all retries. The default is above the server's own
     limits: 600 s for a reset or a page, and for a step the environment's `call_timeout`."""
     reconnect: float = Field(default=30.0, ge=0)
-    """Seconds of retries at an unreachable server before an episode on it fails."""
+    """Seconds of retries at an unreachable server before the episodes on it fail, from the first failure on: an episode
+    that is retried does not wait anew."""
     listen: str | None = None
     """HOST:PORT of this machine where further servers may register (`envgym serve --register URL`), also in mid-run."""
     allow: tuple[str, ...] = ()
@@ -257,7 +258,7 @@ class RemoteEnvSpec(EnvSpec):
                 failed.add(replica)
                 is_transient |= error.retryable
                 if not has_other and not retry_until:
-                    since = start if error.kind == "connection" else clock()  # retried already
+                    since = (error.kind == "connection" and replicas.lost_at) or clock()  # retried already
                     retry_until = min(deadline, since + config.reconnect)
                 if replicas.has_untried(failed):
                     continue

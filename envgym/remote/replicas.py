@@ -329,6 +329,11 @@ class Replicas:
         """Tell whether another server is up and has not `failed`."""
         return any(not server.is_down and server not in (replica, *failed) for server in self._active)
 
+    @property
+    def lost_at(self) -> float:
+        """The loop's time at which the last server was lost; 0: none has been."""
+        return max((server.transport.lost_at for server in self._active), default=0.0)
+
     def has_untried(self, failed: Collection[Replica]) -> bool:
         """Tell whether a server, up or down, has not `failed`."""
         return any(replica not in failed for replica in self._active)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from envgym.errors import CallTimeout, ConfigError, DataError, EnvgymError, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.net.problems import ProblemBody
-from envgym.net.retries import pauses
+from envgym.net.retries import WAITS, pauses
 from envgym.net.server import MAX_BODY
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.cancellation import start_task
@@ -27,6 +27,10 @@ from .wire import Answer, Method
 FIRST_PAUSE = 0.2
 """Seconds before the second try; doubled before each further one."""
 LONGEST_PAUSE = 5.0
+REPORT_SECONDS = 5.0
+"""Seconds between two lines about a server that cannot be reached."""
+UNTRIED_SECONDS = 60.0
+"""Seconds without a request after which a lost server is waited for anew: it may have been back meanwhile."""
 NO_CHANNEL_SECONDS = 60.0
 """Seconds after which a server without a WebSocket is tried with one again."""
 
@@ -105,6 +109,9 @@ class Transport:
         self.url = url
         self.last_answer = 0.0
         """The loop's time of the last answer of any kind."""
+        self.lost_at = 0.0
+        """The loop's time of the first failed connection since the last answer; 0: none has failed."""
+        self._failed_at = self._reported_at = 0.0
         self.counters = counters
         redirected = aiohttp.TraceConfig()
         redirected.on_request_redirect.append(_reject_redirect)  # `allow_redirects` does not hold for WebSockets
@@ -168,8 +175,9 @@ class Transport:
     ) -> bytes:
         """The body of a successful answer, within `seconds` for all tries together.
 
-        A connection that cannot be made, or drops, is tried again for `patience` seconds. Raises the server's own
-        `EnvgymError` where it names one, and else `RemoteError`; `ServerFull` where no slot is free.
+        A connection that cannot be made, or drops, is tried again until the server has been lost for `patience`
+        seconds: calls and episodes that come later do not wait anew. Raises the server's own `EnvgymError` where it
+        names one, and else `RemoteError`; `ServerFull` where no slot is free.
         """
         deadline = Deadline(seconds)
         self._waiting[deadline] = None
@@ -189,10 +197,10 @@ class Transport:
             del self._waiting[deadline]
 
     async def _call(self, method: Method, path: str, body: bytes | None, patience: float) -> bytes:
-        """Send a request until it succeeds; a lost connection is retried for `patience` seconds. Raises as `call`
+        """Send a request until it succeeds, or the server has been lost for `patience` seconds. Raises as `call`
         does."""
         clock = asyncio.get_running_loop().time
-        waits, give_up_at = pauses(FIRST_PAUSE, LONGEST_PAUSE), 0.0
+        waits = pauses(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             if self._closed:  # say, by a server that has left permanently
                 raise RemoteError("connection", f"{self.url}: the connection was closed here")
@@ -200,6 +208,9 @@ class Transport:
             try:
                 answer = await self._send(method, path, body)
                 self.last_answer = clock()
+                if self.lost_at and answer.status not in (502, 503, 504):  # those are a proxy's, without its server
+                    self.lost_at = 0.0
+                    WAITS.pop(self.url, None)
                 if answer.status < 400:
                     return answer.content
                 failure = await self._error_of(method, path, answer)
@@ -210,9 +221,17 @@ class Transport:
                 if error.kind != "connection":
                     raise
                 logger.debug("%s %s: %s", method, path, error)
-                wait, give_up_at = next(waits), give_up_at or clock() + patience
-                if clock() + wait > give_up_at:
+                failed_at = clock()
+                if not self.lost_at or failed_at - self._failed_at > UNTRIED_SECONDS:
+                    self.lost_at = self._reported_at = failed_at
+                self._failed_at = failed_at
+                wait, seconds_left = next(waits), self.lost_at + patience - failed_at
+                if wait > seconds_left:
                     raise
+                WAITS[self.url] = failed_at + seconds_left
+                if failed_at - self._reported_at >= REPORT_SECONDS:
+                    self._reported_at = failed_at
+                    logger.warning("%s cannot be reached: its episodes fail in %.0f s", self.url, seconds_left)
             self.counters.retries += 1
             await asyncio.sleep(wait)
 

@@ -121,7 +121,8 @@ async def fill_buffer(
     roll_out: Callable[[Sequence[Task], int], Awaitable[list[Group]]],
 ) -> RolloutBatch:
     """Roll out tasks until `buffer` holds `config.tasks_per_step` groups or the rounds of a step are used up. Stops
-    early if no episode of the step was usable: every one failed, or lacks a required reward.
+    early if no episode of the step was usable (every one failed, or lacks a required reward), or more than
+    `config.max_failed_share` of them failed.
 
     `roll_out` takes the tasks of a round and the round's number. If a filter drops groups, the size of later rounds
     follows from the share dropped so far, so that a step does not need ever smaller rounds. Surplus groups stay in the
@@ -138,6 +139,8 @@ async def fill_buffer(
         batch.n_buffered += buffer.add(groups)
         batch.groups += groups
         batch.rounds += 1
-        if not any(e.is_counted and (e.reward is not None or not buffer.needs_reward) for e in batch.episodes):
+        n_failed = sum(not e.is_counted for e in batch.episodes)
+        is_usable = any(e.is_counted and (e.reward is not None or not buffer.needs_reward) for e in batch.episodes)
+        if not is_usable or n_failed > config.max_failed_share * len(batch.episodes):
             break  # more rounds would not help; the caller raises the error
     return batch

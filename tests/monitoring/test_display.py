@@ -237,6 +237,19 @@ def test_the_table_shows_the_state_of_the_run(live):
         assert shown in table, shown
 
 
+def test_a_wait_for_a_server_counts_down_until_it_is_over(live, monkeypatch):
+    display, draw, _ = live
+    now = time.monotonic()
+    monkeypatch.setattr("envgym.monitoring.terminal.WAITS", {"http://b:1": now + 30})
+    display.phase("training")
+    display.rollout(12, 512, {})
+    for passed, shown in ((0.2, "30 s left"), (9.8, "20 s left"), (29.4, "1 s left")):
+        monkeypatch.setattr("envgym.monitoring.terminal.time.monotonic", lambda passed=passed: now + passed)
+        assert f"http://b:1 cannot be reached: {shown}" in draw()
+    monkeypatch.setattr("envgym.monitoring.terminal.time.monotonic", lambda: now + 31)
+    assert "cannot be reached" not in draw()
+
+
 def test_an_alarm_stays_above_the_table(live):
     display, draw, printed = live
     display.phase("training")

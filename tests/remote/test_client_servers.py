@@ -19,6 +19,7 @@ from envgym.errors import ConfigError
 from envgym.net.problems import Problem
 from envgym.remote import replicas
 from envgym.remote.transport import RemoteError
+from envgym.remote.wire import EnvList
 from envgym.types import Action, Episode, Outcome
 
 from .meddling import instead, meddling
@@ -76,6 +77,33 @@ def test_a_server_that_went_down_and_came_back_is_used_again_beside_one_that_sta
             await asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(goes.url).port}")
             await until_played_on(spec, goes.url)
             assert spec.replicas.down_replicas == []
+
+    asyncio.run(main())
+
+
+def test_a_server_that_starts_again_is_waited_for_though_the_other_has_been_gone_for_long(start):
+    """Patience begins when the last server is lost, whichever of them a session is opened on."""
+    goes, gone = start("GuessSpec"), start("GuessSpec")
+
+    async def main() -> None:
+        async with registry.spec("game", urls=[gone.url, goes.url], reconnect=10) as spec:
+            for server, replica in zip((gone, goes), spec.replicas.servers, strict=True):
+                server.process.kill()
+                server.process.wait()
+                with pytest.raises(RemoteError):
+                    await replica.ask(EnvList, "GET", "/v1/envs", None, seconds=5, patience=0)
+            first, _ = spec.replicas.servers
+            first.transport.lost_at -= 1000
+            starting = asyncio.create_task(asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(goes.url).port}"))
+            failed = 0
+            while failed < 3:  # as `rollout.retries` allows
+                try:
+                    assert await played_on(spec) == goes.url
+                    break
+                except RemoteError:
+                    failed += 1
+            await starting
+            assert failed < 3
 
     asyncio.run(main())
 

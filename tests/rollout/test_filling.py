@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envgym.env import TaskList
+from envgym.errors import RolloutFailed
+from envgym.monitoring.metrics import check_failures
 from envgym.rollout.buffer import MAX_ROUNDS, Buffer, fill_buffer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.filter import FilterConfig
@@ -109,9 +111,37 @@ def test_without_a_filter_only_groups_short_of_members_are_replaced():
     outcomes = itertools.chain([1.0], itertools.repeat(None))
     failing = Rollouts(lambda task: next(outcomes))
     config, buffer, cursor = stage(FilterConfig())
-    batch = fill(failing, config, buffer, cursor)
+    batch = fill(failing, config.model_copy(update={"max_failed_share": 1.0}), buffer, cursor)
     assert batch.rounds == MAX_ROUNDS
     assert "complete enough" in batch.explain_no_groups(config)
+
+
+@pytest.mark.parametrize(
+    ("filter", "limit", "shares", "sizes"),
+    [
+        (FilterConfig(), 0.5, [0.5] * 3 + [None] * 100, [8]),  # 5 of 8 groups failed
+        (FILTER, 0.5, [0.5] * 3 + [None] * 100, [8]),
+        (FilterConfig(), 0.7, [0.5] * 3 + [None] * 100, [8, 5]),  # 5 of 8, then 10 of 13
+    ],
+)
+def test_no_further_round_if_too_many_episodes_failed(filter, limit, shares, sizes):
+    config, buffer, cursor = stage(filter)
+    config = config.model_copy(update={"max_failed_share": limit})
+    order = iter(shares)
+    rollouts = Rollouts(lambda task: next(order))
+    batch = fill(rollouts, config, buffer, cursor)
+    assert rollouts.sizes == sizes
+    with pytest.raises(RolloutFailed, match="episodes failed"):
+        check_failures(batch.groups, limit)
+
+
+def test_as_many_failed_episodes_as_are_allowed_are_replaced():
+    config, buffer, cursor = stage(FilterConfig())
+    order = iter([0.5] * 4 + [None] * 4 + [0.5] * 4)
+    rollouts = Rollouts(lambda task: next(order))
+    batch = fill(rollouts, config, buffer, cursor)
+    assert (rollouts.sizes, len(buffer)) == ([8, 4], 8)
+    check_failures(batch.groups, config.max_failed_share)
 
 
 @pytest.mark.parametrize("filter", [FILTER, FilterConfig()])
