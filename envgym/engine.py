@@ -7,11 +7,29 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from envgym.errors import ConfigError, PromptTooLong, did_you_mean
+from pydantic import Field
+
+from envgym.errors import ConfigError, InvalidStep, PromptTooLong, UnknownKey, printable_line
 from envgym.models.weights_file import Bucket
+from envgym.settings import Settings, validate_settings
 from envgym.types import Message, StopReason, ToolSpec, VersionSpan
+
+MaxTokens = Annotated[int, Field(ge=1)]
+Temperature = Annotated[float, Field(ge=0)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+
+
+class TurnSampling(Settings):
+    """The sampling parameters that an environment may set for one turn, with the limits of a run's settings."""
+
+    max_tokens: MaxTokens = 1
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: int = Field(0, ge=-1)  # -1 is vLLM's 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +48,16 @@ class SamplingParams:
     seed: int | None = None
 
     def with_overrides(self, overrides: Mapping[str, Any] | None) -> SamplingParams:
-        """A copy with the fields that an environment sets for one turn. Raises `ConfigError` for an unknown field."""
-        for name in overrides or ():
-            if name not in self.__dataclass_fields__:
-                hint = did_you_mean(name, self.__dataclass_fields__)
-                raise ConfigError(f"the environment set an unknown sampling parameter {name!r}.{hint}")
-        return replace(self, **overrides) if overrides else self
+        """A copy with the fields that an environment sets for one turn. Raises `ConfigError` for an unknown field, and
+        `InvalidStep` for a value that a run's settings cannot have."""
+        if not overrides:
+            return self
+        try:
+            checked = validate_settings(TurnSampling, overrides)
+        except ConfigError as error:
+            kind = ConfigError if isinstance(error, UnknownKey) else InvalidStep
+            raise kind(printable_line(f"the environment's sampling parameters: {error}")) from None
+        return replace(self, **checked.model_dump(exclude_unset=True))
 
     def within_context(self, max_model_len: int, prompt_tokens: int) -> SamplingParams:
         """A copy whose `max_tokens` fit into a context of `max_model_len` after the prompt.

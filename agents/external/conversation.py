@@ -118,7 +118,7 @@ class Conversation:
     async def _sample(self, transcript: Transcript, max_tokens: int | None) -> Generation:
         """Sample under the run's sampling parameters, so that training matches exploration; a program may only ask for
         fewer tokens."""
-        limit = self._sampling.get("max_tokens", self._sampler.sampling.max_tokens)
+        limit = self._sampler.sampling.with_overrides(self._sampling).max_tokens
         limit = limit if max_tokens is None else min(limit, max_tokens)
         return await transcript.sample({**self._sampling, "max_tokens": limit})
 

@@ -100,7 +100,8 @@ class EnginePool:
             self._lose(member, str(error))
             raise InvalidOutcome("engine", str(error), retryable=True) from None
         except (InvalidOutcome, WorkerError) as error:
-            member.failures += 1
+            # A request that an engine refuses is no failure of the engine.
+            member.failures += isinstance(error, WorkerError) or error.retryable
             if member.failures == MOST_FAILURES:
                 self._lose(member, f"{MOST_FAILURES} requests in a row have failed ({error})")
             raise

@@ -251,7 +251,7 @@ def sample_token(
     if sampling.temperature == 0:
         token = logits.argmax()
         return token, logits.log_softmax(-1)[token]
-    logits = logits / sampling.temperature
+    logits = logits / max(sampling.temperature, 1e-6)  # less would overflow, and fail the whole batch
     if 0 < sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p < 1:

@@ -89,8 +89,11 @@ class VLLMEngine:
     async def generate(self, request: Request) -> Generation:
         stop = {"stop_token_ids": [*request.sampling.stop_token_ids, *self._end_tokens]}
         # `ignore_eos`: the end tokens are all among the stop tokens.
-        sampling = _sampling_params(**(asdict(request.sampling) | stop), ignore_eos=True, logprobs=0)
-        output = (await self._run(request.id, list(request.token_ids), sampling, request.seconds)).outputs[0]
+        try:
+            sampling = _sampling_params(**(asdict(request.sampling) | stop), ignore_eos=True, logprobs=0)
+            output = (await self._run(request.id, list(request.token_ids), sampling, request.seconds)).outputs[0]
+        except _refusals() as error:  # vLLM's limits are narrower than a run's settings: a temperature of 3, say
+            raise InvalidOutcome("engine", f"vLLM refuses a request: {' '.join(str(error).split())[:300]}") from None
         if output.finish_reason not in STOP_REASONS:
             raise InvalidOutcome("engine", _describe_abort(output.finish_reason), retryable=True)
         return Generation(
@@ -311,6 +314,13 @@ def _sampling_params(**settings: Any) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **settings)
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """The errors of vLLM that are the request's fault."""
+    from vllm.exceptions import VLLMClientError
+
+    return ValueError, VLLMClientError
 
 
 def _describe_abort(reason: str | None) -> str:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .spec import EnvSpec
 
 MAX_CHARACTERS = 4_000_000
-"""Maximum characters of an observation. A longer one fits no context, and would stall the tokenizer."""
+"""Maximum characters of an observation, with its tools and sampling parameters. A longer one fits no context, and would
+stall the tokenizer."""
 
 
 class CheckedEnv(Env):
@@ -173,10 +174,12 @@ class CheckedEnv(Env):
         return await tasks.get(random.Random(seed).randrange(tasks.index_bound))
 
     def _checked_observation(self, value: Any) -> Observation:
-        """Convert an observation. Raises `InvalidStep` for another type and for a text over `MAX_CHARACTERS`."""
+        """Convert an observation. Raises `InvalidStep` for another type and for one over `MAX_CHARACTERS`."""
         try:
             observation = as_observation(value)
-            size = len(observation.text or "") + sum(len(message.text) for message in observation.messages)
+            extras = (observation.sampling, observation.tools, *(m.tool_calls for m in observation.messages))
+            size = len(observation.text or "") + sum(len(str(extra)) for extra in extras if extra)
+            size += sum(len(m.text) + len(m.role) for m in observation.messages)
         except TypeError as error:
             of_coroutine = f"an observation is text, messages or an Observation, not {describe(value)}"
             raise InvalidStep(f"{self.spec.id}: {of_coroutine if _coroutines(value) else error}") from None

@@ -41,7 +41,8 @@ B = TypeVar("B", bound=BaseModel)
 
 
 class RemoteEnv(CheckedEnv):
-    """One session at a time on a server. The checks of `CheckedEnv` are made there, where the environment is."""
+    """One session at a time on a server. The checks of `CheckedEnv` are made there, where the environment is; those of
+    numbers and sizes also here."""
 
     spec: RemoteEnvSpec
 
@@ -76,7 +77,7 @@ class RemoteEnv(CheckedEnv):
         answer = await self._open(seed, task, extras)
         self.spec.report_dropped(answer.dropped)
         self.task = answer.task if task is None else task
-        return answer.observation, answer.info
+        return self._checked_observation(answer.observation), answer.info
 
     async def _open(self, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
         """Open a session on a server with a free slot, and on another one where that cannot be reached."""
@@ -116,7 +117,9 @@ class RemoteEnv(CheckedEnv):
 
     async def _open_at(self, replica: Replica, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
         """Open a session at `replica`. Raises `ServerFull` or another `RemoteError`."""
-        patience = 0.0 if self.spec.replicas.has_other(replica) else self.spec.config.reconnect
+        pool, patience = self.spec.replicas, 0.0
+        if not pool.has_other(replica):  # `reconnect` from when the last server was lost, which may be another one
+            patience = self.spec.config.reconnect + pool.lost_at - (replica.transport.lost_at or pool.lost_at)
         name = (await self.spec.describe(replica, patience)).name
         self._session, self._next_step = uuid.uuid4().hex, 0
         opening = Opening(session_id=self._session, env=name, seed=seed, task=task, options=options)
@@ -139,7 +142,8 @@ class RemoteEnv(CheckedEnv):
             reward = check_numbers(stepped.reward, stepped.info)
         except ValueError as error:
             raise RemoteError("server", f"{self.spec.id}: {error}") from None
-        return stepped.observation, reward, stepped.terminated, stepped.truncated, stepped.info
+        observation = self._checked_observation(stepped.observation)
+        return observation, reward, stepped.terminated, stepped.truncated, stepped.info
 
     async def _ask(self, model: type[B], method: Method, path: str, body: bytes, patience: float) -> B:
         """Send a request to the session, which renews its lease."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from envgym.engine import SamplingParams
+from envgym.engine import MaxTokens, SamplingParams, Temperature, TopP
 from envgym.settings import Settings
 from envgym.types import SeedScope
 
@@ -24,12 +24,12 @@ class RolloutConfig(Settings):
     `tasks_per_step` is lowered, and a line says so. Setting `tasks_per_step` sets this to 0."""
     group_size: int = Field(8, ge=1)
     """Episodes per task."""
-    max_tokens: int = Field(512, ge=1)
+    max_tokens: MaxTokens = 512
     """Token budget of one turn."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: Temperature = 1.0
     """Sampling temperature; log-probabilities are those of the tempered distribution. 0 is greedy, without `top_p` and
     `top_k`, in evaluations and rollouts; training needs more than 0."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: TopP = 1.0
     """Nucleus sampling. Below 1 the support is truncated and importance ratios are biased."""
     top_k: int = Field(0, ge=0)
     """Sample among the k most likely tokens; 0: all tokens."""
@@ -57,7 +57,8 @@ class RolloutConfig(Settings):
     (`rollout.failed_reward.environment=0`). Such an episode is not retried. It is trained on, and counts in metrics and
     evaluations. Unset: failed episodes are retried, then left out."""
     max_failed_share: float = Field(0.5, gt=0, le=1)
-    """Maximum share of failed episodes without a reward in a training step. A higher share stops the run."""
+    """Maximum share of failed episodes without a reward in a training step. A higher share after any of its rounds of
+    rollouts stops the run."""
     filter: FilterConfig = FilterConfig()
 
     @field_validator("failed_reward", mode="before")

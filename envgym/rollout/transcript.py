@@ -74,7 +74,7 @@ class Transcript:
             if not self.rows[0].turns:
                 raise
             raise OutOfBudget(Limit.CONTEXT) from None
-        self.record(generation, (overrides or {}).get("temperature", self._engine.sampling.temperature))
+        self.record(generation, self._engine.sampling.with_overrides(overrides).temperature)
         return generation
 
     def record(self, generation: Generation, temperature: float) -> None:

@@ -221,9 +221,9 @@ class Observation:
     """The environment's message to the policy: chat `messages`, or raw `text` (for base models, without a template).
 
     `Observation("text")` is raw text; messages may be one message or a list, and mappings become `Message`.
-    `sampling` overrides fields of the next turn's sampling parameters (`{"max_tokens": 64}`); its `stop` is a text, and
-    the turn ends with the first token that contains it. `tools` are declared with an episode's first observation and
-    hold for the whole episode.
+    `sampling` overrides fields of the next turn's sampling parameters (`{"max_tokens": 64}`), within the limits of a
+    run's settings; its `stop` is a text, and the turn ends with the first token that contains it. `tools` are declared
+    with an episode's first observation and hold for the whole episode.
 
     Raises `TypeError` for anything else.
     """

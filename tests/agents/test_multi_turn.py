@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import random
 import tracemalloc
 from dataclasses import replace
@@ -246,6 +247,23 @@ def test_no_two_episodes_share_sampling_parameters(chatml):
     play(chatml, engine, Warmer, max_turns=3, size=4)
     asked = [(request.sampling.max_tokens, request.sampling.temperature) for request in engine.requests]
     assert sorted(asked) == [(5, 1.0)] * 4 + [(64, 0.5)] * 8
+
+
+@pytest.mark.parametrize("sampling", [{"seed": 2**70}, {"temperature": math.nan}, {"stop": 5}, {"stop": ""}])
+def test_impossible_sampling_parameters_fail_their_episode_alone(chatml, sampling):
+    class Odd(Env):
+        n_made = 0
+
+        async def reset(self, *, seed=None, options=None):
+            Odd.n_made += 1
+            return Observation((Message("user", "go"),), sampling=sampling if Odd.n_made == 2 else None), {}
+
+        async def step(self, action):
+            return None, 1.0, True, False, {}
+
+    episodes = play(chatml, Says(chatml), Odd, size=4)
+    assert sorted((e.outcome.reason, e.reward) for e in episodes if e.failed) == [("invalid_environment", None)]
+    assert [e.reward for e in episodes if not e.failed] == [1.0] * 3
 
 
 def test_tools_are_offered_and_calls_answered_by_the_tool_calling_agent_alone(chatml):

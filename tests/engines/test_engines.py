@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from envgym.engine import Generation, Request, SamplingParams
 from envgym.engines import TARGETS, choose_engine
 from envgym.engines.spec import EngineSpec
-from envgym.errors import ConfigError, MissingDependency, WorkerError
+from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError
 from envgym.models.weights_file import read_weights, split_into_buckets, write_bucket, write_weights
 from envgym.processes.local import LocalRuntime
 from envgym.types import StopReason, VersionSpan
@@ -173,6 +173,40 @@ def test_a_seed_fixes_a_request_whatever_runs_beside_it(engine):
     assert alone.token_ids == company.token_ids
     other = replace(one, sampling=SamplingParams(max_tokens=16, seed=12))
     assert engine.generate([other])[0].token_ids != alone.token_ids
+
+
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 3.0}, {"temperature": 1e300}, {"stop_token_ids": (2**40,)}, {"stop_token_ids": (-5,)}]
+)
+def test_what_an_engine_does_not_take_is_refused_alone_and_is_not_the_engines_fault(engine, changes):
+    """vLLM's limits are narrower than those of a run's settings; transformers has none."""
+    good = requests(4, SamplingParams(max_tokens=8, seed=5))
+    bad = Request("bad", (5, 6, 7), replace(SamplingParams(max_tokens=8, seed=5), **changes))
+    expected = engine.generate(good)
+
+    async def wave():
+        calls = [engine.worker.call("generate", request) for request in [*good, bad]]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    *others, last = engine.runner.run(wave())
+    assert [list(g.token_ids) for g in others] == [list(g.token_ids) for g in expected]
+    if isinstance(last, InvalidOutcome):
+        assert (last.kind, last.retryable) == ("engine", False)
+        assert str(last).startswith("vLLM refuses a request: ")
+    else:
+        assert engine.call("info").kind.startswith("transformers")
+        assert len(last.token_ids) >= 1
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e-9])
+def test_a_temperature_near_zero_leaves_the_others_of_its_batch(engine, temperature):
+    [greedy] = engine.generate([Request("greedy", (5, 6, 7), SamplingParams(max_tokens=6, temperature=0.0))])
+    cold = Request("cold", (5, 6, 7), SamplingParams(max_tokens=6, temperature=temperature))
+    *others, last = engine.generate([*requests(3, SamplingParams(max_tokens=6)), cold])
+    if engine.call("info").kind.startswith("transformers"):  # vLLM takes 0.01 for less
+        assert list(last.token_ids) == list(greedy.token_ids)
+    assert all(math.isfinite(logprob) for logprob in last.logprobs)
+    assert all(generation.token_ids for generation in others)
 
 
 @pytest.mark.parametrize("length", [2, 100, CONTEXT])

@@ -191,6 +191,19 @@ def test_one_that_answers_only_errors_counts_as_dead():
     asyncio.run(main())
 
 
+def test_an_engine_that_refuses_requests_does_not_count_as_dead():
+    async def main():
+        world = World(count=1)
+        world.fakes[0].error = InvalidOutcome("engine", "vLLM refuses a request: a temperature of 3")
+        for number in range(3 * MOST_FAILURES):
+            with pytest.raises(InvalidOutcome):
+                await world.ask(*turns(number, members=1))
+        assert len(world.fakes) == 1
+        assert world.notes == []
+
+    asyncio.run(main())
+
+
 def test_where_none_is_left_requests_wait_and_their_clocks_stand_still():
     async def main():
         world = World(count=1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import json
 import random
+import socket
 
 import pytest
 from aiohttp import web
@@ -15,6 +17,7 @@ import envgym.registry as registry
 from envgym import errors
 from envgym.errors import ConfigError, InvalidStep
 from envgym.net.problems import ProblemBody
+from envgym.net.retries import WAITS
 from envgym.remote import client, transport
 from envgym.remote.access import Access
 from envgym.remote.remote_env import PAGE, RemoteTasks
@@ -23,6 +26,13 @@ from envgym.remote.wire import EnvList, TaskPage
 from envgym.types import Action, Episode, Outcome, Row, Segment, StopReason, Task, ToolCall, Turn
 
 from .meddling import instead, meddling
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 async def step_with(url: str, old: str, new: str) -> str:
@@ -62,6 +72,37 @@ async def step_with(url: str, old: str, new: str) -> str:
 )
 def test_a_step_that_pays_no_number_fails_its_episode(game, old, new, said):
     assert said in asyncio.run(step_with(game.url, old, new))
+
+
+LONG = [
+    {"text": "x" * 4_000_001, "messages": []},
+    {"text": None, "messages": [{"role": "user", "content": [{"text": "x" * 100}]}] * 40_000},
+    {"text": None, "messages": [{"role": "r" * 5000, "content": []}] * 801},
+    {"text": "x", "messages": [], "sampling": {"stop_token_ids": list(range(600_000))}},
+    {"text": "x", "messages": [], "tools": [{"name": "t", "description": "x" * 4_000_001, "parameters": {}}]},
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/sessions", "/step"])
+@pytest.mark.parametrize("observation", LONG, ids=range(len(LONG)))
+def test_an_observation_from_a_server_may_be_as_long_as_one_from_here(game, path, observation):
+    changed = []
+
+    async def longer(request, forward):
+        answer = await forward()
+        if request.path.endswith(path):
+            answer.body = json.dumps({**json.loads(answer.body), "observation": observation}).encode()
+            changed.append(answer)
+        return answer
+
+    async def main() -> None:
+        async with meddling(game.url, longer) as wrong, registry.spec(wrong) as spec, spec.make() as env:
+            await env.reset(seed=1)
+            await env.step(Action("no"))
+
+    with pytest.raises(InvalidStep, match="more than the 4,000,000 that are rendered"):
+        asyncio.run(main())
+    assert len(changed) == 1
 
 
 @pytest.mark.parametrize("name", ["CallTimeout", "ConfigError", "DataError", "InvalidStep", "ResetNeeded"])
@@ -208,6 +249,68 @@ def test_patience_counts_from_the_first_failure(monkeypatch):
         assert raised.value.kind == "connection"
         assert 1 <= nobody.counters.requests <= 3
         await nobody.close()
+
+    asyncio.run(main())
+
+
+def test_patience_is_for_an_outage_and_not_for_each_call_in_it(monkeypatch, caplog, unused_port):
+    """A call after the others have given up is tried once; an answer ends the outage, and begins patience anew."""
+    monkeypatch.setattr("envgym.remote.transport.FIRST_PAUSE", 0.02)
+    monkeypatch.setattr("envgym.remote.transport.REPORT_SECONDS", 0.0)
+
+    async def tries(server: Transport, patience: float) -> int:
+        before = server.counters.requests
+        with pytest.raises(RemoteError) as raised:
+            await server.call("GET", "/livez", seconds=60, patience=patience)
+        assert raised.value.kind == "connection"
+        return server.counters.requests - before
+
+    async def main() -> None:
+        server = Transport(f"http://127.0.0.1:{unused_port}", Access({}), Counters())
+        assert server.lost_at == 0
+        assert await tries(server, 0.1) >= 2
+        lost_at = server.lost_at
+        assert lost_at > 0
+        assert WAITS[server.url] == pytest.approx(lost_at + 0.1)
+        while asyncio.get_running_loop().time() < lost_at + 0.1:  # the last pause would have been too long
+            await tries(server, 0.1)
+        assert [await tries(server, 0.1) for _ in range(3)] == [1, 1, 1]
+        assert server.lost_at == lost_at
+        server._failed_at -= 100  # nobody has asked for so long
+        assert await tries(server, 0.1) >= 2
+        assert server.lost_at > lost_at
+        runner = web.ServerRunner(web.Server(lambda request: asyncio.sleep(0, web.Response(status=404))))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", unused_port).start()
+        with pytest.raises(RemoteError) as raised:
+            await server.call("GET", "/livez", seconds=60, patience=0.1)
+        assert raised.value.kind == "server"
+        assert server.lost_at == 0
+        assert server.url not in WAITS
+        await runner.cleanup()
+        assert await tries(server, 0.1) >= 2
+        assert server.lost_at > lost_at
+        await server.close()
+
+    asyncio.run(main())
+    said = [record.getMessage() for record in caplog.records]
+    assert f"http://127.0.0.1:{unused_port} cannot be reached: its episodes fail in 0 s" in said
+
+
+def test_a_proxy_without_its_server_does_not_end_an_outage(serving):
+    async def main() -> None:
+        async def answer(request: web.Request) -> web.Response:
+            return web.Response(status=502)
+
+        async with serving(answer) as url:
+            server = Transport(url, Access({}), Counters())
+            for _ in range(2):
+                with pytest.raises(RemoteError, match="502"):
+                    await server.call("GET", "/livez", seconds=60)
+                lost_at = server.lost_at
+                assert lost_at > 0
+            assert server.lost_at == lost_at
+            await server.close()
 
     asyncio.run(main())
 

@@ -1,6 +1,8 @@
 """Batches of requests in lockstep, and the sampler of one episode."""
 
 import asyncio
+import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from envgym.agent import OutOfBudget
 from envgym.engine import ChatEngine, Generation, Request, SamplingParams
-from envgym.errors import ConfigError, PromptTooLong, WorkerDied
+from envgym.errors import ConfigError, InvalidStep, PromptTooLong, WorkerDied
 from envgym.hashing import derived_seed
 from envgym.rollout.sampler import EpisodeSampler, LockstepBatcher
 from envgym.types import StopReason
@@ -183,6 +185,61 @@ def test_overrides_hold_for_their_turn_only():
 def test_an_unknown_override_suggests_the_closest_name():
     with pytest.raises(ConfigError, match=r"'max_token'. Did you mean 'max_tokens'\?"):
         sample(([1], {"max_token": 3}))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *({"temperature": value} for value in (math.nan, math.inf, -math.inf, -1, True, "warm", None, [0.5], {})),
+        *({"top_p": value} for value in (0, 1.5, -0.1, math.nan, False, "all")),
+        *({"top_k": value} for value in (-2, 1.5, 2**63, True, math.inf)),
+        *({"max_tokens": value} for value in (0, -1, 2.5, math.nan, True, None, "many", 2**70)),
+        *({"seed": value} for value in (2**70, -(2**70), 1.5, math.inf, True, "x", [1])),
+        *({"stop_token_ids": value} for value in (5, None, "ab", [0.5], [True], ["a"], [2**70], [[1]])),
+    ],
+    ids=str,
+)
+def test_an_override_that_no_setting_could_have_is_the_environments_mistake(overrides):
+    [name] = overrides
+    with pytest.raises(
+        InvalidStep, match=rf"^the environment's sampling parameters: key '{name}.*(: | holds )"
+    ) as failure:
+        sample(([1], overrides))
+    assert len(str(failure.value)) <= 1000
+
+
+def test_a_long_name_or_value_makes_no_long_message():
+    with pytest.raises(ConfigError) as failure:
+        sample(([1], {"\x1b[31m" * 10**5: 1}))
+    assert len(str(failure.value)) == 1000
+    assert "\x1b" not in str(failure.value)
+    with pytest.raises(InvalidStep) as failure:
+        sample(([1], {"seed": list(range(10**5))}))
+    assert len(str(failure.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"temperature": 1}, 1.0),
+        ({"temperature": "0.5"}, 0.5),
+        ({"temperature": 0}, 0.0),
+        ({"max_tokens": 4.0}, 4),
+        ({"top_p": 0.5}, 0.5),
+        ({"top_k": -1}, -1),
+        ({"seed": -1}, -1),
+        ({"seed": None}, None),
+        ({"seed": 2**63 - 1}, 2**63 - 1),
+        ({"stop_token_ids": [1, 2]}, (1, 2)),
+    ],
+    ids=str,
+)
+def test_overrides_arrive_as_the_settings_types(overrides, expected):
+    [(name, _)] = overrides.items()
+    [request] = sample(([1], overrides))
+    value = getattr(request.sampling, name)
+    assert (value, type(value)) == (expected, type(expected))
+    assert replace(request.sampling, **{name: getattr(SAMPLING, name)}) == SAMPLING
 
 
 def test_a_turn_is_limited_to_the_rest_of_the_context():
