@@ -22,6 +22,7 @@ from .errors import Invocation, LogLine, notes_in_one_line, report
 COMMANDS = {
     "train": "train a policy on an environment",
     "eval": "measure a model on a suite of environments, or on one",
+    "ask": "ask a model one question",
     "compare": "compare two evaluations task by task",
     "rollout": "write a model's episodes in an environment to a file",
     "score": "re-score saved episodes with another environment or reward model",

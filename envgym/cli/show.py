@@ -17,7 +17,7 @@ from .parser import Parser, find_path
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from envgym.types import Episode
+    from envgym.types import Episode, Message
 
 COUNT = 4
 """Default number of episodes."""
@@ -142,12 +142,18 @@ def _show(console: Console, episode: Episode, decode: Callable[[Sequence[int]], 
     for message in episode.messages:
         speaker = f"{message.role} {message.name}".strip()
         write(f"{speaker}:", "bold cyan")
-        if message.text:
-            write(message.text)
-        for call in message.tool_calls:
-            arguments = json.dumps(dict(call.arguments), ensure_ascii=False, default=str)
-            write(f"a call that cannot be read: {call.error}" if call.error else f"calls {call.name}({arguments})")
+        for part in content_of(message):
+            write(part)
     write(f"{_end(episode)}\n", "bold")
+
+
+def content_of(message: Message) -> list[str]:
+    """The text of a message, if it has any, and a line for each of its calls."""
+    parts = [message.text] if message.text else []
+    for call in message.tool_calls:
+        arguments = json.dumps(dict(call.arguments), ensure_ascii=False, default=str)
+        parts.append(f"a call that cannot be read: {call.error}" if call.error else f"calls {call.name}({arguments})")
+    return parts
 
 
 def _end(episode: Episode) -> str:

@@ -72,8 +72,8 @@ class Renderer(ABC):
             if (self._bos_before_messages if raw is None else self._bos_before_text) and token_ids[:1] != [bos]:
                 token_ids.insert(0, bos)
             self._opening = (observation, text, token_ids)
-            if self.on_opening is not None:
-                self.on_opening(observation, text)
+        if self.on_opening is not None:
+            self.on_opening(observation, self._opening[1])
         return self._opening[1:]
 
     @abstractmethod

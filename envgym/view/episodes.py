@@ -5,13 +5,15 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import re
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from envgym.episodes.record import excerpt
 from envgym.errors import DataError
 
 from .reading import EPISODE, LISTED, RECORD, ROW, Parquet, complete_lines, json_object, regular, unpacked_size
@@ -22,6 +24,8 @@ NUMBERS = ("member", "attempt", "reward", "score", "seconds", "tokens", "turns",
 """Columns of a list of episodes."""
 OUTCOME = {"status": "outcome.status", "reason": "outcome.reason"}
 """Columns that are fields of a struct in a Parquet file."""
+BEGINNING = 200
+"""Characters of a prompt and of a completion in a list."""
 CACHED = 4
 """Number of files whose lists are cached."""
 TOKENS = 65536
@@ -58,6 +62,20 @@ class Listing:
             record: dict[str, Any] = json.loads(file.readline(EPISODE))
         return record
 
+    def beginnings(self, indices: Sequence[int]) -> list[list[str]]:
+        """The `beginning` of each of these episodes, read without the others; empty texts for one that is too large to
+        be shown, and without such an episode."""
+        read = lru_cache(1)(lambda number: self._file.read([number], self._message_columns)["messages"])
+        texts = {index: beginning(self._messages(index, read)) for index in sorted(indices) if index < len(self)}
+        return [texts.get(index, ["", ""]) for index in indices]
+
+    def _messages(self, index: int, read: Callable[[int], Any]) -> Any:
+        if self.path.suffix != ".parquet":
+            return self.record(index)["messages"]
+        number, row = self._place(index)
+        column = read(number).slice(row, 1)
+        return [] if unpacked_size(column) > ROW else column.to_pylist()[0]
+
     def search(self, text: str) -> list[int]:
         """The indices of the episodes that contain a text, ignoring case."""
         needle, matches = text.casefold(), []
@@ -89,10 +107,16 @@ class Listing:
                 raise DataError(f"{problem} its column {column!r} has another type") from None
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
         self._starts = array("q", itertools.accumulate(sizes, initial=0))[:-1]
+        self._message_columns = [name for name in file.texts if re.match(r"messages\..*\.(role|content)$", name)]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The row group of an episode, and its row there."""
+        number = bisect.bisect_right(self._starts, index) - 1
+        return number, index - self._starts[number]
 
     def _row(self, index: int) -> dict[str, Any]:
-        number = bisect.bisect_right(self._starts, index) - 1
-        row = self._file.read([number]).take([index - self._starts[number]])
+        number, position = self._place(index)
+        row = self._file.read([number]).take([position])
         if sum(map(unpacked_size, row.columns)) > ROW:
             raise DataError(f"{self.path}, episode {index}: it is larger than {ROW >> 20} MiB, and is not shown")
         [record] = row.to_pylist()
@@ -115,6 +139,12 @@ class Listing:
             for name, column in columns.items():
                 column.append(values[name])
         self._starts, self._columns = starts, dict(columns)
+
+
+def beginning(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The beginnings of an episode's prompt and of its last answer, each as one line."""
+    texts = excerpt((message["role"], str(message["content"] or "")) for message in messages)
+    return [" ".join(text[: 4 * BEGINNING].split())[:BEGINNING] for text in texts]
 
 
 def _as_list(values: Any) -> list[Any]:
@@ -157,13 +187,15 @@ def listing(source: Source, step: int) -> Listing:
 
 
 def episode_with_tokens(source: Source, step: int, index: int) -> dict[str, Any]:
-    """An episode with its tokens, `siblings` (indices of its group's episodes) and its training data."""
+    """An episode with its tokens, `siblings` (indices of its group's episodes), its training data and its line in the
+    list (`listed`, `beginning`)."""
     episodes = listing(source, step)
     record = episodes.record(index)
     group = [n for n, name in enumerate(episodes.column("group")) if name == record["group"]]
     learned = _training_columns(source, step, record["id"])
     rows = [_tokens(row, source.tokenizer(), learned.get(number)) for number, row in enumerate(record["rows"])]
-    return {**record, "rows": rows, "siblings": group, "index": index, "step": step, "listed": episodes.slice(index, 1)}
+    listed = {"listed": episodes.slice(index, 1), "beginning": beginning(record["messages"])}
+    return {**record, **listed, "rows": rows, "siblings": group, "index": index, "step": step}
 
 
 def _texts(file: Path | None, token_ids: Sequence[int]) -> list[str] | None:

@@ -48,6 +48,7 @@ class Answers:
             "run": (self._run, (self._source,)),
             "metrics": (Source.metrics, numbered),
             "list": (_list, (*numbered, _number, _number)),
+            "beginnings": (lambda source, step, rows: listing(source, step).beginnings(rows), (*numbered, _numbers)),
             "lanes": (lanes, numbered),
             "episode": (episode_with_tokens, (*numbered, _number)),
             "search": (lambda source, step, text: listing(source, step).search(text), (*numbered, str)),
@@ -103,6 +104,10 @@ def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 16):
         raise ValueError("no number")
     return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return list(map(_number, text.split(",")))
 
 
 def _line(source: Source) -> dict[str, Any]:

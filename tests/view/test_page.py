@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 
 from envgym.episodes.files import write_episodes
+from envgym.episodes.parquet import write_rollouts
 from envgym.types import Message, StopReason, Turn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import made, make_run, viewing
 
 RUN = "runs%2Ffirst"
+LISTED = """texts => [...document.querySelectorAll("a.row .prompt, a.row .completion")].slice(0, 2).every(
+    (cell, n) => cell.innerText === texts[n])"""
+"""The first line of the list has these beginnings of its prompt and its completion."""
 
 
 def opened(page, url, view):
@@ -23,14 +27,31 @@ def opened(page, url, view):
 
 
 def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
+    (tree / "runs" / "first" / "held_out").mkdir()
+    for step in (0, 2):
+        evaluated = [made(n, 0, f"held-out answer at {step}", key=f"test-{n}", reward=1.0) for n in range(3)]
+        write_rollouts(tree / "runs" / "first" / "held_out" / f"step_{step:06d}.parquet", evaluated)
     with viewing(tree) as url:
         main = opened(page, url, "")
-        assert main.locator("tbody tr").count() == 3
-        main.get_by_role("link", name="runs/first").click()
+        assert main.locator("tbody tr").count() == 4
+        main.get_by_role("link", name="runs/first/held_out").click()  # its last evaluation
+        page.wait_for_function(LISTED, arg=["question 0?", "held-out answer at 2"])
+        main = opened(page, url, "")
+        main.get_by_role("link", name="runs/first", exact=True).click()
+        page.wait_for_selector(".charts .chart:not([hidden]) canvas")
+        assert main.locator("h2:has-text('Held-out evaluations') + .steps a").all_inner_texts() == ["2", "0"]
+        main.locator("h2:has-text('Held-out evaluations') + .steps a").last.click()
+        page.wait_for_function(LISTED, arg=["question 0?", "held-out answer at 0"])
+        assert main.locator("a.row").count() == 3
+        main.locator("a.row").first.click()
+        page.wait_for_selector(".talk")
+        assert "held-out answer at 0" in main.inner_text()
+        main = opened(page, url, f"run/{RUN}")
         page.wait_for_selector(".charts .chart:not([hidden]) canvas")
         assert "step 2 inference engine and trainer differ by 0.2 nats" in main.locator(".alarms").inner_text()
         main.locator("a.step").first.click()
-        page.wait_for_selector("a.row")
+        page.wait_for_function(LISTED, arg=["question 0?", "answer 0 0"])
+        assert main.locator("a.row .completion").all_inner_texts()[4:6] == ["answer 1 0", "answer 1 1"]
         assert "16 episodes" in main.inner_text()
         main.get_by_label("Outcome").select_option("failed")
         assert main.locator("a.row").count() == 1
@@ -286,6 +307,8 @@ def test_an_export_opens_from_the_disk_and_asks_for_nothing(tree, page, monkeypa
     page.locator("a.step").first.click()
     page.wait_for_selector("a.row")
     assert page.locator("a.row").count() == 16
+    page.wait_for_function(LISTED, arg=["question 0?", "answer 0 0"])  # of five episodes that are in the file
+    assert page.locator("a.row .prompt").all_inner_texts().count("") == 16 - 2
     page.get_by_label("Outcome").select_option("failed")
     page.locator("a.row").first.click()
     page.wait_for_selector(".talk")
@@ -330,6 +353,9 @@ def test_a_list_of_many_has_few_elements(tmp_path, page):
         page.evaluate("() => { const list = document.querySelector('.list'); list.scrollTop = list.scrollHeight; }")
         page.wait_for_function(
             "() => [...document.querySelectorAll('a.row')].some(row => row.innerText.includes('train-1499'))"
+        )
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('a.row .completion')].at(-1).innerText === 'answer 1499 3'"
         )
         assert main.locator("a.row").count() < 80
 

@@ -7,12 +7,13 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from envgym.cli import main
 from envgym.episodes.files import write_episodes
 from envgym.errors import ConfigError, DataError
-from envgym.types import Segment
+from envgym.types import Message, Segment, ToolCall
 from envgym.view.episodes import listing
 from envgym.view.server import Answers
 
@@ -51,6 +52,7 @@ def test_another_site_cannot_read_it(tree):
     ("list|runs/first|-1|0|9", 400), ("list|runs/first|1|-5|9", 400), ("list|runs/first|1|0|-9", 400),
     ("metrics|runs/first|-1", 400), ("lanes|runs/first|-1", 400), (f"list|runs/first|{'9' * 5000}|0|9", 400),
     ("lanes|runs/first|\u0661", 400), ("compare|runs/first", 400), ("index|1", 400),
+    ("beginnings|runs/first|1|", 400), ("beginnings|runs/first|1|0,-1", 400), ("beginnings|runs/first|99|0", 404),
 ])  # fmt: skip
 def test_what_is_not_in_the_folders_is_not_there(tree, query, status):
     with viewing(tree) as url:
@@ -102,6 +104,37 @@ def test_one_episode_is_read_with_a_few_others_and_not_with_all(tmp_path):
     assert told["id"].endswith("/00625:000:0")
     assert bytes_read() - before < size / 2
     assert listing(answers.sources[name], 1) is listing(answers.sources[name], 1)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_beginnings_are_of_the_prompt_and_the_last_answer_in_one_line(tmp_path, suffix):
+    turns = [("system", "Be brief."), ("user", "one\n\n two"), ("assistant", "early"), ("tool", "4"),
+             ("assistant", "late\tanswer")]  # fmt: skip
+    call = ToolCall("add", {"a": 1}, id="1")
+    others = [made(1, 0, "y" * 5000), made(2, 0, messages=[Message("user", "no answer")]),
+              made(3, 0, messages=[Message("user", "3?"), Message("assistant", "", tool_calls=(call,))])]  # fmt: skip
+    episodes = [made(0, 0, messages=[Message(role, text) for role, text in turns]), *others]
+    write_episodes(tmp_path / f"some{suffix}", episodes)
+    answers = Answers([tmp_path / f"some{suffix}"])
+    [name] = answers.sources
+    listed = answers(f"beginnings|{name}|0|3,1,0,9,2,0")
+    first = ["one two", "late answer"]
+    assert listed == [["3?", ""], ["question 1?", "y" * 200], first, ["", ""], ["no answer", ""], first]
+    assert [answers(f"episode|{name}|0|{n}")["beginning"] for n in (0, 2)] == [first, ["no answer", ""]]
+
+
+def test_beginnings_of_a_few_episodes_are_read_without_the_others_and_without_tokens(tmp_path):
+    folder = make_run(tmp_path / "run", steps=1, groups=1000)
+    answers = Answers([folder.path])
+    [name] = answers.sources
+    answers(f"list|{name}|1|0|10")
+    metadata = pq.read_metadata(folder.rollout_file(1))
+    group = metadata.row_group(2500 // 256)
+    columns = [group.column(number) for number in range(group.num_columns)]
+    spoken = sum(column.total_compressed_size for column in columns if column.path_in_schema.startswith("messages"))
+    before = bytes_read()
+    assert answers(f"beginnings|{name}|1|2500,2501") == [["question 625?", f"answer 625 {n}"] for n in (0, 1)]
+    assert bytes_read() - before < 2 * spoken + 20_000  # the rest is the end of the file, its list of columns
 
 
 def test_tokens_come_with_what_was_learned_of_them(tree):
@@ -227,6 +260,12 @@ def test_training_writes_what_the_page_shows(tmp_path, monkeypatch, tiny_model, 
     assert frame["task"].tolist() == evaluated["key"]
     assert all(frame["prompt"].str.len() > 5)
     assert frame["score"].tolist() == evaluated["score"]
+
+    assert main(["ask", "2 + 2?", "--model", "runs/first", "engine.kind=transformers", "rollout.temperature=0"]) == 0
+    answer = capsys.readouterr().out
+    assert main(["ask", "2 + 2?", "--model", "runs/first", "engine.kind=transformers", "rollout.temperature=0"]) == 0
+    assert capsys.readouterr().out == answer
+    assert 0 < len(answer.encode()) < 200  # of 8 tokens, by the run's settings
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path, monkeypatch, capsys):

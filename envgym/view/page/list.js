@@ -3,7 +3,7 @@ import { ask, isExport, listOf } from "./api.js";
 import { histogram } from "./charts.js";
 import { h, link, notify, num, plain } from "./dom.js";
 
-const HEIGHT = 30;
+const HEIGHT = 46; // as in style.css; 700,000 rows stay below the largest height of an element
 const COLUMNS = /** @type {[string, string, boolean][]} */ ([["key", "task", false], ["reward", "reward", true], ["score", "score", true], ["status", "outcome", false],
   ["member", "member", true], ["tokens", "tokens", true], ["turns", "turns", true], ["surprise", "surprise", true], ["seconds", "seconds", true]]);
 
@@ -32,6 +32,7 @@ export async function list(main, id, step, query, remember) {
   let order = [];
   /** @type {Set<number> | null} */
   let matches = null;
+  let isOver = false;
   const reward = (/** @type {number} */ n) => columns.reward[n];
 
   function arrange() {
@@ -65,10 +66,27 @@ export async function list(main, id, step, query, remember) {
     while (pool.length < last - first) pool.push(line());
     for (let n = 0; n < last - first; n++) fill(pool[n], order[first + n], first + n);
     if (rows.childElementCount !== last - first) rows.replaceChildren(...pool.slice(0, last - first));
+    clearTimeout(pause);
+    pause = window.setTimeout(() => readBeginnings(order.slice(first, last)).catch(() => {}), 60); // once it is not scrolled
+  }
+  let pause = 0;
+  /** The beginnings of prompts and completions by episode, read when its row is in view. @type {Map<number, string[]>} */
+  const beginnings = new Map();
+  /** @param {number[]} shown */
+  async function readBeginnings(shown) {
+    const missing = shown.filter((n) => !beginnings.has(n));
+    if (isOver || !missing.length) return;
+    for (const n of missing) beginnings.set(n, ["", ""]);
+    const texts = isExport() ? await Promise.all(missing.map((n) => ask("episode", id, step, n).then((record) => record.beginning, () => ["", ""])))
+      : await ask("beginnings", id, step, missing.join(","));
+    missing.forEach((n, position) => beginnings.set(n, texts[position]));
+    painted = "";
+    paint();
   }
   /** Elements of rows, reused for other episodes when the list is scrolled. @type {HTMLElement[]} */
   const pool = [];
-  const line = () => h("a", { class: "row", role: "row" }, COLUMNS.map(([name, , isNumber]) => h("span", { role: "cell", class: isNumber ? "n" : name === "key" ? "key" : "" })));
+  const line = () => h("a", { class: "row", role: "row" }, COLUMNS.map(([name, , isNumber]) => h("span", { role: "cell", class: isNumber ? "n" : name === "key" ? "key" : "" })),
+    ["prompt", "completion"].map((name) => h("span", { role: "cell", class: name, dir: "auto", title: name })));
   /** @param {HTMLElement} row @param {number} n @param {number} position */
   function fill(row, n, position) {
     row.setAttribute("href", link("episode", id, step, n));
@@ -78,6 +96,7 @@ export async function list(main, id, step, query, remember) {
       element.textContent = isNumber ? num(columns[name][n]) : name === "key" ? plain(columns.key[n], 200) : outcome(n).replaceAll("_", " ");
       if (name === "status") element.className = `state ${columns.status[n]}`;
     }
+    (beginnings.get(n) || ["", ""]).forEach((text, cell) => { row.children[COLUMNS.length + cell].textContent = plain(text); });
   }
   const outcome = (/** @type {number} */ n) => columns.status[n] === "completed" ? "completed" : columns.reason[n] || columns.status[n];
   function drawHead() {
@@ -119,7 +138,7 @@ export async function list(main, id, step, query, remember) {
   const resize = new ResizeObserver(() => { painted = ""; paint(); });
   resize.observe(view);
   drawHead();
-  let isOver = false, parts = 0;
+  let parts = 0;
   await new Promise((resolve, reject) => {
     listOf(id, step, (part) => { columns = part.columns; if (!isOver && (parts++ === 0 || parts % 4 === 0)) arrange(); if (parts === 1) { draw(); resolve(null); } }).then(() => {
       if (!isOver) { draw(); arrange(); if (state.text) runSearch().catch((error) => notify(error.message)); }

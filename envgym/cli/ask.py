@@ -1,0 +1,72 @@
+"""`envgym ask`: a model's answer to one question."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from envgym.errors import ConfigError, RunError, WorkerError, printable, reported_as
+from envgym.rewards import reward
+
+from .errors import Invocation
+from .parser import MODEL, Parser, cli_settings, resolve_options
+from .show import content_of
+
+
+@reward
+def question(completion: str) -> None:
+    """One question, whose answer gets no reward."""
+
+
+def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "ask",
+        "QUESTION --model M [--config FILE] [key=value …]",
+        "Ask a model one question and print its answer. Everything else is printed to standard error.",
+        'envgym ask "What is 3 + 4?" --model starter rollout.temperature=0',
+    )
+    parser.add_argument("question", metavar="QUESTION", nargs="?", help="the question; - reads it from standard input")
+    parser.add_argument("--model", **MODEL)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, such as a run's config.yaml")
+    options, words = parser.parse_with_words(arguments)
+    if options.question is None:
+        parser.error("envgym ask is followed by a question")
+    if "model" not in cli_settings(options, words):
+        raise ConfigError("envgym ask needs --model. See: envgym ask --help")
+    with reported_as(ConfigError, "the question is not text in UTF-8", cause=UnicodeError):
+        text = sys.stdin.read().removesuffix("\n") if options.question == "-" else options.question
+        text.encode()
+    if not text.strip():
+        raise ConfigError("the question is empty")
+
+    from envgym.config.resolve import set_sampled_model
+    from envgym.episodes.files import read_episodes
+    from envgym.evaluation.generate import Selection, collect
+    from envgym.monitoring.terminal import open_display
+    from envgym.training.new_model import make_model
+
+    folder = Path(tempfile.mkdtemp(prefix="envgym-ask-"))
+    try:
+        (folder / "question.jsonl").write_text(json.dumps({"prompt": text}) + "\n")
+        options.env = f"{__name__}:{question.__name__}"
+        words = [*words, "data.path=null", f"data.test_path={folder / 'question.jsonl'}"]
+        config = resolve_options(options, words, invocation, samples_only=True)
+        set_sampled_model(config, cli_settings(options, words))
+        with redirect_stdout(sys.stderr), open_display() as display:
+            collect(config, Selection("test"), folder / "answer.jsonl", display, make_model=make_model)
+        [episode] = read_episodes(folder / "answer.jsonl")
+    finally:
+        if not isinstance(sys.exception(), WorkerError):  # it names a log file in the folder
+            shutil.rmtree(folder, ignore_errors=True)
+    outcome = episode.outcome
+    if episode.failed:
+        raise RunError(f"no answer: {outcome.reason}" + (f": {outcome.message}" if outcome.message else ""))
+    print(printable("\n".join(content_of(episode.messages[-1]))))
+    if outcome.reason:
+        print(f"envgym: the answer is {outcome.status.value} ({outcome.reason})", file=sys.stderr)
+    return 0

@@ -1,0 +1,156 @@
+"""`envgym ask`: the answer alone on standard output, whoever gives it, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from envgym.cli import main
+
+ENVGYM = Path(sys.executable).with_name("envgym")
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The folder for temporary files, empty."""
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def program(*words, typed=None):
+    return subprocess.run([ENVGYM, "ask", *map(str, words)], input=typed, capture_output=True, text=True, timeout=300)
+
+
+@contextmanager
+def api(content, finish_reason="stop", status=200):
+    """Settings for an API that gives every request this answer, and the messages of the requests."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            choice = {"message": {"role": "assistant", "content": content}, "finish_reason": finish_reason}
+            text = json.dumps({"choices": [choice]} if status == 200 else {"error": {"message": content}}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield (
+            ["engine.kind=openai", f"engine.base_url=http://127.0.0.1:{server.server_port}/v1", "engine.tries=1"],
+            asked,
+        )
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_model_of_vllm_answers_and_nothing_is_left(temporary):
+    answer = program("--model", "starter", "rollout.temperature=0", "rollout.max_tokens=24", "What is 3 + 4?")
+    assert answer.returncode == 0, answer.stderr
+    assert "7" in answer.stdout
+    assert len(answer.stdout.splitlines()) == 1
+    assert "rolling out" in answer.stderr
+    assert [*temporary.iterdir()] == []
+    assert [path.name for path in temporary.parent.iterdir()] == [temporary.name]
+
+
+def test_the_api_of_eval_is_asked_the_words_as_they_are(temporary, capsys, monkeypatch):
+    with api("Seven.\x1b[2J\nIndeed.") as (settings, asked):
+        assert main(["ask", "x=3?", "--model", "m", *settings, "rollout.max_tokens=5", "data.system=Be brief."]) == 0
+        assert capsys.readouterr().out == "Seven.\\x1b[2J\nIndeed.\n"
+        assert main(["ask", *settings, "model=m", "Is 3 = {3}?\nOr [4]?"]) == 0
+        assert main(["ask", *settings, "model=m", "-1 + 2?"]) == 0
+        piped = program("-", "--model", "m", *settings, typed="héllo:\n\n  two\n")
+        assert (piped.returncode, piped.stdout) == (0, "Seven.\\x1b[2J\nIndeed.\n")
+    messages = [request["messages"] for request in asked if "Reply with the word OK." not in str(request)]
+    system = {"role": "system", "content": "Be brief."}
+    texts = ["x=3?", "Is 3 = {3}?\nOr [4]?", "-1 + 2?", "héllo:\n\n  two"]
+    first, *others = ([{"role": "user", "content": text}] for text in texts)
+    assert messages == [[system, *first], *others]
+    assert asked[1]["max_tokens"] == 5
+    assert [*temporary.iterdir()] == []
+
+
+def test_an_answer_that_was_cut_says_so_beside_it(temporary, capsys):
+    with api("Seven and", "length") as (settings, _):
+        assert main(["ask", "3 + 4?", "--model", "m", *settings]) == 0
+    answer = capsys.readouterr()
+    assert answer.out == "Seven and\n"
+    assert answer.err.splitlines()[-1] == "envgym: the answer is truncated (length)"
+
+
+MISTAKES = {
+    "question": (["--model", "starter"], "envgym ask is followed by a question"),
+    "model": (["3 + 4?"], "envgym ask needs --model"),
+    "key": (["3 + 4?", "--model", "starter", "rollout.max_token=9"], "Did you mean 'rollout.max_tokens'?"),
+    "second question": (["3 + 4?", "5 + 6?", "--model", "starter"], "'5 + 6?' is neither an option nor a key=value"),
+    "empty question": ([" \n", "--model", "starter"], "the question is empty"),
+    "nothing typed": (["-", "--model", "starter"], "the question is empty"),
+    "no UTF-8": (["\udcff?", "--model", "starter"], "the question is not text in UTF-8"),
+    "model's folder": (["3 + 4?", "--model", "/nowhere"], "/nowhere does not exist"),
+    "empty folder": (["3 + 4?", "--model", "."], "holds no model"),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_and_exit_2(temporary, words, said, capsys, monkeypatch):
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        assert main(["ask", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    *progress, line = printed.err.splitlines()
+    assert line.startswith("envgym: error: ")
+    assert said in line
+    assert all(text.startswith("setting up") for text in progress)
+    assert [*temporary.iterdir()] == []
+
+
+def test_a_refusal_of_the_api_is_one_line_and_exit_2(temporary, capsys):
+    with api("there is no such model", status=404) as (settings, _):
+        assert main(["ask", "3 + 4?", "--model", "m", *settings, "rollout.retries=0"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "there is no such model" in printed.err.splitlines()[-1]
+    assert printed.err.count("envgym: error: ") == 1
+    assert [*temporary.iterdir()] == []
+
+
+def test_ctrl_c_is_one_line_and_exit_130(temporary):
+    """Interrupted while it waits for an API that never answers."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        silent.settimeout(60)
+        url = f"engine.base_url=http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        words = ["3 + 4?", "--model", "m", "engine.kind=openai", url]
+        asking = subprocess.Popen([ENVGYM, "ask", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        connection, _ = silent.accept()
+        with connection:
+            asking.send_signal(signal.SIGINT)
+            stdout, stderr = asking.communicate(timeout=60)
+    assert (asking.returncode, stdout) == (130, "")
+    assert stderr.splitlines()[-1].startswith("envgym: interrupted")
+    assert [*temporary.iterdir()] == []
