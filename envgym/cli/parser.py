@@ -21,8 +21,8 @@ ENV: dict[str, Any] = {"metavar": "E", "help": "environment: id, file.py[:Name],
 OF_RUN = ("env", "model", "learner", "runtime", "name", "recipe")
 """Settings that are options too: every command that takes settings takes both forms, `--model M` and `model=M`."""
 MODEL: dict[str, Any] = {"metavar": "M", "help": "folder, hub id, run, checkpoint, or a recipe such as starter"}
-SETTING = re.compile(r"[\w.+-]+=")
-"""The beginning of a `key=value` word."""
+NAMED = re.compile(r"[\w.+-]+=|--?[a-zA-Z][\w-]*$")
+"""The beginning of a `key=value` word, or an option."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,8 +76,8 @@ class Parser(argparse.ArgumentParser):
     def _take_settings_before(self, options: argparse.Namespace, words: list[str]) -> None:
         """Exchange a `key=value` word that was taken for the only positional argument and the first plain word."""
         names = [action.dest for action in self._get_positional_actions()]
-        plain = [word for word in words if not word.startswith("-") and not SETTING.match(word)]
-        if len(names) == 1 and plain and SETTING.match(str(first := getattr(options, names[0]))):
+        plain = [word for word in words if not NAMED.match(word)]
+        if len(names) == 1 and plain and NAMED.match(str(first := getattr(options, names[0]))):
             setattr(options, names[0], plain[0])
             words[words.index(plain[0])] = first
 

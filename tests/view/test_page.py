@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conftest import made, make_run, viewing
 
 RUN = "runs%2Ffirst"
-LISTED = """texts => [...document.querySelectorAll("a.row .prompt, a.row .completion")].slice(0, 2).every(
-    (cell, n) => cell.innerText === texts[n])"""
+LISTED = """texts => ["prompt", "completion"].every(
+    (name, n) => document.querySelector(`a.row .${name}`)?.innerText === texts[n])"""
 """The first line of the list has these beginnings of its prompt and its completion."""
 
 
