@@ -8,6 +8,7 @@ import pytest
 
 from envgym.episodes.files import write_episodes
 from envgym.episodes.parquet import write_rollouts
+from envgym.run_folder import RunFolder
 from envgym.types import Message, StopReason, Turn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,10 +28,12 @@ def opened(page, url, view):
 
 
 def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
-    (tree / "runs" / "first" / "held_out").mkdir()
+    folder = RunFolder(tree / "runs" / "first")
+    folder.append_metrics({"step": 0, "eval/score": 0.5})
+    (folder.path / "held_out").mkdir()
     for step in (0, 2):
         evaluated = [made(n, 0, f"held-out answer at {step}", key=f"test-{n}", reward=1.0) for n in range(3)]
-        write_rollouts(tree / "runs" / "first" / "held_out" / f"step_{step:06d}.parquet", evaluated)
+        write_rollouts(folder.path / "held_out" / f"step_{step:06d}.parquet", evaluated)
     with viewing(tree) as url:
         main = opened(page, url, "")
         assert main.locator("tbody tr").count() == 4
@@ -39,7 +42,10 @@ def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
         main = opened(page, url, "")
         main.get_by_role("link", name="runs/first", exact=True).click()
         page.wait_for_selector(".charts .chart:not([hidden]) canvas")
-        assert main.locator("h2:has-text('Held-out evaluations') + .steps a").all_inner_texts() == ["2", "0"]
+        assert main.locator("h2:has-text('Held-out evaluations') + .steps a").all_inner_texts() == [
+            "2\nscore –",
+            "0\nscore 0.500",
+        ]
         main.locator("h2:has-text('Held-out evaluations') + .steps a").last.click()
         page.wait_for_function(LISTED, arg=["question 0?", "held-out answer at 0"])
         assert main.locator("a.row").count() == 3
@@ -157,8 +163,6 @@ def test_two_evaluations_are_compared_task_by_task(tree, page):
 
 
 def test_a_live_run_is_followed(tree, page):
-    from envgym.run_folder import RunFolder
-
     folder = RunFolder(tree / "runs" / "first")
     from envgym.disk import folder_lock
 

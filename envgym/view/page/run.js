@@ -41,8 +41,9 @@ export async function run(main, id) {
     const sums = PHASES.map((name) => records.reduce((sum, record) => sum + (record[`seconds/${name}`] || 0), 0)), total = sums.reduce((a, b) => a + b, 0) || 1;
     phases.setAttribute("aria-label", PHASES.map((name, n) => `${name} ${Math.round((sums[n] * 100) / total)}%`).join(", "));
     phases.replaceChildren(...PHASES.map((name, n) => sums[n] / total < 0.005 ? "" : h("span", { class: `phase p${n}`, vars: { "--w": `${(sums[n] * 100) / total}%` }, title: `${name}: ${num(sums[n], 1)} s` }, sums[n] / total < 0.06 ? "" : `${name} ${Math.round((sums[n] * 100) / total)}%`)));
-    evaluated.replaceChildren(...info.evaluated.slice().reverse().map((/** @type {number} */ step) => h("a", { href: link("list", `${id}/held_out`, step), class: "step" }, h("b", null, String(step)))));
     const recordOf = new Map(records.map((record) => [record.step, record]));
+    evaluated.replaceChildren(...info.evaluated.slice().reverse().map((/** @type {number} */ step) => h("a", { href: link("list", `${id}/held_out`, step), class: "step" },
+      h("b", null, String(step)), h("span", null, `score ${num((recordOf.get(step) || {})["eval/score"])}`))));
     steps.replaceChildren(...info.steps.slice().reverse().slice(0, 400).map((/** @type {number} */ step) => {
       const record = recordOf.get(step) || {};
       return h("a", { href: link("list", id, step), class: "step" }, h("b", null, String(step)), h("span", null, `reward ${num(record["reward/mean"])}`), h("span", null, `${num(record.episodes)} episodes`));
