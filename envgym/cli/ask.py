@@ -28,7 +28,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "ask",
         "QUESTION --model M [--config FILE] [key=value …]",
         "Ask a model one question and print its answer. Everything else is printed to standard error.",
-        'envgym ask "What is 3 + 4?" --model starter rollout.temperature=0',
+        'envgym ask "What is 3 + 4?" --model runs/first rollout.temperature=0',
     )
     parser.add_argument("question", metavar="QUESTION", nargs="?", help="the question; - reads it from standard input")
     parser.add_argument("--model", **MODEL)

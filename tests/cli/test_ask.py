@@ -67,11 +67,10 @@ def api(content, finish_reason="stop", status=200):
 
 
 def test_a_model_of_vllm_answers_and_nothing_is_left(temporary):
-    answer = program("--model", "starter", "rollout.temperature=0", "rollout.max_tokens=24", "What is 3 + 4?")
-    assert answer.returncode == 0, answer.stderr
-    assert "7" in answer.stdout
-    assert len(answer.stdout.splitlines()) == 1
-    assert "rolling out" in answer.stderr
+    question = r"What is 12 + 34? Put the final answer in \boxed{}."
+    answer = program("--model", "starter", "rollout.temperature=0", "rollout.max_tokens=24", question)
+    assert (answer.returncode, answer.stdout) == (0, "\\boxed{46}\n"), answer.stderr
+    assert f"first prompt, as the model gets it:\n  <|im_start|>user\n  {question}<|im_end|>" in answer.stderr
     assert [*temporary.iterdir()] == []
     assert [path.name for path in temporary.parent.iterdir()] == [temporary.name]
 

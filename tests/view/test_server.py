@@ -110,7 +110,7 @@ def test_one_episode_is_read_with_a_few_others_and_not_with_all(tmp_path):
 def test_beginnings_are_of_the_prompt_and_the_last_answer_in_one_line(tmp_path, suffix):
     turns = [("system", "Be brief."), ("user", "one\n\n two"), ("assistant", "early"), ("tool", "4"),
              ("assistant", "late\tanswer")]  # fmt: skip
-    call = ToolCall("add", {"a": 1}, id="1")
+    call = ToolCall("1", "add", {"a": 1})
     others = [made(1, 0, "y" * 5000), made(2, 0, messages=[Message("user", "no answer")]),
               made(3, 0, messages=[Message("user", "3?"), Message("assistant", "", tool_calls=(call,))])]  # fmt: skip
     episodes = [made(0, 0, messages=[Message(role, text) for role, text in turns]), *others]
