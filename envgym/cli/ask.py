@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -30,12 +31,12 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "Ask a model one question and print its answer. Everything else is printed to standard error.",
         'envgym ask "What is 3 + 4?" --model runs/first rollout.temperature=0',
     )
-    parser.add_argument("question", metavar="QUESTION", nargs="?", help="the question; - reads it from standard input")
+    parser.add_argument("question", metavar="QUESTION", help="the question; - reads it from standard input")
     parser.add_argument("--model", **MODEL)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, such as a run's config.yaml")
-    options, words = parser.parse_with_words(arguments)
-    if options.question is None:
-        parser.error("envgym ask is followed by a question")
+    # Settings may come before the question.
+    is_setting = re.compile(r"[a-z_][\w.+-]+=").match
+    options, words = parser.parse_with_words(sorted(arguments, key=lambda word: bool(is_setting(word))))
     if "model" not in cli_settings(options, words):
         raise ConfigError("envgym ask needs --model. See: envgym ask --help")
     with reported_as(ConfigError, "the question is not text in UTF-8", cause=UnicodeError):
@@ -52,9 +53,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     folder = Path(tempfile.mkdtemp(prefix="envgym-ask-"))
     try:
-        (folder / "question.jsonl").write_text(json.dumps({"prompt": text}) + "\n")
-        options.env = f"{__name__}:{question.__name__}"
-        words = [*words, "data.path=null", f"data.test_path={folder / 'question.jsonl'}"]
+        (folder / "question.jsonl").write_text(json.dumps({"prompt": text}) + "\n", encoding="utf-8")
+        words = [f"env={__name__}:question", *words, "data.path=null", f"data.test_path={folder / 'question.jsonl'}"]
         config = resolve_options(options, words, invocation, samples_only=True)
         set_sampled_model(config, cli_settings(options, words))
         with redirect_stdout(sys.stderr), open_display() as display:
@@ -63,10 +63,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     finally:
         if not isinstance(sys.exception(), WorkerError):  # it names a log file in the folder
             shutil.rmtree(folder, ignore_errors=True)
-    outcome = episode.outcome
     if episode.failed:
-        raise RunError(f"no answer: {outcome.reason}" + (f": {outcome.message}" if outcome.message else ""))
+        raise RunError(f"no answer: {episode.outcome.reason}: {episode.outcome.message}")
     print(printable("\n".join(content_of(episode.messages[-1]))))
-    if outcome.reason:
-        print(f"envgym: the answer is {outcome.status.value} ({outcome.reason})", file=sys.stderr)
+    if episode.outcome.reason:
+        print(f"envgym: the answer is {episode.outcome.status.value} ({episode.outcome.reason})", file=sys.stderr)
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,8 +20,6 @@ ENV: dict[str, Any] = {"metavar": "E", "help": "environment: id, file.py[:Name],
 OF_RUN = ("env", "model", "learner", "runtime", "name", "recipe")
 """Settings that are options too: every command that takes settings takes both forms, `--model M` and `model=M`."""
 MODEL: dict[str, Any] = {"metavar": "M", "help": "folder, hub id, run, checkpoint, or a recipe such as starter"}
-NAMED = re.compile(r"[\w.+-]+=|--?[a-zA-Z][\w-]*$")
-"""The beginning of a `key=value` word, or an option."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,7 +56,6 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(f"--{name}", dest=f"word_{name}", help=argparse.SUPPRESS)
         options, words = self.parse_known_args(arguments)
         values = {name: vars(options).pop(f"word_{name}") for name in names}
-        self._take_settings_before(options, words)
         words += [f"{name}={value}" for name, value in values.items() if value is not None]
         for word in words:
             if word.startswith("-"):
@@ -72,14 +68,6 @@ class Parser(argparse.ArgumentParser):
             if "=" not in word:
                 self.error(f"{word!r} is neither an option nor a key=value setting")
         return options, words
-
-    def _take_settings_before(self, options: argparse.Namespace, words: list[str]) -> None:
-        """Exchange a `key=value` word that was taken for the only positional argument and the first plain word."""
-        names = [action.dest for action in self._get_positional_actions()]
-        plain = [word for word in words if not NAMED.match(word)]
-        if len(names) == 1 and plain and NAMED.match(str(first := getattr(options, names[0]))):
-            setattr(options, names[0], plain[0])
-            words[words.index(plain[0])] = first
 
     def parse_without_words(self, arguments: Sequence[str], why: str) -> argparse.Namespace:
         """The options of a command that takes no settings but `debug=true`; `why` is in the error message."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
-import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +23,6 @@ NUMBERS = ("member", "attempt", "reward", "score", "seconds", "tokens", "turns",
 """Columns of a list of episodes."""
 OUTCOME = {"status": "outcome.status", "reason": "outcome.reason"}
 """Columns that are fields of a struct in a Parquet file."""
-BEGINNING = 200
-"""Characters of a prompt and of a completion in a list."""
 CACHED = 4
 """Number of files whose lists are cached."""
 TOKENS = 65536
@@ -56,25 +53,19 @@ class Listing:
         if not 0 <= index < len(self):
             raise DataError(f"{self.path} has {len(self)} episodes, none of number {index}")
         if self.path.suffix == ".parquet":
-            return self._row(index)
+            row = self._row(index, self._file.read)
+            return {**row, "task": json.loads(row["task"]), "metrics": dict(row["metrics"])}
         with self.path.open("rb") as file:
             file.seek(self._starts[index])
             record: dict[str, Any] = json.loads(file.readline(EPISODE))
         return record
 
     def beginnings(self, indices: Sequence[int]) -> list[list[str]]:
-        """The `beginning` of each of these episodes, read without the others; empty texts for one that is too large to
-        be shown, and without such an episode."""
-        read = lru_cache(1)(lambda number: self._file.read([number], self._message_columns)["messages"])
-        texts = {index: beginning(self._messages(index, read)) for index in sorted(indices) if index < len(self)}
-        return [texts.get(index, ["", ""]) for index in indices]
-
-    def _messages(self, index: int, read: Callable[[int], Any]) -> Any:
+        """The `beginning` of each of these episodes, read without their tokens and without most others."""
         if self.path.suffix != ".parquet":
-            return self.record(index)["messages"]
-        number, row = self._place(index)
-        column = read(number).slice(row, 1)
-        return [] if unpacked_size(column) > ROW else column.to_pylist()[0]
+            return [beginning(self.record(index)["messages"]) for index in indices]
+        read = lru_cache(1)(self._file.read)  # neighbors are in one row group
+        return [beginning(self._row(index, read, ("messages",))["messages"]) for index in indices]
 
     def search(self, text: str) -> list[int]:
         """The indices of the episodes that contain a text, ignoring case."""
@@ -107,20 +98,13 @@ class Listing:
                 raise DataError(f"{problem} its column {column!r} has another type") from None
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
         self._starts = array("q", itertools.accumulate(sizes, initial=0))[:-1]
-        self._message_columns = [name for name in file.texts if re.match(r"messages\..*\.(role|content)$", name)]
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """The row group of an episode, and its row there."""
+    def _row(self, index: int, read: Callable[..., Any], columns: tuple[str, ...] | None = None) -> Any:
         number = bisect.bisect_right(self._starts, index) - 1
-        return number, index - self._starts[number]
-
-    def _row(self, index: int) -> dict[str, Any]:
-        number, position = self._place(index)
-        row = self._file.read([number]).take([position])
+        row = read((number,), columns).take([index - self._starts[number]])
         if sum(map(unpacked_size, row.columns)) > ROW:
             raise DataError(f"{self.path}, episode {index}: it is larger than {ROW >> 20} MiB, and is not shown")
-        [record] = row.to_pylist()
-        return {**record, "task": json.loads(record["task"]), "metrics": dict(record["metrics"])}
+        return row.to_pylist()[0]
 
     # -- lines of JSON -----------------------------------------------------------------------------------------
 
@@ -144,7 +128,7 @@ class Listing:
 def beginning(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     """The beginnings of an episode's prompt and of its last answer, each as one line."""
     texts = excerpt((message["role"], str(message["content"] or "")) for message in messages)
-    return [" ".join(text[: 4 * BEGINNING].split())[:BEGINNING] for text in texts]
+    return [" ".join(text[:800].split())[:200] for text in texts]
 
 
 def _as_list(values: Any) -> list[Any]:
@@ -194,8 +178,8 @@ def episode_with_tokens(source: Source, step: int, index: int) -> dict[str, Any]
     group = [n for n, name in enumerate(episodes.column("group")) if name == record["group"]]
     learned = _training_columns(source, step, record["id"])
     rows = [_tokens(row, source.tokenizer(), learned.get(number)) for number, row in enumerate(record["rows"])]
-    listed = {"listed": episodes.slice(index, 1), "beginning": beginning(record["messages"])}
-    return {**record, **listed, "rows": rows, "siblings": group, "index": index, "step": step}
+    line = {"listed": episodes.slice(index, 1), "beginning": beginning(record["messages"])}
+    return {**record, **line, "rows": rows, "siblings": group, "index": index, "step": step}
 
 
 def _texts(file: Path | None, token_ids: Sequence[int]) -> list[str] | None:

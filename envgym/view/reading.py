@@ -88,7 +88,7 @@ class Parquet:
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{path} is not a file of episodes ({str(error).splitlines()[0]})") from None
         columns = [self.metadata.schema.column(number) for number in range(self.metadata.num_columns)]
-        self.texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+        self._texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
         self._widths = {column.path: max(8, column.length or 0) for column in columns}
 
     def read(self, groups: Sequence[int], columns: Sequence[str] | None = None) -> Any:
@@ -105,7 +105,7 @@ class Parquet:
         if size > GROUP:
             raise DataError(f"{self.path} unpacks to more than {GROUP >> 20} MiB: it is not read")
         try:
-            file = pq.ParquetFile(self.path, metadata=self.metadata, read_dictionary=self.texts)
+            file = pq.ParquetFile(self.path, metadata=self.metadata, read_dictionary=self._texts)
             tables = [file.read_row_group(number, columns=columns) for number in groups]
             return pa.concat_tables(tables) if tables else file.read(columns=columns)
         except (OSError, pa.ArrowException) as error:
