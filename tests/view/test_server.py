@@ -117,9 +117,11 @@ def test_beginnings_are_of_the_prompt_and_the_last_answer_in_one_line(tmp_path, 
     write_episodes(tmp_path / f"some{suffix}", episodes)
     answers = Answers([tmp_path / f"some{suffix}"])
     [name] = answers.sources
-    listed = answers(f"beginnings|{name}|0|3,1,0,9,2,0")
+    listed = answers(f"beginnings|{name}|0|3,1,0,2,0")
     first = ["one two", "late answer"]
-    assert listed == [["3?", ""], ["question 1?", "y" * 200], first, ["", ""], ["no answer", ""], first]
+    assert listed == [["3?", ""], ["question 1?", "y" * 200], first, ["no answer", ""], first]
+    with pytest.raises(DataError):
+        answers(f"beginnings|{name}|0|0,9")
     assert [answers(f"episode|{name}|0|{n}")["beginning"] for n in (0, 2)] == [first, ["no answer", ""]]
 
 
