@@ -19,6 +19,14 @@ def cache_folder(kind: str) -> Path:
     return Path(os.environ.get("ENVGYM_CACHE", "~/.cache/envgym")).expanduser() / kind
 
 
+def regular_file(path: Path) -> Path:
+    """The path, if a regular file is there, or a link to one. Raises `OSError` otherwise: a pipe would block its
+    reader, and a device has no end."""
+    if not path.is_file():
+        raise OSError(f"{path} is not a regular file")
+    return path
+
+
 def unused_folder(parent: Path, *names: str) -> Path:
     """The path of a folder that does not exist, named after `names`, the time and this process."""
     name = "-".join([*names, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())])

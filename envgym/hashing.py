@@ -78,7 +78,7 @@ def model_hash(model: str) -> str | None:
         return None
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.suffix not in (".json", ".safetensors", ".bin", ".model", ".jinja"):
+        if path.suffix not in (".json", ".safetensors", ".bin", ".model", ".jinja") or not path.is_file():
             continue
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())

@@ -13,6 +13,7 @@ import pytest
 
 import envgym
 from envgym.cli import main
+from envgym.view.notebook import ShownEpisode
 
 CELL = """
 import envgym, sys, time
@@ -37,6 +38,15 @@ settings = {
     "eval": {"tasks": 2, "samples": 1, "every": 0}, "learner.lr": 1e-3, "model": MODEL,
 }
 """
+
+
+def test_a_strangers_episode_runs_no_script():
+    bad = '"><script>window.owned=1</script>'
+    row = {"ids": [bad, bad], "texts": None, "logprobs": [None, -0.5], "advantages": None}
+    shown = ShownEpisode({"rows": [row]}, bad, bad, 0.0, None)._repr_html_()
+    assert "<script" not in shown
+    assert shown.count("&quot;&gt;&lt;script&gt;") >= 4
+    assert 'title="token &quot;&gt;&lt;script' in shown
 
 
 class Cells:

@@ -121,11 +121,14 @@ def _decoder(path: Path) -> Callable[[Sequence[int]], str]:
     if there is none."""
     from tokenizers import Tokenizer
 
+    from envgym.render.renderer import check_tokenizer
+
     folders = [path, *path.parents[:2]]
     with contextlib.suppress(OSError, ValueError, KeyError):
         folders.append(Path(json.loads((path / "result.json").read_bytes())["model"]))
     for file in (folder / "tokenizer.json" for folder in folders):
         if file.is_file():
+            check_tokenizer(file)
             return partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=False)
     raise ConfigError(f"{path}: --prompt needs the tokenizer, and neither a run's folder nor the model's has one here")
 

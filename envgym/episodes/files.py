@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from envgym.disk import replacement_file
+from envgym.disk import regular_file, replacement_file
 from envgym.errors import ConfigError, DataError, RunError, missing_package, reported_as
 from envgym.hashing import DIGITS
 from envgym.types import Episode
@@ -51,7 +51,8 @@ def _files(path: Path) -> list[Path]:
     if not path.exists():
         raise DataError(f"there is no file {path}")
     if not path.is_dir():
-        return [path]
+        with reported_as(DataError, f"{path} cannot be read"):
+            return [regular_file(path)]
     if (path / "episodes.jsonl").is_file():
         return [path / "episodes.jsonl"]
     if (path / "rollouts").is_dir():

@@ -13,13 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from envgym import hub
 from envgym.config.recipes import makes_model, recipe_model_folder
 from envgym.config.schema import STAGE, RoleConfig, StageConfig
+from envgym.disk import regular_file
 from envgym.env import EnvSpec
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, reported_as
 from envgym.learner import LearnerConfig
+from envgym.limits import limits
 from envgym.models import is_path
 from envgym.models.sizes import count_parameters
 from envgym.processes.runtime import Slot
@@ -53,6 +56,11 @@ float32. Those were fitted to the peaks of `benchmarks/gpu_first.py` on an H100.
 GPU_MICRO_BATCHES = (16_384, 8_192)
 """Tokens per micro-batch that `auto` tries on GPUs. On an H100 a model of 0.5 billion parameters learned 1.8 times as
 fast with 16,384 as with 4,096, and no faster with 32,768 (`benchmarks/gpu_first.py`)."""
+BUILDING = 30.0, 4 * GIB
+"""The most seconds and bytes that a model without its weights takes; a config may ask for a billion layers."""
+SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+OTHER_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size")
+"""Names of sizes in a model's config: those that every config has, and others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +76,30 @@ class ModelSizes:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSizes | None:
-        """The sizes of the model in a folder; None without a usable config. Parameters are counted in the weight files;
-        without them, in the model that transformers builds from the config; if transformers does not know it, as those
-        of a dense model of gated layers (Llama, Qwen)."""
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        """The sizes of the model in a folder; None without a config, and for a mixture that transformers does not know.
+        Parameters are counted in the weight files; without them, in the model that transformers builds from the config;
+        if transformers does not know it, as those of a dense model of gated layers (Llama, Qwen). Raises `ConfigError`
+        for a config or weight files that are none."""
+        if not (file := folder / "config.json").exists():
             return None
-        parameters = count_parameters(folder)
-        if not parameters and "model_type" in config:
-            parameters = _count_in_config(folder)
+        with reported_as(ConfigError, f"{folder} holds no model whose sizes can be read", cause=Exception):
+            return cls._from_config(folder, json.loads(regular_file(file).read_text(encoding="utf-8")))
+
+    @classmethod
+    def _from_config(cls, folder: Path, config: dict[str, Any]) -> ModelSizes | None:
+        is_known = "model_type" in config
         config = config.get("text_config", config)
-        width, layers, vocabulary = (config[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
-        heads = config["num_attention_heads"]
+        for name in (*SIZES, *filter(config.get, OTHER_SIZES)):
+            if type(size := config.get(name)) is not int or not 0 < size < 2**32:
+                raise ValueError(f"{name} is {size!r:.60}, and not a positive whole number")
+        width, layers, vocabulary, heads = (config[name] for name in SIZES)
         head = config.get("head_dim") or width // heads
         kv = head * config.get("num_key_value_heads", heads)
         inner = config.get("intermediate_size") or 4 * width
         if per_token := config.get("num_experts_per_tok"):
             inner = per_token * (config.get("moe_intermediate_size") or inner)
-        elif not parameters:
+        parameters = count_parameters(folder) or (_count_in_config(folder) if is_known else 0)
+        if not (parameters or per_token):
             layer = width * (2 * head * heads + 2 * kv) + 3 * width * inner + 2 * width
             tables = 1 if config.get("tie_word_embeddings") else 2
             parameters = layers * layer + tables * vocabulary * width + width
@@ -381,7 +394,7 @@ def _count_in_config(folder: Path) -> int:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        with torch.device("meta"):
+        with torch.device("meta"), limits(*BUILDING):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     except Exception:  # some models compute with their weights while they are built
         return 0

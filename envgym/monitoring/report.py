@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from envgym.errors import needs
+from envgym.errors import needs, printable_line
 
 PICTURE = "curve.png"
 WINDOW_SHARE = 0.1
@@ -110,7 +110,9 @@ def _members(evaluation: Evaluation) -> list[Line]:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> str:
-    """The rows as lines of aligned columns: all to the left, or all but the first to the `right`."""
+    """The rows as lines of aligned columns: all to the left, or all but the first to the `right`. Their texts may be a
+    stranger's."""
+    rows = [[printable_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<", *(">" if right else "<" for _ in widths[1:])]
     columns = [f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True)]

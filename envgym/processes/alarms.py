@@ -7,36 +7,11 @@ timer that raises in the thread what the handler raises. As with a signal, a cal
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import threading
 from typing import Any
 
-
-class Alarm(threading.Timer):
-    """Raises in the thread that makes it what `handler` raises, after `seconds` unless cancelled."""
-
-    def __init__(self, seconds: float, handler: Any) -> None:
-        super().__init__(seconds, self._ring, [handler])
-        self.daemon = True
-        self._interrupted = ctypes.c_ulong(threading.get_ident())
-        self._cancelling = threading.Lock()
-
-    def cancel(self) -> None:
-        with self._cancelling:
-            super().cancel()
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(self._interrupted, None)  # one that is not yet noticed
-
-    def _ring(self, handler: Any) -> None:
-        try:
-            handler(signal.SIGALRM, None)
-        except BaseException as error:
-            kind, args = type(error), error.args
-            # Python raises a class in another thread, not an instance.
-            raised = type(kind.__name__, (kind,), {"__init__": lambda self: kind.__init__(self, *args)})
-            with self._cancelling:
-                if not self.finished.is_set():
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(self._interrupted, ctypes.py_object(raised))
+from envgym.limits import Alarm
 
 
 class _OfThread(threading.local):

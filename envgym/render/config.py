@@ -10,8 +10,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
-from envgym.errors import ConfigError, did_you_mean
+from envgym.errors import ConfigError, did_you_mean, reported_as
+from envgym.limits import limits
 from envgym.settings import Settings
+
+from .template import RENDERING
 
 RenderKind = Literal["auto", "chat", "text", "raw"]
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -70,8 +73,9 @@ def _variables(template: str) -> set[str]:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        environment = _compile_jinja_template(template).environment
-        names = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
+        with reported_as(ConfigError, "the chat template cannot be compiled"), limits(*RENDERING):
+            environment = _compile_jinja_template(template).environment
+            names = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
     except TemplateSyntaxError as error:
         raise ConfigError(f"the chat template is not valid Jinja (line {error.lineno}: {error.message})") from None
     return {*names, *re.findall(PREFIX.format(name=r"(\w+)"), template)}

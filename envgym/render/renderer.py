@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from abc import ABC, abstractmethod
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import cached_property
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from envgym.disk import regular_file
 from envgym.errors import ConfigError, InvalidStep, needs
 from envgym.types import Message, Observation, observed_messages
 
@@ -19,6 +23,10 @@ from .spelling import BREAK, IN_APIS, Speller, rewrite
 
 if TYPE_CHECKING:
     from .dialogue import Dialogue
+
+MAX_GROWTH = 1000
+"""Usual tokenizers lengthen texts twenty times, as Unicode's longest normalization, and those that write white space as
+words a hundred times."""
 
 
 class Renderer(ABC):
@@ -230,6 +238,14 @@ class NoRenderer(Renderer):
 def load_tokenizer(model: str) -> Any:
     """Load the tokenizer of a model folder or hub id. Raises `ConfigError` if that fails."""
     with needs("transformers", "train", "rendering prompts"):
+        from transformers.utils import cached_file
+
+        folder = Path(model)
+        if not folder.is_dir():
+            with contextlib.suppress(OSError):  # loading the tokenizer reports it
+                folder = Path(cached_file(model, "tokenizer.json")).parent
+        for file in folder.glob("tokenizer*.json"):  # a configuration may name others than `tokenizer.json`
+            check_tokenizer(file)
         # The common class loads without importing torch and all of transformers' models.
         if _is_common(Path(model)):
             from transformers import PreTrainedTokenizerFast as Tokenizer
@@ -241,6 +257,37 @@ def load_tokenizer(model: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]  # its first line may end with "one of:"
         raise ConfigError(f"model {model}: its tokenizer cannot be loaded ({reason})") from None
+
+
+def check_tokenizer(file: Path) -> None:
+    """Raise `ConfigError` for a `tokenizer.json` that cannot be read, or may make texts more than `MAX_GROWTH` times as
+    long: replacements that are replaced again write any amount of text for one letter."""
+    try:
+        parts = map(json.loads(regular_file(file).read_bytes()).get, ("normalizer", "pre_tokenizer", "decoder"))
+        growth = max(map(_growth, parts))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file} describes no tokenizer: {error}") from None
+    if growth > MAX_GROWTH:
+        raise ConfigError(f"{file} is not used: it may make texts more than {MAX_GROWTH} times as long")
+
+
+def _growth(part: Any) -> float:
+    """The factor by which a part of a tokenizer lengthens a text, at most. Some descriptions lack the type."""
+    match part:
+        case list():
+            return prod(map(_growth, part))
+        case {"pattern": {"String": str(pattern)}, "content": str(text)} if pattern:
+            return max(1.0, len(text) / len(pattern))
+        case {"pattern": _, "content": str(text)}:
+            return len(text) + 1.0  # a regular expression may match nothing, at every place
+        case {"precompiled_charsmap": str(table)}:
+            data = b64decode(table)  # the length of an index, the index, and the texts that it leads to
+            return max(map(len, data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")))
+        case {"type": "ByteLevel"} | {"suffix": ""} | {"word_delimiter_token": ""}:
+            return 2.0
+        case dict():
+            return prod(map(_growth, part.values()))
+    return 1.0
 
 
 def _is_common(folder: Path) -> bool:

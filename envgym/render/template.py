@@ -11,7 +11,8 @@ from functools import cache, cached_property
 from os.path import commonprefix
 from typing import Any
 
-from envgym.errors import InvalidStep
+from envgym.errors import ConfigError, InvalidStep
+from envgym.limits import limits
 from envgym.types import Message, ToolCall, ToolSpec
 from envgym.types.conversations import END_OF_THOUGHT, THINK
 
@@ -21,6 +22,8 @@ from .tool_calls import EXAMPLE, CallForm, Format, describe, find_format, read_h
 QUESTION, ANSWER, QUESTION_2, RESULT, RESULT_1 = "qx1asked", "qx2said", "qx3again", "qx4result", "qx6first"
 PROBE = ToolSpec("qx5tool", "qx5tool", {"type": "object", "properties": {"argument": {"type": "string"}}})
 
+RENDERING = 10.0, 2 * 2**30
+"""The most seconds and bytes that a template takes, which is a stranger's program. A million tokens take a second."""
 INSTRUCTIONS = ("system", "developer")
 THOUGHT = "reasoning_content"
 """The field of an assistant's message in which templates take a thought."""
@@ -202,11 +205,14 @@ class Template:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """True if the template takes a message's content only as a list of parts."""
+        """True if the template takes a message's content only as a list of parts. Raises `ConfigError` for a template
+        that ends for no message."""
         is_shown = []
         for content in (QUESTION, _parts(QUESTION)):
             try:
                 is_shown.append(QUESTION in self._apply([{"role": "user", "content": content}], (), False))
+            except TimeoutError as error:
+                raise ConfigError(f"the chat template of {self._name} cannot be used: {error}") from None
             except Exception:
                 is_shown.append(False)
         return is_shown == [False, True]
@@ -234,7 +240,8 @@ class Template:
     def _apply(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], open_turn: bool) -> str:
         schemas = [tool.as_dict() for tool in tools] or None
         options = {"tools": schemas, "tokenize": False, "add_generation_prompt": open_turn}
-        return str(self.tokenizer.apply_chat_template(list(messages), **options))
+        with limits(*RENDERING):
+            return str(self.tokenizer.apply_chat_template(list(messages), **options))
 
     def _with_description(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[ChatMessage]:
         """Add a description of the tools to the first message, of any role."""

@@ -8,9 +8,11 @@ from typing import Any
 
 from envgym.errors import ConfigError, needs, printable_line
 from envgym.hub import find_on_hub
+from envgym.limits import limits
 from envgym.models import check_no_file
-from envgym.render import TextRenderer, make_renderer
+from envgym.render import TextRenderer, load_tokenizer, make_renderer
 from envgym.render.spelling import mark_after_prompt
+from envgym.render.template import RENDERING
 from envgym.run_folder import policy_of_run
 from envgym.types import Message, Observation, as_messages
 from envgym.workers.config import WorkersConfig, number_format
@@ -56,7 +58,7 @@ class RewardWorker:
             self._model.to(self._device)
         elif self._ranks == 1:
             self.join(None)
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(self._name)
+        self._tokenizer = load_tokenizer(self._name)
         as_rows = getattr(loaded.config, "reward_at", None) == "end_of_turn" or declared.render == "raw"
         self._renderer = make_renderer(declared.render, self._tokenizer) if as_rows else None
         self._encoder = self._renderer or TextRenderer(self._tokenizer)
@@ -126,7 +128,8 @@ class RewardWorker:
                 return [*dialogue.start(Observation(messages=tuple(prompt))), *dialogue.add_demonstration(answer)]
             dicts = [message.as_dict() for message in self._encoder.escape(messages)]
             if tokenizer.chat_template:
-                rendered = tokenizer.apply_chat_template(dicts, tokenize=False)
+                with limits(*RENDERING):
+                    rendered = tokenizer.apply_chat_template(dicts, tokenize=False)
                 return self._encoder.encode(rendered)  # templates write special tokens themselves
             text = as_text(dicts)
         # Text that a template has rendered already has its first token.

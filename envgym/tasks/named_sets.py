@@ -7,6 +7,7 @@ name of its task set. A user's own file is named by its path.
 from __future__ import annotations
 
 import importlib.util
+import json
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -25,6 +26,7 @@ from .config import DataConfig, data_settings
 SUFFIXES = (".yaml", ".yml")
 FILES = (".jsonl", ".parquet", ".csv", ".json")
 PATHS = ("path", "test_path", "sources")
+PLACES = ("folder", *PATHS)
 HELD_OUT = {"test_path", "test_split", "test_fraction", "test_select"}
 """Settings of `data` that say what is held out."""
 
@@ -50,7 +52,7 @@ class NamedTaskSet(Settings):
     env: Annotated[dict[str, Any], BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)]
     """The environment, `name`, and its settings."""
     data: dict[str, Any] = Field({})
-    """Settings of `data` that say how the rows are read."""
+    """Settings of `data` that say how the rows are read, and where they are unless the caller says it."""
     hub: HubRows | None = None
     train_on: str | None = None
     """For a task set whose rows are all held out: one to train on."""
@@ -75,6 +77,8 @@ class NamedTaskSet(Settings):
         """The environment's settings, of which the caller's `settings` win. Raises `DataError` for a folder without its
         files."""
         data = dict(data_settings(settings.get("data") or {}))
+        if not any(data.get(name) for name in PLACES):
+            data |= data_settings({name: self.data[name] for name in PLACES if name in self.data})
         if data.get("folder") is not None:
             folder = Path(data.pop("folder")).expanduser()
             if not (files := self.files(folder)):
@@ -89,8 +93,11 @@ class NamedTaskSet(Settings):
             share = DataConfig.model_fields["test_fraction"].default
             note = f"{self.name}: {share:.0%} of data.path are held out; a test file is data.test_path=FILE"
             warnings.warn(SettingsNote(note), stacklevel=2)
-        fields = {name: value for name, value in self.env.items() if name != "name"}
-        return {**fields, **settings, "data": {**self.data, **data}}
+        fields = {name: value for name, value in self.env.items() if name != "name" and name not in settings}
+        if '"command":' in (text := json.dumps(fields, default=str)):  # of an MCP server, also of a part of a mixture
+            warnings.warn(SettingsNote(f"{self.name}: this task set starts programs: {text}"), stacklevel=2)
+        reading = {name: value for name, value in self.data.items() if name not in PLACES}
+        return {**fields, **settings, "data": {**reading, **data}}
 
     def files(self, folder: Path) -> dict[str, str]:
         """The paths of the files in `folder`, as settings of `data`; empty without any."""

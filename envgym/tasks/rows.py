@@ -20,7 +20,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import DataError, did_you_mean, needs
+from envgym.disk import regular_file
+from envgym.errors import DataError, did_you_mean, needs, reported_as
 from envgym.types.conversations import ROLES
 
 from .hub import fetch_data_set, is_hub_id
@@ -81,7 +82,7 @@ class JsonLines(Rows):
         super().__init__(path, stem)
         self._text = bytearray()
         self._starts, self._lines = array("Q"), array("Q")
-        with path.open("rb") as file:
+        with reported_as(DataError, f"{path} cannot be read"), regular_file(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if len(self._lines) == limit:
                     break
@@ -380,7 +381,8 @@ def _stem(path: Path, file: Path) -> str:
 
 def _open_file(path: Path, stem: str, limit: int | None) -> Rows:
     if not path.is_file():
-        raise DataError(f"there is no data file {path}")
+        reason = " (it is no regular file)" if path.exists() else ""
+        raise DataError(f"there is no data file {path}{reason}")
     if path.suffix == ".csv":
         return _read_csv(path, stem, limit)
     if path.suffix == ".json" and (rows := _read_list(path)) is not None:

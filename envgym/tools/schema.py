@@ -7,6 +7,8 @@ docstring in Google, NumPy or reST style.
 from __future__ import annotations
 
 import inspect
+import json
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -18,9 +20,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from envgym.errors import ConfigError, did_you_mean
+from envgym.limits import limits
 
 _MAPS_OF_SCHEMAS = ("properties", "$defs", "patternProperties", "dependentSchemas")
 _VALUES = ("default", "const", "enum", "examples")
+CHECKING = 1.0, 2**30
+"""The most seconds and bytes that a check of a call's arguments takes; others take microseconds."""
 _SHOWN_PROBLEMS = 3
 _ERROR_LENGTH = 300
 
@@ -183,7 +188,11 @@ def _culprit(hints: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def argument_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
-    """A check that raises `WrongArguments` for arguments that do not match `schema`; a no-op for an invalid schema."""
+    """A check that raises `WrongArguments` for arguments that do not match `schema`; a no-op for an invalid schema.
+
+    The schema may be a stranger's, whose regular expressions or references take any time. A check that takes longer
+    than `CHECKING` is the last one: servers check their arguments themselves.
+    """
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for
     from referencing import Registry
@@ -191,15 +200,26 @@ def argument_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], N
 
     kind = validator_for(schema)
     try:
-        kind.check_schema(schema)
-    except SchemaError:
+        with limits(*CHECKING):
+            kind.check_schema(schema)
+    except (SchemaError, TimeoutError, RecursionError):
         return lambda arguments: None
     validator = kind(schema, registry=Registry())  # with an empty registry it downloads nothing
 
+    is_checked = True
+
     def check(arguments: Mapping[str, Any]) -> None:
+        nonlocal is_checked
+        is_main = threading.current_thread() is threading.main_thread()
+        if not (is_checked and (is_main or "pattern" not in json.dumps(schema))):  # threads cannot end their matching
+            return
         try:
-            problem = best_match(validator.iter_errors(dict(arguments)))
+            with limits(*CHECKING):
+                problem = best_match(validator.iter_errors(dict(arguments)))
         except Unresolvable:
+            return
+        except (TimeoutError, RecursionError):
+            is_checked = False
             return
         if problem is not None:
             location = ".".join(map(str, problem.absolute_path))

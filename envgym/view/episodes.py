@@ -14,6 +14,7 @@ from typing import Any
 
 from envgym.episodes.record import excerpt
 from envgym.errors import DataError
+from envgym.render.renderer import check_tokenizer
 
 from .reading import EPISODE, LISTED, RECORD, ROW, Parquet, complete_lines, json_object, regular, unpacked_size
 from .sources import Source
@@ -27,6 +28,8 @@ CACHED = 4
 """Number of files whose lists are cached."""
 TOKENS = 65536
 """Number of cached token texts."""
+LONGEST = 1000
+"""Maximum characters of a token's text."""
 
 
 class Listing:
@@ -196,10 +199,11 @@ def _decoder(file: Path) -> Any:
     from tokenizers import Tokenizer
 
     try:
+        check_tokenizer(file)
         tokenizer = Tokenizer.from_file(str(file))
     except Exception:  # tokenizers raises no narrower class; a damaged file gives no texts
         return None
-    return lru_cache(TOKENS)(lambda token: tokenizer.decode([token], skip_special_tokens=False))
+    return lru_cache(TOKENS)(lambda token: tokenizer.decode([token], skip_special_tokens=False)[:LONGEST])
 
 
 def _tokens(row: Mapping[str, Any], tokenizer: Path | None, learned: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def _token_html(text: str, token: int, logprob: float | None, advantage: float |
         label += f", advantage {advantage:.3f}"
         hue, strength = "35,139,69" if advantage > 0 else "203,24,29", abs(advantage)
     shade = f"rgba({hue},{0.1 + 0.6 * min(1.0, strength / STRONGEST):.2f})"
-    return f'<span style="background:{shade}" title="{label}">{escape(text)}</span>'
+    return f'<span style="background:{shade}" title="{escape(label)}">{escape(text)}</span>'
 
 
 def read_episode(folder: Path, kind: str, step: int | None, index: int) -> ShownEpisode:

@@ -314,6 +314,50 @@ def test_an_environments_words_command_no_terminal(run, tmp_path, capsys):
         assert "\x07" not in text
 
 
+LOUD = "\x1b[2J\x1b]0;title\x07\x9b5A"
+SHOWN = r"\x1b[2J\x1b]0;title\x07\x9b5A"
+LOUD_ENV = f'''
+import envgym
+from envgym.types import Message, Observation, ToolSpec
+
+class Loud(envgym.Env):
+    """Documented {LOUD} there."""
+
+    async def reset(self, *, seed=None, options=None):
+        schema = {{"type": "object", "properties": {{"named{LOUD}": {{"type": "typed{LOUD}"}}}}}}
+        tool = ToolSpec("tool{LOUD}", "described{LOUD}", schema)
+        return Observation(messages=[Message("user", "asked{LOUD}")], tools=(tool,)), {{}}
+
+    async def step(self, action):
+        return None, 0.0, True, False, {{}}
+'''
+
+
+def test_words_of_environments_task_sets_and_runs_command_no_terminal(run, tmp_path):
+    (tmp_path / "loud.py").write_text(LOUD_ENV)
+    fields = dict.fromkeys(["description", "source", "licence", "published_reading"], f"written{LOUD}")
+    task_set = {**fields, "env": {"name": "multiple_choice"}, "data": {"path": "rows.jsonl"}}
+    (tmp_path / "set.yaml").write_text(json.dumps(task_set))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": f"asked{LOUD}", "choices": ["a", "b"], "answer": "a"}))
+    folder = tmp_path / "runs" / f"run{LOUD}\nfake  completed"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("{}")
+    results = {
+        "env": run("envs", "show", "loud.py"),
+        "task set": run("envs", "show", "set.yaml"),
+        "runs": run("runs"),
+        "no runs": run("runs", f"runs_dir={LOUD}"),
+    }
+    for name, result in results.items():
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", result.stdout + result.stderr), name
+    shown = results["env"].stdout
+    for word in ("Documented ", "tool", "described", "named", "typed", "asked"):
+        assert word + SHOWN in shown
+    assert results["task set"].stdout.count(f"written{SHOWN}") == 4
+    assert f"run{SHOWN}\\nfake  completed" in results["runs"].stdout
+    assert not re.search("^fake", results["runs"].stdout, re.MULTILINE)
+
+
 def test_what_ends_the_loop_while_a_model_is_made_ends_the_command_in_a_line(run, monkeypatch):
     """The tasks whose text a new tokenizer learns are drawn by a user's code."""
 

@@ -1,11 +1,13 @@
 """`envgym plan`: where a run's processes would go, what they need, and what does not fit."""
 
 import json
+import os
 import re
 
 import pytest
 
 from envgym.cli import main
+from envgym.launch import memory
 
 QWEN_7B = {
     "hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 152064, "num_attention_heads": 28,
@@ -79,3 +81,67 @@ def test_every_stage_is_planned_with_the_model_that_it_begins_with(plan, tmp_pat
         ("actor", "14.18"), ("actor", "14.18"), ("engine", "14.18"), ("actor", "14.18"), ("reference", "14.18"),
         ("critic", "14.18"), ("reward", "14.18"),
     ]  # fmt: skip
+
+
+def weights(header, size=None):
+    """The begin of a safetensors file with this header, whose size it says is `size`."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if size is None else size).to_bytes(8, "little") + text
+
+
+TENSOR = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+MALFORMED = {
+    "no JSON": "{",
+    "no text": b"\xff\xfe\x00",
+    "empty": "",
+    "a list": "[]",
+    "a deep list": "[" * 100_000,
+    "no object for the text": {**QWEN_7B, "text_config": [1]},
+    "a missing size": {name: size for name, size in QWEN_7B.items() if name != "vocab_size"},
+    "a text": {**QWEN_7B, "hidden_size": "3584"},
+    "a negative size": {**QWEN_7B, "num_hidden_layers": -28},
+    "zero": {**QWEN_7B, "num_attention_heads": 0},
+    "a fraction": {**QWEN_7B, "vocab_size": 1.5},
+    "a truth": {**QWEN_7B, "vocab_size": True},
+    "a huge size": {**QWEN_7B, "hidden_size": 10**400},
+    "a list of sizes": {**QWEN_7B, "intermediate_size": [1, 2]},
+    "a folder": None,
+    "a pipe": "pipe",
+    "no end": "/dev/zero",
+    "weights without a header": (QWEN_7B, b""),
+    "weights without an end": (QWEN_7B, weights(b"{" * 9, 2**63)),
+    "weights of a list": (QWEN_7B, weights([1])),
+    "weights without a shape": (QWEN_7B, weights({"a": {"dtype": "F32"}})),
+    "weights of a text": (QWEN_7B, weights({"a": {**TENSOR, "shape": ["a"]}})),
+    "a pointer to weights": (QWEN_7B, b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_folder_that_holds_no_model_is_one_line(tmp_path, capsys, name):
+    config, content = MALFORMED[name], None
+    if isinstance(config, tuple):
+        config, content = config
+        (tmp_path / "model.safetensors").write_bytes(content)
+    file = tmp_path / "config.json"
+    if config is None:
+        file.mkdir()
+    elif config == "pipe":
+        os.mkfifo(file)
+    elif config == "/dev/zero":
+        file.symlink_to(config)
+    else:
+        file.write_bytes(config if isinstance(config, bytes) else (
+            config if isinstance(config, str) else json.dumps(config)).encode())  # fmt: skip
+    status = main(["plan", "--env", "math_verify", "--model", str(tmp_path), "--gpus", "2"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert (status, "mistake in envgym" in line) == (2, False)
+    assert line.startswith("envgym: error: ")
+    assert str(tmp_path) in line
+
+
+def test_a_config_of_a_billion_layers_ends(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(memory, "BUILDING", (2.0, 2**32))
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_7B, "model_type": "qwen2", "num_hidden_layers": 10**9}))
+    status = main(["plan", "--env", "math_verify", "--model", str(tmp_path), "--gpus", "2"])
+    assert (status, "would need" in capsys.readouterr().err) == (2, True)

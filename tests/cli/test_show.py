@@ -1,10 +1,12 @@
 """`envgym show`: what was asked, what the policy said and what it was paid, as people read it."""
 
+import json
+import os
 import re
 import shutil
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from envgym.cli import main
 from envgym.episodes.files import write_episodes
@@ -140,3 +142,19 @@ def test_a_mistake_is_one_line(show, run, tmp_path, words, says):
     assert status == 2
     [line] = error.splitlines()
     assert says in line
+
+
+def test_a_tokenizer_that_lengthens_texts_without_bounds_decodes_no_prompt(show, run):
+    tokenizer = json.loads(Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, "a")).to_str())
+    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": [double] * 33}
+    (run / "tokenizer.json").write_text(json.dumps(tokenizer))
+    status, says = show("first", "--prompt")
+    assert (status, says.count("\n")) == (2, 1)
+    assert "tokenizer.json is not used: it may make texts more than 1000 times as long" in says
+
+
+@pytest.mark.parametrize("name", ["pipe.jsonl", "pipe.parquet", "endless.jsonl", "endless.parquet"])
+def test_episodes_are_read_from_regular_files_alone(show, tmp_path, name):
+    os.mkfifo(tmp_path / name) if "pipe" in name else (tmp_path / name).symlink_to("/dev/zero")
+    assert show(name) == (2, f"envgym: error: {name} cannot be read: {name} is not a regular file\n")

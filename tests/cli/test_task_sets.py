@@ -3,13 +3,14 @@
 import asyncio
 import json
 import logging
+import warnings
 
 import pytest
 import yaml
 
 import envgym
 from envgym import registry
-from envgym.errors import ConfigError, DataError, EnvgymError, NameNotFound
+from envgym.errors import ConfigError, DataError, EnvgymError, NameNotFound, SettingsNote
 from envgym.evaluation.compare import compare
 from envgym.evaluation.plan import parts_of_env, parts_of_suite
 from envgym.evaluation.suite import find_suite
@@ -308,3 +309,43 @@ def test_rows_without_a_test_file_are_split_with_a_note(run, tmp_path):
     assert note in run("envs", "show", "gsm8k", "data.path=rows.jsonl").stderr
     assert note not in run("envs", "show", "gsm8k", "data.test_path=rows.jsonl").stderr
     assert note not in run("envs", "show", "gsm8k", "data.path=rows.jsonl", "data.test_path=rows.jsonl").stderr
+
+
+# -- a user's own file ------------------------------------------------------------------------------------
+
+
+def own_set(folder, **keys):
+    file = folder / "own.yaml"
+    file.write_text(yaml.safe_dump({"description": "Ours.", "env": {"name": "multiple_choice"}, **keys}))
+    return str(file)
+
+
+def test_rows_are_where_the_file_says_unless_the_caller_says_it(tmp_path):
+    rows = [{"question": "1 + 1?", "choices": ["2", "3"], "answer": "A"}]
+    a, b, c = (write(tmp_path / f"{name}.jsonl", rows) for name in "abc")
+    name = own_set(tmp_path, data={"path": a, "test_path": b, "prompt": "question"})
+    data = data_of(name)
+    assert (data.path, data.test_path, data.prompt) == (a, b, ("question",))
+    assert data_of(name, data={"limit": 1}).path == a
+    changed = data_of(name, data=c)
+    assert (changed.path, changed.test_path, changed.prompt) == (c, None, ("question",))
+    assert data_of(own_set(tmp_path, data={"sources": {"x": {"path": a}}})).sources["x"].path == a
+    hub_set = own_set(tmp_path, data={"path": a}, hub={"id": "our/rows"})
+    assert data_of(hub_set).path == a
+    held_out = data_of(own_set(tmp_path, data={"path": a}, train_on="gsm8k"))
+    assert (held_out.path, held_out.test_path) == (None, a)
+    write(tmp_path / "own_train.jsonl", rows)
+    assert data_of(own_set(tmp_path, data={"folder": str(tmp_path)})).path == str(tmp_path / "own_train.jsonl")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_programs_that_a_file_starts_are_told(tmp_path, nested):
+    tools = {"name": "tool_use", "mcp": [{"command": ["touch", "started\x1b[2J"]}]}
+    env = {"name": "mixture", "envs": {"a": tools}} if nested else tools
+    task_set = registry.find(own_set(tmp_path, env=env)).task_set
+    with pytest.warns(SettingsNote, match=r'own: this task set starts programs: .*"touch", "started\\u001b\[2J"'):
+        task_set.settings({})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task_set.settings({"mcp": [], "envs": {}})
+        registry.find(own_set(tmp_path)).task_set.settings({})

@@ -9,6 +9,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from envgym import errors, registry
 from envgym.envs.reasoning_gym import ReasoningGymConfig, extract_answer, tagged_answer, without_length_ratio
@@ -86,6 +88,19 @@ def no_memory_limit(monkeypatch):
 )
 def test_the_answer_is_taken_out_of_the_words_around_it(text, answer):
     assert extract_answer(text) == answer
+
+
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "<ANSWER>", "</Answer>", "<answer", "1", " ", "\n"])))
+def test_of_all_answers_the_last_is_taken_as_one_pattern_finds_it(pieces):
+    text = "".join(pieces)
+    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL | re.IGNORECASE)
+    assert tagged_answer(text) == (answers[-1].strip() if answers else None)
+
+
+def test_a_tag_repeated_without_an_end_takes_no_square_of_its_number():
+    """By one pattern a million of them take hours."""
+    assert tagged_answer("<answer>" * 1_000_000) is None
+    assert tagged_answer("<answer>1</answer>" + "<answer>" * 1_000_000) == "1"
 
 
 def test_only_closed_tags_count_as_answered():

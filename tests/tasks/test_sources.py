@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import os
 import tarfile
 import textwrap
 
@@ -14,6 +15,7 @@ import pytest
 
 from envgym.errors import ConfigError, DataError, NameNotFound
 from envgym.tasks import DataConfig, load_tasks
+from envgym.tasks.rows import TextLines, open_rows
 
 SAVED = """
 /Td6WFoAAATm1rRGAgAhARYAAAB0L+Wj4E//Av9dADIYSu6aYadfbHozU9IhHzj7zW+dK/XdHyQ/Si7DKac0tavlMwZp+UujF1aDbUPTz67K5ubCYvoZ4R
@@ -324,3 +326,21 @@ def test_one_that_cannot_be_had_is_said_in_one_line(tmp_path, monkeypatch):
     for path in ("data/train", "data/train.jsonl", "org/train.jsonl", "/org/name", "./org/name"):
         with pytest.raises(DataError, match=f"^data.path: there is no file or folder {path}$"):
             DataConfig(path=path).check_paths()
+
+
+# -- what is no file --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt"])
+@pytest.mark.parametrize("target", ["a pipe", "/dev/zero", "/dev/tty"])
+@pytest.mark.parametrize("place", ["a file", "in a folder"])
+def test_only_regular_files_are_read(tmp_path, suffix, target, place):
+    """A pipe would block, and a device has no end."""
+    if place == "in a folder" and suffix in (".json", ".arrow", ".txt"):
+        return  # not read in folders
+    path = tmp_path / f"data{suffix}"
+    os.mkfifo(path) if target == "a pipe" else path.symlink_to(target)
+    with pytest.raises(DataError, match=r"data\.\w+.*(no|not a) regular file"):
+        open_rows(tmp_path if place == "in a folder" else path)
+    with pytest.raises(DataError, match=r"cannot be read: .*data\.\w+ is not a regular file"):
+        TextLines(path, "data", None)

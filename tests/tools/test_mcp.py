@@ -444,3 +444,18 @@ def test_a_server_dies_with_a_parent_that_is_killed(tmp_path):
     parent.kill()
     parent.communicate(timeout=10)
     assert gone(pid)
+
+
+def test_regular_expressions_of_a_server_freeze_nothing():
+    """Neither those of a call's arguments nor those of its result, which the library would match."""
+    slow = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}}}
+    tool = {"name": "read", "inputSchema": slow, "outputSchema": slow}
+    text = "a" * 40 + "!"
+    result = {"content": [{"type": "text", "text": "it is read"}], "structuredContent": {"text": text}}
+    program = str(Path(__file__).with_name("mcp_stranger.py"))
+    server = McpServer(command=[sys.executable, program, json.dumps([tool]), json.dumps(result)])
+
+    async def play(box, session):
+        return [await ask(box, "read", text=text) for _ in range(3)]
+
+    assert with_session(server, play) == ["it is read"] * 3

@@ -122,6 +122,14 @@ def many_versions(run):
     (run / "episodes.jsonl").write_text(json.dumps(told) + "\n")
 
 
+GROWING = {
+    "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
+    "model": {"type": "WordLevel", "vocab": {"a" * (n + 1): n for n in range(99)}, "unk_token": "a"},
+    "decoder": {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"} for _ in range(33)
+    ]},
+}  # fmt: skip
+"""A tokenizer of 9 KB whose tokens are texts of 8 GiB."""
 STEP, EVENTS = "rollouts/step_000001.parquet", "events/step_000001.jsonl"
 MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{f'*a{n - 1}, ' * 10}]}}\n" for n in range(1, 9))
 METRICS = ['{"a":1}', "[1]", DEEP, '"x"', '{"step":"x"}', '{"step":4,"alarms":5,"loss":"x","grad_norm":{}}',
@@ -141,6 +149,7 @@ READABLE = {
     ),
     "a tokenizer that is none": lambda run: (run / "tokenizer.json").write_text('{"model": 1}'),
     "an episode of versions": many_versions,
+    "a tokenizer that grows": lambda run: (run / "tokenizer.json").write_text(json.dumps(GROWING)),
 }
 """Runs that are shown in spite of something: whatever is wrong is left out."""
 REFUSED = {

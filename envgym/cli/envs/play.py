@@ -108,7 +108,7 @@ async def _play(spec: EnvSpec, seed: int, word: tuple[str, int] | None, console:
 
     async with start_services(spec, eager=False):
         _, task = await choose_task(spec, seed, word)
-        console.print(f"{spec.id}, task {task.key}, seed {seed} (repeat it with --seed {seed})", style="dim")
+        console.print(printable(f"{spec.id}, task {task.key}, seed {seed} (repeat it with --seed {seed})"), style="dim")
         by_hand = ByHand(console, task, seed)
         episode = await run_episode(spec, task, by_hand.play, math.inf)
         if by_hand.has_ended:
@@ -125,12 +125,12 @@ def _show_result(console: Console, by_hand: ByHand, episode: Episode) -> None:
     ending = "terminated" if by_hand.turns[-1].terminated else "truncated"
     numbers = {"reward": episode.reward, "score": episode.score} | episode.metrics
     values = [f"{name} {value:g}" for name, value in numbers.items() if value is not None]
-    return console.print(f"{ending} after {turns}: {', '.join(values) or 'no reward'}", style="bold")
+    return console.print(printable(f"{ending} after {turns}: {', '.join(values) or 'no reward'}"), style="bold")
 
 
 def _show(console: Console, observation: Observation) -> None:
     for role, text in lines_of(observation):
-        console.print(f"{role}:", style="bold cyan")
+        console.print(printable(f"{role}:"), style="bold cyan")
         console.print(printable(text))
 
 

@@ -47,7 +47,8 @@ async def preview(env: str, words: Sequence[str], task: tuple[str, int] | None, 
     agent = make_agent(stage, model)
     async with stage.make_spec() as spec:
         split, chosen_task = await choose_task(spec, seed, task)
-        console.print(f"{spec.id}, {split} task {chosen_task.key}, tokens of {Path(model).name}", style=CONTEXT)
+        key = printable(chosen_task.key)
+        console.print(f"{spec.id}, {split} task {key}, tokens of {Path(model).name}", style=CONTEXT)
         console.print(await _lengths(spec, agent, split, seed), style=CONTEXT)
         for member in range(spec.recordings_per_task):
             await _show(spec, agent, chosen_task, seed, member, console)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envgym.cli.parser import Parser
-from envgym.errors import ConfigError, NameNotFound, did_you_mean
+from envgym.errors import ConfigError, NameNotFound, did_you_mean, printable
 
 if TYPE_CHECKING:
     from envgym.remote.client import RemoteEnvSpec
@@ -49,13 +49,13 @@ def add_main(arguments: Sequence[str]) -> int:
     scope: Scope = "project" if options.project else "user"
     is_known = name in named.read(scope)
     path = named.add(scope, name, entry)
-    print(description)
+    print(printable(description))
     print(f"{'replaced' if is_known else 'added'} {name} in {path}")
     entries, problems = named.read_usable()
     if entries[name] != entry:
         problems.append(f"the {name} in {named.file_of('project')} takes precedence here")
     for problem in problems:
-        print(f"note: {problem}", file=sys.stderr)
+        print(printable(f"note: {problem}"), file=sys.stderr)
     return 0
 
 

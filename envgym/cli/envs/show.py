@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from envgym.cli.parser import ENV, Parser, make_spec
-from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, NameNotFound, printable
+from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, NameNotFound, printable, printable_line
 from envgym.processes import event_loop
 from envgym.types import Message, Observation, Task, ToolSpec
 
@@ -30,7 +30,7 @@ def list_main(arguments: Sequence[str]) -> int:
 
     remote, problems = read_usable()
     for problem in problems:
-        print(f"note: {problem}", file=sys.stderr)
+        print(printable_line(f"note: {problem}"), file=sys.stderr)
     ids = registry.list_ids()
     width = max(map(len, ids), default=0)
     for id in ids:
@@ -41,7 +41,7 @@ def list_main(arguments: Sequence[str]) -> int:
             summary = f"(unavailable: {error})"
         except EnvgymError as error:  # a broken environment must not hide the others
             summary = f"(cannot be used: {error})"
-        print(f"{id:<{width}}  {summary}".rstrip())
+        print(printable_line(f"{id:<{width}}  {summary}".rstrip()))
     if not ids:
         print("no environments are installed")
     return 0
@@ -66,26 +66,26 @@ async def _show(spec: EnvSpec) -> None:
     from envgym.services import start_services
 
     if (task_set := task_set_of(spec.id)) is not None:
-        print(f"{spec.id}  {task_set.description}")
-        print(f"source: {task_set.source}; licence: {task_set.licence or 'not stated'}")
+        print(printable(f"{spec.id}  {task_set.description}"))
+        print(printable(f"source: {task_set.source}; licence: {task_set.licence or 'not stated'}"))
         if task_set.published_reading:
-            print(f"published scores: {task_set.published_reading}")
+            print(printable(f"published scores: {task_set.published_reading}"))
     async with start_services(spec, eager=False):
         env = spec.make()
         is_whole = spec.summary == first_sentence(spec.docstring)  # a remote environment has only the first sentence
         label = spec.id if task_set is None else f"environment {task_set.env['name']}:"
-        print(f"{label}  {spec.docstring if is_whole else spec.summary}".rstrip())
+        print(printable(f"{label}  {spec.docstring if is_whole else spec.summary}".rstrip()))
         for split in ("train", "test"):
             size = spec.tasks(split).size
             print(f"{split} tasks: {'no end' if size is None else size}")
-        print(f"agent: {spec.agent}")
+        print(printable(f"agent: {spec.agent}"))
         for part in {id(part): part for part in (spec, *spec.parts())}.values():
             for name, service in part.services.items():
-                print(f"service {name}: {type(service).__name__}")
+                print(printable(f"service {name}: {type(service).__name__}"))
         print("settings:")
         for name, field in type(spec.config).model_fields.items():
             value = getattr(spec.config, name)
-            print(f"  env.{name}={value!r}" + (f"  {field.description}" if field.description else ""))
+            print(printable(f"  env.{name}={value!r}" + (f"  {field.description}" if field.description else "")))
         try:
             is_held_out = spec.tasks("train").size == 0
             task = (await choose_task(spec, 0, None))[1] if is_held_out else None  # else the environment draws one
@@ -96,7 +96,7 @@ async def _show(spec: EnvSpec) -> None:
             if observation.tools:
                 print("tools:")
             for tool in observation.tools:
-                print(f"  {signature(tool)}  {first_line(tool)}".rstrip())
+                print(printable(f"  {signature(tool)}  {first_line(tool)}".rstrip()))
             print("a first observation:")
             for role, text in lines_of(observation):
                 print(printable(f"  {role}: {text}" if role != "text" else f"  {text}"))
@@ -137,19 +137,19 @@ def signature(tool: ToolSpec) -> str:
     for name, schema in _properties(tool).items():
         default = f" = {json.dumps(schema['default'])}" if "default" in schema else "" if name in required else " = …"
         parameters.append(f"{name}: {_type(schema)}{default}")
-    return f"{tool.name}({', '.join(parameters)})"
+    return printable_line(f"{tool.name}({', '.join(parameters)})")
 
 
 def example_call(tool: ToolSpec, command: str) -> str:
     """A call that the user can type, with types in place of argument values."""
     required = tool.parameters.get("required", ())
     arguments = {name: f"<{_type(schema)}>" for name, schema in _properties(tool).items() if name in required}
-    return f"{command} {tool.name} {json.dumps(arguments)}"
+    return printable_line(f"{command} {tool.name} {json.dumps(arguments)}")
 
 
 def first_line(tool: ToolSpec) -> str:
     """The first line of a tool's description."""
-    return tool.description.strip().partition("\n")[0]
+    return printable_line(tool.description.strip().partition("\n")[0])
 
 
 def _properties(tool: ToolSpec) -> dict[str, dict[str, Any]]:

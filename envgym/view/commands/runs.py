@@ -8,7 +8,7 @@ from pathlib import Path
 from envgym.cli.errors import Invocation
 from envgym.cli.parser import Parser
 from envgym.disk import lock_holder
-from envgym.errors import printable
+from envgym.errors import printable_line
 
 SUMMARY = "list run folders with their results"
 UNFINISHED = "unfinished"
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     folder = Path(parser.parse_with_folder(arguments, "runs_dir")[1])
     runs = [path for path in folder.glob("*/") if (path / "config.yaml").is_file()] if folder.is_dir() else []
     if not runs:
-        print(f"no runs in {folder}")
+        print(f"no runs in {printable_line(str(folder))}")
         return 0
     runs.sort(key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)
     from envgym.monitoring.report import aligned
@@ -42,7 +42,7 @@ def _row(run: Path) -> tuple[str, ...]:
         cells = _cells(run)
     except Exception as error:  # an untrusted run may contain anything; the others stay in the list
         cells = f"unreadable ({type(error).__name__}; see: envgym view)", "", "", ""
-    return tuple(printable(cell) for cell in (run.name, *cells))
+    return tuple(printable_line(cell) for cell in (run.name, *cells))
 
 
 def _cells(run: Path) -> tuple[str, ...]:
