@@ -17,10 +17,20 @@ Error = TypeVar("Error", bound=BaseException)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 MAX_LINE = 1000
 """Maximum characters of a logged line that a model or another program wrote."""
+MAX_MESSAGE = 10_000
+"""Maximum characters of a message, which may list names that a server gives."""
+
+
+def shorten(text: str) -> str:
+    """The text, without its middle if it has more than `MAX_MESSAGE` characters: advice is at the end."""
+    return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 1003]} … {text[-1000:]}"
 
 
 class EnvgymError(Exception):
     """A mistake or condition that the user can fix. The command line prints it as one line and exits with 2."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(shorten(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(EnvgymError):
@@ -162,6 +172,11 @@ def printable_line(text: str) -> str:
     """The same as one line of at most `MAX_LINE` characters; an ellipsis marks a truncated one."""
     line = printable(text).replace("\n", "\\n").replace("\t", "\\t")
     return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 1]}…"
+
+
+def loggable(text: str) -> str:
+    """The text as it may be logged: printable, and of at most `MAX_MESSAGE` characters."""
+    return shorten(printable(text))
 
 
 def extend_message(error: Error, text: str) -> Error:

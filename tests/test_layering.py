@@ -30,7 +30,7 @@ ALLOWED = {
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engine", "envgym.agent", "envgym.env", "envgym.errors",
-        "envgym.rollout.scripted", "envgym.rollout.transcript", "envgym.net",
+        "envgym.rollout.scripted", "envgym.rollout.transcript", "envgym.net", "envgym.processes",
     },
     "learners": {"envgym.types", "envgym.learner", "envgym.settings"},
 }  # fmt: skip

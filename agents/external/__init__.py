@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import shlex
-import signal
+import shutil
 from typing import ClassVar
 
 from pydantic import Field
@@ -19,6 +19,7 @@ from pydantic import Field
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome
+from envgym.processes import family
 from envgym.render import Renderer
 from envgym.types import Action, Episode, Message, Observation, Outcome, StopReason, Task
 
@@ -31,7 +32,9 @@ PASSED_VARIABLES = (
 )  # fmt: skip
 """Environment variables that every program inherits, besides `LC_*`. Others may hold secrets."""
 MAX_OUTPUT = 2**20
-"""Maximum bytes of a program's output; more fails the episode."""
+"""Maximum bytes of a program's output; more ends it and fails the episode."""
+END_SECONDS = 10.0
+"""Seconds a killed program may take to end."""
 
 
 class ExternalConfig(AgentConfig):
@@ -39,8 +42,11 @@ class ExternalConfig(AgentConfig):
 
     command: str | list[str] = Field(min_length=1)
     """The program: a command line, or its words. It finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY` and
-    the first observation on standard input (`{"messages": [...], "tools": [...], "task": {...}}`); its
-    output is the action."""
+    the first observation on standard input (`{"messages": [...], "tools": [...], "task": {"id": ..., "fields":
+    {...}}}`); its output is the action."""
+    task_fields: tuple[str, ...] = ()
+    """Names of the task's fields to pass to the program, null if a task lacks one. It does not see the others, which
+    may hold the tests or a solution."""
     environ: tuple[str, ...] = ()
     """Names of additional environment variables to pass to the program. It does not see the trainer's other variables,
     which may hold secrets."""
@@ -90,38 +96,41 @@ class External(Agent):
         observed = {
             "messages": [message.as_dict() for message in messages],
             "tools": [tool.as_dict() for tool in observation.tools],
-            "task": {"id": task.id, "fields": dict(task.fields)},  # without the answer
+            "task": {"id": task.id, "fields": {name: task.fields.get(name) for name in self.config.task_fields}},
         }
         payload = json.dumps(observed, default=str)
         names = {*PASSED_VARIABLES, *self.config.environ}
         environ = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
         base_url = access.base_url
         environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": access.key, "OPENAI_API_BASE": base_url}
-        program, pipe = self._command[0], asyncio.subprocess.PIPE
+        program, command, pipe = self._command[0], family.guard_command(self._command), asyncio.subprocess.PIPE
+        if shutil.which(program) is None:
+            raise InvalidOutcome("agent", f"{program} cannot be run: No such file or directory")
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ, start_new_session=True
+                *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ, start_new_session=True
             )
         except OSError as error:
             raise InvalidOutcome("agent", f"{program} cannot be run: {error.strerror}") from None
+        reading = [asyncio.create_task(_read(process.stdout, process.pid)), asyncio.create_task(_read(process.stderr))]
+        ending = [*reading, asyncio.create_task(process.wait())]
         try:
             async with asyncio.timeout(self.config.timeout):
-                output, errors, _ = await asyncio.gather(
-                    _read(process.stdout), _read(process.stderr), _write(process.stdin, payload)
-                )
-                status = await process.wait()
+                await _write(process.stdin, payload)
+                await asyncio.wait(ending)
         except TimeoutError:
             message = f"{program} took longer than {self.config.timeout:g} s"
             raise InvalidOutcome("agent", message, retryable=True) from None
         finally:
-            with contextlib.suppress(ProcessLookupError):  # the program and its children
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(asyncio.CancelledError):
-                await process.wait()
+            family.end_guarded(process.pid)
+            # Its output is read meanwhile: a full pipe would keep asyncio from noticing the end.
+            await asyncio.wait(ending, timeout=END_SECONDS)
+        output, errors = (task.result() for task in reading)
         if len(output) > MAX_OUTPUT:
             raise InvalidOutcome("agent", f"{program} printed more than {MAX_OUTPUT} bytes")
-        if status != 0:
-            last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no error output"]
+        if status := process.returncode:
+            text = errors.removeprefix(f"{process.pid}\n".encode()).decode(errors="replace")  # the guard's line
+            last = text.strip().splitlines()[-1:] or ["no error output"]
             raise InvalidOutcome("agent", f"{program} ended with status {status}: {last[0]:.200}")
         return output.decode(errors="replace")
 
@@ -135,11 +144,14 @@ async def _write(stdin: asyncio.StreamWriter | None, text: str) -> None:
         await stdin.wait_closed()
 
 
-async def _read(stream: asyncio.StreamReader | None) -> bytes:
-    """Read a stream to its end, so that its writer never blocks; return little more than `MAX_OUTPUT` bytes of it."""
+async def _read(stream: asyncio.StreamReader | None, excess_ends: int | None = None) -> bytes:
+    """Read a stream to its end, so that its writer never blocks; return little more than `MAX_OUTPUT` bytes of it. More
+    ends the program of process id `excess_ends`, if given."""
     assert stream is not None
     data = bytearray()
     while chunk := await stream.read(2**16):
         if len(data) <= MAX_OUTPUT:
             data += chunk
+        elif excess_ends is not None:
+            family.end_guarded(excess_ends)
     return bytes(data)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.errors import ConfigError, EnvgymError, RunError, SettingsNote, cannot_write, missing_package, printable
+from envgym.errors import ConfigError, EnvgymError, RunError, SettingsNote, cannot_write, loggable, missing_package
 from envgym.loading import user_line
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ class Invocation:
 
 
 class LogLine(logging.Formatter):
-    """Log lines without terminal escapes: they may quote environments, servers and models."""
+    """Log lines of bounded length without terminal escapes: they may quote environments, servers and models."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return loggable(super().format(record))
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def _reader_is_gone() -> bool:
 
 def _print(line: str) -> None:
     with contextlib.suppress(OSError):  # without a reader the exit status still tells
-        print(f"envgym: {printable(line)}", file=sys.stderr, flush=True)
+        print(f"envgym: {loggable(line)}", file=sys.stderr, flush=True)
 
 
 def _write_traceback(error: BaseException, folder: Path | None) -> Path:

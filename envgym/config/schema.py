@@ -20,7 +20,7 @@ from envgym.registry import load_component, spec
 from envgym.render import RenderConfig
 from envgym.rollout.config import RolloutConfig
 from envgym.run_folder import stage_name
-from envgym.services.declarations import Url, VariableName
+from envgym.services.declarations import BaseUrl, VariableName
 from envgym.settings import Settings, validate_settings
 from envgym.tasks.curriculum import CurriculumConfig
 from envgym.workers.config import WorkersConfig
@@ -116,7 +116,7 @@ class EngineConfig(Settings):
     """Context length in tokens; by default the model's own, at most 32768."""
     args: dict[str, Any] = Field({})
     """Any vLLM engine argument, passed through."""
-    base_url: Url | None = None
+    base_url: BaseUrl | None = None
     """With `openai`: the address without `/chat/completions`, for example `http://127.0.0.1:8000/v1`."""
     api_key_env: VariableName = ""
     """With `openai`: name of the environment variable that holds the API key; empty for none."""
@@ -243,7 +243,7 @@ class RoleConfig(Settings):
 
     model: str | None = None
     """Folder or hub id of its weights; by default the stage's model. A critic may start from a reward model."""
-    base_url: str | None = Field(None, pattern=r"^https?://")
+    base_url: BaseUrl | None = None
     """Address of a vLLM server (`http://127.0.0.1:8000/v1`) that serves `model`, in place of local weights: for a
     teacher, which only returns its most likely tokens."""
     api_key_env: str | None = None

@@ -11,7 +11,7 @@ from typing import Any
 from envgym.engine import ChatEngine, ChatReply, ChatRequest, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.net.client import RequestRejected, Unreachable
-from envgym.render.spelling import mark_after_prompt
+from envgym.render.spelling import escape_for_api, mark_after_prompt, rewrite_tools
 from envgym.render.tool_calls import parse_api_call
 from envgym.services.chat import ChatCompletions, first_choice, usage_of
 from envgym.services.declarations import Chat
@@ -101,7 +101,7 @@ class OpenAIEngine(ChatEngine):
     def _body(self, request: ChatRequest) -> dict[str, Any]:
         # `top_p` also at 1: servers have defaults of their own. `top_k` is not one of OpenAI's parameters.
         changes = {"stop_token_ids": None, "top_k": request.sampling.top_k or None}
-        tools = [tool.as_dict() for tool in request.tools] or None
+        tools = [tool.as_dict() for tool in rewrite_tools(request.tools, escape_for_api)] or None
         return self._api.body(mark_after_prompt(request.messages), **(asdict(request.sampling) | changes), tools=tools)
 
     def _advice(self, status: int) -> str:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 4_000_000
 """Maximum characters of an observation, with its tools and sampling parameters. A longer one fits no context, and would
 stall the tokenizer."""
+MAX_NAME = 200
+"""Maximum characters of a metric's name, which may be a server's."""
 
 
 class CheckedEnv(Env):
@@ -245,11 +247,12 @@ def _coroutines(value: Any) -> list[Any]:
 
 
 def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """The metrics that are finite numbers, and the number of others as `invalid_metrics`."""
+    """The metrics that are finite numbers with names of at most `MAX_NAME` characters, and the number of others as
+    `invalid_metrics`."""
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
-            if math.isfinite(number := float(value)):
+            if math.isfinite(number := float(value)) and len(str(name)) <= MAX_NAME:
                 numbers[str(name)] = number
     n_invalid = len(metrics) - len(numbers)
     return numbers | {"invalid_metrics": float(n_invalid)} if n_invalid else numbers

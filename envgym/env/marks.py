@@ -26,9 +26,11 @@ class Marks:
 
 
 def read_mark(folder: Path, pid: int) -> int:
-    """The last mark of a process. Raises `OSError` if there is none."""
-    (instance,) = _NUMBER.unpack((folder / str(pid)).read_bytes())
-    return int(instance)
+    """The last mark of a process; `NONE` for a file that holds no mark, which its code may have written. Raises
+    `OSError` if there is none."""
+    with open(folder / str(pid), "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        content = file.read(_NUMBER.size + 1)
+    return int(_NUMBER.unpack(content)[0]) if len(content or b"") == _NUMBER.size else NONE
 
 
 class Marked(Generic[T]):

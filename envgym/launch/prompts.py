@@ -9,7 +9,7 @@ from textwrap import indent
 
 from envgym.config.schema import StageConfig
 from envgym.env import EnvSpec
-from envgym.errors import DataError, InvalidStep
+from envgym.errors import DataError, InvalidStep, printable_line
 from envgym.render import NoRenderer, Renderer, TextRenderer
 from envgym.tasks import DataEnvSpec
 from envgym.types import Observation, Task, as_messages
@@ -80,7 +80,7 @@ def announce(
         receiver = "API" if isinstance(renderer, NoRenderer) else "model"
         note(f"first prompt, as the {receiver} gets it:\n{indent(excerpt, '  ')}")
         tools = ", ".join(tool.name for tool in observation.tools) or "none"
-        for line in (f"template: {_template(stage, renderer, observation)}; tools: {tools}", *lines):
+        for line in (printable_line(f"template: {_template(stage, renderer, observation)}; tools: {tools}"), *lines):
             note(line)
 
     renderer.on_opening = say

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TextIO
 
-from envgym.errors import printable
+from envgym.errors import printable, printable_line
 
 from .report import aligned, counts, duration, score, summary_lines, tasks_behind
 
@@ -133,7 +133,7 @@ class LineDisplay(Display):
 
 def failure_suffix(failures: Mapping[str, int]) -> str:
     """`, failed: timeout 2`, or ""."""
-    return f", failed: {printable(counts(failures))}" if failures else ""
+    return f", failed: {printable_line(counts(failures))}" if failures else ""
 
 
 METRICS = {

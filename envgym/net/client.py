@@ -21,6 +21,7 @@ from envgym.errors import InvalidOutcome
 from envgym.processes.deadline import pause_timeouts
 
 from .retries import LONGEST_PAUSE, RETRY_STATUSES, pauses, retry_after
+from .tokens import hide_secret
 
 FIRST_PAUSE = 0.5
 """Seconds before the second try; doubled before each further one, and shortened by up to a half at random."""
@@ -224,7 +225,7 @@ class JsonCaller:
                 await asyncio.sleep(next(waits))  # `_wait_for_turn` adds the server's pause
         self.counters["failures"] += 1
         tries_text = f" in {attempt} tries" if attempt > 1 else ""
-        raise outcome("service", self._hide(f"{self.name} {problem}{tries_text}"), retryable=True)
+        raise outcome("service", f"{self.name} {hide_secret(problem, self._secret)}{tries_text}", retryable=True)
 
     async def _wait_for_turn(self) -> None:
         """Wait until the rate limit and the server's requested pause allow a request."""
@@ -245,7 +246,9 @@ class JsonCaller:
             if body is None:
                 raise NoAnswer("unusable", "answers with something that is not JSON")
             return body
-        reason, code = _problem(body, content)
+        text, code = _problem(body, content)
+        text = " ".join(hide_secret(text, self._secret).split())[:200]
+        reason = f"({text})" if text else "(no reason given)"
         if status in RETRY_STATUSES and code not in QUOTA_CODES:
             wait = retry_after(headers.get("Retry-After", ""))
             if wait <= LONGEST_PAUSE:
@@ -253,11 +256,7 @@ class JsonCaller:
             requested = f" and asks to wait {wait:.0f} s" if wait > LONGEST_PAUSE else ""
             raise NoAnswer("unusable", f"answers {status} {reason}{requested}", wait=wait)
         hint = "; check the key or token" if status in (401, 403) else ""
-        message = f"{self.name} answers {status} {reason}{hint}"
-        raise RequestRejected(self._hide(message), status, code)
-
-    def _hide(self, message: str) -> str:
-        return message.replace(self._secret, "[secret]") if self._secret else message
+        raise RequestRejected(f"{self.name} answers {status} {reason}{hint}", status, code)
 
 
 async def _sleep_until(moment: float) -> None:
@@ -266,7 +265,7 @@ async def _sleep_until(moment: float) -> None:
 
 
 def _problem(body: Any, content: bytes) -> tuple[str, str]:
-    """The message of an error's body, in parentheses, and its code in OpenAI's form."""
+    """The message of an error's body, at most 2,000 characters, and its code in OpenAI's form."""
     text, code = content[:2000].decode("utf-8", "replace"), ""
     if isinstance(body, dict):
         error = body.get("error", body.get("detail", body.get("message", "")))
@@ -274,8 +273,7 @@ def _problem(body: Any, content: bytes) -> tuple[str, str]:
         details = body.get("error", body)
         codes = [details.get("code"), details.get("type")] if isinstance(details, dict) else []
         code = next((code for code in codes if isinstance(code, str) and code), "")
-    text = " ".join(text.split())[:200]
-    return f"({text})" if text else "(no reason given)", code
+    return text[:2000], code
 
 
 def _failure(error: Exception) -> NoAnswer:

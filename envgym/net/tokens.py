@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import hmac
+import html
 import os
 import re
 import secrets
@@ -12,6 +14,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from envgym.disk import cache_folder
 from envgym.errors import ConfigError, reported_as
@@ -24,6 +27,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 """The characters that RFC 6750 allows in a bearer token."""
 _QUOTA = re.compile(r"max_sessions=([1-9][0-9]{0,8})")
+PART = 8
+"""Letters and digits of a secret in a row that no message may hold."""
+_ESCAPE = re.compile(r"(?<!\\)\\+(?:u00|x)([0-9a-fA-F]{2})")
+"""A character that is escaped as in JSON or Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +179,31 @@ def read_secret(file: str) -> str:
     if not token or not _is_token(token):
         raise ConfigError(f"token file {file} must hold one token and nothing else")
     return token
+
+
+def hide_secret(text: str, secret: str) -> str:
+    """`[secret]` in place of a secret in a text that its server wrote, and of the whole text if it holds the secret in
+    another shape (escaped, encoded, wrapped) or `PART` characters of it."""
+    text = text.replace(secret, "[secret]") if secret else text
+    letters, views = _letters(secret), [_letters(view) for view in _views(text)]
+    parts = {letters[start : start + PART] for start in range(len(letters) - PART + 1)}
+    return "[left out: it holds the secret]" if any(part in view for view in views for part in parts) else text
+
+
+def _views(text: str) -> Iterator[str]:
+    """A text as it is, unescaped, and decoded from base64 and hexadecimal digits."""
+    yield text
+    for _ in range(3):  # one escape may be in another
+        text = html.unescape(unquote(_ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)))
+    yield text
+    for digits, size, decode in ((r"[\w+/-]+", 4, base64.urlsafe_b64decode), (r"[\da-fA-F]+", 2, bytes.fromhex)):
+        for run in re.findall(digits, "".join(text.split()), re.ASCII):
+            for start in range(size):  # other digits may precede it
+                yield decode(run[start : start + (len(run) - start) // size * size]).decode("latin-1")
+
+
+def _letters(text: str) -> str:
+    return "".join(filter(str.isalnum, text)).casefold()
 
 
 def _is_token(text: str) -> bool:

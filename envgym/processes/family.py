@@ -3,7 +3,7 @@ kills once their owner is gone.
 
 This module also runs as a program, and imports nothing of envgym:
 
-    family.py run PARENT PROGRAM [ARGUMENT …]    becomes PROGRAM, which then dies with PARENT
+    family.py run PARENT PROGRAM [ARGUMENT …]    runs PROGRAM; it and all its descendants end with PARENT and with it
     family.py guard PID …                        kills the families of PIDs once its input has ended
 
 A server that does not read its input would outlive a killed parent. Ray's servers notice the death of the program that
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -21,15 +22,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 LOOK_SECONDS = 1.0
 """Seconds between two listings of the family."""
+GRACE_SECONDS = 1
+"""Seconds between SIGTERM to a guarded program's group and the end of its family."""
 
 
-def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` dies, however it dies (Linux only; elsewhere a no-op)."""
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when `parent` dies, however it dies (Linux only; elsewhere a
+    no-op)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the call above
         os._exit(1)
 
@@ -38,14 +42,50 @@ def die_with(parent: int) -> None:
 
 
 def guard_command(command: list[str]) -> list[str]:
-    """Wrap `command` so that it dies with this process. The first line on its stderr is its process id."""
+    """Wrap `command` so that it and all its descendants end with this process, at `end_guarded`, and when it ends by
+    itself. The first line on its stderr is the process id for `end_guarded`."""
     if sys.platform != "linux":
         return command
     return [sys.executable, "-I", "-S", __file__, "run", str(os.getpid()), *command]
 
 
+def end_guarded(pid: int) -> None:
+    """Kill a guarded program that leads a process group, and all its descendants, also those in other groups (on Linux;
+    elsewhere its group)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGHUP if sys.platform == "linux" else signal.SIGKILL)
+
+
+def run(parent: int, command: list[str]) -> int:
+    """Run a program until it or `parent` ends, at most for `GRACE_SECONDS` after a SIGTERM, then kill all that descends
+    from it. Returns its exit status; for a signal 128 and its number, as in shells."""
+
+    def kill_family(*signal_and_frame: object) -> None:
+        for pid in descendants({os.getpid()}) - {os.getpid()}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the family become children of this process
+    die_with(parent, signal.SIGHUP)
+    os.write(2, f"{os.getpid()}\n".encode())
+    program = subprocess.Popen(command, preexec_fn=functools.partial(die_with, os.getpid()))
+    signal.signal(signal.SIGHUP, kill_family)
+    signal.signal(signal.SIGALRM, kill_family)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_SECONDS))  # the program has it too, by its group
+    os.closerange(0, 3)  # the pipes are the program's alone
+    pid = status = 0
+    while pid != program.pid:
+        pid, status = os.waitpid(-1, 0)
+    with contextlib.suppress(ChildProcessError):  # until none is left
+        while True:
+            kill_family()
+            os.waitpid(-1, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
 def pid_in(log: int) -> int | None:
-    """The process id at the beginning of a guarded program's stderr; the process leads its own group."""
+    """The process id at the beginning of a guarded program's stderr."""
     first, newline, _ = os.pread(log, 100, 0).partition(b"\n")
     return int(first) if sys.platform == "linux" and newline and first.isdigit() else None
 
@@ -114,7 +154,5 @@ def guard(pids: set[int]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "run":
-        die_with(int(sys.argv[2]))
-        os.write(2, f"{os.getpid()}\n".encode())
-        os.execvp(sys.argv[3], sys.argv[3:])
+        os._exit(run(int(sys.argv[2]), sys.argv[3:]))
     guard({int(word) for word in sys.argv[2:]})

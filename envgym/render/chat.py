@@ -25,7 +25,7 @@ class ChatRenderer(Renderer):
         self.keep_thoughts = keep_thoughts
         if not tokenizer.chat_template:
             raise ConfigError(f"{tokenizer.name_or_path} has no chat template: set render=text")
-        self.template = Template(tokenizer, tuple(self.added_tokens.values()))
+        self.template = Template(tokenizer, tuple(self.added_tokens.values()), self.speller.escape)
         self.has_channels = "<|channel|>" in str(tokenizer.chat_template)
         end_tokens = self.encode_after(self.tokenizer.eos_token_id, self.template.end_of_turn)[-1:]
         self.stop_token_ids = tuple(dict.fromkeys([*self.stop_token_ids, *end_tokens]))
@@ -111,7 +111,8 @@ class ChatDialogue(Dialogue):
         (message, token_ids, reading), self._last_turn = self._last_turn, None
         exact = self.renderer.decode_escaped(self._body(token_ids))
         write = self.renderer.speller.escape_policy_text if BREAK in exact else str
-        calls = rewrite(replace(message, from_others=True), write).tool_calls
+        # Also where the completion spells no token: in JSON, `\u003c` stands for a bracket.
+        calls = rewrite(replace(message, from_others=True), self.renderer.speller.escape_policy_text).tool_calls
         # Special tokens that mark calls must be preserved; others are no part of the content.
         contents = [exact, write(message.text)] if message.tool_calls else [write(message.text), exact]
         forms = [self._template.assistant(self._with_opening(content)) for content in contents]

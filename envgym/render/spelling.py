@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envgym.types import Message, TextPart
+from envgym.types import Message, TextPart, ToolSpec
 
 BREAK = "\ufdd0\ufdef"
 """Two code points that Unicode reserves as noncharacters. They are removed from a text that contains them."""
@@ -21,11 +21,17 @@ POLICYS = frozenset(
     ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 )
 """Marks of thoughts and calls, which a policy may generate: in its own text they stay unescaped."""
+_NAMES = "bos|eos|eot|eod|eoh|eoa|sop|eop|pad|unk|cls|sep|mask"
+_FORMS = r"\w{0,32}unused\w{0,32}|(extra_id|reserved|special)_\d+|(start|begin|end)_of_\w{1,32}|(fim_|seed:)\w{1,32}"
 IN_APIS = re.compile(
-    r"<(?=[|｜][^<>]{1,64}[|｜]>|/?s>|(bos|eos|pad|unk|sop|eop|start_of_turn|end_of_turn|/?tool_response|SPECIAL_\d+)>)"
-    r"|\[(?=/?(INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(CALLS|RESULTS|CONTENT)|MODEL_SETTINGS|gMASK)\])"
+    r"<(?=[|｜][^<>]{1,64}[|｜]>|[|｜][/\w][^<>|\s]{0,64}>|\w[^<>|\s]{0,64}[|｜]>"  # <|im_end|>, <|turn>, <turn|>
+    rf"|/?s>|/?(?i:({_NAMES})(_token)?|{_FORMS}|tool_response)>)"
+    r"|\[(?=[|｜][\w-]{2,64}[|｜]\]|/?(INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(CALLS|RESULTS|CONTENT)|MODEL_SETTINGS"
+    rf"|ARGS|CALL_ID|IMG(_BREAK|_END)?|gMASK|{_NAMES.upper()}|(?i:{_FORMS}))\])"
+    r"|[\[\]](?=~!?b[\[\]]|e~\[|<\])"  # ]~b], [e~[
 )
-"""The beginning of a spelled-out special token, for unknown tokenizers."""
+"""The beginning of a spelled-out special token, for unknown tokenizers: a word between brackets and bars, and the names
+that models' developers give to such tokens."""
 
 
 def escape_for_api(text: str) -> str:
@@ -49,15 +55,22 @@ def rewrite(message: Message, change: Callable[[str], str]) -> Message:
     if not message.from_others and message.role != "tool":
         return message
     calls = tuple(
-        replace(call, name=change(call.name), arguments=_apply(call.arguments, change)) for call in message.tool_calls
+        replace(call, id=change(call.id), name=change(call.name), arguments=_apply(call.arguments, change))
+        for call in message.tool_calls
     )
-    return replace(message, content=(TextPart(change(message.text)),), tool_calls=calls, from_others=False)
+    names: dict[str, Any] = {name: change(getattr(message, name)) for name in ("role", "tool_call_id", "name")}
+    return replace(message, content=(TextPart(change(message.text)),), tool_calls=calls, from_others=False, **names)
+
+
+def rewrite_tools(tools: Iterable[ToolSpec], change: Callable[[str], str]) -> tuple[ToolSpec, ...]:
+    """Apply `change` to all text of tools, which may be a server's: name, description, and the schema at any depth."""
+    return tuple(ToolSpec(*_apply([tool.name, tool.description, tool.parameters], change)) for tool in tools)
 
 
 def _apply(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
-        return {change(key): _apply(item, change) for key, item in value.items()}
-    if isinstance(value, list):
+        return {_apply(key, change): _apply(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
         return [_apply(item, change) for item in value]
     return change(value) if isinstance(value, str) else value
 

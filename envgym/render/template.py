@@ -6,7 +6,7 @@ arguments as text. Nothing here depends on a model's name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from os.path import commonprefix
 from typing import Any
@@ -16,6 +16,7 @@ from envgym.limits import limits
 from envgym.types import Message, ToolCall, ToolSpec
 from envgym.types.conversations import END_OF_THOUGHT, THINK
 
+from .spelling import rewrite_tools
 from .tool_calls import EXAMPLE, CallForm, Format, describe, find_format, read_hermes, write_hermes
 
 # Texts that no template contains.
@@ -33,10 +34,11 @@ EXCHANGE: list[ChatMessage] = [{"role": "user", "content": QUESTION}, {"role": "
 
 
 class Template:
-    """A tokenizer's chat template."""
+    """A tokenizer's chat template. `escape` is applied to all text of tools, whoever wrote them."""
 
-    def __init__(self, tokenizer: Any, added_tokens: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, added_tokens: Sequence[str], escape: Callable[[str], str]) -> None:
         self.tokenizer = tokenizer
+        self._escape = escape
         self._added_tokens = added_tokens
         self._name = tokenizer.name_or_path or "the tokenizer"
 
@@ -45,6 +47,7 @@ class Template:
 
         Raises `InvalidStep` if the template rejects the conversation.
         """
+        tools = rewrite_tools(tools, self._escape)
         if tools and not self._shows_tools:
             messages, tools = self._with_description(messages, tools), ()
         return self._render(messages, tools, open_turn)

@@ -8,6 +8,7 @@ from envgym.types import Message, Observation
 
 from .dialogue import Dialogue, Extension
 from .renderer import Renderer
+from .spelling import rewrite_tools
 from .tool_calls import EXAMPLE, Reading, describe, read_calls, read_hermes, write_hermes
 
 
@@ -26,7 +27,8 @@ class TextRenderer(Renderer):
         return TextDialogue(self)
 
     def _open(self, observation: Observation) -> str:
-        head = f"{describe(observation.tools, write_hermes('', [EXAMPLE]))}\n\n" if observation.tools else ""
+        tools = rewrite_tools(observation.tools, self.speller.escape)
+        head = f"{describe(tools, write_hermes('', [EXAMPLE]))}\n\n" if tools else ""
         return head + self.lines(observation.messages)
 
     @property

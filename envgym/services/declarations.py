@@ -14,6 +14,9 @@ from pydantic_core import PydanticCustomError
 
 from envgym.settings import Settings
 
+KEYS = r"[?&;#][^=&;#]*(key(?!word)|token(?!s)|secret|passw|pwd|auth(?!or)|\bsig\b|signature|credential|\bcode\b|\bsk-)"
+"""A parameter of a URL that holds a key, by its name."""
+
 
 class Service(Settings):
     """Base of the declarations. Equal declarations share one client, and so one model and its batches."""
@@ -26,12 +29,12 @@ class Service(Settings):
         return f"{type(self).__name__} {self.model_dump_json()}"
 
 
-def _checked_url(url: str) -> str:
+def _checked_url(url: str, secret: str = KEYS) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("a URL looks like http://127.0.0.1:8000")
-    if parts.username or parts.password:
-        raise ValueError("a URL must hold no password: it would be written into the run's folder")
+    if parts.username or parts.password or re.search(secret, url, re.IGNORECASE):
+        raise PydanticCustomError("secret", "a URL must hold no password or key: it would be saved in the run's folder")
     return url.rstrip("/")
 
 
@@ -53,6 +56,8 @@ def _checked_template(template: str | None) -> str | None:
 
 
 Url = Annotated[str, AfterValidator(_checked_url)]
+BaseUrl = Annotated[str, AfterValidator(lambda url: _checked_url(url, "[?#]"))]
+"""An address to which each request appends its path, so that a query has no use."""
 VariableName = Annotated[str, AfterValidator(_checked_name)]
 """The environment variable that holds a secret, or an empty string."""
 
@@ -113,7 +118,7 @@ class RewardEndpoint(Service):
 class Chat(Service):
     """A language model behind an OpenAI-compatible API. Its client is a `ChatClient`."""
 
-    base_url: Url
+    base_url: BaseUrl
     """Address without `/chat/completions`, for example `http://127.0.0.1:8000/v1`."""
     model: str = Field(min_length=1)
     """The API's name of the model."""

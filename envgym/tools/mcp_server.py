@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -187,11 +186,9 @@ class McpSession:
                         self._log = None
 
     def _kill(self) -> None:
-        """Kill the server's process group."""
-        group = None if self._log is None else family.pid_in(self._log)
-        if group is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
+        """Kill the server's process and its descendants."""
+        if self._log is not None and (pid := family.pid_in(self._log)) is not None:
+            family.end_guarded(pid)
 
     @contextlib.asynccontextmanager
     async def _transport(self, log: Any) -> AsyncIterator[Any]:

@@ -4,8 +4,11 @@ import asyncio
 import json
 import os
 import re
+import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -14,7 +17,7 @@ from envgym import Env, EnvSpec
 from envgym.agent import OutOfBudget
 from envgym.agents.external import External, ExternalConfig
 from envgym.agents.external.conversation import Conversation
-from envgym.agents.external.endpoint import TICKET, Endpoint
+from envgym.agents.external.endpoint import TICKET, Endpoint, PolicyAddress
 from envgym.engine import Generation, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import load_tokenizer, make_renderer
@@ -232,6 +235,14 @@ def ask(path, **settings):
         (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); sys.exit('out of luck')", "status 1: out of luck"),
         (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); import time; time.sleep(60)", "longer than 3 s"),
         (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); print('x' * 3_000_000)", "more than"),
+        ("while True: print('x' * 65536)", "more than"),
+        ("import sys\nwhile True: print('x' * 65536, file=sys.stderr)", "longer than 3 s"),
+        ("import subprocess, time\nsubprocess.Popen(['yes'], start_new_session=True); time.sleep(60)", "more than"),
+        (
+            "import subprocess, time\nsubprocess.Popen(['sleep', '60'], start_new_session=True); time.sleep(60)",
+            "longer",
+        ),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "status 139: no error output"),
     ],
 )
 def test_a_program_that_fails_is_a_failed_episode(renderer, tmp_path, source, says):
@@ -354,6 +365,74 @@ def test_a_program_gets_no_environment_variable_that_is_not_named(renderer, tmp_
     assert (seen["SEARCH_KEY"], seen["PATH"]) == ("named", os.environ["PATH"])
     with pytest.raises(ConfigError, match=r"agent\.environ names NO_SUCH_KEY, which is not set"):
         play(renderer, engine, "program", environ=["NO_SUCH_KEY"])
+
+
+def test_a_program_gets_no_field_of_the_task_that_is_not_named(tmp_path):
+    """They may hold the tests that its answer is graded with."""
+    fields = {"tests": "assert f(1) == 2", "repository": "r", "solution": "secret"}
+    task = Task("t", answer="42", fields=fields)
+
+    def given(**settings):
+        agent = External(None, ExternalConfig(command=program(tmp_path, "print(input())"), **settings))
+        answer = agent._answer(Observation((Message("user", "?"),)), task, PolicyAddress("http://h", "k", "t"))
+        return json.loads(asyncio.run(answer))["task"]
+
+    assert given() == {"id": "t", "fields": {}}
+    assert given(task_fields=["repository", "none"]) == {"id": "t", "fields": {"repository": "r", "none": None}}
+
+
+TRAINER = """
+import asyncio, sys
+from envgym.agents.external import External, ExternalConfig
+from envgym.agents.external.endpoint import PolicyAddress
+from envgym.types import Message, Observation, Task
+
+agent = External(None, ExternalConfig(command=sys.argv[1:]))
+address = PolicyAddress("http://h", "k", "t")
+print(asyncio.run(agent._answer(Observation((Message("user", "?"),)), Task("t"), address)), flush=True)
+"""
+LEAVING = """
+import json, os, subprocess, sys, time
+
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+orphan = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=2).pid)"
+orphan = int(subprocess.check_output([sys.executable, "-c", orphan]))
+pids = json.dumps([os.getpid(), child.pid, orphan])
+print(pids, flush=True)
+with open(os.environ["HOME"] + "/pids.part", "w") as file:
+    file.write(pids)
+os.rename(file.name, os.environ["HOME"] + "/pids")
+if len(sys.argv) > 1:
+    time.sleep(600)
+"""
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_all_processes_of_a_program_end_with_it_and_with_a_trainer_that_is_killed(tmp_path, is_killed):
+    """Also those in sessions of their own, and those whose parents have ended."""
+    command = [*program(tmp_path, LEAVING), *(["stay"] if is_killed else [])]
+    environ = {**os.environ, "HOME": str(tmp_path)}
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, *command], env=environ, stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pids").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = json.loads((tmp_path / "pids").read_text())
+    assert len(pids) == 3
+    if is_killed:
+        assert all(map(is_running, pids))
+        trainer.kill()
+    output, _ = trainer.communicate(timeout=60)
+    assert is_killed or json.loads(output) == pids
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, pids))
 
 
 # -- the endpoint alone -----------------------------------------------------------------------------------

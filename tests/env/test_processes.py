@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 import textwrap
 
 import pytest
@@ -14,7 +15,7 @@ from envgym.processes.deadline import pause_timeouts
 from envgym.types import Task
 
 SOURCE = """
-import asyncio, ctypes, os, time
+import asyncio, ctypes, glob, os, tempfile, time
 import envgym
 
 class Config(envgym.EnvConfig):
@@ -51,6 +52,18 @@ class Counter(envgym.Env):
             answers = [self.spec.clients["judge"].complete(f"{n}?", seed=n) for n in range(3)]
             return " ".join(await asyncio.gather(*answers)), 1.0, True, False, {}
         return f"{self.steps}", self.steps + self.config.bonus, self.steps == 3, False, {"score": 0.5}
+
+class Scribbling(Counter):
+    async def step(self, action):
+        [mark] = glob.glob(f"{tempfile.gettempdir()}/envgym-marks-*/{os.getpid()}")
+        if action.text in ("fifo", "folder", "zero"):
+            os.unlink(mark)
+        match action.text:
+            case "fifo": os.mkfifo(mark)
+            case "folder": os.mkdir(mark)
+            case "zero": os.symlink("/dev/zero", mark)
+            case _: os.truncate(mark, int(action.text))
+        os._exit(3)
 
 class SlowSpec(envgym.EnvSpec):
     env_class = Counter
@@ -122,6 +135,21 @@ def test_the_end_of_a_process_ends_its_episodes_and_no_others(counter):
                 await first.reset(seed=0)  # in a new process
             await first.close()
             await second.close()
+
+    run(play())
+
+
+@pytest.mark.parametrize("mark", ["0", "3", "9", "1000000", "fifo", "folder", "zero"])
+def test_a_mark_that_the_environment_has_broken_is_no_mark(counter, tmp_path, monkeypatch, mark):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+    async def play():
+        async with envgym.spec(counter.replace("Counter", "Scribbling"), processes=1) as spec, spec.make() as env:
+            await env.reset(seed=0)
+            with pytest.raises(InvalidOutcome, match="exit status 3") as error:
+                await env.step(mark)
+            assert (error.value.kind, error.value.retryable) == ("crash", True)
 
     run(play())
 

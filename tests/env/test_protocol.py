@@ -70,14 +70,15 @@ def test_a_step_that_is_none_is_refused_with_what_is_wrong(returned, says):
 def test_metrics_that_are_no_numbers_are_counted():
     class Returns(Ends):
         async def step(self, action):
-            return None, 1.0, True, False, {"metrics": {"tries": True, "time": float("inf"), "note": "x"}}
+            numbers = {"n" * 200: 2, "n" * 3_000_000: 3}  # a server's name may be longer than any table
+            return None, 1.0, True, False, {"metrics": {"tries": True, "time": float("inf"), "note": "x", **numbers}}
 
     async def main():
         async with envgym.EnvSpec("Returns-v0", Returns).make() as env:
             await env.reset(options=OPTIONS)
             return await env.step(Action("x"))
 
-    assert asyncio.run(main())[4]["metrics"] == {"tries": 1.0, "invalid_metrics": 2.0}
+    assert asyncio.run(main())[4]["metrics"] == {"tries": 1.0, "n" * 200: 2.0, "invalid_metrics": 3.0}
 
 
 def test_a_place_is_given_back_once_however_often_an_instance_is_closed():

@@ -55,6 +55,13 @@ def test_the_first_prompt_is_said_once_with_its_template_and_tools(said):
     assert template == "template: the tokenizer's chat template; tools: look_up"
 
 
+def test_names_of_tools_that_a_server_makes_up_are_cut(said):
+    tool = ToolSpec("t" * 5000, "", {"type": "object", "properties": {}})
+    [line] = [line for line in said(asked(Message.user("1 + 2?"), tools=(tool,)))[0] if line.startswith("template: ")]
+    assert len(line) == 1000
+    assert line.endswith("tttt…")
+
+
 def test_the_longest_prompt_is_measured_against_the_context(said):
     [*_, line] = said(asked(Message.user("1 + 2?")))[0]
     n_tokens = int(line.split()[5])

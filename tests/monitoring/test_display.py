@@ -3,6 +3,7 @@
 import errno
 import io
 import itertools
+import logging
 import os
 import pty
 import re
@@ -16,7 +17,9 @@ import time
 import pytest
 from rich.console import Console
 
-from envgym.monitoring.display import Display, LineDisplay
+from envgym.cli.errors import Invocation, LogLine, report
+from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
+from envgym.monitoring.display import Display, LineDisplay, failure_suffix
 from envgym.monitoring.terminal import LiveDisplay, open_display, sparkline
 
 EVALUATION = {"score": 0.412, "ci95": [0.37, 0.455], "n_tasks": 512, "greedy": False}
@@ -62,6 +65,28 @@ def lines():
 
 
 # -- lines ------------------------------------------------------------------------------------------------
+
+
+def test_names_that_a_server_makes_up_are_cut_in_the_lines_of_a_run():
+    assert failure_suffix({"timeout": 2}) == ", failed: timeout 2"
+    assert len(failure_suffix({"x" * 300_000: 1})) < 1100
+
+
+def test_an_error_or_a_log_line_that_quotes_others_is_cut_in_its_middle(capsys):
+    message = f"no tool 'x'. It has {'n' * 300_000}; set only"
+    for error in (ConfigError(message), InvalidOutcome("service", message), KeyError(message)):
+        if isinstance(error, EnvgymError):
+            assert len(str(error)) == 10_000
+            assert str(error).startswith("no tool 'x'. It has nnn")
+            assert str(error).endswith("nnn; set only")
+        report(error, Invocation())
+        [line] = capsys.readouterr().err.splitlines()
+        assert len(line) < 10_100
+    assert str(ConfigError("short")) == "short"
+    assert ConfigError().args == ()
+    record = logging.LogRecord("x", logging.WARNING, __file__, 1, "%s has gone", (message,), None)
+    assert len(LogLine().format(record)) == 10_000
+    assert LogLine().format(record).endswith("nnn; set only has gone")
 
 
 def test_a_step_is_one_short_line(lines):

@@ -1,8 +1,10 @@
 """The chat client against a real server that misbehaves in every way a real one does."""
 
 import asyncio
+import base64
 import json
 import logging
+import re
 import time
 import types
 
@@ -10,10 +12,14 @@ import pytest
 from aiohttp import web
 
 import envgym
+from envgym.config.schema import EngineConfig, RoleConfig
+from envgym.engine import ChatRequest, SamplingParams
+from envgym.engines.openai import OpenAIEngine
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.net import client as http
-from envgym.services import Chat, start_services
+from envgym.services import Chat, RewardEndpoint, start_services
 from envgym.services.chat import OpenAIChatClient
+from envgym.settings import validate_settings
 
 KEY = "sk-very-secret-0123456789"
 HEADERS = {"host", "content-length", "content-type", "accept", "accept-encoding", "connection", "user-agent"}
@@ -199,6 +205,124 @@ def test_what_cannot_be_mended_is_an_invalid_outcome(serving, answer, said, retr
     with pytest.raises(InvalidOutcome, match=said):
         raise failure
     assert (counters["requests"], counters["failures"]) == (requests, 1)
+
+
+SHAPES = {
+    "plain": KEY,
+    "wrapped": f"{KEY[:12]}\n  {KEY[12:]}",
+    "wrapped by dashes": "-".join(KEY),
+    "in part": f"{KEY[:14]}…",
+    "in capitals": KEY.upper(),
+    "JSON": "".join(f"\\u{ord(character):04x}" for character in KEY),
+    "JSON in JSON": json.dumps(json.dumps("".join(f"\\u{ord(character):04x}" for character in KEY))),
+    "Python": "".join(f"\\x{ord(character):02x}" for character in KEY),
+    "some escapes": KEY.replace("-", "\\u002d"),
+    "URL": "".join(f"%{ord(character):02X}" for character in KEY),
+    "URL twice": KEY.replace("-", "%252D"),
+    "HTML": "".join(f"&#{ord(character)};" for character in KEY),
+    "base64": base64.b64encode(KEY.encode()).decode(),
+    "base64 of the header": base64.b64encode(f"Bearer {KEY}".encode()).decode(),
+    "base64 of other lengths": base64.b64encode(f"x {KEY}".encode()).decode(),
+    "base64 for URLs": base64.urlsafe_b64encode(f">>?{KEY}".encode()).decode(),
+    "base64 in lines": base64.encodebytes(f"Authorization: Bearer {KEY} and much more behind it".encode()).decode(),
+    "base64 in JSON": base64.b64encode(KEY.encode()).decode().replace("=", "\\u003d"),
+    "hexadecimal": KEY.encode().hex(),
+    "hexadecimal in a word": f"0{KEY.encode().hex().upper()}f",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("status", [200, 401, 500])
+def test_the_key_is_in_no_message_in_whatever_shape_its_server_echoes_it(serving, status, shape):
+    """Nor is what a cut through it leaves."""
+
+    async def handler(request):
+        before = "x" * 180 if status == 500 else "bad key"
+        error = {"error": {"message": f"{before} {SHAPES[shape]} is not known"}}
+        return web.json_response({"choices": [], **error}, status=status)
+
+    async def main():
+        async with serving(handler) as url:
+            engine = OpenAIEngine(Chat(base_url=url, model="m", api_key_env="TEST_KEY", tries=1))
+            try:
+                with pytest.raises(InvalidOutcome) as failure:
+                    await engine.chat(ChatRequest("e", (envgym.Message.user("?"),), (), SamplingParams(max_tokens=4)))
+            finally:
+                await engine.close()
+            return str(failure.value)
+
+    message = asyncio.run(main())
+    assert re.match(r"m at http://127\.0\.0\.1:\d+ ", message)
+    assert status == 200 or f"answers {status} (" in message
+    assert ("left out: it holds the secret" if shape != "plain" else "secret]") in message or status == 500
+    letters = "".join(filter(str.isalnum, SHAPES[shape]))
+    told = "".join(filter(str.isalnum, message))
+    assert not any(letters[start : start + 12] in told for start in range(len(letters) - 11))
+
+
+def test_a_server_s_other_words_are_told_as_they_are(serving, monkeypatch):
+    """Also beside a key that is a word or nothing."""
+    text = (
+        "The model `gpt-9` does not exist: see https://h/docs%20x?a=b&amp;c \\u0041 c2VjcmV0IHdvcmRz deadbeefdeadbeef"
+    )
+
+    async def handler(request):
+        return web.json_response({"error": {"message": text}}, status=404)
+
+    for key in (KEY, "EMPTY", "token-abc123"):
+        monkeypatch.setenv("TEST_KEY", key)
+        [failure], _ = ask(serving, handler, "?", api_key_env="TEST_KEY")
+        assert str(failure).endswith(f"answers 404 ({text})")
+
+
+def test_a_key_that_a_broken_answer_holds_is_hidden():
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\nEcho {KEY.upper()}\r\n\r\n".encode())
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = OpenAIChatClient(Chat(base_url=url, model="m", api_key_env="TEST_KEY", tries=1))
+        async with server:
+            with pytest.raises(InvalidOutcome) as failure:
+                await client.complete("?")
+            await client.close()
+        return str(failure.value)
+
+    message = asyncio.run(main())
+    assert "VERY-SECRET" not in message
+    assert "left out" in message
+
+
+SECRET_URLS = [
+    "http://h/v1?api_key=hidden123", "http://h/v1?model=a&API-KEY=hidden123", "https://h/v1/?access_token=hidden123",
+    "https://h/v1?sig=hidden123", "http://h/v1?a=b;password=hidden123", "http://h/v1#key=hidden123",
+    "http://h/v1?tavilyApiKey=hidden123", "http://h/v1?code=hidden123", "http://me:hidden123@h/v1",
+    "http://h/v1?X-Amz-Signature=hidden123",
+]  # fmt: skip
+
+
+def test_a_key_in_an_address_is_refused_and_not_repeated():
+    models = {
+        "base_url": (EngineConfig, Chat, RoleConfig),
+        "urls": (RewardEndpoint,),
+    }
+    for key, kinds in models.items():
+        for kind in kinds:
+            more = {"model": "m"} if kind is Chat else {}
+            for url in (
+                SECRET_URLS if key == "urls" else [*SECRET_URLS, "http://h/v1?k=hidden123", "http://h/v1?hidden123"]
+            ):
+                with pytest.raises(
+                    ConfigError, match=r"a URL must hold no password or key: it would be saved"
+                ) as error:
+                    validate_settings(kind, {key: url, **more})
+                assert "hidden123" not in str(error.value)
+            assert validate_settings(kind, {key: "http://127.0.0.1:8000/v1/", **more})
+    for url in ("http://h/reward?max_tokens=5&author=me", "http://h/reward?model=secret-free"):
+        assert RewardEndpoint(urls=url).urls == (url,)
 
 
 def test_an_unreachable_server_is_told_in_one_line():

@@ -91,6 +91,17 @@ def child() -> int:
 
 
 @server.tool()
+def daemon() -> list[int]:
+    """Start processes in sessions of their own: a child, and an orphan."""
+    child = subprocess.Popen(
+        ["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    source = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=2).pid)"
+    orphan = subprocess.check_output([sys.executable, "-c", source], stdin=subprocess.DEVNULL)
+    return [child.pid, int(orphan)]
+
+
+@server.tool()
 def die() -> str:
     """End the server."""
     print("out of paper", file=sys.stderr, flush=True)

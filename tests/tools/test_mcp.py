@@ -1,6 +1,7 @@
 """Tools of real MCP servers: as a process, over HTTP; dying, hanging, and leaving nothing behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -50,7 +51,7 @@ class HttpServer:
         raise TimeoutError("the server did not start")
 
     def kill(self):
-        self.process.kill()
+        self.process.send_signal(signal.SIGHUP)  # to the guard, which ends once the server has
         self.process.wait(10)
 
 
@@ -365,6 +366,37 @@ def test_a_stubborn_server_and_its_children_are_ended():
     assert gone(child)
 
 
+@pytest.mark.parametrize("end", ["close", "cancel", "die", "stubborn"])
+def test_daemons_of_a_server_are_ended(end):
+    async def main():
+        session = stdio(*(["--stubborn"] if end == "stubborn" else [])).session()
+        await session.start()
+        pids = [int(pid) for pid in (await ask(ToolBox(session.tools), "daemon")).splitlines()]
+        assert len(pids) == 2
+        assert all(map(alive, pids))
+        if end == "die":
+            with pytest.raises(InvalidOutcome, match="died: out of paper"):
+                await ask(ToolBox(session.tools), "die")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.01 if end == "cancel" else 60):
+                await session.close()
+        return pids
+
+    assert all(map(gone, asyncio.run(main())))
+
+
+def test_a_server_s_names_make_no_endless_message():
+    many = OF_TASKS.replace('"none"', '"n" * 3_000_000')
+
+    async def main():
+        async with McpServer(command=[sys.executable, "-c", many], only=["x"]).session():
+            pass
+
+    with pytest.raises(ConfigError, match=r"has no tool 'x'. It has nnn.* … n*, forbidden, optional.$") as error:
+        asyncio.run(main())
+    assert len(str(error.value)) <= 10_000
+
+
 def test_a_session_that_is_cancelled_while_it_starts():
     async def main():
         session = stdio("--hang").session()
@@ -433,17 +465,19 @@ def test_a_server_dies_with_a_parent_that_is_killed(tmp_path):
         "async def main():\n"
         f"    server = McpServer(command=[sys.executable, {PROGRAM!r}, '--stubborn'])\n"
         "    async with server.session() as session:\n"
-        "        [message] = await ToolBox(session.tools).call([ToolCall('', 'pid')])\n"
-        "        print(message.text, flush=True)\n"
+        "        names = ['pid', 'daemon']\n"
+        "        messages = await ToolBox(session.tools).call([ToolCall('', name) for name in names])\n"
+        "        print(json.dumps([int(pid) for m in messages for pid in m.text.split()]), flush=True)\n"
         "        await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
     parent = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True)
-    pid = json.loads(parent.stdout.readline())
-    assert alive(pid)
+    pids = json.loads(parent.stdout.readline())
+    assert len(pids) == 3
+    assert all(map(alive, pids))
     parent.kill()
     parent.communicate(timeout=10)
-    assert gone(pid)
+    assert all(map(gone, pids))
 
 
 def test_regular_expressions_of_a_server_freeze_nothing():
