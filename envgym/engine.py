@@ -28,7 +28,7 @@ class TurnSampling(Settings):
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: int = Field(0, ge=-1)  # -1 is vLLM's 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = ()
     seed: int | None = None
 
 

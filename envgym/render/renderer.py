@@ -261,14 +261,18 @@ def load_tokenizer(model: str) -> Any:
 
 def check_tokenizer(file: Path) -> None:
     """Raise `ConfigError` for a `tokenizer.json` that cannot be read, or may make texts more than `MAX_GROWTH` times as
-    long: replacements that are replaced again write any amount of text for one letter."""
+    long: replacements that are replaced again write any amount of text for one letter. Also for a decoder with a
+    regular expression, as no known model has: on a policy's text it may take any time."""
     try:
         parts = map(json.loads(regular_file(file).read_bytes()).get, ("normalizer", "pre_tokenizer", "decoder"))
-        growth = max(map(_growth, parts))
+        *encoding, decoder = parts
+        growth = max(map(_growth, [*encoding, decoder]))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} describes no tokenizer: {error}") from None
     if growth > MAX_GROWTH:
         raise ConfigError(f"{file} is not used: it may make texts more than {MAX_GROWTH} times as long")
+    if '"Regex"' in json.dumps(decoder):
+        raise ConfigError(f"{file} is not used: its decoder searches with a regular expression")
 
 
 def _growth(part: Any) -> float:

@@ -105,7 +105,7 @@ GROWING = {
     "nested": ("decoder", sequence("decoder", sequence("decoder", *[DOUBLE] * 9), sequence("decoder", *[DOUBLE] * 9))),
     "one step": ("decoder", replacing("a", "a" * 10_000)),
     "nothing replaced": ("decoder", sequence("decoder", *[replacing("", "b")] * 33)),
-    "a regular expression": ("decoder", sequence("decoder", *[replacing({"Regex": "b*"}, "b")] * 33)),
+    "a regular expression": ("normalizer", sequence("normalizer", *[replacing({"Regex": "b*"}, "b")] * 33)),
     "without a type": ("decoder", sequence("decoder", *[{**DOUBLE, "type": "Replace"}] * 33)),
     "an empty suffix": ("decoder", sequence("decoder", *[{"type": "BPEDecoder", "suffix": ""}] * 33)),
     "an empty delimiter": ("decoder", sequence("decoder", *[
@@ -173,6 +173,14 @@ def test_a_tokenizer_that_lengthens_texts_without_bounds_is_not_loaded(folder, n
         load_tokenizer(str(folder))
     other = file.rename(file.with_name("tokenizer.4.0.0.json"))  # which its configuration may name instead
     with pytest.raises(ConfigError, match=other.name):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_decoder_with_a_regular_expression_is_not_loaded(folder, wrapped):
+    step = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+    with_parts(folder, {"decoder": {"type": "Sequence", "decoders": [step]} if wrapped else step})
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not used: its decoder searches with a regular"):
         load_tokenizer(str(folder))
 
 

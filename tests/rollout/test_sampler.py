@@ -195,7 +195,7 @@ def test_an_unknown_override_suggests_the_closest_name():
         *({"top_k": value} for value in (-2, 1.5, 2**63, True, math.inf)),
         *({"max_tokens": value} for value in (0, -1, 2.5, math.nan, True, None, "many", 2**70)),
         *({"seed": value} for value in (2**70, -(2**70), 1.5, math.inf, True, "x", [1])),
-        *({"stop_token_ids": value} for value in (5, None, "ab", [0.5], [True], ["a"], [2**70], [[1]])),
+        *({"stop_token_ids": value} for value in (5, None, "ab", [0.5], [True], ["a"], [2**70], [2**31], [-4], [[1]])),
     ],
     ids=str,
 )
