@@ -287,7 +287,7 @@ def read_argument_tags(text: str, tools: Mapping[str, ToolSpec]) -> Reading:
 
 
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+_ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
 def _name_and_pairs(name: str, text: str, pair: re.Pattern[str]) -> tuple[str, Pairs] | None:

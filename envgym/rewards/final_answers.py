@@ -11,7 +11,7 @@ _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of a set, not braces of the box
 _JOINT = re.compile(r"(?:[\s$]|\\[()]|[a-z]\s*=)*(?:,|,?\s*(?:and|or)\b)(?:[\s$]|\\[()]|[a-z]\s*=)*")
 _DECORATION = " \t*_`"
-_EMPHASIZED = re.compile(r"(?<![\w*])(\*\*|__)(?=[^\s*_])(.+?)(?<=\S)\1")  # `**12** apples`, but not `2**3`
+_EMPHASIZED = re.compile(r"(?<![\w*])(\*\*|__)(?=[^\s*_])(.{1,300}?)(?<=\S)\1")  # `**12** apples`, but not `2**3`
 
 
 def boxed(text: str, *, allow_several: bool = False) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 
 import envgym
 from envgym.envs.math_verify.prose import last_number
+from envgym.rewards.final_answers import final_line
 from envgym.rollout.first_answers import FirstAnswers
 from envgym.types import Episode, Outcome, Task
 
@@ -93,3 +94,7 @@ def test_an_evaluation_says_once_that_no_answer_has_the_form(read, run, tiny_mod
     assert said == (read == "####")
     parts = json.loads(Path("evals/e/result.json").read_text())["envs"].values()
     assert [part["settings"]["read"] for part in parts] == [read, read], "sampled and greedy"
+
+
+def test_repeated_emphasis_is_read_in_linear_time():
+    assert final_line("The answer is " + "**a " * 100_000, "The answer is") is not None  # would take hours else

@@ -440,3 +440,9 @@ def test_a_thought_that_names_the_mark_of_calls_hides_none(chat):
     for thought in ("I write <tool_call> next.", f"Perhaps {call}?"):
         text = f"<think>\n{thought}\n</think>\n\n{call}"
         assert len(begun(renderer).add_policy_turn(renderer.encode(text)).tool_calls) == 1
+
+
+def test_repeated_marks_of_arguments_are_read_in_linear_time():
+    text = "<tool_call>NAME" + "<arg_key></arg_key><arg_value>" * 50_000 + "</tool_call>"  # would take hours else
+    [call] = read_argument_tags(text, {}).calls
+    assert call.error
