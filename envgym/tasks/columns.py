@@ -92,8 +92,8 @@ class TaskReader:
             prompt = self._fill(source.template, prompt, row, location)
             values = (Message(name, str(row[name])) for name in sorted(self._in_template))
             messages = (*messages, *values) if messages else as_messages(prompt)
-        in_row = (name for name in SYSTEM_FIELDS if name not in self._in_template)
-        system = next((text for name in in_row if (text := system_text(row, name)).strip()), source.system)
+        system_field = self._system_field(row)
+        system = source.system if system_field is None else system_text(row, system_field)
         if system is not None and (not messages or messages[0].role != "system"):
             prompt = (Message("system", system), *as_messages(prompt))
         used_fields = {prompt_field, answer_field, source.id, source.difficulty}
@@ -106,6 +106,11 @@ class TaskReader:
         )
         return task, _key(messages)
 
+    def _system_field(self, row: Row) -> str | None:
+        """The field of the row's system message, if it has one."""
+        names = (name for name in SYSTEM_FIELDS if name not in self._in_template)
+        return next((name for name in names if system_text(row, name).strip()), None)
+
     def _columns_by_use(self, row: Row, prompt_field: str | None, answer_field: str | None) -> str:
         prompt = [name for name in row if name in self._in_template]
         if prompt_field is not None:
@@ -114,7 +119,7 @@ class TaskReader:
         uses = {
             "prompt": prompt,
             "answer": [answer_field] if answer_field in row else [],
-            "system message": [name for name in SYSTEM_FIELDS if name in row][:1],
+            "system message": [system_field] if (system_field := self._system_field(row)) else [],
             "id": [self.source.id] if self.source.id else [],
             "difficulty": [self.source.difficulty] if self.source.difficulty else [],
         }

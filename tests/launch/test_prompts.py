@@ -100,6 +100,8 @@ async def columns(env, path, **settings):
          "prompt body, question; answer answer; id key"),
         ("math_verify", {"body": "B", "question": "How many?", "answer": 2, "system": "Add."}, {"prompt": "question"},
          "prompt question; answer answer; system message system; not shown, for the environment alone body"),
+        ("math_verify", {"question": "1?", "answer": 2, "system": "", "system_prompt": "Add."}, {},
+         "prompt question; answer answer; system message system_prompt; not shown, for the environment alone system"),
         ("math_verify", {"a": 1, "b": 2, "answer": 3, "hint": ""}, {"template": "{a} + {b}?"},
          "prompt a, b; answer answer; not shown, for the environment alone hint"),
         ("recorded", {"prompt": "1?", "response": "2", "source": "me"}, {}, "read prompt, response; not read source"),
