@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from envgym.cli import main
+from tests.chat_api import api
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 
@@ -35,35 +33,10 @@ def program(*words, typed=None):
 
 
 @contextmanager
-def api(content, finish_reason="stop", status=200):
-    """Settings for an API that gives every request this answer, and the messages of the requests."""
-    asked = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            choice = {"message": {"role": "assistant", "content": content}, "finish_reason": finish_reason}
-            text = json.dumps({"choices": [choice]} if status == 200 else {"error": {"message": content}}).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *arguments):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield (
-            ["engine.kind=openai", f"engine.base_url=http://127.0.0.1:{server.server_port}/v1", "engine.tries=1"],
-            asked,
-        )
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def asked_api(message, status=200):
+    """Settings for an API that gives every request this answer, and the bodies of the requests."""
+    with api(lambda body: (status, message)) as (url, bodies):
+        yield ["engine.kind=openai", f"engine.base_url={url}", "engine.tries=1"], bodies
 
 
 def test_a_model_of_vllm_answers_and_nothing_is_left(temporary):
@@ -76,7 +49,7 @@ def test_a_model_of_vllm_answers_and_nothing_is_left(temporary):
 
 
 def test_the_api_of_eval_is_asked_the_words_as_they_are(temporary, capsys, monkeypatch):
-    with api("Seven.\x1b[2J\nIndeed.") as (settings, asked):
+    with asked_api({"content": "Seven.\x1b[2J\nIndeed."}) as (settings, asked):
         assert main(["ask", "x=3?", "--model", "m", *settings, "rollout.max_tokens=5", "data.system=Be brief."]) == 0
         assert capsys.readouterr().out == "Seven.\\x1b[2J\nIndeed.\n"
         assert main(["ask", *settings, "model=m", "Is 3 = {3}?\nOr [4]?"]) == 0
@@ -93,7 +66,7 @@ def test_the_api_of_eval_is_asked_the_words_as_they_are(temporary, capsys, monke
 
 
 def test_an_answer_that_was_cut_says_so_beside_it(temporary, capsys):
-    with api("Seven and", "length") as (settings, _):
+    with asked_api({"content": "Seven and", "finish_reason": "length"}) as (settings, _):
         assert main(["ask", "3 + 4?", "--model", "m", *settings]) == 0
     answer = capsys.readouterr()
     assert answer.out == "Seven and\n"
@@ -128,7 +101,7 @@ def test_a_mistake_is_one_line_and_exit_2(temporary, words, said, capsys, monkey
 
 
 def test_a_refusal_of_the_api_is_one_line_and_exit_2(temporary, capsys):
-    with api("there is no such model", status=404) as (settings, _):
+    with asked_api({"error": {"message": "there is no such model"}}, 404) as (settings, _):
         assert main(["ask", "3 + 4?", "--model", "m", *settings, "rollout.retries=0"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from envgym.cli import main
+from tests.chat_api import api
 
 QUOTA = "You exceeded your current quota, please check your plan and billing details."
 WORDY = """
@@ -25,37 +23,6 @@ def wordy(completion):
 def by_tokens(completions, completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 """
-
-
-@contextmanager
-def api(answer):
-    """The URL of an API that answers with `answer(body)`: a message, or a status and an error. And the bodies."""
-    bodies = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            status, content = answer(bodies[-1])
-            if status == 200:
-                content = {"choices": [{"message": {"role": "assistant", **content}, "finish_reason": "stop"}]}
-            text = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *arguments):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", bodies
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture
