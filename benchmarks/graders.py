@@ -24,8 +24,8 @@ from record import ROOT, conditions, conditions_in_words, fill_docs, store, tabl
 
 import envgym
 from envgym import registry
-from envgym.envs.math_verify.answers import reference
 from envgym.errors import DataError
+from envgym.rewards.final_answers import reference
 from envgym.tasks.named_sets import task_set_files
 from envgym.types import Task
 

@@ -41,10 +41,11 @@ async def survey(spec: EnvSpec, split: str, renderer: Renderer) -> PromptSummary
     tasks, role_orders = spec.tasks(split), set[tuple[str, ...]]()
     for number in range(0, tasks.size or 0, 1 + (tasks.size or 0) // LOOKED_AT):
         task = await tasks.get(number)
-        if (size := sum(len(message.text) for message in as_messages(task.prompt))) > length:
+        prompt = as_messages(task.prompt)
+        if (size := sum(len(message.text) for message in prompt)) > length:
             summary.longest, length = task, size
         recorded = spec.spec_for(task).conversations(task)
-        for conversation in recorded or [as_messages(task.prompt)]:
+        for conversation in recorded or [prompt]:
             if (roles := tuple(message.role for message in conversation)) in role_orders:
                 continue
             role_orders.add(roles)

@@ -49,7 +49,8 @@ def _setitimer(timer: int, seconds: float, interval: float = 0.0) -> Any:
         return _of_main["setitimer"](timer, seconds, interval)
     if _state.alarm is not None:
         _state.alarm.cancel()
-    _state.alarm = Alarm(seconds, _state.handler)
+    _state.alarm = None
     if seconds > 0 and callable(_state.handler):
+        _state.alarm = Alarm(seconds, _state.handler)
         _state.alarm.start()
     return 0.0, 0.0

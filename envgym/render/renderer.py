@@ -238,10 +238,10 @@ class NoRenderer(Renderer):
 def load_tokenizer(model: str) -> Any:
     """Load the tokenizer of a model folder or hub id. Raises `ConfigError` if that fails."""
     with needs("transformers", "train", "rendering prompts"):
-        from transformers.utils import cached_file
-
         folder = Path(model)
         if not folder.is_dir():
+            from transformers.utils import cached_file
+
             with contextlib.suppress(OSError):  # loading the tokenizer reports it
                 folder = Path(cached_file(model, "tokenizer.json")).parent
         for file in folder.glob("tokenizer*.json"):  # a configuration may name others than `tokenizer.json`
@@ -264,14 +264,13 @@ def check_tokenizer(file: Path) -> None:
     long: replacements that are replaced again write any amount of text for one letter. Also for a decoder with a
     regular expression, as no known model has: on a policy's text it may take any time."""
     try:
-        parts = map(json.loads(regular_file(file).read_bytes()).get, ("normalizer", "pre_tokenizer", "decoder"))
-        *encoding, decoder = parts
-        growth = max(map(_growth, [*encoding, decoder]))
+        described = json.loads(regular_file(file).read_bytes())
+        growth = max(_growth(described.get(name)) for name in ("normalizer", "pre_tokenizer", "decoder"))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} describes no tokenizer: {error}") from None
     if growth > MAX_GROWTH:
         raise ConfigError(f"{file} is not used: it may make texts more than {MAX_GROWTH} times as long")
-    if '"Regex"' in json.dumps(decoder):
+    if '"Regex"' in json.dumps(described.get("decoder")):
         raise ConfigError(f"{file} is not used: its decoder searches with a regular expression")
 
 

@@ -206,12 +206,13 @@ def argument_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], N
         return lambda arguments: None
     validator = kind(schema, registry=Registry())  # with an empty registry it downloads nothing
 
-    is_checked = True
+    is_checked, has_patterns = True, "pattern" in json.dumps(schema)
 
     def check(arguments: Mapping[str, Any]) -> None:
         nonlocal is_checked
-        is_main = threading.current_thread() is threading.main_thread()
-        if not (is_checked and (is_main or "pattern" not in json.dumps(schema))):  # threads cannot end their matching
+        if not is_checked:
+            return
+        if has_patterns and threading.current_thread() is not threading.main_thread():  # it could not end its matching
             return
         try:
             with limits(*CHECKING):

@@ -1,11 +1,8 @@
-"""Answers as text: the content of the box, the reference answer, and the grades that need no algebra."""
+"""Answers as text: the grades that need no algebra."""
 
 from __future__ import annotations
 
 import re
-
-from envgym.rewards.final_answers import boxed as boxed
-from envgym.rewards.final_answers import reference as reference
 
 from . import forms, numerals
 from .notation import plain

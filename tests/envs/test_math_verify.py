@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 import envgym
 from envgym.env import EnvSpec
 from envgym.envs.math_verify import grader, held_out_tasks, train_task
-from envgym.envs.math_verify.answers import boxed, grade_by_text, looks_costly, reference
+from envgym.envs.math_verify.answers import grade_by_text, looks_costly
 from envgym.errors import CallTimeout, ConfigError, MissingDependency, WorkerError
 from envgym.processes.pool import Processes
+from envgym.rewards.final_answers import boxed, reference
 from envgym.types import Task
 
 TOWER = "9^{9^{9^{9}}}"

@@ -12,8 +12,8 @@ import pytest
 import envgym
 from envgym import registry
 from envgym.config.resolve import resolve
-from envgym.envs.math_verify.answers import reference
 from envgym.errors import DataError
+from envgym.rewards.final_answers import reference
 from envgym.tasks.named_sets import task_set_files
 
 ADD = {"text": "Write a function to add two numbers.", "code": "def add(a, b):\n    return a + b", "task_id": 11,
