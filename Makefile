@@ -12,8 +12,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 demo: .venv/installed  ## Train the starter policy on math_verify, about three minutes on two cores
 	$(BIN)/envgym train --env math_verify
 
-test: .venv/installed-dev  ## Every seam once, with real parts; two files at a time
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+test: .venv/installed-dev  ## Every seam once, with real parts; three files at a time
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 test-slow: test-slow-training test-slow-starter test-slow-workers test-slow-environments test-slow-commands  ## Every acceptance item
 

@@ -19,6 +19,9 @@ from hypothesis import settings
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+# Hundreds of programs are started: each would compile all of envgym where no compiled files may be written.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 if "ONEDNN_MAX_CPU_ISA" not in os.environ and " amx_bf16 " in Path("/proc/cpuinfo").read_text():
     # Some virtual machines show their programs a matrix unit that they then may not use: torch dies in bfloat16.
     product = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"

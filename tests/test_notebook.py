@@ -192,7 +192,8 @@ def test_an_asynchronous_program_trains_evaluates_and_checks(tmp_path, tiny_mode
         in_thread = await asyncio.to_thread(envgym.train, settings, env=Once, steps=1, quiet=True)
         result = envgym.evaluate(settings, env=Once, quiet=True)
         words = [f"{key}={value}" for key, value in settings.items() if "." in key or key == "debug"]
-        status = main(["rollout", "--env", f"{__file__}:Once", "--model", str(tiny_model), "--out", "o.jsonl", *words])
+        words += ["--env", f"{__file__}:Once", "--model", str(tiny_model), "rollout.max_tokens=2"]
+        status = main(["rollout", "--out", "o.jsonl", "--tasks", "0:4", *words])
         return run.steps, in_thread.steps, result.score, status, main(["envs", "check", f"{__file__}:Once"])
 
     assert asyncio.run(program())[:4] == (1, 1, 1.0, 0)

@@ -159,7 +159,8 @@ def ends(tiny_model, monkeypatch):
     ],
 )
 def test_as_many_requests_share_a_step_as_the_run_has_at_once(arguments, expected):
-    assert _arguments(EngineSpec("model", **arguments), cpu=True).get("max_num_seqs") == expected
+    spec = EngineSpec("model", max_model_len=64, **arguments)  # without a length the model's would be asked for
+    assert _arguments(spec, cpu=True).get("max_num_seqs") == expected
 
 
 @pytest.mark.parametrize(("reason", "meant"), [("stop", "stop"), ("length", "length"), ("repetition", "length")])
