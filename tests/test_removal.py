@@ -40,7 +40,6 @@ REFUSED = {
         ("train --env mmlu_pro", "task set mmlu_pro needs environment multiple_choice, which is not installed"),
     ],
     "envs/task_sets": [("eval --suite math --model x", "suite math needs environment gsm8k")],
-    "envs/mixture": [("config --recipe starter", "recipe starter needs environment mixture")],
     "envs/recorded": [("train --recipe rm --model x", "recipe rm needs environment recorded")],
     "agents/replay.py": [("train --recipe sft --model x", "recipe sft needs agent replay")],
     "learners/ppo.py": [("train --recipe rlhf --model x", "recipe rlhf needs learner ppo")],

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     cached. Or merge an adapter into its base, or export a model: see envgym model merge --help and envgym model export
     --help.
 
-    usage: NAME [--make] | merge ADAPTER OUT [--base B] | export MODEL OUT [options]
+    usage: NAME | merge ADAPTER OUT [--base B] | export MODEL OUT [options]
     example: envgym model starter
     """
     if arguments[:1] == [MERGE]:
@@ -27,7 +27,6 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         return _export(arguments[1:])
     parser = Parser.from_docstring("model", main)
     parser.add_argument("name", metavar="NAME", help="recipe of a model: starter, or a YAML file with new_model")
-    parser.add_argument("--make", action="store_true", help="make the starter on this machine, in a quarter of an hour")
     options = parser.parse_without_words(arguments, "a model is made as its recipe says")
 
     from envgym.config.recipes import makes_model, recipe_names
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.training.new_model import make_model
 
     with open_display() as display:
-        path = run(make_model(options.name, display, ignore_shipped=options.make))
+        path = run(make_model(options.name, display))
     print(path)
     return 0
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envgym.config.recipes import cached_model_folder, load_recipe, recipe_model_folder
+from envgym.config.recipes import load_recipe, recipe_model_folder
 from envgym.config.resolve import resolve
 from envgym.disk import publish, work_folder
 from envgym.errors import ConfigError, EnvgymError, reported_as
@@ -31,12 +31,12 @@ class _NewModel(Settings):
     new_model: FreshModelConfig
 
 
-async def make_model(name: str, display: Display, *, runtime: str = "local", ignore_shipped: bool = False) -> Path:
+async def make_model(name: str, display: Display, *, runtime: str = "local") -> Path:
     """The folder of the model that a recipe makes: shipped with envgym, from the cache, or made now, from a new
     tokenizer and random weights by the recipe's stage. The cache's key covers the settings that make the model, and not
-    those of runs on it. `ignore_shipped`: make it on this machine although envgym ships it."""
+    those of runs on it."""
     recipe = load_recipe(name)
-    final = cached_model_folder(name) if ignore_shipped else recipe_model_folder(name)
+    final = recipe_model_folder(name)
     if (final / "config.json").exists():
         return final
     with work_folder(final) as work:

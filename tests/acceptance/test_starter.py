@@ -90,15 +90,16 @@ def test_a_control_that_cannot_learn_does_not(case, envgym, summary, store):
     assert low <= after["score"] <= high
 
 
+@pytest.mark.usefixtures("environments")
 def test_a_starter_made_anew_is_like_the_one_that_ships(envgym, tmp_path, monkeypatch, store):
     monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / "cache"))
     began = time.monotonic()
-    made = envgym("model", "starter", "--make", timeout=3600).stdout.splitlines()[-1]
+    made = envgym("model", "examples/starter/starter.yaml", timeout=3600).stdout.splitlines()[-1]
     seconds = time.monotonic() - began
 
     def accuracies(model: str) -> dict[str, float]:
         envgym(
-            "eval", "--env", "envgym.envs.starter:Exercises", "--model", model, "--name", Path(model).name,
+            "eval", "--env", "examples.starter:Exercises", "--model", model, "--name", Path(model).name,
             "eval.tasks=20000", "rollout.temperature=0", timeout=1800,
         )  # fmt: skip
         [result] = json.loads((tmp_path / "evals" / Path(model).name / "result.json").read_text())["envs"].values()

@@ -2,12 +2,17 @@
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 
 import envgym
-from envgym.envs.starter import Exercises, exercise_of
-from envgym.envs.starter.families import FAMILIES
+from envgym.config.recipes import load_recipe, makes_model
+from envgym.config.resolve import resolve
+from examples.starter import Exercises, exercise_of
+from examples.starter.families import FAMILIES
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("family", dict.fromkeys(FAMILIES), ids=lambda family: family.__name__)
@@ -25,8 +30,15 @@ def test_the_same_seed_poses_the_same_exercise():
     assert len({exercise_of(task)[1].question for task in tasks}) > 90
 
 
-def test_no_entry_point_names_them():
-    assert not [name for name in envgym.list_ids() if "starter" in name]
+def test_the_recipe_in_the_folder_of_the_exercises_makes_the_starter_of_them(monkeypatch):
+    """The slow test `tests/acceptance/test_starter.py` makes it."""
+    monkeypatch.chdir(ROOT)
+    recipe = "examples/starter/starter.yaml"
+    [stage] = resolve({}, recipe=recipe).stages
+    assert makes_model(recipe)
+    assert load_recipe(recipe)["new_model"] == load_recipe("starter")["new_model"]
+    members = stage.env.settings["members"]
+    assert envgym.spec(members["exercises"]["env"]).__class__ is Exercises
 
 
 def rewards(turns_of):

@@ -1,7 +1,7 @@
 """The exercises that the starter policy was trained on: small tasks in a few words, with demonstrations.
 
-They are for `recipes/starter.yaml` alone, so no entry point names them. No environment of the documentation or the
-tests is among them, except the sums of `math_verify`, so that learning one of those shows something.
+`starter.yaml` beside this file makes the starter of them. No environment of the documentation or the tests is among
+them, except the sums of `math_verify`, so that learning one of those shows something.
 """
 
 from __future__ import annotations
