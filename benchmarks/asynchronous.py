@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from record import conditions, conditions_in_words, fill_docs, store, table
+from record import conditions, conditions_in_words, publish, table
 
 NAME = "asynchronous"
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -46,10 +46,7 @@ def main() -> None:
         Path(folder, "slow.py").write_text(SLOW)
         runs = {str(staleness): measured(Path(folder), staleness, options.steps) for staleness in (0, 1, 4)}
     result = {"conditions": where, "steps": options.steps, "runs": runs}
-    path = store(NAME, result)
-    text = markdown(result)
-    fill_docs(NAME, text)
-    print(f"{text}\n\nstored in {path}")
+    publish(NAME, result, markdown(result))
 
 
 def measured(folder: Path, staleness: int, steps: int) -> dict[str, float]:

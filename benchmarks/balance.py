@@ -14,7 +14,7 @@ import time
 from statistics import median
 from typing import Any
 
-from record import conditions, conditions_in_words, fill_docs, store, table
+from record import conditions, conditions_in_words, publish, table
 
 STEPS, ROWS, BUDGET, MEDIAN_LENGTH, SIGMA = 50, 512, 8192, 200, 1.0
 UNITS = {"rows": 1, "pairs": 2, "groups of 8": 8}
@@ -31,10 +31,7 @@ def main() -> None:
     ]
     job = {"steps": STEPS, "rows": ROWS, "budget": BUDGET, "median_length": MEDIAN_LENGTH, "sigma": SIGMA}
     result = {"conditions": where, "job": job, "cases": cases}
-    path = store("balance", result)
-    text = markdown(result)
-    fill_docs("balance", text)
-    print(f"{text}\n\nstored in {path}")
+    publish("balance", result, markdown(result))
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import conditions, fill_docs, store, table
+from record import conditions, publish, table
 
 STEPS = 10
 SECONDS = 1.0
@@ -48,10 +48,7 @@ def main() -> None:
         }
     job = {"episodes": options.episodes, "few": FEW, "steps": STEPS, "seconds_a_step": SECONDS}
     result = {"conditions": where, "job": job, "cases": cases}
-    path = store("concurrency", result)
-    text = markdown(result)
-    fill_docs("concurrency", text)
-    print(f"{text}\n\nstored in {path}")
+    publish("concurrency", result, markdown(result))
 
 
 def markdown(result: dict[str, Any]) -> str:

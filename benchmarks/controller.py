@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from record import conditions, conditions_in_words, fill_docs, store, table
+from record import conditions, conditions_in_words, publish, table
 
 NAME = "controller"
 LENGTHS = (200, 2_000, 16_000)
@@ -59,10 +59,7 @@ def main() -> None:
             cases.append(json.loads(done.stdout.splitlines()[-1]))
             print(cases[-1], flush=True)
     result = {"conditions": where, "repeats": options.repeats, "group_size": GROUP_SIZE, "cases": cases}
-    path = store(NAME, result)
-    text = markdown(result)
-    fill_docs(NAME, text)
-    print(f"{text}\n\nstored in {path}")
+    publish(NAME, result, markdown(result))
 
 
 def markdown(result: dict[str, Any]) -> str:

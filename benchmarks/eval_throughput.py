@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from record import conditions, conditions_in_words, fill_docs, store, table
+from record import conditions, conditions_in_words, publish, table
 
 NAME = "eval_throughput"
 TASKS, CONCURRENCY, MAX_TOKENS = 256, 64, 128
@@ -56,10 +56,7 @@ def main() -> None:
         "turns": turns,
         "ratio": {"median": median(ratios), "least": ratios[0], "greatest": ratios[-1]},
     }
-    path = store(NAME, result)
-    text = markdown(result)
-    fill_docs(NAME, text)
-    print(f"{text}\n\nstored in {path}")
+    publish(NAME, result, markdown(result))
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -33,6 +33,7 @@ from against_trl import PROMPT
 from gpu_first import _load_actor, _matmul_rate, _seconds_of_a_step, gpu_name, gpus
 from gpu_main_job import ENVGYM, SIZES, make_model
 from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, store, table
+from sides import trl_command
 
 NAME = "gpu_speed"
 SHAPES = {"0.5B": SIZES["0.5B"], "1.5B": (1536, 28, 8960, 12, 2), "toy": (64, 2, 128, 2, 1)}
@@ -198,10 +199,9 @@ def trl(model: Path, toy: bool) -> dict[str, Any]:
         problems = [(a, b) for a in range(10, 42) for b in range(10, 42)]
         rows = [{"prompt": PROMPT.format(a, b), "answer": str(a + b)} for a, b in problems]
         tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = ["--sampler", "vllm", "--model", str(model), "--tasks", str(tasks), "--out", str(out), "--lr", "5e-5"]
-        words += ["--steps", str(job.steps), "--tasks-per-step", str(job.tasks), "--group-size", str(job.group)]
-        words += ["--max-tokens", str(job.tokens), "--seed", "0"]
-        run_checked([sys.executable, str(ROOT / "benchmarks" / "trl_grpo.py"), *words])
+        settings = {"steps": job.steps, "tasks_per_step": job.tasks, "group_size": job.group, "max_tokens": job.tokens}
+        files = {"model": model, "tasks": tasks, "out": out, "lengths": None}
+        run_checked(trl_command("grpo", sampler="vllm", lr=5e-5, seed=0, **settings, **files))
         lines = [json.loads(line) for line in out.read_text().splitlines()]
     return {phase: [line[f"seconds/{phase}"] for line in lines] for phase in PHASES}
 

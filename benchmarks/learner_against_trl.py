@@ -1,13 +1,14 @@
-"""Seconds of one GRPO optimizer step on sequences of log-normal lengths: envgym's worker and TRL's GRPOTrainer.
+"""Seconds of optimizer steps on sequences of log-normal lengths: envgym's workers and TRL's trainers.
 
-    .venv/bin/python benchmarks/learner_against_trl.py [--repeats 2]
+    .venv/bin/python benchmarks/learner_against_trl.py [--methods grpo sft dpo] [--repeats 2]
 
-Both sides get the same model of 35 million parameters, the same prompts, completions and rewards, float32, AdamW with
-the same settings and the same number of threads, and make optimizer steps over all sequences; their first gradients
-have the same norm, which shows that they do the same work. Only the learner is timed, not the generation. TRL gets the
-completions by `rollout_func` and pads those of a step to the longest, as it does by default; envgym sorts sequences by
-length and pads micro-batches. envgym's time is that of splitting into micro-batches, `ModelWorker.accumulate` and
-`step`. Each side runs in a separate process; the sides alternate, and a run's first step is not counted.
+TRL's side (`trl_side.py`) is its GRPOTrainer, SFTTrainer or DPOTrainer. Both sides get the same model of 35 million
+parameters, the same sequences as token ids (GRPO's with rewards), float32, AdamW with the same settings and the same
+number of threads, and make optimizer steps over all sequences; their first gradients have the same norm, which shows
+that they do the same work. Only the learner is timed, not the generation; DPO's step includes its reference model's
+pass, on both sides. TRL pads each batch to its longest sequence (GRPO: those of a step), as it does by default; envgym
+sorts sequences by length and pads micro-batches. Each side runs in a separate process; the sides alternate, and a run's
+first step is not counted. `memory` is the process's peak.
 """
 
 from __future__ import annotations
@@ -15,105 +16,145 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
+import resource
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from record import ROOT, conditions, conditions_in_words, fill_docs, store, table
+from record import conditions, conditions_in_words, publish, table
+from sides import PACKAGES, end_on_sigterm, run_to_end, trl_command
 
-TRL_PYTHON = ROOT / "benchmarks" / ".venv-trl" / "bin" / "python"
 SIDES = {"ours": "envgym", "trl": "TRL"}
-GROUPS, GROUP_SIZE, PROMPT, BATCH_SIZE = 4, 8, 16, 8
-MEDIAN_LENGTH, SIGMA, LONGEST = 32, 1.0, 512
-TOKENS_PER_MICROBATCH = 512
+TABLES = {"learner_against_trl": ("grpo",), "offline_against_trl": ("sft", "dpo")}
+"""Name of the stored result and of the page's table -> its methods."""
+PROMPT, SIGMA, LONGEST = 16, 1.0, 512
 VOCABULARY, LEARNING_RATE = 8192, 1e-5
+
+
+@dataclass(frozen=True)
+class Method:
+    """The rows of a step: prompts, answers per prompt, their median length; sequences per batch of TRL's, and tokens
+    per micro-batch of envgym's."""
+
+    label: str
+    prompts: int
+    answers: int
+    median_length: int
+    batch_size: int
+    budget: int
+
+
+METHODS = {
+    "grpo": Method("GRPO", 4, 8, 32, 8, 512),
+    "sft": Method("SFT", 32, 1, 48, 8, 1024),
+    "dpo": Method("DPO", 32, 2, 48, 4, 1024),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side")
-    parser.add_argument("--steps", type=int, default=2, help="of each run, of which the first is not counted")
-    parser.add_argument("--side", nargs=2, metavar=("MODEL", "ROWS"), help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=3, help="of each run, of which the first is not counted")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="OMP_NUM_THREADS")
+    parser.add_argument("--side", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(measured(options.side[0], Path(options.side[1]), options.steps)))
+        job = json.loads(options.side)
+        Path(job.pop("out")).write_text(json.dumps(measured(**job)))
         return
-    where = conditions(["envgym", "torch", "transformers", "deepspeed"])
-    where["versions"]["trl"] = trl_version()
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder, "model"))
-        turns, tokens = [], []
-        for number in range(options.repeats):
-            rows = Path(folder, f"rows-{number}.json")
-            tokens.append(write_rows(rows, seed=number))
-            turns.append({side: run(side, str(Path(folder, "model")), rows, options.steps) for side in SIDES})
+    end_on_sigterm()
+    for name, methods in TABLES.items():
+        if not set(methods) & set(options.methods):
+            continue
+        where = conditions(PACKAGES)
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(Path(folder, "model"))
+            figures = {method: compared(method, Path(folder), options) for method in methods}
+        result = {"conditions": where, "threads": options.threads, "repeats": options.repeats, "methods": figures}
+        publish(name, result, markdown(result))
+
+
+def compared(method: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of both sides on one method, and how many times as long TRL takes."""
+    turns, tokens = [], []
+    for number in range(options.repeats):
+        rows = folder / f"{method}-{number}.json"
+        tokens.append(write_rows(rows, METHODS[method], seed=number))
+        turns.append({side: run(side, method, folder / "model", rows, options) for side in SIDES})
     for turn in turns:
         norms = {side: turn[side]["norms"][0] for side in SIDES}
         assert abs(norms["ours"] / norms["trl"] - 1) < 0.01, f"the sides do different work: {norms}"
     ratios = sorted(turn["trl"]["step"] / turn["ours"]["step"] for turn in turns)
-    result: dict[str, Any] = {
-        "conditions": where,
-        "threads": os.environ.get("OMP_NUM_THREADS", "not set"),
-        "job": {
-            "rows": GROUPS * GROUP_SIZE,
-            "tokens": median(tokens),
-            "sigma": SIGMA,
-            "repeats": options.repeats,
-            "steps": options.steps,
-        },
-        "sides": {
-            side: {name: median(turn[side][name] for turn in turns) for name in ("step", "computed")} for side in SIDES
-        },
-        "norms": {side: turns[0][side]["norms"][0] for side in SIDES},
-        "ratio": {"median": median(ratios), "least": ratios[0], "greatest": ratios[-1]},
+    sides = {
+        side: {
+            "step": median(turn[side]["step"] for turn in turns),
+            "tokens_per_second": median(n / turn[side]["step"] for n, turn in zip(tokens, turns, strict=True)),
+            "peak": median(turn[side]["peak"] for turn in turns),
+            "above": median(turn[side]["above"] for turn in turns),
+            "norm": turns[0][side]["norms"][0],
+        }
+        for side in SIDES
     }
-    path = store("learner_against_trl", result)
-    text = markdown(result)
-    fill_docs("learner_against_trl", text)
-    print(f"{text}\n\nstored in {path}")
+    ratio = {"median": median(ratios), "least": ratios[0], "greatest": ratios[-1]}
+    return {"tokens": median(tokens), "sides": sides, "ratio": ratio}
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The stored result as the text of the docs."""
-    job, ratio = result["job"], result["ratio"]
-    rows = [
+    lines = [
         [
+            METHODS[method].label,
             SIDES[name],
             f"{side['step']:.2f}",
-            f"{job['tokens'] / side['step']:.0f}",
-            f"{side['computed']:,.0f}",
-            f"{result['norms'][name]:.4f}",
+            f"{side['tokens_per_second']:,.0f}",
+            f"{side['peak'] / 1024:,.0f}",
+            f"{side['above'] / 1024:,.0f}",
+            f"{side['norm']:.4f}",
         ]
-        for name, side in result["sides"].items()
+        for method, figures in result["methods"].items()
+        for name, side in figures["sides"].items()
     ]
-    what = (
-        f"TRL takes {ratio['median']:.2f} times as long ({ratio['least']:.2f} to {ratio['greatest']:.2f} in "
-        f"{job['repeats']} turns, each with different sequences): {job['rows']} per step with {job['tokens']:,.0f} "
-        f"tokens, completions log-normal with sigma {job['sigma']}; OMP_NUM_THREADS {result['threads']}. "
+    header = [
+        "method", "side", "optimizer step, s", "tokens of rows / s", "memory, MiB", "of it in training, MiB",
+        "first gradient's norm",
+    ]  # fmt: skip
+    ratios = "; ".join(
+        f"{METHODS[method].label} {{median:.2f}} ({{least:.2f}} to {{greatest:.2f}})".format(**figures["ratio"])
+        for method, figures in result["methods"].items()
     )
-    header = ["learner", "optimizer step, s", "tokens of rows / s", "tokens computed with", "first gradient's norm"]
-    return f"{table(header, rows)}\n\n{what}{conditions_in_words(result['conditions'])}"
+    job = (
+        f"TRL takes, times as long: {ratios}; {result['repeats']} turns, each with different sequences: 32 per "
+        f"step, answers log-normal with sigma {SIGMA}; OMP_NUM_THREADS {result['threads']}. "
+    )
+    return f"{table(header, lines)}\n\n{job}{conditions_in_words(result['conditions'])}"
 
 
-def write_rows(path: Path, seed: int) -> int:
-    """Write the prompts, completions and rewards of one step; returns their number of tokens."""
+def write_rows(path: Path, method: Method, seed: int) -> int:
+    """Write the prompts, answers and rewards of one step; returns their number of tokens, with the prompt counted once
+    per answer."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
-    groups = {}
-    for group in range(GROUPS):
-        lengths = rng.lognormal(np.log(MEDIAN_LENGTH), SIGMA, GROUP_SIZE).clip(2, LONGEST).astype(int)
-        groups[f"task {group}"] = {
+
+    def answer() -> list[int]:
+        length = int(np.clip(rng.lognormal(np.log(method.median_length), SIGMA), 2, LONGEST))
+        return [int(token) for token in rng.integers(300, VOCABULARY, length)]
+
+    rows = [
+        {
             "prompt": rng.integers(300, VOCABULARY, PROMPT).tolist(),
-            "completions": [rng.integers(300, VOCABULARY, length).tolist() for length in lengths],
-            "rewards": rng.permutation([0.0, 1.0] * (GROUP_SIZE // 2)).tolist(),
+            "answers": [answer() for _ in range(method.answers)],
+            "rewards": ([1.0, 0.0] * method.answers)[: method.answers],
         }
-    path.write_text(json.dumps(groups))
-    return sum(PROMPT + len(completion) for group in groups.values() for completion in group["completions"])
+        for _ in range(method.prompts)
+    ]
+    path.write_text(json.dumps(rows))
+    return sum(PROMPT + len(answer) for row in rows for answer in row["answers"])
 
 
 def make_model(folder: Path) -> None:
@@ -126,75 +167,75 @@ def make_model(folder: Path) -> None:
     make_fresh_model(folder, size, ["some words to learn merges from"], 0)
 
 
-def run(side: str, model: str, rows: Path, steps: int) -> dict[str, Any]:
+def run(side: str, method: str, model: Path, rows: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run one side to its end; its figures, with the median of its counted steps as `step`."""
+    out = rows.with_suffix(f".{side}")
+    job = {"method": method, "model": str(model), "rows": str(rows), "steps": options.steps, "out": str(out)}
     if side == "trl":
-        command = [str(TRL_PYTHON), str(ROOT / "benchmarks" / "trl_learner.py"), "--model", model, "--rows", str(rows)]
-        command += ["--batch-size", str(BATCH_SIZE), "--lr", str(LEARNING_RATE), "--steps", str(steps)]
+        start = trl_command("learn", batch_size=METHODS[method].batch_size, lr=LEARNING_RATE, **job)
     else:
-        command = [sys.executable, __file__, "--side", model, str(rows), "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
-    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        start = [sys.executable, __file__, "--side", json.dumps(job)]
+    run_to_end(side, start, rows.parent, options.threads)
+    figures: dict[str, Any] = json.loads(out.read_text())
     return figures | {"step": median(figures["seconds"][1:])}
 
 
-def measured(model: str, path: Path, steps: int) -> dict[str, Any]:
-    """envgym's side: seconds and gradient norms of optimizer steps on the rows; tokens computed with, padding
-    included."""
+def measured(method: str, model: str, rows: str, steps: int) -> dict[str, Any]:
+    """envgym's side: seconds and gradient norms of optimizer steps on the rows, and the peak memory in KiB."""
     from envgym.learner import RoleSpec, TrainSample, trajectories
-    from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
+    from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
     from envgym.workers.config import WorkersConfig
-    from envgym.workers.micro_batches import cost, micro_batches
+    from envgym.workers.micro_batches import micro_batches
     from envgym.workers.model import ModelWorker
     from envgym.workers.spec import WorkerSpec
 
     # `sequence` aggregation and no KL are GRPO's defaults, as TRL's are here; TRL adds 1e-4 to the standard deviation.
-    config = {"name": "grpo", "lr": LEARNING_RATE, "betas": (0.9, 0.95), "max_grad_norm": 1e9}
-    settings = WorkersConfig(dtype="float32", tokens_per_microbatch=TOKENS_PER_MICROBATCH)
+    config = {"name": method, "lr": LEARNING_RATE, "betas": (0.9, 0.95), "max_grad_norm": 1e9}
+    budget = METHODS[method].budget
+    settings = WorkersConfig(dtype="float32", tokens_per_microbatch=budget)
     worker = ModelWorker(WorkerSpec("actor", model, RoleSpec(trained=True), config, settings))
     worker.load()
     assert worker.learner is not None
+    reference = None
+    if method == "dpo":
+        reference = ModelWorker(WorkerSpec("reference", model, RoleSpec(), settings=settings))
+        reference.load()
+    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    objective = Objective.POLICY_GRADIENT if method == "grpo" else Objective.CROSS_ENTROPY
+
+    def episode(group: str, member: int, prompt: list[int], answer: list[int], reward: float) -> Episode:
+        row = Row(
+            [Segment("prompt", prompt), Segment("action", answer)], objective,
+            turns=[Turn(None if method == "grpo" else reward, StopReason.STOP)],
+        )  # fmt: skip
+        return Episode(f"{group}-{member}", Task(group), Outcome.finish(), [row], reward=reward, score=reward)
+
     groups = []
-    for name, group in json.loads(path.read_text()).items():
-        rows = [
-            Row(
-                [Segment("prompt", group["prompt"]), Segment("action", completion)], turns=[Turn(None, StopReason.STOP)]
-            )
-            for completion in group["completions"]
-        ]
-        for row, said in zip(rows, worker.forward([TrainSample.from_row(row) for row in rows]), strict=True):
-            row.segments[1].logprobs = said[PROMPT:].tolist()  # as sampled
-        episodes = [
-            Episode(f"{name}-{index}", Task(name), Outcome.finish(), [row], reward=reward, score=reward)
-            for index, (row, reward) in enumerate(zip(rows, group["rewards"], strict=True))
-        ]
-        groups.append(Group(name, Task(name), episodes))
-    learn_rows = worker.learner.prepare(trajectories(groups))
-    normalizers = worker.learner.loss_normalizers(learn_rows)
-    seconds, norms, computed = [], [], 0
+    for number, row in enumerate(json.loads(Path(rows).read_text())):
+        members = enumerate(zip(row["answers"], row["rewards"], strict=True))
+        episodes = [episode(str(number), member, row["prompt"], *pair) for member, pair in members]
+        groups.append(Group(str(number), Task(str(number)), episodes))
+    if method == "grpo":
+        sampled = [row for group in groups for episode in group.episodes for row in episode.rows]
+        for row, logprobs in zip(sampled, worker.forward([TrainSample.from_row(row) for row in sampled]), strict=True):
+            row.segments[1].logprobs = logprobs[PROMPT:].tolist()
+
+    seconds, norms = [], []
     for _ in range(steps):
+        given = trajectories(groups)
         began = time.perf_counter()
-        [batches] = micro_batches(learn_rows, TOKENS_PER_MICROBATCH, 1)
-        worker.accumulate(batches, normalizers)
+        if reference is not None:
+            samples = worker.learner.samples_to_score(given)
+            for sample, logprobs in zip(samples, reference.forward(samples), strict=True):
+                sample.arrays["reference"] = logprobs
+        samples = worker.learner.prepare(given)
+        [batches] = micro_batches(samples, budget, 1)
+        worker.accumulate(batches, worker.learner.loss_normalizers(samples))
         norms.append(worker.step(LEARNING_RATE)["grad_norm"])
         seconds.append(time.perf_counter() - began)
-        computed = sum(cost(batch, packed=False) for batch in batches)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     worker.close()
-    return {"seconds": seconds, "norms": norms, "computed": computed}
-
-
-def trl_version() -> str:
-    """The version of TRL in its own environment.
-
-    Raises:
-        SystemExit: there is none.
-    """
-    if not TRL_PYTHON.exists():
-        raise SystemExit("TRL's own environment is missing: the first lines of benchmarks/trl_requirements.txt make it")
-    code = "from importlib.metadata import version; print(version('trl'))"
-    return subprocess.run([TRL_PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return {"seconds": seconds, "norms": norms, "peak": peak, "above": peak - loaded}
 
 
 if __name__ == "__main__":

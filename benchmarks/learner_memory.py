@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from record import conditions, conditions_in_words, fill_docs, store, table
+from record import conditions, conditions_in_words, publish, table
 
 SIDES = {"full": "all logits at once", "ours": "envgym"}
 
@@ -51,10 +51,7 @@ def main() -> None:
         },
         "ratio": {"median": median(ratios), "least": ratios[0], "greatest": ratios[-1]},
     }
-    path = store("learner_memory", result)
-    text = markdown(result)
-    fill_docs("learner_memory", text)
-    print(f"{text}\n\nstored in {path}")
+    publish("learner_memory", result, markdown(result))
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from record import conditions, conditions_in_words, fill_docs, store, table
+from record import conditions, conditions_in_words, publish, table
 
 # layers and vocabulary of two models of 30 million parameters or more
 MODELS = {"kept logits": (9, 8192), "logits in slices": (6, 32768)}
@@ -40,10 +40,7 @@ def main() -> None:
     cases = {name: measured(layers, vocabulary, options.repeats) for name, (layers, vocabulary) in MODELS.items()}
     job = {"rows": ROWS, "length": LENGTH, "tokens_per_microbatch": TOKENS_PER_MICROBATCH, "repeats": options.repeats}
     result = {"conditions": where, "threads": threads, "job": job, "cases": cases}
-    path = store("learner_throughput", result)
-    text = markdown(result)
-    fill_docs("learner_throughput", text)
-    print(f"{text}\n\nstored in {path}")
+    publish("learner_throughput", result, markdown(result))
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -97,3 +97,10 @@ def fill_docs(name: str, text: str, page: Path = PAGE) -> None:
     before, rest = written.split(begin)
     _, after = rest.split(end)
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def publish(name: str, result: dict[str, Any], text: str, page: Path = PAGE) -> None:
+    """Store a result, and put its text into the docs. Raises what `fill_docs` does."""
+    path = store(name, result)
+    fill_docs(name, text, page)
+    print(f"\n{text}\n\nstored in {path}")

@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 from eval_throughput import SIZE, make_model
-from record import conditions, conditions_in_words, fill_docs, store, table
+from record import conditions, conditions_in_words, publish, table
 
 NAME = "rollout_throughput"
 GROUP_SIZE = 8
@@ -77,10 +77,7 @@ def main() -> None:
         "engine": ENGINE,
         "rows": rows,
     }
-    path = store(NAME, result)
-    text = markdown(result)
-    fill_docs(NAME, text)
-    print(f"{text}\n\nstored in {path}")
+    publish(NAME, result, markdown(result))
 
 
 def markdown(result: dict[str, Any]) -> str:

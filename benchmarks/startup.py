@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from record import conditions, fill_docs, store, table
+from record import conditions, conditions_in_words, publish, table
 
 COMMANDS = {
     "python -c pass": [sys.executable, "-c", "pass"],
@@ -70,11 +70,7 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     where = conditions(["envgym"])
     result = {"conditions": where, "repeats": repeats, "commands": measure(repeats)}
-    path = store("startup", result)
-    text = markdown(result)
-    note = f"Median of {repeats}, commit `{where['commit']}`, {where['date']}, {where['cores']} cores, "
-    fill_docs("startup", f"{text}\n\n{note}Python {where['python']}.")
-    print(f"{text}\n\nstored in {path}")
+    publish("startup", result, f"{markdown(result)}\n\nMedian of {repeats}. {conditions_in_words(where)}")
 
 
 if __name__ == "__main__":

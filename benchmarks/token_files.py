@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from record import ROOT, conditions, conditions_in_words, fill_docs, store, table
+from record import ROOT, conditions, conditions_in_words, publish, table
 
 NAME = "token_files"
 MOST = 16
@@ -38,10 +38,7 @@ def main() -> None:
         "files": {file: numbers for file, numbers in sorted(files.items()) if not file.startswith(RECORDS)},
         "records": sorted(file for file in files if file.startswith(RECORDS)),
     }
-    path = store(NAME, result)
-    text = markdown(result)
-    fill_docs(NAME, text, ROOT / "docs" / "reference" / "architecture.md")
-    print(f"{text}\n\nstored in {path}")
+    publish(NAME, result, markdown(result), ROOT / "docs" / "reference" / "architecture.md")
     if len(result["files"]) > MOST:
         raise SystemExit(f"{len(result['files'])} files handle an action's tokens; {MOST} may")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from record import conditions, conditions_in_words, fill_docs, store, table
+from record import conditions, conditions_in_words, publish, table
 
 SIZES = {"3M": (256, 4, 768), "30M": (512, 8, 1536), "300M": (1280, 14, 3840)}
 """Width, layers, feed-forward width; 2,048 tokens in the vocabulary."""
@@ -37,10 +37,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     job = {"repeats": options.repeats, "bucket_bytes": BUCKET}
     result: dict[str, Any] = {"conditions": where, "job": job, "rows": rows}
-    path = store("weight_transfer", result)
-    text = markdown(result)
-    fill_docs("weight_transfer", text)
-    print(f"{text}\n\nstored in {path}")
+    publish("weight_transfer", result, markdown(result))
 
 
 def markdown(result: dict[str, Any]) -> str:

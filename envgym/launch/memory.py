@@ -2,7 +2,8 @@
 
 Permanent tensors (weights, gradients, AdamW's moments) are counted, and divided by ZeRO as in S. Rajbhandari et al.,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3. Temporary ones (activations,
-communication buffers) follow a formula fitted to measurements on a CPU, in float32 (`benchmarks/memory_plan.py`).
+communication buffers) follow a formula fitted to measurements on a CPU, in float32 (`benchmarks/memory_plan.py` of
+commit `d1a86251`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 r"""math_verify: answers in the notations of models earn what the references earn, and copies of the problem nothing."""
 
 import asyncio
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +9,10 @@ import envgym
 from envgym.envs.math_verify.answers import grade_by_text
 from envgym.envs.math_verify.notation import plain
 from envgym.rewards.final_answers import boxed
+from envgym.types import Task
+from tests.envs.notations.copies import copies, copies_of_references
+from tests.envs.notations.notations import NOTATIONS
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 REFERENCES = [
     "3125", "-27648", r"14,\!400", r"11,\! 111,\! 111,\! 100", "58,500", ".35625", r"\frac{1}{2}", r"-\frac{35}{9}",
     r"\frac 34", r"\frac9{19}", r"1\frac{4}{5}", r"2\sqrt{113}", r"\frac{3\sqrt{3}}{4}", r"-\frac{\pi}{6}", "6+9i",
@@ -25,13 +25,6 @@ REFERENCES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def benchmarks(monkeypatch):
-    """The notations, and the script that grades them."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("math_notations")
-
-
 @pytest.fixture(scope="module")
 def spec():
     spec = envgym.spec("math_verify", grader_timeout=60)
@@ -40,27 +33,65 @@ def spec():
 
 
 @pytest.fixture
-def grade(benchmarks, spec):
+def grade(spec):
     """Whether answers, (problem, reference, written), earn the reward."""
-    return lambda answers: asyncio.run(benchmarks.grade_by_environment(spec, answers))[0]
+
+    async def grade_all(answers):
+        free = asyncio.Semaphore(4)
+
+        async def is_rewarded(problem, gold, written):
+            env = spec.make()
+            async with free:
+                await env.reset(options={"task": Task("t", problem, gold)})
+                _, reward, *_ = await env.step(envgym.Action(as_text(written)))
+                return reward == 1.0
+
+        await spec.ensure_setup()
+        return await asyncio.gather(*(is_rewarded(*case) for case in answers))
+
+    return lambda answers: asyncio.run(grade_all(answers))
 
 
-def test_references_in_other_notations_are_right(benchmarks, grade):
+def as_text(written):
+    """The model's text: `written` in a box, or `written` itself if it has one."""
+    return written if r"\boxed" in written else rf"\boxed{{{written}}}"
+
+
+def cases(rows):
+    """The answers to grade, by notation: with those made by hand where it applies to fewer than thirty of the data."""
+    tried = {}
+    for notation in NOTATIONS:
+        answers = ((row["problem"], row["answer"], notation.write(row["answer"])) for row in rows)
+        tried[notation.name] = [(problem, gold, written) for problem, gold, written in answers if written is not None]
+        if len(tried[notation.name]) < 30:
+            tried[notation.name] += notation.by_hand
+    return tried
+
+
+def grade_by_library(case):
+    """The library's verdict, with its own time limits."""
+    from math_verify import parse, verify
+
+    _, gold, written = case
+    return verify(parse(rf"\boxed{{{gold}}}"), parse(as_text(written)))
+
+
+def test_references_in_other_notations_are_right(grade):
     answers = [
         ("How much is it?", gold, written)
-        for notation in benchmarks.NOTATIONS
+        for notation in NOTATIONS
         for gold in REFERENCES
         if (written := notation.write(gold)) is not None
     ]
-    answers += [case for notation in benchmarks.NOTATIONS for case in notation.by_hand[::16]]
+    answers += [case for notation in NOTATIONS for case in notation.by_hand[::16]]
     assert len(answers) > 400
     verdicts = grade(answers)
     assert [case for case, right in zip(answers, verdicts, strict=True) if not right] == []
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_copies_and_undone_operations_earn_nothing(benchmarks, grade, every):
-    forged = list(benchmarks.copies())
+def test_copies_and_undone_operations_earn_nothing(grade, every):
+    forged = list(copies())
     assert len(forged) > 400
     forged = forged[::every]
     verdicts = grade([copy[1:] for copy in forged])
@@ -207,15 +238,15 @@ def test_a_spec_grades_a_problem_anew_where_only_the_problem_differs():
 
 
 @pytest.mark.slow
-def test_references_of_math_in_every_notation(benchmarks, grade, benchmark_data):
+def test_references_of_math_in_every_notation(grade, benchmark_data):
     """At least 99 % of what the library rewards, and no copy of MATH's own problems."""
     rows = [json.loads(line) for line in (benchmark_data / "math_500.jsonl").read_text().splitlines()][::4]
-    for name, answers in benchmarks.cases(rows).items():
+    for name, answers in cases(rows).items():
         both = [
             (case, right)
             for case, right in zip(answers, grade(answers), strict=True)
-            if right or benchmarks.grade_by_library(case)
+            if right or grade_by_library(case)
         ]
         assert sum(right for _, right in both) >= 0.99 * len(both), (name, [case for case, right in both if not right])
-    forged = list(benchmarks.copies_of_references(rows))
+    forged = list(copies_of_references(rows))
     assert not any(grade([copy[1:] for copy in forged]))

@@ -1,12 +1,12 @@
 """TRL's losses and gradients on random batches, stored in `numbers.json` for `tests/learners/test_against_trl.py`.
 
-    benchmarks/.venv-trl/bin/python tests/learners/trl/make_numbers.py
+    .venv/bin/python tests/learners/trl/make_numbers.py
 
-It runs in TRL's environment (`benchmarks/trl_requirements.txt`) and knows nothing of envgym. What is TRL's: the real
-`GRPOTrainer` and `RLOOTrainer`, whose `_prepare_inputs` turns completions and rewards into advantages and
-micro-batches, and whose `compute_loss` is differentiated. What is made up: the completions (there is nothing to
-generate) and the log-probabilities, which a table gives in place of a language model. All in float64; the tables hold
-multiples of 1/1024 and the rewards multiples of 1/8, which float32 holds exactly.
+It runs on TRL alone and knows nothing of envgym. What is TRL's: the real `GRPOTrainer` and `RLOOTrainer`, whose
+`_prepare_inputs` turns completions and rewards into advantages and micro-batches, and whose `compute_loss` is
+differentiated. What is made up: the completions (there is nothing to generate) and the log-probabilities, which a table
+gives in place of a language model. All in float64; the tables hold multiples of 1/1024 and the rewards multiples of
+1/8, which float32 holds exactly.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """TRL's losses and gradients of preferences, labels and demonstrations, stored in `offline.json` for
 `tests/learners/test_offline_against_trl.py`.
 
-    benchmarks/.venv-trl/bin/python tests/learners/trl/make_offline_numbers.py
+    .venv/bin/python tests/learners/trl/make_offline_numbers.py
 
-It runs in TRL's environment (`benchmarks/trl_requirements.txt`) and knows nothing of envgym. What is TRL's: the loss
-functions of the real `DPOTrainer`, `KTOTrainer`, `RewardTrainer` and `SFTTrainer`. What is made up: answers, and the
-log-probabilities and rewards that a table gives in place of a model (SFT has a small model, whose log-probabilities are
-stored). All in float64; the tables hold multiples of 1/1024, which float32 holds exactly.
+It runs on TRL alone and knows nothing of envgym. What is TRL's: the loss functions of the real `DPOTrainer`,
+`KTOTrainer`, `RewardTrainer` and `SFTTrainer`. What is made up: answers, and the log-probabilities and rewards that a
+table gives in place of a model (SFT has a small model, whose log-probabilities are stored). All in float64; the tables
+hold multiples of 1/1024, which float32 holds exactly.
 """
 
 from __future__ import annotations

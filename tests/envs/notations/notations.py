@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from more_notations import MORE_NOTATIONS
+from tests.envs.notations.more_notations import MORE_NOTATIONS
 
 
 class Notation(NamedTuple):
