@@ -214,9 +214,6 @@ def recipe_rows(name: str) -> Iterator[str]:
     stages = [dict(dotted_keys(merge_stage(recipe, stage))) for stage in separate]
     different = [stage for number, stage in enumerate(stages) if stage not in stages[:number]]
     first = [f"[`{name}`](../../envgym/config/recipes/{name}.yaml)", about(name)]
-    if "new_model" in recipe and "learner" not in recipe:  # its model ships
-        yield f"| {' | '.join([*first, *[''] * 7])} |"
-        return
     for settings in different:
         learner = settings.get("learner.name", settings.get("learner"))
         label = "" if len(stages) == 1 else f"`{settings.get('name', learner)}`"
