@@ -160,6 +160,8 @@ class EvalConfig(Settings):
     """Episodes per task."""
     greedy: bool = True
     """Also evaluate greedily before the first step and after the last."""
+    inspect_logs: bool = False
+    """In `envgym eval`: also write logs for inspect_ai, a package of the extra `inspect`."""
 
 
 class CheckpointConfig(Settings):

@@ -27,7 +27,7 @@ class EvalFolder(ResumableFolder):
     episodes.jsonl   every episode, written when it ends
     result.json      the result, for scripts
     result.csv       the same, a line for each environment
-    inspect/         a log for each environment that `inspect view` shows
+    inspect/         with `eval.inspect_logs`: a log for each environment that `inspect view` shows
     logs/            the output of every child process
     """
 

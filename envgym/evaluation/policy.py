@@ -14,7 +14,7 @@ from envgym.config.missing import missing_part_error
 from envgym.disk import unused_folder, write_atomically
 from envgym.env import EnvSpec
 from envgym.episodes.journal import episode_line
-from envgym.errors import ConfigError, NameNotFound, did_you_mean
+from envgym.errors import ConfigError, NameNotFound, did_you_mean, needs
 from envgym.hashing import task_hash, text_hash
 from envgym.launch.memory import check_episode_memory
 from envgym.launch.models import MakeModel, cached_recipe_model
@@ -24,7 +24,6 @@ from envgym.tasks.cursor import tasks_at
 from envgym.types import Group, Task
 
 from .folder import EvalFolder
-from .inspect_log import write_inspect_logs
 from .plan import Part, parts_of_env, parts_of_suite
 from .play import running_parts
 from .result import mean_score, result_of, score_warning
@@ -54,6 +53,9 @@ def new_evaluation(
         except NameNotFound as error:
             raise missing_part_error(f"suite {label}", parts_of(definition, size), error) from None
     config, model = parts[0].config, Path(parts[0].stage.model).name
+    if parts[0].stage.eval.inspect_logs:
+        with needs("inspect_ai", "inspect", "eval.inspect_logs"):
+            import envgym.evaluation.inspect_log  # noqa: F401
     parent = Path(config.evals_dir)
     path = parent / config.name if config.name else unused_folder(parent, Path(label).name.replace(":", "-"), model)
     folder = EvalFolder(path)
@@ -123,8 +125,11 @@ async def _run(
     envs = {part.name: _part_result(part, groups[part.name]) | described[part.name] for part in parts}
     result |= {"status": "completed", **_totals(parts, groups, envs), "envs": envs}
     write_atomically(folder.csv_file, csv_table(result))
-    write_inspect_logs(folder.inspect_folder, result, groups)
     folder.write_result(result)
+    if stage.eval.inspect_logs:
+        with needs("inspect_ai", "inspect", "eval.inspect_logs"):
+            from .inspect_log import write_inspect_logs
+        await write_inspect_logs(folder.inspect_folder, result, groups)
     return result
 
 
