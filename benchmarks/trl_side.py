@@ -323,7 +323,9 @@ def learn(job: Any) -> None:
                 for row in rows
             ]
             config = SFTConfig(**common, dataset_kwargs={"skip_prepare_dataset": True})
-            trainer = SFTTrainer(args=config, train_dataset=Dataset.from_list(given), callbacks=[times], **load(job.model))
+            trainer = SFTTrainer(
+                args=config, train_dataset=Dataset.from_list(given), callbacks=[times], **load(job.model)
+            )
         else:
             assert answers == 2
             names = ("chosen_ids", "rejected_ids")
