@@ -7,10 +7,8 @@ import contextlib
 import gc
 import os
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from envgym.env import CheckedEnv
 from envgym.errors import CallTimeout
@@ -116,24 +114,22 @@ LEFT_BEHIND = ("left behind",)
 
 
 async def check_left_behind(subject: Subject) -> list[Finding]:
-    """The finding on threads, processes and open files that remain after teardown. The calling process must have closed
-    its own environment."""
+    """The finding on processes and open files that remain after teardown. The calling process must have closed its own
+    environment."""
     if sys.platform != "linux":
         return [not_applicable("it needs Linux's /proc")]
     await _cycle(subject)  # resources that a library creates once, on its first use, are no leak
-    baseline = _resources()
+    n_files = _count_open_files()
     cycles = 1 if subject.needs_services else CYCLES
     for _ in range(cycles):
         await _cycle(subject)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    leftovers = _leftovers(baseline, cycles)
-    while leftovers and time.monotonic() < deadline:
+    while leftovers := _leftovers(n_files, cycles):
+        if time.monotonic() > deadline:
+            advice = "release in close what reset and step acquire, and in teardown what setup acquires"
+            return [failure(f"after {cycles} rounds of set-up, episodes and teardown there are {leftovers}", advice)]
         await asyncio.sleep(0.05)
-        leftovers = _leftovers(baseline, cycles)
-    if leftovers:
-        advice = "release in close what reset and step acquire, and in teardown what setup acquires"
-        return [failure(f"after {cycles} rounds of set-up, episodes and teardown there are {leftovers}", advice)]
-    return [ok("no threads, processes or open files")]
+    return [ok("no processes or open files")]
 
 
 async def _cycle(subject: Subject) -> None:
@@ -142,44 +138,30 @@ async def _cycle(subject: Subject) -> None:
         subject_copy = Subject(env_spec, subject.name, subject.settings)
         for task in await subject_copy.tasks(2):
             await subject_copy.play(task, 0, monkey(0))
-
-
-def _resources() -> dict[str, dict[Any, str]]:
     gc.collect()
-    loop = asyncio.get_running_loop()
-    pool_threads = getattr(getattr(loop, "_default_executor", None), "_threads", ())  # of asyncio.to_thread
-    threads = {t.ident: t.name for t in threading.enumerate() if t not in pool_threads}
-    return {"threads": threads, "processes": _processes(), "open files": _open_files()}
 
 
-def _leftovers(baseline: dict[str, dict[Any, str]], cycles: int) -> str:
-    """The resources that grew by at least one per cycle, as text; of processes a single one counts."""
+def _leftovers(n_files: int, cycles: int) -> str:
+    """Running processes, and open files beyond `n_files` if there is at least one per cycle, as text."""
     leftovers = []
-    for kind, resources in _resources().items():
-        new = [label for key, label in resources.items() if key not in baseline[kind]]
-        if len(new) >= cycles:
-            leftovers.append(f"{len(new)} {kind} more ({join_first(dict.fromkeys(new))})")
-        elif kind == "processes" and resources:
-            leftovers.append(f"{len(resources)} {kind} ({join_first(resources.values())})")
+    if processes := _processes():
+        leftovers.append(f"{len(processes)} processes ({join_first(dict.fromkeys(processes))})")
+    if (n_new := _count_open_files() - n_files) >= cycles:
+        leftovers.append(f"{n_new} open files more")
     return " and ".join(leftovers)
 
 
-def _processes() -> dict[int, str]:
+def _count_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _processes() -> list[str]:
     """Commands of all running descendants, except multiprocessing's helpers."""
-    commands = {}
+    commands = []
     for pid in descendants({os.getpid()}) - {os.getpid()}:
         with contextlib.suppress(OSError):  # the process ended meanwhile
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             is_helper = "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
             if (fields := stat(pid)) and fields[0] != "Z" and not is_helper:
-                commands[pid] = command[:60]
+                commands.append(command[:60])
     return commands
-
-
-def _open_files() -> dict[Any, str]:
-    targets = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the directory listing's own descriptor
-            target = os.readlink(entry)
-            targets[entry.name, target] = target
-    return targets

@@ -1,9 +1,10 @@
-"""Checks of single episodes: errors, limits of turns, return types (Gymnasium's) and answers to tool calls."""
+"""Checks of single episodes: errors, limits of turns, return types (Gymnasium's), answers to tool calls, and speed."""
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Mapping
 
 from envgym.rollout.scripted import script_of
@@ -11,23 +12,26 @@ from envgym.types import ToolCall, ToolSpec
 
 from .play import CheckedEpisode, text_of
 from .report import Finding, failure, join_first, not_applicable, ok, warning
-from .scripts import MAX_TURNS, call_action, injection, random_tokens, silence
+from .scripts import MAX_TURNS, call_action, random_text, random_tokens, silence
 from .subject import Subject
 
-CHECKS = ("episodes", "types", "tools")
+CHECKS = ("episodes", "types", "tools", "latency")
 TASKS = 6
 SECONDS = 5.0
+SLOW_SECONDS = 1.0
+"""A longer median call is a warning: a training step waits for its slowest episode."""
 
 
 async def check(subject: Subject) -> list[Finding]:
     """Run all scripts. The other checks of episodes need at least one episode without an error."""
     await _run_scripts(subject)
-    return [episodes_finding(subject), types_finding(subject.episodes), await tools_finding(subject)]
+    finding = episodes_finding(subject)
+    return [finding, types_finding(subject.episodes), await tools_finding(subject), latency_finding(subject.episodes)]
 
 
 async def _run_scripts(subject: Subject) -> None:
     async for number, task in subject.numbered_tasks(TASKS, SECONDS, fewest=2):
-        noise = {"empty": silence, "tokens": random_tokens(number), "injection": injection}
+        noise = {"empty": silence, "words": random_text(number), "tokens": random_tokens(number)}
         for name, script in (subject.scripts(task) | noise).items():
             subject.episodes.append(await subject.play(task, number, script, name))
             if subject.episodes[-1].hangs:
@@ -109,6 +113,19 @@ async def tools_finding(subject: Subject) -> Finding:
             advice = "answer every call with a message of the role tool that has its tool_call_id, as ToolBox does"
             return failure(f"a call of {call.name or 'nothing'} got no answer", advice)
     return ok(f"{join_first(specs, 5)}; wrong calls are answered")
+
+
+def latency_finding(episodes: list[CheckedEpisode]) -> Finding:
+    """The finding on durations: a warning if the median reset or step takes longer than `SLOW_SECONDS`."""
+    seconds = [episode.seconds for episode in episodes if episode.turns]
+    if not seconds:
+        return not_applicable("no step returned")
+    reset = statistics.median(durations[0] for durations in seconds)
+    step = statistics.median(duration for durations in seconds for duration in durations[1:])
+    message = f"reset {1000 * reset:.1f} ms, step {1000 * step:.1f} ms (medians)"
+    if max(reset, step) > SLOW_SECONDS:
+        return warning(message, "move work that is the same for every episode to EnvSpec.setup")
+    return ok(message)
 
 
 # -- schemas ----------------------------------------------------------------------------------------------

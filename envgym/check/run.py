@@ -17,7 +17,7 @@ from envgym.registry import spec
 from envgym.remote.client import RemoteEnvSpec
 from envgym.services.start import start_services, temporary_runtime
 
-from . import endings, episodes, latency, leak, repeatability, scores, tasks
+from . import endings, episodes, leak, repeatability, scores, tasks
 from .play import call_limit
 from .report import CheckVerdict, Finding, Report, failure, not_applicable
 from .subject import Subject
@@ -34,7 +34,6 @@ GROUPS: dict[tuple[str, ...], Callable[[Subject], Awaitable[list[Finding]]] | No
     repeatability.CHECKS: repeatability.check,
     OTHER_PROCESS: None,  # by `_compare_processes`
     repeatability.ISOLATION: repeatability.check_isolation,
-    latency.CHECKS: latency.check,
     leak.CHECKS: leak.check,
     scores.CHECKS: scores.check,
     endings.CHECKS: endings.check,

@@ -13,7 +13,7 @@ from envgym.types import Episode, Group, Limit, Task
 
 from .play import EPISODE_SECONDS, CheckedEpisode
 from .report import CheckVerdict, Finding, failure, not_applicable, ok, warning
-from .scripts import demonstration_script, injection, monkey, parrot, random_text, random_tokens, silence, with_noise
+from .scripts import demonstration_script, parrot, random_text, random_tokens, silence
 from .subject import Subject
 
 TASKS = 24
@@ -24,22 +24,17 @@ FULL = 0.95
 MUCH = 0.5
 """A mean score that is suspiciously high for a worthless completion."""
 NEAR_ONE = 0.9
-MARGIN = 0.25
-"""Talk to the grader has persuaded it if its score exceeds that of noise of the same length by this margin."""
 TRIVIAL = ("an empty answer", "random words", "random tokens", "the prompt repeated")
-INJECTION = "talk to the grader"
-GUESSES = 4
-"""Number of random guesses that are tried, with the demonstrations, to find a rewarded completion."""
 MISTAKES = ("environment", "invalid_environment")
 """Kinds of failure that are the environment's mistakes."""
-CHECKS = ("reward range", "trivial answers", "injection", "rambling", "demonstrations")
+CHECKS = ("reward range", "trivial answers", "demonstrations")
 
 
 @dataclass(slots=True)
 class ScoredEpisodes:
     """The episodes of each probe (a script) by its name, and of demonstrations by the task's number."""
 
-    probes: dict[str, list[Episode]] = field(default_factory=lambda: {name: [] for name in (*TRIVIAL, INJECTION)})
+    probes: dict[str, list[Episode]] = field(default_factory=lambda: {name: [] for name in TRIVIAL})
     demonstrations: dict[int, list[Episode]] = field(default_factory=dict)
     failure: str = ""
     """The reason of the last failed episode, which is excluded."""
@@ -67,7 +62,7 @@ class ScoredEpisodes:
 
 
 async def check(subject: Subject) -> list[Finding]:
-    """The findings on rewards and scores of trivial completions, a prompt injection, noise and demonstrations."""
+    """The findings on rewards and scores of trivial completions and of demonstrations."""
     scored = await _collect(subject)
     if scored.mistake:
         advice = "score_group may not raise for any completions"
@@ -75,24 +70,21 @@ async def check(subject: Subject) -> list[Finding]:
     if not [episode for episode in scored.episodes if episode.reward is not None or episode.score is not None]:
         return [_no_rewards_finding(subject, scored), *(not_applicable("no rewards are given") for _ in CHECKS[1:])]
     noise = scored.means()
-    talk = noise.pop(INJECTION, None)
     trivial = _trivial(noise, scored.has_scores)
     return [
         _reward_range(subject, scored),
         trivial,
-        _injection(talk, noise, scored.has_scores),
-        await _rambling(subject),
         _demonstrations(subject, scored, noise, trivial.verdict is CheckVerdict.FAILED),
     ]
 
 
 async def _collect(subject: Subject) -> ScoredEpisodes:
-    """Run the trivial completions, the injection and the demonstrations of some tasks. Failed episodes are omitted; the
-    last error is recorded."""
+    """Run the trivial completions and the demonstrations of some tasks. Failed episodes are omitted; the last error is
+    recorded."""
     scored = ScoredEpisodes()
     async for number, task in subject.numbered_tasks(TASKS, SECONDS, MIN_TASKS):
         trivial = (silence, random_text(number), random_tokens(number), parrot)
-        scripts: dict[str, Script] = {**dict(zip(TRIVIAL, trivial, strict=True)), INJECTION: injection}
+        scripts: dict[str, Script] = dict(zip(TRIVIAL, trivial, strict=True))
         for variant, turns in enumerate(subject.demonstrations(task)):
             scripts[f"demonstration {variant}"] = demonstration_script(turns)
         for name, episode in (await _run_group(subject, task, number, scripts)).items():
@@ -117,44 +109,6 @@ async def _run_group(
     group = Group("check", task, [episode.result for episode in finished])
     await score_group(subject.spec, group, EPISODE_SECONDS)
     return dict(zip(scripts, episodes, strict=True))
-
-
-async def _rambling(subject: Subject) -> Finding:
-    """A warning if noise after a rewarded completion does not lower its reward, but noise before it does: then the
-    grader only reads the beginning, and a policy learns to ramble until it is truncated."""
-    rows: list[tuple[float, float, float, float]] = []
-    async for number, task in subject.numbered_tasks(TASKS, SECONDS, MIN_TASKS):
-        noise = random_text(number)
-        scripts = {
-            f"demonstration {n}": demonstration_script(turns) for n, turns in enumerate(subject.demonstrations(task))
-        }
-        scripts |= {f"guess {n}": monkey(n) for n in range(GUESSES)}
-        episodes = await _run_group(subject, task, number, {"noise": noise} | scripts)
-        values = _values(episodes)
-        best_name = max(values, key=lambda name: values[name], default="noise")
-        if "noise" not in values or values[best_name] <= values["noise"]:
-            continue
-        actions = [turn.action for turn in episodes[best_name].turns]
-        positions = {name: with_noise(actions, noise, as_prefix=name == "front") for name in ("end", "front")}
-        noisy = _values(await _run_group(subject, task, number, positions))
-        if len(noisy) == len(positions):
-            rows.append((values["noise"], values[best_name], noisy["end"], noisy["front"]))
-    if not rows:
-        return not_applicable("no completion that was tried scored above noise")
-    noise_mean, clean, suffixed, prefixed = (statistics.fmean(column) for column in zip(*rows, strict=True))
-    message = f"the mean reward in {len(rows)} tasks is {clean:.3g}, with noise at the end {suffixed:.3g}"
-    message += f", at the beginning {prefixed:.3g}"
-    if all(row[2] >= row[1] for row in rows) and prefixed < (noise_mean + clean) / 2:
-        advice = "a policy will learn to ramble into its token limit: grade the whole completion"
-        return warning(message, advice)
-    return ok(message)
-
-
-def _values(episodes: Mapping[str, CheckedEpisode]) -> dict[str, float]:
-    """The reward, or without one the score, of each episode that has one."""
-    results = {name: episode.result for name, episode in episodes.items()}
-    values = {name: result.score if result.reward is None else result.reward for name, result in results.items()}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _format_means(means: Mapping[str, float]) -> str:
@@ -206,23 +160,6 @@ def _trivial(noise: Mapping[str, float], has_scores: bool) -> Finding:
         advice = "a policy may learn to write just that; is it meant to be rewarded that much?"
         return warning(f"{best_name} gets a mean score of {noise[best_name]:.2f}: {_format_means(noise)}", advice)
     return ok(f"mean scores: {_format_means(noise)}")
-
-
-def _injection(talk: float | None, noise: Mapping[str, float], has_scores: bool) -> Finding:
-    """The finding on `talk`, the mean score of the injection (None: it has none), against the trivial completions' in
-    `noise`."""
-    if talk is None:
-        return not_applicable("it could not be scored")
-    if not has_scores:
-        return not_applicable(f"rewards have no known scale: {talk:.2f}")
-    highest = max(noise.values(), default=0.0)
-    message = f"a completion that tells the grader to give the full score gets {talk:.2f}, noise {highest:.2f}"
-    if talk >= MUCH and talk >= highest + MARGIN:
-        advice = (
-            "give a grading model the completion as data, apart from its instructions, and parse its verdict strictly"
-        )
-        return failure(message, advice)
-    return ok(message)
 
 
 def _demonstrations(

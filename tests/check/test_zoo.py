@@ -27,10 +27,8 @@ FAILING = {
     "returns.py:CancelsATask": ("episodes", "step raised CancelledError"),
     "repeats.py:IgnoresItsSeed": ("seed", "lucky number is"),
     "repeats.py:SharedSecret": ("isolation", "with concurrent episodes"),
-    "rewards.py:LeaksInThePrompt": ("leak", "100% of 45 tasks"),
     "rewards.py:PaysForSilence": ("trivial answers", "an empty answer gets the full score"),
-    "endings.py:HoldsTheLoop": ("event loop", "step holds up all other episodes for"),
-    "endings.py:LeavesAProcess": ("left behind", "6 processes more (sleep 1000)"),
+    "endings.py:LeavesAProcess": ("left behind", "processes (sleep 1000)"),
     "tasks.py:SettingsThatGrow": ("settings", '"size": 4'),
     "tasks.py:DuplicateIds": ("tasks", "ids of train that several tasks have: 21"),
     "returns.py:TrustsThePolicy": ("episodes", "step raised ValueError: invalid literal for int()"),
@@ -78,15 +76,10 @@ FAILING = {
     "repeats.py:ResetsHalf": ("after the end", "gives another episode than a new one"),
     "rewards.py:NeverRewards": ("reward range", "no reward in any of"),
     "rewards.py:JudgesNoSilence": ("reward range", "score_group raised IndexError: list index out of range"),
-    "rewards.py:LeaksAtTheEnd": ("leak", "last number is the answer"),
-    "rewards.py:LeaksInATool": ("leak", "expected value"),
     "rewards.py:DemonstrationsThatRaise": ("demonstrations", "KeyError: 'solution'"),
     "rewards.py:FindsTheAnswerAnywhere": ("trivial answers", "the prompt repeated gets the full score"),
-    "rewards.py:Gullible": ("injection", "gets 1.00, noise 0.00"),
-    "endings.py:HoldsTheLoopInReset": ("event loop", "reset holds up"),
-    "endings.py:LeavesAThread": ("left behind", "6 threads more (telemetry)"),
     "endings.py:LeavesAFile": ("left behind", "6 open files more"),
-    "endings.py:LeavesAPool": ("left behind", "3 processes more (sleep 1000)"),
+    "endings.py:LeavesAPool": ("left behind", "processes (sleep 1000)"),
     "endings.py:CloseNeedsAReset": ("close", "no attribute 'task'"),
     "endings.py:CloseHangs": ("episodes", "close took longer than"),
     "endings.py:NoSchema": ("tools", "there is no type 'str'"),
@@ -95,8 +88,8 @@ FAILING = {
 NEED_A_PROCESS = {
     "returns.py:HoldsTheLoopForGood", "returns.py:SwallowsItsEnd", "returns.py:HangsInReset",
     "returns.py:HangsOnItsThread", "returns.py:EndsTheProcess", "repeats.py:OrderOfASet",
-    "repeats.py:WritesVariables", "endings.py:LeavesAProcess", "endings.py:LeavesAThread", "endings.py:LeavesAFile",
-    "endings.py:LeavesAPool", "endings.py:CloseHangs",
+    "repeats.py:WritesVariables", "endings.py:LeavesAProcess", "endings.py:LeavesAFile", "endings.py:LeavesAPool",
+    "endings.py:CloseHangs",
 }  # fmt: skip
 """Animals that would end this process, hold it up, or leave something in it."""
 QUICK = {"returns.py:HoldsTheLoopForGood", "repeats.py:OrderOfASet", "endings.py:LeavesAProcess"}
@@ -104,10 +97,11 @@ QUICK = {"returns.py:HoldsTheLoopForGood", "repeats.py:OrderOfASet", "endings.py
 WARNED_OF = {
     "returns.py:NeverEnds": ("episodes", "none ended within 30 turns"),
     "rewards.py:NeverPays": ("reward range", "no completion that was tried was rewarded"),
-    "rewards.py:ReadsTheBeginning": ("rambling", "is 1, with noise at the end 1, at the beginning 0"),
     "rewards.py:PaysTooMuch": ("reward range", "from -5 to 100"),
     "rewards.py:PaysForEffort": ("trivial answers", "gets a mean score of 0.60"),
     "rewards.py:FindsTheAnswerAnywhere": ("leak", "in the observation in 100%"),
+    "rewards.py:LeaksInThePrompt": ("leak", "in the observation in 100% of 90 tasks"),
+    "rewards.py:LeaksInATool": ("leak", "in the observation in 100%"),
 }
 
 
@@ -188,6 +182,13 @@ def test_an_episode_that_was_not_compared_after_a_reset_is_not_called_the_same()
     assert "was not compared" in ask("repeats.py:ResetsHalf", "after the end", CheckVerdict.WARNING).message
 
 
+def test_slow_calls_are_a_warning(monkeypatch):
+    monkeypatch.setattr("envgym.check.episodes.SLOW_SECONDS", 0.0)
+    found = ask("healthy.py:Sums", "latency")
+    assert found.verdict is CheckVerdict.WARNING
+    assert "EnvSpec.setup" in found.advice
+
+
 def test_a_healthy_one_gives_each_check_nothing_to_find():
     """But for the comparison with another process."""
     found = {check: ask("healthy.py:Sums", check) for group in GROUPS for check in group[:1] if check != "process"}
@@ -196,7 +197,7 @@ def test_a_healthy_one_gives_each_check_nothing_to_find():
 
 def test_every_check_has_an_animal_that_fails_it():
     """But for those that only ever warn."""
-    assert {check for check, _ in FAILING.values()} == set(CHECKS) - {"latency", "rambling"}
+    assert {check for check, _ in FAILING.values()} == set(CHECKS) - {"latency", "leak"}
 
 
 @pytest.mark.slow

@@ -1,38 +1,14 @@
-"""The event loop is held, or something stays when the episode or the environment is over."""
+"""Something stays when the episode or the environment is over."""
 # ruff: noqa: ASYNC220, ASYNC251, SIM115  (they are here to be found)
 
 import subprocess
 import tempfile
-import threading
 import time
 
 from healthy import Sums, SumsSpec
 
 import envgym
 from envgym.types import Observation, ToolSpec
-
-
-class HoldsTheLoop(Sums):
-    async def step(self, action):
-        if self.left == 1:
-            time.sleep(0.07)
-        return await super().step(action)
-
-
-class HoldsTheLoopInReset(Sums):
-    """Busy, not asleep."""
-
-    async def reset(self, *, seed=None, options=None):
-        end = time.monotonic() + 0.07
-        while time.monotonic() < end:
-            pass
-        return await super().reset(seed=seed, options=options)
-
-
-class LeavesAThread(Sums):
-    async def reset(self, *, seed=None, options=None):
-        threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="telemetry").start()
-        return await super().reset(seed=seed, options=options)
 
 
 class LeavesAProcess(Sums):

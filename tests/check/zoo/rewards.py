@@ -11,13 +11,6 @@ class LeaksInThePrompt(Sums):
         return self.say(f"{self.task.prompt} (solution: {self.task.answer})")
 
 
-class LeaksAtTheEnd(Sums):
-    """Behind words that are never the same."""
-
-    def ask(self):
-        return [{"role": "system", "content": f"{self.task.id} {self.task.answer}"}, *self.say("What is the sum?")]
-
-
 class LeaksInATool(Sums):
     def ask(self):
         told = f"Checks an answer against the expected value {self.task.answer}."
@@ -81,13 +74,6 @@ class FindsTheAnswerAnywhere(Sums):
         return self.task.answer in text
 
 
-class ReadsTheBeginning(Sums):
-    """Whatever follows the answer."""
-
-    def is_right(self, text):
-        return text.strip().startswith(self.task.answer)
-
-
 class NeverRewards(Sums):
     """Forgot what the second thing is for."""
 
@@ -107,13 +93,6 @@ class RaisesOrNeverRewards(Sums):
 
     async def step(self, action):
         return None, None, bool(action.text.split()[0]), False, {}
-
-
-class Gullible(Sums):
-    """Believes what it is told about the score."""
-
-    def is_right(self, text):
-        return super().is_right(text) or '"score": 1.0' in text
 
 
 class PaysForEffort(Sums):
