@@ -14,20 +14,18 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from envgym.errors import printable
 from envgym.net.retries import WAITS
 
-from .display import MAIN, METRICS, Display, LineDisplay, Pace, failure_suffix
-from .report import duration, score, summary_lines
+from .display import MAIN, METRICS, Display, LineDisplay, failure_suffix
+from .report import score, summary_lines
 
 REFRESHES_PER_SECOND = 2
 BARS = "▁▂▃▄▅▆▇█"
-PHASES = ("rollout", "score", "prepare", "learn", "sync", "eval")
 
 
 def open_display() -> Display:
@@ -44,16 +42,20 @@ class LiveDisplay(Display):
     def __init__(self, console: Console | None = None) -> None:
         self._title = Text("envgym", "bold")
         self._console = console or Console(highlight=False, file=cast(TextIO, _Lasting(sys.stdout)))
-        self._spinner = Spinner("dots")
-        self._phase, self._phase_began = "starting", time.monotonic()
-        self._episodes: tuple[int, int, str] | None = None
+        phase, count = (
+            TextColumn(f"{{task.{field}}}", markup=False, table_column=Column(overflow="fold"))
+            for field in ("description", "fields[count]")
+        )
+        self._phases = Progress(phase, BarColumn(20), count, TimeElapsedColumn())
+        self._phase = self._phases.add_task("starting", total=None, count="")
         self._begin_stage()
         self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=REFRESHES_PER_SECOND)
 
     def _begin_stage(self) -> None:
-        self._pace = Pace(time.monotonic)
+        text = TextColumn("[bold]step[/]  {task.completed}/{task.total}")
+        self._progress = Progress(text, BarColumn(30), TimeRemainingColumn(), speed_estimate_period=float("inf"))
+        self._bar = self._progress.add_task("", visible=False)
         self._step = self._steps = 0
-        self._estimate: tuple[float, float] | None = None
         self._metrics: Mapping[str, Any] = {}
         self._history: list[float] = []
         self._evaluations: list[tuple[int, Mapping[str, Any]]] = []
@@ -63,22 +65,22 @@ class LiveDisplay(Display):
 
     def phase(self, text: str) -> None:
         self._start()
-        self._phase, self._phase_began, self._episodes = text, time.monotonic(), None
+        self._phases.remove_task(self._phase)
+        self._phase = self._phases.add_task(text, total=None, count="")
 
     def rollout(self, n_done: int, total: int, failures: Mapping[str, int]) -> None:
-        self._episodes = (n_done, total, failure_suffix(failures)) if n_done < total else None
+        count = f"{n_done}/{total} episodes{failure_suffix(failures)}"
+        self._phases.update(self._phase, completed=n_done, total=total, count=count)
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
-        self._start()
         if self._steps and (step <= self._step or steps != self._steps):
             self._begin_stage()
-        seconds_left = self._pace.seconds_left(step, steps)
-        self._estimate = None if seconds_left is None else (time.monotonic(), seconds_left)
         self._step, self._steps, self._metrics = step, steps, metrics
+        self._progress.update(self._bar, completed=step, total=steps, visible=True)
         key = self._main_key()
         if key in metrics:
             self._history.append(metrics[key])
-        self._phase, self._phase_began, self._episodes = "training", time.monotonic(), None
+        self.phase("training")
 
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
         self._start()
@@ -102,7 +104,7 @@ class LiveDisplay(Display):
         self._console.print(Padding(table, (0, 1)))
 
     def close(self) -> None:
-        self._phase, self._episodes = "", None
+        self._phases.update(self._phase, visible=False)
         self._live.stop()
 
     def _start(self) -> None:
@@ -112,65 +114,29 @@ class LiveDisplay(Display):
 
     def render(self) -> RenderableType:
         """The panel with the latest state."""
-        parts: list[RenderableType] = []
-        if self._phase:
-            parts.append(self._activity())
-        if self._steps:
-            parts.append(self._table())
-        return Panel(Group(*parts), title=self._title, title_align="left", border_style="blue", padding=(0, 1))
-
-    def _activity(self) -> Table:
-        line = Table.grid(padding=(0, 1))
-        self._spinner.update(text=Text(self._phase))
-        parts: list[RenderableType] = [self._spinner]
-        if self._episodes is not None:
-            n_done, total, failures = self._episodes
-            parts.append(ProgressBar(total, n_done, width=20))
-            parts.append(Text(f"{n_done}/{total} episodes", "dim").append(failures, "red"))
         waits = [(url, end - time.monotonic()) for url, end in list(WAITS.items())]
-        parts += [Text(f"{url} cannot be reached: {wait:.0f} s left", "red") for url, wait in waits if wait > 0]
-        elapsed = time.monotonic() - self._phase_began
-        line.add_row(*parts, Text(duration(elapsed) if elapsed >= 3 else "", "dim"))
-        return line
+        lines = [Text(f"{url} cannot be reached: {wait:.0f} s left", "red") for url, wait in waits if wait > 0]
+        tables = [self._phases.make_tasks_table(self._phases.tasks), *lines]
+        tables += [self._progress.make_tasks_table(self._progress.tasks), self._table()]
+        parts = [part for part in tables if not isinstance(part, Table) or part.row_count]
+        return Panel(Group(*parts), title=self._title, title_align="left", border_style="blue", padding=(0, 1))
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        steps = Table.grid(padding=(0, 2))
-        bar = ProgressBar(self._steps, self._step, width=30)
-        steps.add_row(Text(f"{self._step}/{self._steps}"), bar, Text(self._time_left()))
-        table.add_row(Text("step", "bold"), steps)
-        key = self._main_key()
-        if self._history:
-            name, form = METRICS[key]
-            bounds = None if key == "loss" else (0.0, 1.0)
-            text = Text(form.format(self._history[-1])).append("  " + sparkline(self._history, 40, bounds), "cyan")
-            table.add_row(Text(name, "bold"), text)
-        if self._evaluations:
-            table.add_row(Text("held-out", "bold"), self._held_out())
-        for key in ("preference/margin", "tokens/per_second", "mismatch/max"):
+        main = self._main_key()
+        for key, (name, form) in METRICS.items():
             if key in self._metrics:
-                name, form = METRICS[key]
-                table.add_row(Text(name, "bold"), Text(form.format(self._metrics[key])))
-        times = [
-            f"{phase} {self._metrics[key]:.2f} s" for phase in PHASES if (key := f"seconds/{phase}") in self._metrics
-        ]
-        if times:
-            table.add_row(Text("time", "bold"), Text("  ".join(times), "dim"))
+                text = Text(form.format(self._metrics[key]))
+                if key == main:
+                    text.append("  " + sparkline(self._history, 40, None if key == "loss" else (0.0, 1.0)), "cyan")
+                table.add_row(Text(name, "bold"), text)
+        if self._evaluations:
+            (first_step, first), (step, latest) = self._evaluations[0], self._evaluations[-1]
+            text = Text(score(latest), "bold yellow").append(f"  at step {step}", "dim")
+            if first_step != step:
+                text.append(f"  from {score(first)}", "dim")
+            table.add_row(Text("held-out", "bold"), text)
         return table
-
-    def _held_out(self) -> Text:
-        step, latest = self._evaluations[-1]
-        text = Text(score(latest), "bold yellow").append(f"  at step {step}", "dim")
-        first_step, first = self._evaluations[0]
-        if first_step != step:
-            text.append(f"  from {score(first)}", "dim")
-        return text
-
-    def _time_left(self) -> str:
-        if self._estimate is None or self._step >= self._steps:
-            return ""
-        estimated, seconds_left = self._estimate
-        return f"{duration(max(0.0, seconds_left - (time.monotonic() - estimated)))} left"
 
     def _main_key(self) -> str:
         return next((key for key in MAIN if key in self._metrics), MAIN[-1])

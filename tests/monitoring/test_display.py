@@ -255,11 +255,11 @@ def test_the_table_shows_the_state_of_the_run(live):
     display.rollout(128, 512, {"engine": 3})
     table = draw()
     for shown in (
-        "3/60", "left", "0.750", "▃▅▇", "0.412 [0.370, 0.455]", "at step 0", "4,211", "1.2e-06",
+        "3/60", "0.750", "▃▅▇", "0.412 [0.370, 0.455]", "at step 0", "4,211", "1.2e-06", "1.9",
         "128/512 episodes, failed: engine 3",
-        "rollout 1.10 s", "learn 0.70 s",
     ):  # fmt: skip
         assert shown in table, shown
+    assert re.search(r"step  3/60 .* 0:00:\d\d", table)  # and the time left
 
 
 def test_a_wait_for_a_server_counts_down_until_it_is_over(live, monkeypatch):
