@@ -51,10 +51,6 @@ class SettingsNote(UserWarning):
     """A note about the settings of a run. The command line prints each note once, in one line."""
 
 
-class RenamedSetting(SettingsNote):
-    """A setting under an old name, which is still accepted."""
-
-
 class DroppedSettings(SettingsNote):
     """Settings that are dropped because their learner, agent or environment was replaced by another. The command line
     prints it as one line."""

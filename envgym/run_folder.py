@@ -229,16 +229,15 @@ class RunFolder:
 
     @staticmethod
     def read_state(checkpoint: Path) -> dict[str, Any]:
-        """The controller's state in a checkpoint of `add_checkpoint`. Raises `CheckpointDamaged` if it cannot be read,
-        and `RunError` if its format is no longer supported."""
-        check_checkpoint_format(checkpoint)
+        """The controller's state in a checkpoint of `add_checkpoint`. Raises `CheckpointDamaged` if it cannot be
+        read."""
         file = checkpoint / CONTROLLER
         try:
             state = state_from_json(file.read_text(encoding="utf-8"))
-            if (file := checkpoint / FILES).is_file():  # versions before this file have none
-                for name, size in json.loads(file.read_text(encoding="utf-8")).items():
-                    if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size:
-                        raise CheckpointDamaged(f"{checkpoint / name} cannot be read (it is missing or truncated)")
+            file = checkpoint / FILES
+            for name, size in json.loads(file.read_text(encoding="utf-8")).items():
+                if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size:
+                    raise CheckpointDamaged(f"{checkpoint / name} cannot be read (it is missing or truncated)")
             return state
         except OSError as error:
             raise CheckpointDamaged(f"{file} cannot be read ({error.strerror})") from None
@@ -306,7 +305,7 @@ def policy_of_run(folder: Path) -> Path:
     if not isinstance(stages, list):
         raise ConfigError(f"{folder} holds no model, and is not the folder of a run")
     names = [stage_name(stage.get("name"), stage["learner"]["name"]) for stage in stages]
-    kinds = [stage.get("kind", stage.get("do")) for stage in stages]  # `do` in runs of earlier versions
+    kinds = [stage.get("kind", "train") for stage in stages]
     trained = [path for path, kind in zip(stage_folders(folder, names), kinds, strict=True) if kind == "train"]
     if not trained:
         raise ConfigError(f"run {folder} trains no policy")
@@ -318,15 +317,6 @@ def policy_of_run(folder: Path) -> Path:
             f"run {folder} has not ended, so it has no final policy: envgym train --resume {folder}{alternative}"
         )
     return stage.model
-
-
-def check_checkpoint_format(checkpoint: Path) -> None:
-    """Raise `RunError` for a checkpoint in the format of earlier versions."""
-    if (checkpoint / "controller.pickle").is_file() and not (checkpoint / CONTROLLER).is_file():
-        raise RunError(
-            f"checkpoint {checkpoint} was written by an earlier version of envgym as a pickle, which can run code: "
-            "only that version can resume from it"
-        )
 
 
 def run_of_checkpoint(checkpoint: Path) -> tuple[Path, int] | None:

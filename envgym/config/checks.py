@@ -9,8 +9,6 @@ from envgym.errors import ConfigError, DataError, did_you_mean
 from envgym.learner import Learner, LearnerConfig, RoleSpec
 from envgym.tasks import DataConfig
 
-from .known_settings import settings_of
-from .renamed import RENAMED
 from .schema import Component, RoleConfig, StageConfig
 from .words import AUTO
 
@@ -32,9 +30,6 @@ def complete_stage(stage: StageConfig, *, samples_only: bool = False) -> None:
         stage.agent = Component(name=spec.agent, **stage.agent.settings)
     agent_class, agent_config = stage.agent_config()
     learner_class, learner_config = stage.learner_config()
-    for setting in settings_of(learner_class.Config, "learner."):
-        if new := RENAMED.get(setting.key):  # in a user's learner, where it would have no effect
-            raise ConfigError(f"{setting.key} is now {new}: rename it in learner {stage.learner.name}")
     _check_roles(stage, learner_class(learner_config).roles, samples=agent_class.uses_policy)
     if stage.kind == "train" and learner_class.needs_policy_samples and not agent_class.uses_policy:
         raise ConfigError(

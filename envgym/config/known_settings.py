@@ -21,7 +21,6 @@ from envgym.registry import load_component
 from envgym.tasks import DataConfig
 from envgym.yaml_files import read_yaml
 
-from .renamed import RENAMED
 from .schema import RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, component_mapping, merge, parse_overrides
 
@@ -87,13 +86,12 @@ def other_names() -> dict[str, list[str]]:
 
 
 def similar_keys(key: str, known_keys: Sequence[str]) -> list[str]:
-    """The `known_keys` that an unknown key most likely stands for, 3 at most: settings with this name in other programs
-    or earlier versions, then keys with the same last part."""
+    """The `known_keys` that an unknown key most likely stands for, 3 at most: settings with this name in other
+    programs, then keys with the same last part."""
     group, _, last_part = key.replace("-", "_").lower().rpartition(".")
     groups = {name.rpartition(".")[0] for name in known_keys}
     choices = groups.union(known_keys, StageConfig.model_fields)
     synonyms = [name for name, aliases in other_names().items() if last_part in aliases and name in choices]
-    synonyms += [new for old, new in RENAMED.items() if old.rpartition(".")[2] == last_part and new in known_keys]
     namesakes = [name for name in known_keys if name.rpartition(".")[2] == last_part and name != key]
     if group in groups - {""}:  # the same word in another group's subgroup, or for a kind of thing, means another thing
         namesakes = [name for name in namesakes if name.startswith(f"{group}.") or name.count(".") < 2]

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from envgym.errors import ConfigError, DroppedSettings, NameNotFound, UnknownKey, did_you_mean
 from envgym.render import RenderConfig
 from envgym.run_folder import run_of_checkpoint, stage_name
-from envgym.settings import leaves, validate_settings
+from envgym.settings import deep_merge, leaves, validate_settings
 from envgym.yaml_files import read_yaml
 
 from .checks import complete_stage
@@ -24,8 +24,7 @@ from .known_settings import config_class, with_suggestion
 from .learning_rate import default_rate, size_of
 from .missing import missing_part_error, parts_of_recipe
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model, rates_of_recipe
-from .renamed import rename_settings, with_earlier_defaults
-from .replaced import Replaced
+from .replaced import split_settings
 from .schema import STAGE, RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, changes_name, component_mapping, expand_keys, merge, merge_stage, without_warmup
 
@@ -52,9 +51,8 @@ def resolve(
     `samples_only` they are for an evaluation or a rollout, which may be greedy. Raises `ConfigError`, `NameNotFound` or
     `DataError`.
     """
-    overrides = rename_settings(expand_keys(settings or {}), warn=True)
-    from_file = rename_settings(expand_keys(read_yaml(Path(file))), warn=True) if file is not None else {}
-    from_file = with_earlier_defaults(from_file)
+    overrides = expand_keys(settings or {})
+    from_file = expand_keys(read_yaml(Path(file))) if file is not None else {}
     chosen_recipe = overrides.get("recipe") or recipe
     recipe = chosen_recipe or from_file.get("recipe") or DEFAULT_RECIPE
     if misplaced := [key for key in OF_NEW_MODEL if key in from_file or key in overrides]:
@@ -74,8 +72,6 @@ def resolve(
         parts = set() if is_saved else set(parts_of_recipe(load_recipe(recipe)))
         final_parts = parts_of_recipe({"stages": [stage.settings for stage in stages]})
         raise missing_part_error(f"recipe {recipe}", parts.intersection(final_parts), error) from None
-    for note in dict.fromkeys(note for stage in stages for note in stage.replaced.notes(stage.settings)):
-        warnings.warn(DroppedSettings(note), stacklevel=2)
     return config
 
 
@@ -122,8 +118,6 @@ def _merge_layers(layers: Sequence[Layer]) -> list[LayeredStage]:
         del stages[len(separate) :]
         for stage, settings in zip(stages, separate, strict=True):
             stage.add_layer(common, of_model=layer.source == "model")
-            if layer.source == "caller" and isinstance(value, list) and settings.get("epochs") is not None:
-                settings = {**settings, "steps": None}  # configurations that earlier versions saved hold both
             stage.add_layer(settings)
             stage.pinned_model = settings.get("model", stage.pinned_model)
     if len(stages) > 1:
@@ -154,12 +148,15 @@ def _validate(run: Mapping[str, Any], stages: Sequence[LayeredStage], samples_on
 
 @dataclass
 class LayeredStage:
-    """The settings of one stage, merged layer by layer, and the settings dropped on the way."""
+    """The settings of one stage, merged layer by layer."""
 
     settings: dict[str, Any] = field(default_factory=lambda: {"agent": AUTO})
     pinned_model: Any = None
     """The model given for this stage alone: a model for all stages does not replace it."""
-    replaced: Replaced = field(default_factory=Replaced)
+    model_settings: Mapping[str, Any] = field(default_factory=dict)
+    """The model's settings for learners, which may be dropped without a note."""
+    optional_roles: set[str] = field(default_factory=set)
+    """Roles that the learner may lack: those of a model's settings, or of a learner that was replaced."""
 
     @property
     def name(self) -> str:
@@ -170,7 +167,7 @@ class LayeredStage:
         """Merge one more layer. `of_model`: a model's settings; the learner may lack its roles and settings, and its
         steps do not replace epochs."""
         if of_model:
-            self.replaced.model_settings = component_mapping(layer.get("learner", {}))
+            self.model_settings = component_mapping(layer.get("learner", {}))
         if of_model and self.settings.get("epochs") is not None:
             layer = {key: value for key, value in layer.items() if key != "steps"}
         settings = without_warmup(self.settings, layer)
@@ -181,21 +178,37 @@ class LayeredStage:
         for kind in COMPONENTS:
             old, new = component_mapping(settings.get(kind, {})), component_mapping(layer.get(kind, {}))
             if changes_name(old, new):
-                merged[kind] = self.replaced.replace(kind, old, new, settings.get("roles", {}))
-        if isinstance(roles := layer.get("roles", {}), Mapping):
-            self.replaced.add_roles(roles, of_model=of_model)
+                shared, dropped = split_settings(kind, old, new["name"])
+                merged[kind] = deep_merge(shared, new)
+                self._note_dropped(kind, old["name"], new, dropped)
+                if kind == "learner":
+                    self.optional_roles.update(settings.get("roles", {}))
+        if isinstance(roles := layer.get("roles"), Mapping):
+            others = self.optional_roles.difference(roles)
+            self.optional_roles = others.union(roles) if of_model else others
         self.settings = merged
+
+    def _note_dropped(self, kind: str, old: str, new: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Warn of `settings` of the component `old` that `new` does not get, unless they are the model's."""
+        model = self.model_settings if kind == "learner" else {}
+        if keys := [f"{kind}.{key}" for key in settings if key not in new and settings[key] != model.get(key, ...)]:
+            note = f"{kind} {new['name']} does not have these settings of {old}, which are dropped: {', '.join(keys)}"
+            warnings.warn(DroppedSettings(note), stacklevel=2)
 
     def drop_model_settings(self) -> None:
         """Drop the model's settings for learners that this stage's learner does not have."""
         learner = component_mapping(self.settings.get("learner", {}))
-        if self.replaced.model_settings and (name := learner.get("name")):
+        if self.model_settings and (name := learner.get("name")):
             fields = config_class("learner", name).model_fields
-            self.settings["learner"] = self.replaced.without_model_settings(learner, fields)
+            self.settings["learner"] = {
+                key: value
+                for key, value in learner.items()
+                if key in fields or value != self.model_settings.get(key, ...)
+            }
 
     def drop_roles(self, learner_roles: Collection[str]) -> None:
-        """Drop the roles that were set for another learner and are not among the `learner_roles`."""
-        if dropped := self.replaced.drop_roles(self.settings.get("roles", {}), learner_roles):
+        """Drop the optional roles that are not among the `learner_roles`."""
+        if dropped := self.optional_roles.difference(learner_roles):
             roles = self.settings["roles"].items()
             self.settings["roles"] = {role: settings for role, settings in roles if role not in dropped}
 

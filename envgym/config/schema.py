@@ -7,6 +7,8 @@ A key outside `stages` applies to every stage. The run folder's `config.yaml` ho
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -14,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Ty
 
 from envgym.agent import Agent, AgentConfig
 from envgym.env import EnvSpec
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, reported_as
 from envgym.learner import Learner, LearnerConfig, RoleSpec
 from envgym.registry import load_component, spec
 from envgym.render import RenderConfig
@@ -25,9 +27,9 @@ from envgym.settings import Settings, validate_settings
 from envgym.tasks.curriculum import CurriculumConfig
 from envgym.workers.config import WorkersConfig
 from envgym.workers.lora import LoraConfig
+from envgym.yaml_files import read_yaml
 
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE
-from .renamed import rename_settings
 from .words import AUTO, WARMUPS, component_mapping, merge
 
 
@@ -342,11 +344,6 @@ class StageConfig(Settings):
     keep: KeepConfig = KeepConfig()
     sync: SyncConfig = SyncConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rename(cls, settings: Any) -> Any:
-        return rename_settings(settings) if isinstance(settings, Mapping) else settings
-
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:
         self.steps = None if self.epochs else self.steps or type(self).model_fields["steps"].default
@@ -441,6 +438,14 @@ class RunConfig(Settings):
     def stages_by_name(self) -> dict[str, StageConfig]:
         """The stages by their names."""
         return dict(zip(self.stage_names, self.stages, strict=True))
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """The configuration that a run saved. Raises `ConfigError` if this version of envgym cannot read it."""
+        saved = read_yaml(file)
+        problem = f"{file} is not of this version of envgym ({version('envgym')}), or was changed"
+        with reported_as(ConfigError, problem, cause=ConfigError):
+            return validate_settings(cls, saved)
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
-from envgym.config.renamed import with_earlier_defaults
 from envgym.config.schema import RunConfig
 from envgym.disk import write_atomically
 from envgym.errors import ConfigError, RunError, reported_as
@@ -68,9 +68,10 @@ class EvalFolder(ResumableFolder):
     def parts(self) -> list[Part]:
         """The parts, all for one model. Raises `RunError` if they cannot be read."""
         try:
-            return [Part(**{**part, "config": with_earlier_defaults(part["config"])}) for part in self._parts]
-        except (TypeError, ValueError, KeyError) as error:
-            raise RunError(f"{self.config_file} is damaged ({type(error).__name__}): start a new evaluation") from None
+            return [Part(**part) for part in self._parts]
+        except (TypeError, ValueError):
+            problem = f"{self.config_file} is damaged, or not of this version of envgym ({version('envgym')})"
+            raise RunError(f"{problem}: start a new evaluation") from None
 
     @property
     def config(self) -> RunConfig:

@@ -21,7 +21,6 @@ from envgym.render import load_renderer
 from envgym.run_folder import (
     CONTROLLER,
     RunFolder,
-    check_checkpoint_format,
     policy_of_run,
     run_of_checkpoint,
     run_of_model,
@@ -186,14 +185,13 @@ def _origin(checkpoint: Path) -> tuple[Path, RunConfig, list[RunFolder], int]:
         raise ConfigError(f"checkpoint {checkpoint} is not in a run folder, whose config.yaml is needed to read it")
     run, index = origin
     file = run / "config.yaml"
-    config = validate_settings(RunConfig, read_yaml(file), str(file))
+    config = RunConfig.read(file)
     if index >= len(config.stages):
         raise ConfigError(f"checkpoint {checkpoint} is of stage {index + 1}, and {file} has {len(config.stages)}")
     return run, config, stage_folders(run, config.stage_names), index
 
 
 def _check_ranks(checkpoint: Path, stage: StageConfig) -> None:
-    check_checkpoint_format(checkpoint)
     n_files, ranks = len(list(checkpoint.glob("actor/rank-*.pt"))), stage.workers_of("actor").ranks
     if not (checkpoint / CONTROLLER).is_file() or not n_files:
         raise ConfigError(f"checkpoint {checkpoint} is incomplete: choose another one")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from envgym.errors import ConfigError, did_you_mean, reported_as
 from envgym.limits import limits
@@ -39,11 +39,6 @@ class RenderConfig(Settings):
     @classmethod
     def _from_kind(cls, value: Any) -> Any:
         return {"kind": value} if isinstance(value, str) else value
-
-    @model_serializer(mode="wrap")
-    def _as_kind(self, dump: Any) -> Any:
-        """The kind alone if nothing else is set, as earlier versions saved it."""
-        return self.kind if self == RenderConfig(kind=self.kind) else dump(self)
 
     def set_template(self, tokenizer: Any) -> None:
         """Give `tokenizer` the template, with the variables in it, so that they are saved with the model. Raises

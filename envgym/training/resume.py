@@ -175,10 +175,11 @@ def _has_stage(folder: Path) -> bool:
 def resume_config(name_or_path: str, runs_dir: str, changes: Mapping[str, Any] | None = None) -> RunConfig:
     """The saved configuration of a run, by name or folder, with the `changes` that `check_changes` allows.
 
-    Raises `RunError` if the run has already taken more steps.
+    Raises `RunError` if the run has already taken more steps, and `ConfigError` for one of another version of envgym.
     """
     folder, changes = _saved_run(name_or_path, runs_dir), dict(changes or {})
     of_last = {key: changes.pop(key) for key in [*changes] if key in {key.partition(".")[0] for key in LAST_STAGE_KEYS}}
+    RunConfig.read(folder / "config.yaml")
     config = resolve(changes, file=folder / "config.yaml")
     if of_last:
         n_steps = config.stages[-1].steps
@@ -210,7 +211,7 @@ def derived_config(name_or_path: str, runs_dir: str, changes: Mapping[str, Any] 
     origin = run_of_checkpoint(Path(name_or_path))
     folder = _saved_run(name_or_path, runs_dir) if origin is None else origin[0]
     index, file = (-1 if origin is None else origin[1]), folder / "config.yaml"
-    names = resolve(file=file).stage_names
+    names = RunConfig.read(file).stage_names
     stage_folder = stage_folders(folder, names)[index]
     checkpoint = stage_folder.last_checkpoint() if origin is None else Path(name_or_path)
     if checkpoint is None or not (checkpoint / CONTROLLER).is_file():

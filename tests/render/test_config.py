@@ -127,15 +127,15 @@ def test_a_template_of_ones_own(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ({"render": "text"}, "text"),
+        ({"render": "text"}, {"kind": "text"}),
         ({"render": {"keep_thoughts": True}}, {"kind": "auto", "keep_thoughts": True}),
         ({"render": {"kind": "chat", "template_kwargs": {"enable_thinking": False}}}, {"kind": "chat"}),
     ],
 )
-def test_the_kind_alone_stays_a_word(words, expected):
+def test_the_kind_alone_may_be_a_word(words, expected):
     config = resolve({"env": "math_verify", **words})
     saved = config.model_dump(mode="json")["stages"][0]["render"]
-    assert (saved == expected) if isinstance(expected, str) else (expected.items() <= saved.items())
+    assert expected.items() <= saved.items()
     assert StageConfig(**config.stages[0].model_dump()).render == config.stages[0].render
 
 

@@ -1,6 +1,7 @@
 """Resuming with other settings, beginning from another run's checkpoint, and removing files of past steps."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,16 @@ def test_stages_cannot_be_set_of_a_run_that_begins_from_another(tmp_path):
     assert derived_config("run", str(tmp_path), {"steps": 7}).stages[0].steps == 7
     with pytest.raises(ConfigError, match="leave out stages"):
         derived_config("run", str(tmp_path), {"stages": {"grpo": {"steps": 7}}})
+
+
+def test_a_run_of_another_version_is_refused_in_a_line_that_says_so(tmp_path):
+    saved_run(tmp_path / "run")
+    file = tmp_path / "run/config.yaml"
+    file.write_text(file.read_text().replace("kind: train", "do: train"))
+    problem = rf"config.yaml is not of this version of envgym \({version('envgym')}\), .*: unknown key 'stages.0.do'"
+    for use in (resume_config, derived_config):
+        with pytest.raises(ConfigError, match=problem):
+            use("run", str(tmp_path))
 
 
 def test_a_change_of_a_setting_that_the_old_file_lacks_is_recorded(tmp_path):

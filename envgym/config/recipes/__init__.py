@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-from envgym.config.renamed import OLD_NAMES, rename_settings
 from envgym.config.words import expand_keys
 from envgym.disk import cache_folder
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
@@ -54,7 +53,8 @@ def _read_recipe(name: str) -> dict[str, Any]:
         if path.parent != FOLDER:
             raise ConfigError(f"recipe file {name} does not exist")
         raise NameNotFound(f"no recipe {name!r}.{did_you_mean(name, recipe_names())} See: envgym config recipes")
-    return rename_settings(expand_keys(read_yaml(path)), warn=True)
+    settings: dict[str, Any] = expand_keys(read_yaml(path))
+    return settings
 
 
 def makes_model(name: str) -> bool:
@@ -77,7 +77,7 @@ def recipe_model_folder(name: str) -> Path:
 def cached_model_folder(name: str) -> Path:
     """The folder of the model that a recipe makes on this machine. It depends on the recipe's text alone: changed
     contents of a data file that the recipe names make no new model."""
-    recipe = rename_settings(load_recipe(name), OLD_NAMES)  # finds models that were made before a setting was renamed
+    recipe = load_recipe(name)
     recipe.pop("model_settings", None)
     key = hashlib.sha256(yaml.safe_dump(recipe).encode()).hexdigest()[:12]
     return cache_folder("models") / f"{Path(name).stem}-{key}"
