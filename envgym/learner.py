@@ -183,11 +183,9 @@ MetricSums = dict[str, tuple[float, float]]
 `/min` hold (value, 1) and are combined by max or min instead."""
 
 
-class LearnerConfig(Settings):
-    """Settings of every learner. A learner's `Config` subclasses this and adds its own."""
+class OptimizerConfig(Settings):
+    """Settings of an optimizer, which a role may have other ones of than the learner."""
 
-    name: str
-    """Id, file path (`file.py:Name`) or import path of the learner."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -214,6 +212,13 @@ class LearnerConfig(Settings):
     """Muon's momentum (Nesterov's)."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
+
+
+class LearnerConfig(OptimizerConfig):
+    """Settings of every learner. A learner's `Config` subclasses this and adds its own."""
+
+    name: str
+    """Id, file path (`file.py:Name`) or import path of the learner."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps that one rollout is split into (by units, in order)."""
     update_epochs: int = Field(1, ge=1)

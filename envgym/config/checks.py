@@ -74,8 +74,8 @@ def _check_roles(stage: StageConfig, roles: Mapping[str, RoleSpec], *, samples: 
             )
     for role, role_spec in roles.items():
         workers, lora = stage.workers_of(role), stage.lora_of(role, role_spec)
-        if not role_spec.trained and (unused := sorted(stage.roles.get(role, RoleConfig()).optimizer_settings)):
-            raise ConfigError(f"roles.{role}.{unused[0]}: the {role} is not trained, so it has no optimizer")
+        if not role_spec.trained and stage.roles.get(role, RoleConfig()).learner:
+            raise ConfigError(f"roles.{role}.learner: the {role} is not trained, so it has no optimizer")
         workers.check(role, stage.learner_config_of(role) if role_spec.trained else None)
         lora.check(role, workers, is_sampled=samples and role == "actor")
         if role_spec.trained and workers.offload_parameters and samples and stage.takes_turns(role):

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Ty
 from envgym.agent import Agent, AgentConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, reported_as
-from envgym.learner import Learner, LearnerConfig, RoleSpec
+from envgym.learner import Learner, LearnerConfig, OptimizerConfig, RoleSpec
 from envgym.registry import load_component, spec
 from envgym.render import RenderConfig
 from envgym.rollout.config import RolloutConfig
@@ -252,47 +252,15 @@ class RoleConfig(Settings):
     teacher, which only returns its most likely tokens."""
     api_key_env: str | None = None
     """Name of the environment variable with that server's key."""
-    lr: float | None = None
-    """Its peak learning rate; by default the learner's, as all settings of its optimizer."""
-    lr_schedule: str | None = None
-    """Its schedule."""
-    lr_min_ratio: float | None = None
-    """Its final learning rate, as a share of the peak."""
-    warmup_steps: int | None = None
-    """Its warm-up, in optimizer steps; replaces the learner's, in steps or as a share."""
-    warmup_ratio: float | None = None
-    """Its warm-up, as a share of the run's optimizer steps; replaces the learner's, in steps or as a share."""
-    optimizer: str | None = None
-    """Its optimizer."""
-    betas: tuple[float, float] | None = None
-    """AdamW's decay rates for it."""
-    eps: float | None = None
-    """AdamW's epsilon for it."""
-    weight_decay: float | None = None
-    """Its weight decay."""
-    muon_lr: float | None = None
-    """Muon's learning rate for it."""
-    muon_momentum: float | None = None
-    """Muon's momentum for it."""
-    max_grad_norm: float | None = None
-    """Its gradient's largest norm."""
+    learner: dict[str, Any] = Field({})
+    """Settings of its optimizer, `lr` to `max_grad_norm`, that differ from the learner's (`roles.critic.learner.lr`). A
+    warm-up replaces the learner's, in steps or as a share."""
     save: bool = False
     """Save its weights in the run folder, under the role's name, when the stage ends. The policy is always saved."""
     workers: dict[str, Any] = Field({})
     """Settings of its workers that differ from the stage's `workers`."""
     lora: dict[str, Any] = Field({})
     """Settings of its adapter that differ from the stage's `lora`; `{rank: 0}` trains it in full."""
-
-    @property
-    def optimizer_settings(self) -> dict[str, Any]:
-        """The learner's settings that this role overrides. A warm-up replaces the learner's, in steps or as a share."""
-        names = RoleConfig.model_fields.keys() & LearnerConfig.model_fields.keys()
-        settings = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if settings.keys() & set(WARMUPS):
-            settings = {**dict.fromkeys(WARMUPS, 0), **settings}
-        if settings.get("optimizer") == "adamw":
-            settings = {"muon_lr": None, **settings}
-        return settings
 
 
 class StageConfig(Settings):
@@ -365,10 +333,13 @@ class StageConfig(Settings):
     def learner_config_of(self, role: str) -> LearnerConfig:
         """The learner's settings for a role, with those of its own optimizer."""
         learner_class, config = self.learner_config()
-        overrides = self.roles.get(role, RoleConfig()).optimizer_settings
-        if not overrides:
-            return config
-        return validate_settings(learner_class.Config, {**config.model_dump(), **overrides}, f"roles.{role}")
+        overrides, label = self.roles.get(role, RoleConfig()).learner, f"roles.{role}.learner"
+        validate_settings(OptimizerConfig, overrides, label)  # a role has no others
+        if overrides.keys() & set(WARMUPS):
+            overrides = {**dict.fromkeys(WARMUPS, 0), **overrides}
+        if overrides.get("optimizer") == "adamw":
+            overrides = {"muon_lr": None, **overrides}
+        return validate_settings(learner_class.Config, {**config.model_dump(), **overrides}, label)
 
     def workers_of(self, role: str) -> WorkersConfig:
         """The settings of a role's workers."""

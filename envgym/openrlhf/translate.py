@@ -293,17 +293,17 @@ def _set_critic(flags: Flags, translation: Translation) -> None:
         return
     for name, (actor, setting) in CRITIC_SETTINGS.items():
         if (value := flags[f"critic.{name}"]) != flags[actor]:
-            settings[f"roles.critic.{setting}"] = {"adam": "adamw"}.get(str(value), value)
+            settings[f"roles.critic.learner.{setting}"] = {"adam": "adamw"}.get(str(value), value)
     if flags["critic.optim"] == "muon":
-        settings |= {f"roles.critic.muon_{name}": flags[f"critic.muon.{name}"] for name in ("lr", "momentum")}
+        settings |= {f"roles.critic.learner.muon_{name}": flags[f"critic.muon.{name}"] for name in ("lr", "momentum")}
     schedule = str(flags["critic.lr_scheduler"])
-    critic = schedule_settings(schedule, flags, "critic.min_lr_ratio", "roles.critic")
-    if critic != schedule_settings(str(flags["lr_scheduler"]), flags, "min_lr_ratio", "roles.critic"):
+    critic = schedule_settings(schedule, flags, "critic.min_lr_ratio", "roles.critic.learner")
+    if critic != schedule_settings(str(flags["lr_scheduler"]), flags, "min_lr_ratio", "roles.critic.learner"):
         settings |= critic
     if schedule == "constant":
-        settings["roles.critic.warmup_ratio"] = 0.0
+        settings["roles.critic.learner.warmup_ratio"] = 0.0
     elif flags["lr_scheduler"] == "constant":
-        settings["roles.critic.warmup_ratio"] = flags["critic.lr_warmup_ratio"]
+        settings["roles.critic.learner.warmup_ratio"] = flags["critic.lr_warmup_ratio"]
 
 
 def _set_evaluation(flags: Flags, translation: Translation) -> None:

@@ -30,9 +30,7 @@ class Update:
 
     def __init__(self, components: Components, stage: StageConfig, progress: Progress, steps: int) -> None:
         self._components = components
-        self._role_configs = {
-            name: stage.learner_config_of(name) for name, role in stage.roles.items() if role.optimizer_settings
-        }
+        self._role_configs = {name: stage.learner_config_of(name) for name, role in stage.roles.items() if role.learner}
         """The learner's settings of the roles whose optimizer has settings of its own."""
         self._progress = progress
         self._steps = steps

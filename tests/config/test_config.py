@@ -242,14 +242,38 @@ def test_settings_of_another_environment_are_left_out_and_said(tmp_path, recwarn
 def test_the_starter_says_the_critics_rate_beside_the_actors_and_a_recipe_where_the_model_does_not(recwarn):
     def rates(*words):
         stage = stage_of(*words, recipe="ppo")
-        return stage.learner.settings["lr"], stage.roles["critic"].lr
+        return stage.learner.settings["lr"], stage.roles["critic"].learner["lr"]
 
     assert rates() == (6e-4, 1e-3)
-    assert rates("roles.critic.lr=0.5") == (6e-4, 0.5)
+    assert rates("roles.critic.learner.lr=0.5") == (6e-4, 0.5)
     assert rates("model=./some-model") == (5e-7, 9e-6)
-    assert stage_of("learner=ppo").roles["critic"].lr == 1e-3
+    assert stage_of("learner=ppo").roles["critic"].learner == {"lr": 1e-3}
     assert stage_of("learner=grpo").roles == {}  # which has no critic
     assert left_out(recwarn) == []
+
+
+def test_a_roles_optimizer_has_settings_of_its_own():
+    words = ["learner=ppo", "learner.warmup_steps=7", "learner.optimizer=muon", "learner.muon_lr=0.1"]
+    own = {"lr": 0.5, "warmup_ratio": 0.25, "optimizer": "adamw"}
+    stage = stage_of(*words, *(f"roles.critic.learner.{key}={value}" for key, value in own.items()))
+    actor, critic = stage.learner_config_of("actor"), stage.learner_config_of("critic")
+    assert (actor.warmup_steps, actor.warmup_ratio, actor.muon_lr) == (7, 0, 0.1)
+    assert {**own, "warmup_steps": 0, "muon_lr": None}.items() <= critic.model_dump().items()
+    assert critic.gae_lambda == actor.gae_lambda
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("roles.critic.learner.minibatches=2", r"roles\.critic\.learner: unknown key 'minibatches'"),
+        ("roles.critic.learner.lr=fast", r"roles\.critic\.learner: key 'lr': must be a number"),
+        ("roles.critic.lr=1", r"unknown key 'roles\.critic\.lr'"),
+        ("roles.reference.learner.lr=1", "the reference is not trained, so it has no optimizer"),
+    ],
+)
+def test_other_settings_of_a_role_are_refused(word, problem):
+    with pytest.raises(ConfigError, match=problem):
+        stage_of("learner=ppo", "learner.kl.coef=0.1", word)
 
 
 def test_roles_of_a_recipes_learner_go_with_it():
@@ -257,7 +281,7 @@ def test_roles_of_a_recipes_learner_go_with_it():
 
 
 def test_a_role_of_ones_own_words_that_the_learner_lacks_is_refused():
-    for words in (["roles.critic.lr=1"], ["roles.critic.lr=1", "learner=rloo"]):
+    for words in (["roles.critic.learner.lr=1"], ["roles.critic.learner.lr=1", "learner=rloo"]):
         with pytest.raises(ConfigError, match="no role 'critic'"):
             stage_of(*words)
 

@@ -81,7 +81,7 @@ def test_a_recipe_says_what_its_source_says(recipe):
 
 def test_the_critic_learns_faster_than_the_policy():
     [stage] = stages_of("ppo")
-    assert stage.roles["critic"].lr == 9e-6
+    assert stage.roles["critic"].learner == {"lr": 9e-6}
 
 
 @pytest.mark.parametrize(("recipe", "filters"), [("dapo", True), ("prorl", True), ("cispo", True), ("gspo", False)])

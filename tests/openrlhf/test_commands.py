@@ -60,7 +60,7 @@ BY_HAND = {
     },
     "ppo-train_ppo_ray": {
         "recipe": "ppo", "env.name": "reward_model", "env.models": [("saved/rm", True)], "learner.lr": 4e-7,
-        "roles.critic.lr": 8e-6, "learner.kl.coef": 0.02, "learner.kl.applied_to": "reward",
+        "roles.critic.learner.lr": 8e-6, "learner.kl.coef": 0.02, "learner.kl.applied_to": "reward",
         "learner.kl.estimator": "k1",
         # 512 prompts, one answer each, 64 an optimizer step, twice over the prompts.
         "rollout.tasks_per_step": 512, "rollout.group_size": 1, "learner.minibatches": 8, "learner.update_epochs": 1,
@@ -89,7 +89,7 @@ BY_HAND = {
     },
     "000:51-train_ppo_ray": {
         "recipe": "ppo", "env.name": "reward_model", "model": "./checkpoint/llama3-8b-sft",
-        "env.models": [("./checkpoint/llama3-8b-rm", True)], "learner.lr": 5e-7, "roles.critic.lr": 9e-6,
+        "env.models": [("./checkpoint/llama3-8b-rm", True)], "learner.lr": 5e-7, "roles.critic.learner.lr": 9e-6,
         "learner.kl.coef": 0.01, "learner.kl.applied_to": "reward", "learner.kl.estimator": "k1",
         # 1,024 prompts, one answer each, 128 an optimizer step.
         "rollout.tasks_per_step": 1024, "rollout.group_size": 1, "learner.minibatches": 8, "learner.update_epochs": 1,

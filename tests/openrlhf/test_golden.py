@@ -126,9 +126,7 @@ def value_of(settings: Mapping[str, Any], key: str) -> Any:
         needed = settings["learner.correction.kind"] != "none" or settings["learner.policy_loss"] == "gspo"
         return "recompute" if several or needed else "rollout"
     if value is None and (found := re.fullmatch(r"roles\.\w+\.(.+)", key)):
-        name = found[1]
-        is_stages = name == "model" or name.startswith(("workers.", "lora."))
-        return settings.get(name if is_stages else f"learner.{name}")
+        return settings.get(found[1])
     return value
 
 

@@ -64,7 +64,7 @@ def test_conditions_between_flags():
         "4bit",
         "all-linear",
     )
-    assert "roles.critic.lr" not in settings_of("train_ppo_ray", *PPO, "--advantage_estimator", "reinforce")
+    assert "roles.critic.learner.lr" not in settings_of("train_ppo_ray", *PPO, "--advantage_estimator", "reinforce")
     mean = settings_of("train_ppo_ray", *PPO, "--no_advantage_std_norm")
     assert mean["learner.advantage_norm"] == "batch_mean"
     icepop = settings_of("train_ppo_ray", *PPO, "--use_icepop", "--vllm_is_truncated_threshold", "0.4", "3")
@@ -208,7 +208,7 @@ CORRECTED = [*PPO, "--enable_vllm_is_correction"]
         ("train_kto", SFT, "undesirable_loss_weight", "learner.undesirable", 1.0),
         ("train_kd", KD, "kd_coef", "learner.kd_coef", 0.4),
         ("train_ppo_ray", PPO, "actor_learning_rate", "learner.lr", 1e-6),
-        ("train_ppo_ray", GAE, "critic_learning_rate", "roles.critic.lr", 9e-6),
+        ("train_ppo_ray", GAE, "critic_learning_rate", "roles.critic.learner.lr", 9e-6),
         ("train_ppo_ray", GAE, "value_clip", "learner.value_clip", 0.5),
         ("train_ppo_ray", GAE, "lambd", "learner.gae_lambda", 1),
         ("train_ppo_ray", PPO, "gamma", "learner.gamma", 1),
@@ -289,7 +289,7 @@ def critic_settings(*words):
 
 def test_flat_flags_set_both_optimizers_and_dotted_ones_each_its_own():
     made, critic = critic_settings(*PPO, "--lr_warmup_ratio", "0.2", "--max_norm", "0.5", "--lr_scheduler", "linear")
-    assert critic.keys() == {"lr", "model"}
+    assert critic.keys() == {"learner.lr", "model"}
     keys = ("learner.warmup_ratio", "learner.max_grad_norm", "learner.lr_min_ratio")
     assert [made[key] for key in keys] == [0.2, 0.5, 0.0]
     actor = ["--actor.lr_warmup_ratio", "0.2", "--actor.adam.betas", "0.9", "0.99", "--actor.lr_scheduler", "constant"]
@@ -297,8 +297,9 @@ def test_flat_flags_set_both_optimizers_and_dotted_ones_each_its_own():
     made, critic = critic_settings(*DOTTED, *actor, *others)
     keys = ("learner.warmup_ratio", "learner.lr_schedule", "learner.betas")
     assert [made[key] for key in keys] == [0.0, "constant", [0.9, 0.99]]
-    assert critic == {
-        "model": "judge", "lr": 9e-6, "warmup_ratio": 0.03, "betas": [0.9, 0.95], "eps": 1e-6, "max_grad_norm": 2,
+    assert critic.pop("model") == "judge"
+    assert {key.removeprefix("learner."): value for key, value in critic.items()} == {
+        "lr": 9e-6, "warmup_ratio": 0.03, "betas": [0.9, 0.95], "eps": 1e-6, "max_grad_norm": 2,
         "optimizer": "muon", "muon_lr": 0.02, "muon_momentum": 0.95, "lr_schedule": "cosine", "lr_min_ratio": 0.1,
     }  # fmt: skip
 
