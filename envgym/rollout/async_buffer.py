@@ -47,9 +47,9 @@ class AsyncRollouts:
         self._error: BaseException | None = None
 
     async def take(self) -> tuple[RolloutBatch, list[Group]]:
-        """Wait for the groups at the staleness limit, then return the oldest `rollout.tasks_per_step` groups and the
-        batch that was rolled out for them: these with their failed members, and those dropped since the last call.
-        Returns fewer groups if the rounds of a step were not enough."""
+        """Wait for the groups at the staleness limit. Returns the batch that was rolled out for a step (its groups with
+        their failed members, and the groups that were dropped since the last call) and the oldest
+        `rollout.tasks_per_step` groups: fewer if the rounds of a step were not enough."""
         self._budget = self._step_size * self._rounds
         while True:
             if self._error is not None:
@@ -78,7 +78,7 @@ class AsyncRollouts:
         await asyncio.gather(*self._jobs, return_exceptions=True)
 
     def state(self) -> dict[str, Any]:
-        """The tasks in flight: a resumed run needs them besides cursor and buffer, and rolls them out again."""
+        """The tasks in flight, which a resumed run rolls out again: neither its cursor nor its buffer has them."""
         tasks = [*self._interrupted, *self._in_flight.values()]
         return {"count": self._count, "in_play": [_placeholder(task) for task in tasks]}
 

@@ -99,7 +99,7 @@ class RolloutBatch:
         return [episode for group in self.groups for episode in group.episodes]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of a filter."""
+        """The metrics of `rollout.filter`."""
         return {"filter/kept_share": self.n_buffered / len(self.groups), "filter/rounds": self.rounds}
 
     def explain_no_groups(self, config: RolloutConfig) -> str:
@@ -124,8 +124,8 @@ async def fill_buffer(
     early if no episode of the step was usable (every one failed, or lacks a required reward), or more than
     `config.max_failed_share` of them failed.
 
-    `roll_out` takes the tasks of a round and the round's number. If a filter drops groups, the size of later rounds
-    follows from the share dropped so far, so that a step does not need ever smaller rounds. Surplus groups stay in the
+    `roll_out` takes the tasks of a round and the round's number. If a filter drops groups, later rounds are larger by
+    the share that it has dropped so far: otherwise a step would need ever smaller rounds. Surplus groups stay in the
     buffer for the next step.
     """
     batch = RolloutBatch()

@@ -1,4 +1,4 @@
-"""A note if no first answer has the form that the environment reads: then a score of zero looks like a
+"""A note for runs in which no first answer has the form that the environment reads: a score of zero would look like a
 policy that is always wrong."""
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from envgym.env import EnvSpec
 from envgym.types import Episode, Task
 
 FIRST = 32
-"""Episodes of an environment that are looked at: those that start first, since those that end first have the shortest
+"""Number of an environment's episodes that are looked at: the first to start, since the first to end have the shortest
 answers."""
 FEWEST = 8
-"""Episodes that are enough for a verdict where there are no more."""
+"""Number of episodes that is enough for a verdict if the environment has no more."""
 
 
 class FirstAnswers:
-    """Says once per environment, through `note`, that none of its first episodes has an answer in the form asked for:
-    each reports the metric `answered` = 0."""
+    """Notes once per environment, through `note`, that none of its first episodes has an answer in the form asked for:
+    each of them reports the metric `answered` = 0."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self.note: Callable[[str], None] | None = None
@@ -29,7 +29,7 @@ class FirstAnswers:
         self._noted: set[EnvSpec] = set()
 
     def start(self, task: Task) -> bool:
-        """True if the episode of this task that starts now is among the first: then `add` gets it when it has ended."""
+        """Count the start of an episode of `task`. True if it is among the first; then `add` is called at its end."""
         spec = self._spec.spec_for(task)
         self._n_started[spec] += 1
         return self._n_started[spec] <= FIRST
@@ -41,7 +41,7 @@ class FirstAnswers:
             self._decide(spec)
 
     def conclude(self) -> None:
-        """Decide for environments with fewer episodes: there are no more."""
+        """Decide for environments with fewer episodes, since no more will start."""
         for spec, values in self._values.items():
             if len(values) < FIRST:
                 self._decide(spec)

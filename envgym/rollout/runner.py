@@ -46,14 +46,15 @@ FAILURES: dict[type[Exception], str] = {
     InvalidStep: "invalid_environment",
     ResetNeeded: "invalid_environment",
 }
-"""Errors that end an episode → kind of failure. Any other error is of kind `environment`."""
+"""The kind of failure for each class of error that ends an episode. Any other error has the kind `environment`."""
 START_BATCH = 1024
-"""Episodes that start before the event loop runs anything else, such as a signal handler."""
+"""Number of episodes that start in a row; then the event loop runs other work, such as a signal handler."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """A way to roll out tasks: episodes per task, sampling parameters, and a name that separates seeds."""
+    """The episodes per task, their sampling parameters, and a `purpose`: a name that gives a plan its own ids and
+    seeds."""
 
     purpose: str
     sampling: SamplingParams
@@ -68,7 +69,8 @@ class SamplingPlan:
 
 
 def group_ids(purpose: str, tasks: Iterable[Task]) -> dict[str, Task]:
-    """The ids of the groups of one sampling plan → their tasks. `Episode.purpose` parses such an id."""
+    """The tasks of one sampling plan by the ids of their groups. `Episode.purpose` reads the purpose back from such an
+    id."""
     return {f"{purpose}/{index:05d}": task for index, task in enumerate(tasks)}
 
 
@@ -281,8 +283,8 @@ async def run_episode(
     timeout: float,
     sampler: EpisodeSampler | None = None,
 ) -> Episode:
-    """Call `run` with a new instance, limited to `timeout` seconds, and close the instance. An outcome that it returns
-    becomes an episode without turns.
+    """Call `run` with a new instance, limited to `timeout` seconds, and close the instance. If `run` returns an
+    outcome, it becomes an episode without turns.
 
     Any error becomes the episode's outcome. The episode has no id yet, and its group is not judged. Raises `WorkerDied`
     if the engine is gone, so that no episode can continue.
@@ -313,7 +315,7 @@ async def run_episode(
 
 
 def failed_episode(task: Task, outcome: Outcome, sampler: EpisodeSampler | None) -> Episode:
-    """An episode that failed: what the policy answered before, without a reward."""
+    """The episode of a failure: the policy's answers until then, without a reward."""
     if sampler is None or sampler.record is None:
         return Episode(id="", task=task, outcome=outcome)
     episode = sampler.record(task, outcome)

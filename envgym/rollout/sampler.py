@@ -22,8 +22,8 @@ from envgym.types import Episode, Limit, Message, Outcome, Span, Task, ToolSpec,
 class LockstepBatcher:
     """Holds requests until every running episode waits for one, then submits them together, sorted.
 
-    Sorted and seeded, they get the same bits in every run: the requests of a batch do not depend on timing. `episodes`
-    is the number that have not ended; `concurrency` of them run concurrently.
+    So no batch depends on timing: sorted and seeded, its requests get the same bits in every run. `episodes` is the
+    number of episodes that have not ended; at most `concurrency` of them run at a time.
     """
 
     def __init__(self, engine: Engine, episodes: int, concurrency: int) -> None:

@@ -13,7 +13,8 @@ from envgym.types import Action, Episode, Limit, Message, Observation, Outcome, 
 from .transcript import Transcript
 
 Script = Callable[[int, Observation], Action | None]
-"""Turn number (from 0) and last observation → action, or None at the end of the script."""
+"""A function of the turn's number (from 0) and the last observation. Returns an action, or None at the end of the
+script."""
 
 
 def script_of(actions: Sequence[Action]) -> Script:

@@ -30,7 +30,8 @@ from envgym.types import (
 )
 
 EMPTY_ANSWERS = "empty_answers"
-"""Metric: an API's answers without text and tool calls that ended by themselves. Absent if there are none."""
+"""Name of a metric: the number of an API's answers without text and tool calls that ended by themselves. Absent if it
+is 0."""
 
 
 class Transcript:
@@ -38,7 +39,8 @@ class Transcript:
     environment's rewards, score, answer and metrics so far. `messages` is the conversation, for people."""
 
     def __init__(self, engine: Sampler | None, *, is_whole: bool = True) -> None:
-        """`is_whole`: it is the record of the sampler's whole episode, for one that fails."""
+        """With `is_whole` it records the sampler's whole episode: if that fails, the runner makes its record from
+        here."""
         self.rows: list[Row] = []
         self.messages: list[Message] = []
         self.score: float | None = None
