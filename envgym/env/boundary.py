@@ -35,7 +35,7 @@ class UsersCode:
 
 
 def environment_failure(error: BaseException) -> InvalidOutcome:
-    """The failure of an episode whose environment raised `error`, with the user's line."""
+    """The failure of an episode whose environment raised `error`; the message names the line of the user's code."""
     location = f" ({line})" if (line := user_line(error)) else ""
     name = type(error).__name__
     message = f"{name}: {str(error) or name}{location}"

@@ -73,7 +73,7 @@ class TaskSet(ABC):
 
     @property
     def epoch_size(self) -> int | None:
-        """Number of tasks until each was drawn at least once; None if there is no such number."""
+        """Number of draws until each task was drawn at least once; None if there is no such number."""
         return self.size
 
     def __len__(self) -> int:
@@ -144,14 +144,14 @@ class Env(ABC):
     blocking: ClassVar[bool] = False
     """True if the `async` methods block too (a busy loop, a synchronous client): they then run on a thread as well."""
     spec_class: ClassVar[type[EnvSpec]]
-    """The class of its `spec` if the `Env` class is registered, or named, without one."""
+    """The class of the `spec` of an `Env` class that is registered, or named, by itself."""
 
     spec: EnvSpec
     """The shared part of the environment."""
     task: Task
     """The task of the episode, set before `reset`. For an environment without tasks it holds no more than the seed."""
     _np_random: numpy.random.Generator | int | None = None
-    """Its seed before its first use."""
+    """The generator; before its first use, its seed."""
 
     @functools.cached_property
     def rng(self) -> random.Random:
@@ -197,7 +197,7 @@ class Env(ABC):
 
 
 class _Awaitable:
-    """The return value of `Env.reset`: synchronous and asynchronous overrides call it."""
+    """The return value of `Env.reset`: asynchronous overrides await it, synchronous ones only call."""
 
     def __await__(self) -> Generator[Any, Any, None]:
         yield from ()

@@ -83,8 +83,8 @@ class EnvSpec:
         return hash(self.to_json())
 
     def fingerprint(self) -> dict[str, str]:
-        """Hashes of the environment's `code` and of its `spec`, and the versions of its `grader_packages` (`grader`):
-        scores with equal ones are comparable."""
+        """Hashes of the environment's `code` and of its `spec`, and the versions of its `grader_packages` (`grader`).
+        Scores are comparable if these are equal."""
         versions = " ".join(f"{name} {_version(name)}" for name in self.grader_packages)
         return {
             "code": source_hash([cls for cls in (type(self), self._env_class) if cls not in (None, EnvSpec)]),
@@ -111,7 +111,7 @@ class EnvSpec:
         return [self]
 
     def concurrency_bound(self) -> int | None:
-        """The number of concurrent episodes that is allowed whichever their tasks; None: any."""
+        """Maximum number of concurrent episodes, whatever tasks they have; None: no maximum."""
         return self.config.concurrency
 
     async def setup(self) -> None:
@@ -138,8 +138,8 @@ class EnvSpec:
         return Recording(self.demonstrations(task, seed))
 
     def conversations(self, task: Task) -> Sequence[Sequence[Message]]:
-        """The recorded conversations of a task, of which every message is to be read or learned; none if the policy is
-        to answer."""
+        """The recorded conversations of a task, whose messages are all read or trained on. Empty if the policy answers
+        the task."""
         return ()
 
     async def score_group(
@@ -170,8 +170,8 @@ class EnvSpec:
 
     @property
     def unanswered(self) -> str:
-        """The reason why episodes may have no answer in the form asked for, and a setting to change. It is said
-        once if each of the first episodes has the metric `answered` = 0; empty: never."""
+        """A note for the user: why episodes may have no answer in the form asked for, and which setting to change. A
+        run shows it once, if all of its first episodes have the metric `answered` = 0. Empty: it shows none."""
         return ""
 
     # -- making instances ---------------------------------------------------------------------------------
@@ -303,7 +303,8 @@ def first_sentence(text: str) -> str:
 
 
 def docstring(cls: type) -> str:
-    """The docstring of an environment's class itself, not of envgym's base classes, or else of its module."""
+    """The docstring of an environment's class, else of its module. The docstrings of envgym's base classes do not
+    count."""
     classes = [candidate for candidate in (getattr(cls, "env_class", None), cls) if candidate is not None]
     docs = [vars(candidate).get("__doc__") for candidate in classes]
     modules = [candidate.__module__ for candidate in classes]
