@@ -14,7 +14,7 @@ from .conversations import CALL, called_in, known_role, texts_of, with_thought
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """A piece of text in a message. Other kinds of part (images) join it here."""
+    """A piece of text in a message. Text is the only kind of part so far."""
 
     text: str
 
@@ -54,10 +54,12 @@ class Message:
     `role` is `system`, `user`, `assistant` or `tool`. `content` is text or parts of it, and is stored as a tuple of
     `TextPart`. An assistant's message may hold `tool_calls`; a tool's result names its call (`tool_call_id`) and the
     tool (`name`). `from_others` marks text by the policy, a tool or another player: special tokens spelled in it are
-    ordinary characters. Tool results and replies to the policy are always rendered so. `weight` is the weight of a
-    recorded turn of the assistant's in the loss, 0 if it is not to be learned; `unlearned` are the parts of its text
-    that are not, each from a character to before another, counted from the text's end (-1 is the last, 0 is after it).
-    Messages that differ in these two alone are equal.
+    ordinary characters. Tool results and replies to the policy are always rendered so.
+
+    `weight` is the weight of a recorded turn in the loss; a turn of weight 0 is not trained on. `unlearned` are the
+    parts of its text that are not trained on, as (start, end), the end excluded. Both count characters from the end of
+    the text: -1 is the last one, 0 the position after it. Messages that differ only in `weight` and `unlearned` are
+    equal.
 
     Raises `TypeError` for content of another type.
     """
@@ -125,8 +127,8 @@ class Message:
 
 
 def add_instruction(prompt: str | Sequence[Message], instruction: str, separator: str = "\n\n") -> list[Message]:
-    """The prompt's messages with an instruction at the end of the last one, if the user's, else as a new message. An
-    empty instruction adds nothing."""
+    """The prompt's messages with an instruction: at the end of the last message if the user wrote it, else as a new
+    one. An empty instruction adds nothing."""
     messages = list(as_messages(prompt))
     if instruction:
         if messages and messages[-1].role == "user":
@@ -138,8 +140,8 @@ def add_instruction(prompt: str | Sequence[Message], instruction: str, separator
 def as_messages(
     prompt: str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]],
 ) -> tuple[Message, ...]:
-    """Normalize a prompt: a string becomes one user message, mappings become `Message`. One message may stand for a
-    list of one. Mappings may be in other programs' forms (`conversations`).
+    """Convert a prompt to messages. Text becomes one user message, a mapping a `Message`, a single message a list of
+    one. Mappings may be in other programs' forms (`conversations`).
 
     Raises `TypeError` for anything else, and for parts that are no text; `ValueError` for a call that names no tool.
     """
@@ -301,9 +303,9 @@ class _AsList:
 class Action:
     """One turn of the policy.
 
-    `text` has no special tokens, but the markup of tool calls. `token_ids` [T] are the exact ids (int32; any iterable
-    is accepted; empty if the engine returns none). `content` is the text outside the calls if the agent can separate it
-    from their markup, else None.
+    `text` has no special tokens, except the markup of tool calls. `token_ids` [T] are the exact ids (int32; any
+    iterable is accepted; empty if the engine returns none). `content` is the text outside the calls; None if the agent
+    cannot separate it from their markup.
     """
 
     text: str
