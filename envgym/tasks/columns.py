@@ -21,7 +21,7 @@ PROMPT_FIELDS = ("prompt", "question", "problem", "query", "instruction", "input
 MESSAGE_FIELDS = ("messages", "conversations", "conversation", "dialogue")
 CONTEXT_FIELDS = ("context", "passage", "body", "paragraph", "article", "background")
 PLACES = {"instruction": 0, **dict.fromkeys(CONTEXT_FIELDS, 1), "input": 3}
-"""Places of fields of text in a prompt; all others, such as a question's, have 2."""
+"""Position of a text field in the prompt, by its name. All other fields, such as a question's, have 2."""
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
 UNSEEN_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 ANSWER_FIELDS = (
@@ -29,11 +29,12 @@ ANSWER_FIELDS = (
 )  # fmt: skip
 NO_ANSWER = "the EnvSpec of an environment that needs no answer has answer_required = False"
 FieldNames = tuple[Sequence[str], Sequence[str]]
-"""Possible names of the prompt's field and of the answer's; the first that the first row has is taken."""
+"""Possible names of the prompt's field and of the answer's. Of several, the first that a source's first row has is
+used."""
 DEFAULT_FIELDS: FieldNames = (PROMPT_FIELDS, ANSWER_FIELDS)
 Form = Callable[[Row, str], Row]
-"""Converts a row in another program's form to one with a prompt, an answer and so on. Also gets the row's location, for
-a `DataError`."""
+"""Converts a row in another program's form to one with a prompt, an answer and so on. It also gets the row's location,
+for a `DataError`."""
 Value = TypeVar("Value")
 KEYS = 16**15
 """Exclusive upper bound of the keys of prompts."""
@@ -177,14 +178,14 @@ class TaskReader:
 
 
 def system_text(row: Row, name: str) -> str:
-    """The text of a system message in a field of the row, text or parts of it; empty if there is none."""
+    """The system message in a field of the row, which holds text or parts of it. Empty without one."""
     value = row.get(name)
     texts = [part.get("text") for part in value if isinstance(part, dict)] if isinstance(value, list) else [value]
     return "".join(text for text in texts if isinstance(text, str))
 
 
 def fields_of_prompt(row: Row, field: str) -> list[str]:
-    """The fields whose texts make the prompt, in order: an instruction, the context, the prompt's own `field`, an
+    """The fields whose texts make the prompt, in their order: an instruction, the context, the prompt's own `field`, an
     input."""
     texts = {name for name, text in row.items() if isinstance(text, str) and text.strip() and name.lower() in PLACES}
     return sorted({*texts, field}, key=lambda name: (PLACES.get(name.lower(), 2), name))
@@ -192,8 +193,8 @@ def fields_of_prompt(row: Row, field: str) -> list[str]:
 
 @contextlib.contextmanager
 def bad_rows(source: SourceConfig, location: str) -> Iterator[None]:
-    """Leave a row with a mistake out (`RowLeftOut`, with the kind of mistake) if the source skips them, else add to the
-    error how to do so."""
+    """Context manager around the reading of a row. A mistake in the row raises `RowLeftOut`, with the kind of mistake,
+    if the source skips such rows; else the error also says which setting skips them."""
     try:
         yield
     except DataError as error:

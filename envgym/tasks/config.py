@@ -59,7 +59,7 @@ def _checked_pattern(pattern: str | None) -> str | None:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
-"""A field's name, or several possible ones, of which the first that the first row has is used."""
+"""The name of a field, or several possible names. Of these, the first that a source's first row has is used."""
 Template = Annotated[str | None, AfterValidator(_checked_template)]
 Pattern = Annotated[str | None, AfterValidator(_checked_pattern)]
 
@@ -86,7 +86,7 @@ class SourceConfig(Settings):
     path: str | None = None
     """A file (JSONL, JSON, CSV, Parquet, Arrow), a folder of files or of a saved data set, a data set of the hub
     (`ORG/NAME`, `ORG/NAME:CONFIG`, and `@REVISION` after either), or a generator (`file.py:function`). Unset, with a
-    test path: there is nothing to train on."""
+    test path: no tasks to train on."""
     split: str | None = None
     """The split to train on, if a folder has several. Unset: `train`."""
     test_path: str | None = None
@@ -116,7 +116,8 @@ class SourceConfig(Settings):
     system: str | None = None
     """A system message for every prompt that has none."""
     bad_rows: Literal["error", "skip"] = "error"
-    """A row with a mistake is an `error`, or the rows with one are left out and counted by kind (`skip`)."""
+    """Rows with a mistake: `error` ends the start with the first one, `skip` leaves them out and counts them by
+    kind."""
     limit: int | None = Field(None, ge=1)
     """Maximum number of rows to train on, from the start of the source."""
     endless: bool = False

@@ -71,7 +71,7 @@ class TaskCursor:
         return self._order[offset]
 
     def state(self) -> dict[str, Any]:
-        """The position, in values that later calls do not change."""
+        """The position, for a checkpoint. Later calls do not change the returned values."""
         return {
             "position": self._position,
             "curriculum": None if self._curriculum is None else self._curriculum.state(),

@@ -94,7 +94,7 @@ class Interleaved(Joined):
 
     @property
     def epoch_size(self) -> int | None:
-        """The tasks until the last of the sets is exhausted; None if one of them is endless."""
+        """Number of draws until the last of the sets is exhausted; None if one of them is endless."""
         sizes, total = [part.size for part in self._parts], sum(self._counts)
         if None in sizes:
             return None
@@ -143,7 +143,7 @@ class InProportion(Joined):
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
-    """Tasks per weight in the smallest block with the weights' proportions."""
+    """Number of tasks for each weight in the smallest block that has the weights' proportions."""
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     for block in range(len(weights), LARGEST_BLOCK + 1):

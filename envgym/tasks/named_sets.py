@@ -52,7 +52,7 @@ class NamedTaskSet(Settings):
     env: Annotated[dict[str, Any], BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)]
     """The environment, `name`, and its settings."""
     data: dict[str, Any] = Field({})
-    """Settings of `data` that say how the rows are read, and where they are unless the caller says it."""
+    """Settings of `data`: they say how the rows are read and, unless the caller does, where they are."""
     hub: HubRows | None = None
     train_on: str | None = None
     """For a task set whose rows are all held out: one to train on."""
@@ -63,9 +63,9 @@ class NamedTaskSet(Settings):
     licence: str = ""
     """The licence of the rows."""
     published_reading: str = ""
-    """The place of the answer in published scores, and the settings that read it there."""
+    """The place from which published scores read the answer, and the settings that read it there."""
     template_of: str = "ours"
-    """Whose prompt it is."""
+    """The author of the prompt's wording."""
 
     _name: str = PrivateAttr("")
 

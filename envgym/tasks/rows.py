@@ -1,5 +1,5 @@
-"""Rows by number: lines of a file, rows of a table, or of several files in order; and the data at a path: one file, a
-folder of shards, or a folder with splits, which `datasets` may have saved.
+"""Rows by number, of a file's lines, of a table, or of several files in order; and the data at a path: one file, a
+folder of shards, or a folder with splits, such as `datasets` saves.
 
 Rows stay in their stored form (text, columns) and are parsed when read: a million parsed rows would take several times
 the memory.
@@ -228,8 +228,8 @@ def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
 
 
 def parse_json(value: Any, subject: str, *, may_be_text: bool = False) -> Any:
-    """The list that text holds as JSON, or as the Python literal that some programs write instead; an object is a list
-    of one. Any other value itself, and with `may_be_text` all text but messages.
+    """Parse text that holds a list as JSON, or as the Python literal that some programs write instead. A single object
+    becomes a list of one. Any other value is returned unchanged, and with `may_be_text` all text but messages.
 
     Raises `DataError` with the place of the mistake for broken JSON that may not be text.
     """
@@ -335,7 +335,8 @@ def splits_of(path: Path) -> list[str]:
 
 
 def test_split_of(path: Path, split: str | None) -> str | None:
-    """The held-out split if training is on `split`, by the usual names, if there is one."""
+    """The held-out split for training on `split`: the first of the usual names that the folder has. None without
+    one."""
     splits = splits_of(path)
     return next((name for name in HELD_OUT if name in splits and name != split), None)
 

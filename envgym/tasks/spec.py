@@ -39,7 +39,7 @@ class GeneratedTasks(TaskSet):
 class DataEnvSpec(EnvSpec):
     """An environment that reads its tasks from `data`, or takes its `default_tasks` without data.
 
-    A subclass that overrides `setup` or `teardown` calls these.
+    A subclass that overrides `setup` or `teardown` calls the overridden method.
     """
 
     Config = DataEnvConfig
@@ -47,10 +47,10 @@ class DataEnvSpec(EnvSpec):
     answer_required: ClassVar[bool] = True
     """True if every row must have an answer, text or a number; else it may be any value, or missing (None)."""
     field_names: ClassVar[FieldNames] = DEFAULT_FIELDS
-    """Possible names of the fields of prompt and answer, if the settings set none."""
+    """Possible names of the prompt's field and of the answer's, if the settings name none."""
 
     fixed_tasks: TaskSet | None = None
-    """Tasks of every split instead of the data's, such as those of saved episodes."""
+    """Tasks that stand in every split in place of the data's, such as those of saved episodes."""
 
     _splits: TaskSplits | None = None
 
@@ -84,8 +84,8 @@ class DataEnvSpec(EnvSpec):
         return self._splits.held_out if self._splits is not None else frozenset()
 
     async def drop_held_out(self, prompts: Collection[int]) -> None:
-        """Do not train on these prompts, which other environments of the run hold out. The number of tasks that it
-        drops is logged."""
+        """Remove the tasks with these prompts, which other environments of the run hold out, from training. Logs their
+        number."""
         if self.config.data is not None and self._splits is not None and self._splits.train.size:
             await self._load(self.config.data, prompts)
 
@@ -108,13 +108,14 @@ class DataEnvSpec(EnvSpec):
         return TaskReader(source, answer_required=self.answer_required, form=self.form(), field_names=self.field_names)
 
     def check_task(self, task: Task) -> None:
-        """Raise `DataError` if the task cannot be graded, for a field that its reading does not check. The first task
-        of each split is checked by `setup`, before a model is loaded."""
+        """Raise `DataError` for a task that cannot be graded because of a field that the reader does not check. `setup`
+        calls this with the first task of each split, before a model is loaded."""
 
     def form(self) -> Form | None:
-        """The converter of rows in another program's form, which are then the tasks' fields. None: envgym's form."""
+        """The converter of rows in another program's form; the unconverted rows become the tasks' fields. None: rows
+        have envgym's form."""
         return None
 
     def default_tasks(self, split: str) -> TaskSet:
-        """The tasks of `train` or `test` without data."""
+        """The tasks of a split, `train` or `test`, of an environment without data."""
         raise ConfigError(f"environment {self.id} has no default tasks: give it some with data.path=FILE")

@@ -25,7 +25,7 @@ from .rows import Row, RowLeftOut, Rows, SelectedRows, open_rows, test_split_of
 _Reader = Callable[..., TaskReader]
 """Factory of a source's reader: `reader(settings, prefix=…)`."""
 KINDS = 5
-"""Kinds of rows left out that are listed, the most frequent."""
+"""Maximum number of kinds of rows left out that a message lists, the most frequent first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class TaskSplits:
     train: TaskSet
     test: TaskSet
     held_out: frozenset[int] = frozenset()
-    """Keys of the prompts that are not trained on, but for those of an endless source."""
+    """Keys of the held-out prompts. An endless source cannot list its own."""
     columns: str = ""
     """Columns of the sources in words, by their use."""
 
