@@ -77,7 +77,7 @@ def _variables(template: str) -> set[str]:
 
 
 PREFIX = "{{%- if {name} is not defined %}}"
-"""The begin of a value that `_with_values` has written."""
+"""The beginning of a value that `_with_values` has written."""
 
 
 def _with_values(template: str, values: Mapping[str, Any]) -> str:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .dialogue import Dialogue
 
 MAX_GROWTH = 1000
-"""Usual tokenizers lengthen texts twenty times, as Unicode's longest normalization, and those that write white space as
-words a hundred times."""
+"""Maximum factor by which a tokenizer may lengthen a text. Usual ones lengthen it up to 20 times, by Unicode's longest
+normalization; those that write white space as words up to 100 times."""
 
 
 class Renderer(ABC):
@@ -54,7 +54,7 @@ class Renderer(ABC):
         self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
     has_channels = False
-    """True if the template's turns consist of messages in channels, which no reader here takes apart."""
+    """True if the template's turns are messages in channels, which no reader here can take apart."""
     others_answer = True
     """True if all messages after the first observation count as written by others, whatever their `from_others`."""
 
@@ -260,9 +260,9 @@ def load_tokenizer(model: str) -> Any:
 
 
 def check_tokenizer(file: Path) -> None:
-    """Raise `ConfigError` for a `tokenizer.json` that cannot be read, or may make texts more than `MAX_GROWTH` times as
-    long: replacements that are replaced again write any amount of text for one letter. Also for a decoder with a
-    regular expression, as no known model has: on a policy's text it may take any time."""
+    """Raise `ConfigError` for a `tokenizer.json` that cannot be read; for one that may make texts more than
+    `MAX_GROWTH` times as long, since replacements of replacements write any amount of text for one letter; and for a
+    decoder with a regular expression, which may take any time on a policy's text. No known model has such a decoder."""
     try:
         described = json.loads(regular_file(file).read_bytes())
         growth = max(_growth(described.get(name)) for name in ("normalizer", "pre_tokenizer", "decoder"))

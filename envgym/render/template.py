@@ -24,7 +24,8 @@ QUESTION, ANSWER, QUESTION_2, RESULT, RESULT_1 = "qx1asked", "qx2said", "qx3agai
 PROBE = ToolSpec("qx5tool", "qx5tool", {"type": "object", "properties": {"argument": {"type": "string"}}})
 
 RENDERING = 10.0, 2 * 2**30
-"""The most seconds and bytes that a template takes, which is a stranger's program. A million tokens take a second."""
+"""Limits of one rendering in seconds and in bytes of memory, since a template may be a stranger's program. A million
+tokens take a second."""
 INSTRUCTIONS = ("system", "developer")
 THOUGHT = "reasoning_content"
 """The field of an assistant's message in which templates take a thought."""
@@ -126,7 +127,7 @@ class Template:
 
     @cached_property
     def end_of_turn(self) -> str:
-        """The text after an assistant's content, up to and including the token that ends the turn; "" without such a
+        """The text after an assistant's content, up to and including the token that ends the turn. Empty without such a
         token."""
         followed = self._try([*EXCHANGE, {"role": "user", "content": QUESTION_2}], ())
         # The text common to the last turn and an earlier one: some templates end conversations too.

@@ -23,7 +23,8 @@ from envgym.types.conversations import END_OF_THOUGHT, THINK
 
 MAX_DEPTH = 64
 MAX_TRIES = 8
-"""Schemas in schemas that are followed to an argument's type; ends of thoughts after which a call is looked for."""
+"""Maximum number of nested schemas that are searched for an argument's type, and of ends of thoughts after which a call
+is searched."""
 
 
 @dataclass(frozen=True, slots=True)
