@@ -38,8 +38,8 @@ class ConfigError(EnvgymError):
 
 
 class UnknownKey(ConfigError):
-    """An unknown key. `message` excludes the `hint`, so that a caller that knows more settings than the key's siblings
-    (`names`) can give a better one. Without a hint the error lists `names`."""
+    """An unknown key. The error lists the `names` of the keys beside it unless there is a `hint`. `message` is without
+    the hint, so that a caller that knows more settings can give a better one."""
 
     def __init__(self, message: str, key: str, hint: str, names: Collection[str] = ()) -> None:
         choices = f" There is {', '.join(sorted(names))}." if names else ""
@@ -126,8 +126,8 @@ class WorkerDied(WorkerError):
 
 
 def cannot_write(error: Exception) -> str | None:
-    """The message of an error in one line if the disk is full or read-only, also of libraries in Rust, which have
-    errors of their own; None for any other."""
+    """The message, in one line, of an error that says that the disk is full or read-only; None for any other. Libraries
+    in Rust have errors of their own for it."""
     match = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
     if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
@@ -165,7 +165,7 @@ def printable(text: str) -> str:
 
 
 def printable_line(text: str) -> str:
-    """The same as one line of at most `MAX_LINE` characters; an ellipsis marks a truncated one."""
+    """Like `printable`, as one line of at most `MAX_LINE` characters; an ellipsis marks a truncated one."""
     line = printable(text).replace("\n", "\\n").replace("\t", "\\t")
     return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 1]}…"
 
@@ -182,8 +182,8 @@ def extend_message(error: Error, text: str) -> Error:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` with the closest of `names`, or an empty string if none is near: spelled alike, of
-    the same letters, or longer or shorter by a part."""
+    """Return `" Did you mean 'x'?"` with the closest of `names`: one that is spelled alike, has the same letters, or is
+    longer or shorter by a part. Empty without such a name."""
     names = list(names)
     close = get_close_matches(name, names, n=1, cutoff=0.7)
     for candidate in close or get_close_matches(name, names, n=9, cutoff=0.4):
@@ -202,8 +202,8 @@ def missing_package(package: str, extra: str, purpose: str) -> MissingDependency
 
 @contextlib.contextmanager
 def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
-    """Import optional packages within: a missing one raises `missing_package`, under its own name or else
-    `package`."""
+    """Context manager around imports of optional packages: a missing one raises `missing_package`, under its own name
+    or else `package`."""
     try:
         yield
     except ImportError as error:

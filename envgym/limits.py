@@ -17,7 +17,7 @@ _limiting = threading.RLock()
 
 
 class Alarm(threading.Timer):
-    """Raises in the thread that makes it what `handler` raises, `seconds` after its start unless cancelled."""
+    """Calls `handler` after `seconds`, unless cancelled, and raises its error in the thread that made the alarm."""
 
     def __init__(self, seconds: float, handler: Any) -> None:
         super().__init__(seconds, self._ring, [handler])
@@ -44,8 +44,9 @@ class Alarm(threading.Timer):
 
 @contextlib.contextmanager
 def limits(seconds: float, n_bytes: int) -> Iterator[None]:
-    """Raise `TimeoutError` in the block after `seconds`, or where this process would take `n_bytes` more than at its
-    begin. The block is Python code: a call into C returns before it is timed out."""
+    """Context manager: raises `TimeoutError` in the block after `seconds`, or where the block would make this process
+    take `n_bytes` more memory than at its beginning. The block is Python code: a call into C returns before it is timed
+    out."""
 
     def ring(number: int, frame: Any) -> None:
         raise TimeoutError(f"it took longer than {seconds:g} s")

@@ -60,10 +60,11 @@ class Registration:
     entry_point: str | type
     kwargs: dict[str, Any] = field(default_factory=dict)
     task_set: NamedTaskSet | None = None
-    """The named task set that this is, with an environment that is registered under another id."""
+    """The named task set of this id. Its environment is registered under another id."""
 
     def settings(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The environment's settings, of which the caller's `settings` win."""
+        """The environment's settings: its defaults, with the caller's `settings` in their place where both have a
+        value."""
         return self.task_set.settings(settings) if self.task_set is not None else self.kwargs | settings
 
     @property
@@ -248,7 +249,7 @@ def find(id: str) -> Registration:
 
 
 def task_set_of(name: str) -> NamedTaskSet | None:
-    """The named task set that `name` is, if it is one."""
+    """The named task set called `name`; None if there is none."""
     try:
         return find(name).task_set
     except EnvgymError:  # a path, a URL or an unknown name, whose error comes with its settings
