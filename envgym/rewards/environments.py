@@ -28,7 +28,7 @@ from .functions import RewardFunction, as_reward, as_rewards, call, prompt_text,
 TEST_FRACTION = 0.1
 """Fraction of the prompts of a decorator's `tasks` list that is held out."""
 EXAMPLES = 100
-"""Number of tasks among which one with an answer is looked for."""
+"""Number of tasks that are searched for one with an answer."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Rows = Sequence[Mapping[str, Any]] | Callable[[str], Iterable[Mapping[str, Any]]]
@@ -168,7 +168,7 @@ class RewardSpec(DataEnvSpec):
     answer_required = False
     function: ClassVar[Callable[..., Any]]
     functions: ClassVar[Sequence[RewardFunction]]
-    """The function itself, or the functions that it sums."""
+    """The function, or the functions whose rewards it sums."""
     rows: ClassVar[Rows | None] = None
     target: ClassVar[str] = ""
     """The target of an undecorated callable; empty for a decorated one, which its module names."""

@@ -44,9 +44,9 @@ def reference(answer: object) -> str:
 
 
 def final_line(text: str, marker: str) -> str | None:
-    """The text after `marker` (`####`, `The answer is`, `ANSWER:`) in the last line that is not blank, without a period
-    at its end and emphasis (`**`); the content of a box there. None if that line lacks the marker, or nothing follows
-    it.
+    """The text after `marker` (`####`, `The answer is`, `ANSWER:`) in the last line that is not blank, without emphasis
+    (`**`) and without a period at its end; if that text holds a box, the content of the box. None if the line lacks the
+    marker, or nothing follows it.
 
     Case does not count, and neither do a colon and emphasis behind the marker (`**Answer**: 12`). The last marker of
     the line counts, and it must be whole words: `DATA: 5` has no `A:`, `the answer isn't 5` no `The answer is`.

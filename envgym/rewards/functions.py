@@ -21,7 +21,7 @@ from .callables import as_function
 ARGUMENTS = ("completion", "prompt", "answer", "task", "messages", "action", "fields")
 """Parameters that a reward function may have besides the fields of the data row."""
 AMBIGUOUS = ("task", "messages", "action")
-"""Those of them that are usual names of fields too; `fields` tells the two apart."""
+"""The ones among `ARGUMENTS` that usual data also have as fields; the argument `fields` gives the data's."""
 TRL_ARGUMENTS = ("completions", "prompts", "completion_ids")
 """Parameters of TRL's reward functions: lists with one value per completion."""
 
@@ -31,7 +31,7 @@ COMPLETION_NAMES = (
     "response", "output", "solution", "generation", "text", "responses", "outputs", "generations", "texts",
     "generated_text", "model_output", "predict_str", "prediction", "response_str", "solution_str",
 )  # fmt: skip
-"""Names that others give the completion; here they are fields of the data, or nothing."""
+"""Names that other programs give the completion. Here they name fields of the data, or nothing."""
 
 REWARD_KEYS = ("reward", "score", "overall")
 """Keys of the reward in a mapping: envgym's, verl's and EasyR1's. Beside another, `score` is the score in [0, 1]."""
@@ -65,8 +65,8 @@ class RewardFunction:
         """True for a function in TRL's form, in which a data field wins over an argument of envgym's."""
 
     def check(self, task: Task, aliases: Mapping[str, str], *, from_data: bool) -> None:
-        """Raise `ConfigError` for a parameter that a task such as `task` has no value for, or two. `from_data`: its row
-        was read by the settings `data.*`."""
+        """Raise `ConfigError` for a parameter for which a task such as `task` has no value, or two. `from_data`: the
+        settings `data.*` read the task's row."""
         self._check_meanings(task)
         synonyms = sorted(self._parameters & set(COMPLETION_NAMES)) if self._parameters.isdisjoint(COMPLETIONS) else []
         if synonyms and not (self._takes_any and {*task.fields, *aliases}.issuperset(synonyms)):
@@ -134,7 +134,7 @@ class RewardFunction:
         return {name: available[name] for name in names if name in available}
 
     def select(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of several functions' arguments that this one takes."""
+        """The arguments that this function takes, out of those of several functions."""
         names = arguments if self._takes_any else (*self._required, *self._optional)
         return {name: arguments[name] for name in names if name in arguments}
 

@@ -25,7 +25,7 @@ from envgym.limits import limits
 _MAPS_OF_SCHEMAS = ("properties", "$defs", "patternProperties", "dependentSchemas")
 _VALUES = ("default", "const", "enum", "examples")
 CHECKING = 1.0, 2**30
-"""The most seconds and bytes that a check of a call's arguments takes; others take microseconds."""
+"""Limits of the check of a call's arguments, in seconds and in bytes of memory. Usual checks take microseconds."""
 _SHOWN_PROBLEMS = 3
 _ERROR_LENGTH = 300
 
@@ -190,8 +190,8 @@ def _culprit(hints: Mapping[str, Any]) -> tuple[str, Any]:
 def argument_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
     """A check that raises `WrongArguments` for arguments that do not match `schema`; a no-op for an invalid schema.
 
-    The schema may be a stranger's, whose regular expressions or references take any time. A check that takes longer
-    than `CHECKING` is the last one: servers check their arguments themselves.
+    The schema may be a stranger's, with regular expressions or references that take any time. After a check beyond the
+    limits `CHECKING` no call is checked: servers check their arguments themselves.
     """
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for
