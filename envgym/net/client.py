@@ -31,7 +31,7 @@ KEEPALIVE = 2.0
 MAX_ANSWER = 64 * 2**20
 """Maximum number of bytes of an answer, decompressed."""
 LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=None)
-"""Of the pool of one connection, which `HttpClient` closes."""
+"""Limits of the pool of one connection, which `HttpClient` closes."""
 EXTENSIONS = {"timeout": {"connect": CONNECT_SECONDS}}
 QUOTA_CODES = ("insufficient_quota", "exceeded_current_quota_error", "billing_not_active", "billing_hard_limit_reached")
 """Codes of a 429 that no pause removes: the account's quota is used up (OpenAI's, Moonshot's)."""
@@ -46,8 +46,8 @@ Kind = Literal["url", "unreachable", "lost", "timeout", "unusable"]
 
 
 class NoAnswer(Exception):
-    """A request without a usable answer. The message completes a sentence that begins with the server's name; `reason`
-    is the operating system's part of it, and `wait` the pause in seconds that the server asked for.
+    """A request without a usable answer. The message completes a sentence that begins with the server's name. `reason`
+    is the part of it that the operating system gave; `wait` is the pause in seconds that the server asked for.
 
     With the kinds `url` and `unreachable` nothing was sent; with the others the whole request may have arrived.
     """
@@ -60,13 +60,13 @@ class NoAnswer(Exception):
 
 
 class HttpClient(AbstractAsyncContextManager["HttpClient"]):
-    """A client of the running event loop, with as many connections as it has requests at a time: its own, or those of
-    `shared`, which then closes them. The next request to a server closes those that have been idle for `KEEPALIVE`
-    seconds. Cookies are stored with `keeps_cookies` only.
+    """A client of the running event loop, with one connection for each concurrent request. The connections are its own,
+    or those of `shared`, which then closes them. The next request to a server closes those that have been idle for
+    `KEEPALIVE` seconds. Cookies are stored with `keeps_cookies` only.
 
-    Each connection is an httpx transport with a pool of its own: a pool of httpx's looks at all of its connections at
-    each request, which takes five times as long with 256 of them. Key and request are for the address alone: the
-    environment's passwords are not used, and its `HTTPS_PROXY` for https:// only, where a proxy sees neither.
+    Each connection is an httpx transport with a pool of its own: one pool for all would look at all its connections at
+    each request, which takes five times as long with 256 of them. Key and request go to the address alone: passwords in
+    this process's environment are not used, and `HTTPS_PROXY` for https:// only, where a proxy sees neither.
     """
 
     def __init__(self, shared: HttpClient | None = None, *, secret: str = "", keeps_cookies: bool = False) -> None:
