@@ -29,7 +29,7 @@ class Flag:
     kind: str = "one"
     default: Any = None
     dotted_default: Any = UNCHANGED
-    """The default in commands with dotted names; `UNCHANGED`: that of the others."""
+    """The default in commands with dotted names; `UNCHANGED`: the default of the other commands."""
     setting: str | Sequence[str] | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     value: Any = None

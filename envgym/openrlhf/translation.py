@@ -116,7 +116,7 @@ def apply_flag(flag: Flag, flags: Flags, translation: Translation) -> None:
 PROMPT_NOTE = (
     "--prompt_max_len bounds the context alone: a longer prompt is not cut, and leaves less for the completion"
 )
-"""Of the programs that sample."""
+"""Note of the programs that sample."""
 
 
 def set_training(flags: Flags, translation: Translation, max_len: int) -> None:

@@ -1,1 +1,1 @@
-"""Environments over HTTP: `server` offers one, `client` plays it as if it were local, `wire` is what they say."""
+"""Environments over HTTP: `server` serves one, `client` steps it like a local one, and `wire` has their messages."""

@@ -25,9 +25,10 @@ from .wire import Answer, Method
 
 CHANNEL_PATH = "/v1/channel"
 CHANNEL_BODY, FULL_COUNT = 2**18, 16
-"""Bytes and requests after which a message gets no further one: while one end reads it, the other fills the next."""
+"""Bytes and number of requests at which a message is full: while one end reads it, the other fills the next."""
 MAX_MESSAGE = 4 * CHANNEL_BODY
-"""Bytes of the largest message, with room to spare: one that is full but for a byte, another body, and their heads."""
+"""Bytes of the largest message: one that is full but for a byte, a further body, and their heads; with room to
+spare."""
 PING_SECONDS = 30.0
 """Interval of the server's and the client's pings. A server that stands still is noticed sooner, by its sessions'
 leases."""
@@ -89,7 +90,7 @@ def _unpack(adapter: TypeAdapter[list[H]], message: bytes) -> Iterator[tuple[H, 
 
 
 class _Outbox(Generic[H]):
-    """Sends the items of one turn of the event loop, or of the time that a message takes to be written, together."""
+    """Sends items together: those of one turn of the event loop, or of the time in which a message is being written."""
 
     def __init__(self, socket: Socket, adapter: TypeAdapter[list[H]], on_broken: Callable[[], None]) -> None:
         self._socket = socket

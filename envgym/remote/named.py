@@ -81,7 +81,7 @@ def registrations(*, strict: bool) -> dict[str, Registration]:
 
 
 def scope_of(name: str) -> Scope | None:
-    """The scope in which `name` is found."""
+    """The scope that holds `name`; the project's counts before the user's."""
     return next((scope for scope in reversed(SCOPES) if name in read(scope)), None)
 
 

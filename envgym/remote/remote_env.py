@@ -34,15 +34,16 @@ PAGE = 100
 PAGES = 100
 """Pages kept in memory. The longest unused goes first."""
 RECENT = 64
-"""Indices of the last tasks read: neighbours among them show that a split too large for memory is read in order."""
+"""Number of tasks read last whose indices are remembered: neighbours among them show that a split too large for memory
+is read in order."""
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
 
 
 class RemoteEnv(CheckedEnv):
-    """One session at a time on a server. The checks of `CheckedEnv` are made there, where the environment is; those of
-    numbers and sizes also here."""
+    """One session at a time on a server. The server makes the checks of `CheckedEnv`, where the environment is; numbers
+    and sizes are checked here too."""
 
     spec: RemoteEnvSpec
 

@@ -21,7 +21,8 @@ from . import wire
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`name` is the application's method; `answer` a body, another content type, None for 204, or 101."""
+    """A request that the server answers: `name` is the application's method for it, `answer` the class of the answer's
+    body. Instead of a class it may be another content type, None for status 204, or 101 for a channel."""
 
     method: str
     path: str

@@ -27,9 +27,9 @@ from .wire import EnvDescription, EpisodeVerdict, GroupToScore, Split, TaskPage,
 
 SPLITS = ("train", "test")
 HASHED, HASH_SECONDS = 5, 5.0
-"""Tasks of a split that are hashed, and how long they may take to be read."""
+"""Number of tasks of a split that are hashed, and the seconds that reading them may take."""
 CACHED_VERDICTS = 256
-"""Stored verdicts, for groups that are sent again: scoring may be slow and expensive."""
+"""Number of verdicts that are stored, for groups that are sent again: scoring may be slow and expensive."""
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -30,7 +30,7 @@ LONGEST_PAUSE = 5.0
 REPORT_SECONDS = 5.0
 """Seconds between two lines about a server that cannot be reached."""
 UNTRIED_SECONDS = 60.0
-"""Seconds without a request after which a lost server is waited for anew: it may have been back meanwhile."""
+"""Seconds without a request after which the wait for a lost server begins anew: it may have come back meanwhile."""
 NO_CHANNEL_SECONDS = 60.0
 """Seconds after which a server without a WebSocket is tried with one again."""
 
