@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,20 @@ def test_the_page_on_troubleshooting_has_every_alert():
     alerts = yaml.safe_load((ROOT / "envgym/monitoring/alarms.yaml").read_text())
     page = (ROOT / "docs/training/troubleshooting.md").read_text()
     assert [name for name in alerts if f"`{name}`" not in page] == []
+
+
+def step_of(page: str) -> tuple[int, set[str]]:
+    """The number of files that a page on a step states, and the files that it lists."""
+    return int(re.search(r"passes (\d+) files", page)[1]), set(re.findall(r"^\| \d+ \| \[`([^`]+)`\]", page, re.MULTILINE))
+
+
+@pytest.mark.timeout(300)
+def test_a_step_passes_no_more_files_than_its_page_says():
+    stated, listed = step_of((REFERENCE / "step.md").read_text())
+    assert stated == len(listed)
+    assert [file for file in listed if not (ROOT / file).is_file()] == []
+    words = [sys.executable, ROOT / "docs" / "step.py", "--print"]
+    traced = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert traced.returncode == 0, traced.stderr[-2000:]
+    passed, files = step_of(traced.stdout[traced.stdout.index("# The files") :])
+    assert passed <= stated, f"{sorted(files - listed)}: join files, or write it again: python docs/step.py"
