@@ -14,10 +14,21 @@ from __future__ import annotations
 from envgym.types import Action, Message, Observation, Task
 
 from .checked import CheckedEnv
-from .protocol import Env, EnvConfig, Info, Recording, SeededTasks, StepInfo, StepResult, TaskList, TaskSet
+from .protocol import (
+    Env,
+    EnvConfig,
+    GeneratedTasks,
+    Info,
+    Recording,
+    SeededTasks,
+    StepInfo,
+    StepResult,
+    TaskList,
+    TaskSet,
+)
 from .spec import EnvSpec
 
 __all__ = [
-    "Action", "CheckedEnv", "Env", "EnvConfig", "EnvSpec", "Info", "Message", "Observation",
+    "Action", "CheckedEnv", "Env", "EnvConfig", "EnvSpec", "GeneratedTasks", "Info", "Message", "Observation",
     "Recording", "SeededTasks", "StepInfo", "StepResult", "Task", "TaskList", "TaskSet",
 ]  # fmt: skip

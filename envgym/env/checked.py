@@ -1,4 +1,5 @@
-"""The checks between every environment and its caller."""
+"""The checks between every environment and its caller, and the boundary to users' code, which tells its errors from a
+cancellation of the code around it."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from numbers import Real
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from envgym.errors import ConfigError, InvalidStep, ResetNeeded
+from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, ResetNeeded
+from envgym.loading import user_line
+from envgym.processes.cancellation import is_shutdown
 from envgym.processes.deadline import call_in_time
 from envgym.processes.threads import DedicatedThread
 from envgym.types import Action, Observation, Span, Task, as_action, as_observation, timed
@@ -256,3 +260,36 @@ def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
                 numbers[str(name)] = number
     n_invalid = len(metrics) - len(numbers)
     return numbers | {"invalid_metrics": float(n_invalid)} if n_invalid else numbers
+
+
+class UsersCode:
+    """Context manager around users' code: `with UsersCode() as call:`.
+
+    It catches every exception, `SystemExit` included, and stores it in `call.error`. Two kinds pass: errors of the
+    classes `passing`, and shutdown (a cancellation of the surrounding task, Ctrl-C).
+    """
+
+    error: BaseException
+    """The error that ended the block; unset if there was none."""
+
+    def __init__(self, *passing: type[BaseException]) -> None:
+        self._passing = passing
+
+    def __enter__(self) -> UsersCode:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if error is None or isinstance(error, self._passing) or is_shutdown(error):
+            return False
+        self.error = error
+        return True
+
+
+def environment_failure(error: BaseException) -> InvalidOutcome:
+    """The failure of an episode whose environment raised `error`; the message names the line of the user's code."""
+    location = f" ({line})" if (line := user_line(error)) else ""
+    name = type(error).__name__
+    message = f"{name}: {str(error) or name}{location}"
+    return InvalidOutcome("environment", message, retryable=bool(getattr(error, "retryable", False)))

@@ -16,8 +16,7 @@ from envgym.processes.event_loop import in_loop
 from envgym.processes.runtime import ErrorRecord, rebuild_error
 from envgym.types import Action
 
-from .boundary import UsersCode, environment_failure
-from .checked import CheckedEnv
+from .checked import CheckedEnv, UsersCode, environment_failure
 from .marks import Marked, Marks
 
 if TYPE_CHECKING:

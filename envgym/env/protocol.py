@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
@@ -110,6 +110,20 @@ class TaskList(TaskSet):
 
     async def get(self, index: int) -> Task:
         return self._tasks[index]
+
+
+class GeneratedTasks(TaskSet):
+    """Endless tasks: task `index` is `make(index)`, a function of the index alone."""
+
+    def __init__(self, make: Callable[[int], Task]) -> None:
+        self._make = make
+
+    @property
+    def size(self) -> int | None:
+        return None
+
+    async def get(self, index: int) -> Task:
+        return self._make(index)
 
 
 class SeededTasks(TaskSet):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from prometheus_client import Histogram
 
 from envgym.env import EnvSpec, TaskSet
-from envgym.env.boundary import UsersCode
+from envgym.env.checked import UsersCode
 from envgym.episodes.record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep, printable_line
 from envgym.loading import is_file_target

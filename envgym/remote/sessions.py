@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 
 from envgym.env import CheckedEnv
-from envgym.env.boundary import UsersCode
+from envgym.env.checked import UsersCode
 from envgym.net.problems import Problem, ProblemKind
 from envgym.net.server import RETRY_SECONDS
 from envgym.net.tokens import ServerClient

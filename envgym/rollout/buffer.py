@@ -1,4 +1,4 @@
-"""The buffer of finished groups between rollout and learner, and the rollout rounds that fill it."""
+"""The buffer of finished groups between rollout and learner, the filter of its groups, and the rounds that fill it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
+from envgym.episodes.scores import is_flat
+from envgym.errors import RunError
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Episode, Group, Task
 
-from .config import RolloutConfig
-from .filter import FilterConfig, drop_reason
+from .config import FilterConfig, RolloutConfig
 
 MAX_ROUNDS = 4
 """Maximum rollout rounds per training step without a filter. Rounds after the first replace incomplete groups."""
@@ -83,6 +85,28 @@ class Buffer:
         self.refills = state["refills"]
         self.dropped_groups = state["dropped_groups"]
         self.filtered = Counter(state["filtered"])
+
+
+def drop_reason(config: FilterConfig, members: Sequence[Episode]) -> str:
+    """The reason to drop a group of finished episodes, in one word; empty if the group stays.
+
+    Source: Q. Yu et al., "DAPO" (2025), section 3.2, which keeps 0 < accuracy < 1. If a member has no score,
+    `zero_variance` compares rewards. Raises `RunError` for a score range if no member has a score.
+    """
+    scores = [episode.score for episode in members if episode.score is not None]
+    if config.zero_variance and is_flat(members):
+        return "zero_variance"
+    low, high = config.min_score, config.max_score
+    if low is None and high is None:
+        return ""
+    if not scores:
+        raise RunError(
+            "rollout.filter.min_score and max_score need scores, and the environment gives none (its rewards are not "
+            'all in [0, 1]): let it give info["score"], or use rollout.filter.zero_variance alone'
+        )
+    mean = fmean(scores)
+    is_outside = (low is not None and mean <= low) or (high is not None and mean >= high)
+    return "score_range" if is_outside else ""
 
 
 @dataclass(slots=True)

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from envgym.engine import MaxTokens, SamplingParams, Temperature, TopP
 from envgym.settings import Settings
 from envgym.types import SeedScope
 
-from .filter import FilterConfig
+
+class FilterConfig(Settings):
+    """Dynamic filtering: groups that give no gradient are dropped, and other tasks are rolled out instead. Replayed
+    groups are never dropped."""
+
+    zero_variance: bool = False
+    """Drop groups whose episodes all have the same score."""
+    min_score: float | None = Field(None, ge=0, le=1)
+    """Drop groups with a mean score at or below this."""
+    max_score: float | None = Field(None, ge=0, le=1)
+    """Drop groups with a mean score at or above this."""
+    max_rounds: int = Field(10, ge=1)
+    """Maximum rollout rounds of a training step. After them the step trains on the groups it has, with an alert."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.zero_variance or self.min_score is not None or self.max_score is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_score is not None and self.max_score is not None and self.min_score >= self.max_score:
+            raise ValueError(f"no score is above min_score={self.min_score:g} and below max_score={self.max_score:g}")
+        return self
 
 
 class RolloutConfig(Settings):

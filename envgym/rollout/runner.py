@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
-from envgym.env.boundary import UsersCode, environment_failure
-from envgym.env.checked import describe
+from envgym.env.checked import UsersCode, describe, environment_failure
 from envgym.episodes.scores import reward_as_score, reward_failure, withdraw_scores
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from envgym.hashing import derived_seed, task_hash

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import ClassVar
 
 from envgym.env import EnvConfig, EnvSpec, TaskSet
@@ -20,20 +20,6 @@ class DataEnvConfig(EnvConfig):
 
     data: DataConfig | None = None
     """Tasks from files, folders or generators."""
-
-
-class GeneratedTasks(TaskSet):
-    """Endless tasks: task `index` is `make(index)`, a function of the index alone."""
-
-    def __init__(self, make: Callable[[int], Task]) -> None:
-        self._make = make
-
-    @property
-    def size(self) -> int | None:
-        return None
-
-    async def get(self, index: int) -> Task:
-        return self._make(index)
 
 
 class DataEnvSpec(EnvSpec):

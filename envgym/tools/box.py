@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from envgym.env.boundary import UsersCode
+from envgym.env.checked import UsersCode
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
 from envgym.processes.cancellation import abandon
 from envgym.types import Message, ToolCall, ToolSpec

@@ -4,7 +4,7 @@ import pytest
 
 from envgym.errors import RunError
 from envgym.rollout.buffer import Buffer
-from envgym.rollout.filter import FilterConfig
+from envgym.rollout.config import FilterConfig
 from envgym.types import Episode, Group, Outcome, Task
 
 
