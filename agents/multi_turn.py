@@ -10,7 +10,7 @@ from pydantic import Field
 
 from envgym.agent import AgentConfig
 from envgym.env import CheckedEnv
-from envgym.render.stop import sampling_of
+from envgym.render.renderer import sampling_of
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Observation, Outcome, Task, observed_messages
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from envgym.env import CheckedEnv
-from envgym.render.stop import sampling_of
+from envgym.render.renderer import sampling_of
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Limit, Outcome, Task, observed_messages
 

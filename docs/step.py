@@ -20,23 +20,25 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "step.md"
 SOURCES = ("envgym", "envs", "agents", "learners")
-STEP = 2
-"""The step that is traced: the first one has work of its own, as the last one has."""
+STEP = 3
+"""The step that is traced. The first ones also look at the first answers, and the last one saves the model."""
 JOB = (
     "train", "--env", "math_verify", "--name", "traced", "debug=true", f"steps={STEP + 1}", "eval.every=0",
-    "rollout.tasks_per_step=4", "rollout.group_size=4",
+    "rollout.tasks_per_step=4", "rollout.group_size=4", "deterministic=true",
 )  # fmt: skip
+TIMERS = ("envgym/processes/watch.py",)
+"""Files that run by the clock, whatever the step does."""
 HEAD = """# The files that a step passes
 
-For a reader who wants to follow one training step through the code: every file whose functions it runs, in the order
-in which it reaches them. The step is one of `math_verify` with the starter, 4 tasks × 4 episodes, everything in one
+For a reader who wants to follow one training step through the code: every file whose functions it runs, in the order in
+which it reaches them. The step is one of `math_verify` with the starter, 4 tasks × 4 episodes, everything in one
 process (`debug=true`), with vLLM and DeepSpeed. [GRPO on one page](../../examples/grpo_in_one_file.py) is the same
 algorithm without the rest.
 
 **The step passes {files} files. There are {moves:,} moves between files, {room_moves:,} of them between rooms.** A move
-is a call from a function of one file to a function of another. A room is a folder of `envgym/` or of `envs/`,
-`agents/` or `learners/`; the files directly in `envgym/` are one room. Written by `python docs/step.py` from a trace; the
-numbers of moves differ a little from one trace to another.
+leads from one called function to the next one, on the same thread, if that is in another file. A room is a folder of
+`envgym/` or of `envs/`, or `agents/`, or `learners/`; the files directly in `envgym/` are one room. Written by
+`python docs/step.py` from a trace; the numbers of moves differ a little from one trace to another.
 
 | | file | its subject | moves to it |
 |--:|---|---|--:|
@@ -44,23 +46,26 @@ numbers of moves differ a little from one trace to another.
 
 
 class Trace:
-    """The files of `SOURCES` whose functions run while `is_on`, in order, and the calls from one file to another."""
+    """The files of `SOURCES` whose functions run while `is_on`, in order, and the moves from one to another."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.files: dict[str, None] = {}
         self.moves: Counter[tuple[str, str]] = Counter()
+        self._last: dict[int, str] = {}
+        """The file of the last call, by thread."""
         self._file_of_code: dict[Any, str | None] = {}
         self._starts = tuple(f"{ROOT / folder}{os.sep}" for folder in SOURCES)
 
     def note(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Python calls this at each call of a function, and each time that a coroutine continues."""
+        """Python calls this at each call of a function, and each time that a coroutine or generator continues."""
         if event != "call" or not self.is_on or (file := self._file(frame)) is None:
             return
         self.files.setdefault(file)
-        caller = None if frame.f_back is None else self._file(frame.f_back)
-        if caller is not None and caller != file:
-            self.moves[caller, file] += 1
+        previous = self._last.get(thread := threading.get_ident(), file)
+        self._last[thread] = file
+        if previous != file:
+            self.moves[previous, file] += 1
 
     def _file(self, frame: FrameType) -> str | None:
         """The file of a frame's function, relative to the repository; None if it is of another package."""
@@ -68,12 +73,13 @@ class Trace:
         if code not in self._file_of_code:
             path = os.path.realpath(code.co_filename)
             is_ours = path.startswith(self._starts) and code.co_name != "<module>"
-            self._file_of_code[code] = str(Path(path).relative_to(ROOT)) if is_ours else None
+            file = str(Path(path).relative_to(ROOT)) if is_ours else None
+            self._file_of_code[code] = None if file in TIMERS else file
         return self._file_of_code[code]
 
 
 def trace_step() -> Trace:
-    """Train for a few steps, and trace one of them: all from its first task to its line of metrics."""
+    """Train for a few steps, and trace one of them, from its first task to the new weights in the engine."""
     from envgym.cli import main
     from envgym.training.trainer import Trainer
 
@@ -83,6 +89,7 @@ def trace_step() -> Trace:
         trace.is_on = trainer.progress.step + 1 == STEP
         sys.setprofile(trace.note if trace.is_on else None)
         await take_step(trainer)
+        trace.is_on = False
 
     threading.setprofile(trace.note)  # threads may start before the step
     Trainer.take_step = traced  # type: ignore[method-assign]
@@ -97,7 +104,7 @@ def trace_step() -> Trace:
 
 def page(trace: Trace) -> str:
     """The text of the page."""
-    room_moves = sum(count for (caller, file), count in trace.moves.items() if room(caller) != room(file))
+    room_moves = sum(count for (previous, file), count in trace.moves.items() if room(previous) != room(file))
     visits: Counter[str] = Counter()
     for (_, file), count in trace.moves.items():
         visits[file] += count
@@ -124,7 +131,7 @@ def room(file: str) -> str:
 
 def pairs(trace: Trace) -> str:
     """The pairs of files with the most moves, one per line."""
-    return "\n".join(f"{count:6} {caller} -> {file}" for (caller, file), count in trace.moves.most_common(60))
+    return "\n".join(f"{count:6} {previous} -> {file}" for (previous, file), count in trace.moves.most_common(60))
 
 
 if __name__ == "__main__":

@@ -70,9 +70,8 @@ async def main(steps=STEPS):
             await engine.begin_weights()
             with tempfile.TemporaryDirectory() as folder:
                 worker.begin_export(2**25, f"{folder}/weights", checkpoint_names=True)
-                for number, bucket in enumerate(iter(worker.next_bucket, None), 1):
-                    await engine.load_bucket(bucket)
-            await engine.end_weights(number, step + 1)
+                loaded = [await engine.load_bucket(bucket) for bucket in iter(worker.next_bucket, None)]
+            await engine.end_weights(len(loaded), step + 1)
 
 
 if __name__ == "__main__":

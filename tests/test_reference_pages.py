@@ -101,7 +101,9 @@ def test_the_page_on_troubleshooting_has_every_alert():
 
 def step_of(page: str) -> tuple[int, set[str]]:
     """The number of files that a page on a step states, and the files that it lists."""
-    return int(re.search(r"passes (\d+) files", page)[1]), set(re.findall(r"^\| \d+ \| \[`([^`]+)`\]", page, re.MULTILINE))
+    return int(re.search(r"passes (\d+) files", page)[1]), set(
+        re.findall(r"^\| \d+ \| \[`([^`]+)`\]", page, re.MULTILINE)
+    )
 
 
 @pytest.mark.timeout(300)

@@ -59,7 +59,7 @@ class CheckedEpisode(ScriptedEpisode):
 
     async def play_out(self) -> None:
         """Run it on a new instance."""
-        self.result = await run_episode(self.spec, self.task, self.play, EPISODE_SECONDS)
+        self.result = await run_episode(self.spec.spec_for(self.task), self.task, self.play, EPISODE_SECONDS)
         self.result.id = f"check/{self.task.key}:{self.script_name}"
 
     async def reset(self, env: CheckedEnv) -> Observation:

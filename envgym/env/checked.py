@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import math
 import random
+import time
 from collections.abc import Callable, Mapping
 from numbers import Real
 from types import TracebackType
@@ -18,7 +19,7 @@ from envgym.loading import user_line
 from envgym.processes.cancellation import is_shutdown
 from envgym.processes.deadline import call_in_time
 from envgym.processes.threads import DedicatedThread
-from envgym.types import Action, Observation, Span, Task, as_action, as_observation, timed
+from envgym.types import Action, Observation, Span, Task, as_action, as_observation
 
 from .protocol import Env, Info
 
@@ -89,8 +90,7 @@ class CheckedEnv(Env):
         Env.reset(self.env, seed=seed)
         self.task = self.env.task = task = posed_task(options) or await self._draw_task(seed)
         options, seed = {**(options or {}), "task": task}, seed if task.seed is None else task.seed
-        with timed(self.spans, "environment"):
-            result = await self._call(self.env.reset, seed=seed, options=options)
+        result = await self._timed_call(self.env.reset, seed=seed, options=options)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise InvalidStep(f"{self.spec.id}: reset must return (observation, info), not {describe(result)}")
         self._playing = True
@@ -100,8 +100,7 @@ class CheckedEnv(Env):
         if not self._playing:
             raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
         action = as_action(action)
-        with timed(self.spans, "environment"):
-            result = await self._call(self.env.step, action)
+        result = await self._timed_call(self.env.step, action)
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
             raise InvalidStep(
                 f"{self.spec.id}: step must return (observation, reward, terminated, truncated, info), "
@@ -165,6 +164,14 @@ class CheckedEnv(Env):
             await self.spec.slots.acquire()
             self._has_slot = True
 
+    async def _timed_call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Like `_call`; its time is a span."""
+        start = time.time()
+        try:
+            return await self._call(method, *args, **kwargs)
+        finally:
+            self.spans.append(("environment", round(start, 4), round(time.time(), 4)))
+
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Await a method of the environment under its deadline."""
         if self._thread is not None and method.__name__ in self._blocking:
@@ -183,13 +190,10 @@ class CheckedEnv(Env):
         """Convert an observation. Raises `InvalidStep` for another type and for one over `MAX_CHARACTERS`."""
         try:
             observation = as_observation(value)
-            extras = (observation.sampling, observation.tools, *(m.tool_calls for m in observation.messages))
-            size = len(observation.text or "") + sum(len(str(extra)) for extra in extras if extra)
-            size += sum(len(m.text) + len(m.role) for m in observation.messages)
         except TypeError as error:
             of_coroutine = f"an observation is text, messages or an Observation, not {describe(value)}"
             raise InvalidStep(f"{self.spec.id}: {of_coroutine if _coroutines(value) else error}") from None
-        if size > MAX_CHARACTERS:
+        if (size := observation.n_characters) > MAX_CHARACTERS:
             raise InvalidStep(
                 f"{self.spec.id}: an observation has {size:,} characters, more than the {MAX_CHARACTERS:,} that are "
                 "rendered: show the policy a part of it"

@@ -35,8 +35,8 @@ def rollout_metrics(groups: Sequence[Group], *, sampled: bool = True, spells: Ma
         record |= _lengths(finished)
     truncated = Counter(episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED)
     record |= {f"truncated/{reason}": count / len(finished) for reason, count in sorted(truncated.items())}
-    if sampled:
-        record |= failure_bias(groups)
+    if sampled and len(finished) < sum(len(group.episodes) + len(group.superseded) for group in groups):
+        record |= failure_bias(groups)  # some failed
     for name in sorted({group.task.env for group in groups} - {""}):
         member_record = _outcomes([group for group in groups if group.task.env == name], sampled, spells)
         record |= {f"env/{name}/{key.removeprefix('env/')}": value for key, value in member_record.items()}
@@ -59,13 +59,13 @@ def _outcomes(groups: Sequence[Group], sampled: bool, spells: Match) -> dict[str
         record["score/mean"] = fmean(scores)
     for name in sorted({name for episode in finished for name in episode.metrics}):
         record[f"env/{name}"] = fmean(e.metrics[name] for e in finished if name in e.metrics)
-    answers = (message.text for episode in finished for message in episode.messages if message.role == "assistant")
-    if spelled := sum(bool(spells(answer)) for answer in answers):
-        record["answers/special_tokens"] = spelled
+    answers = [message.text for episode in finished for message in episode.messages if message.role == "assistant"]
+    if spelled := [answer for answer in answers if spells(answer)]:
+        record["answers/special_tokens"] = len(spelled)
     for kind, count in sorted(Counter(episode.outcome.reason for episode in failed).items()):
         record[f"failures/{kind}"] = count
     if episodes:
-        record["failures/share"] = sum(episode.failed for episode in episodes) / len(episodes)
+        record["failures/share"] = len([episode for episode in episodes if episode.failed]) / len(episodes)
     return record
 
 

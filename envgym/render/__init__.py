@@ -9,8 +9,7 @@ from typing import Any
 
 from .chat import ChatRenderer
 from .config import RenderConfig, RenderKind
-from .dialogue import Dialogue, Extension
-from .renderer import NoRenderer, Renderer, load_tokenizer
+from .renderer import Dialogue, Extension, NoRenderer, Renderer, load_tokenizer
 from .text import RawRenderer, TextRenderer
 
 __all__ = [

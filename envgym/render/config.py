@@ -14,7 +14,7 @@ from envgym.errors import ConfigError, did_you_mean, reported_as
 from envgym.limits import limits
 from envgym.settings import Settings
 
-from .template import RENDERING
+from .chat import RENDERING
 
 RenderKind = Literal["auto", "chat", "text", "raw"]
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from envgym.types import Message, Observation
 
-from .dialogue import Dialogue, Extension
-from .renderer import Renderer
+from .renderer import Dialogue, Extension, Renderer
 from .spelling import rewrite_tools
 from .tool_calls import EXAMPLE, Reading, describe, read_calls, read_hermes, write_hermes
 

@@ -46,7 +46,7 @@ class Buffer:
         """Add the groups that can be trained on. Returns their number."""
         previous_size = len(self._groups)
         for group in groups:
-            self.failures.update(e.outcome.reason for e in [*group.episodes, *group.superseded] if e.failed)
+            self.failures.update([e.outcome.reason for e in [*group.episodes, *group.superseded] if e.failed])
             self.n_retried += len(group.superseded)
             self.refills += group.refills
             members = [e for e in group.episodes if e.is_counted and (e.reward is not None or not self.needs_reward)]
@@ -163,8 +163,8 @@ async def fill_buffer(
         batch.n_buffered += buffer.add(groups)
         batch.groups += groups
         batch.rounds += 1
-        n_failed = sum(not e.is_counted for e in batch.episodes)
-        is_usable = any(e.is_counted and (e.reward is not None or not buffer.needs_reward) for e in batch.episodes)
-        if not is_usable or n_failed > config.max_failed_share * len(batch.episodes):
+        finished = [e for e in batch.episodes if e.is_counted]
+        is_usable = any(e.reward is not None or not buffer.needs_reward for e in finished)
+        if not is_usable or len(batch.episodes) - len(finished) > config.max_failed_share * len(batch.episodes):
             break  # more rounds would not help; the caller raises the error
     return batch

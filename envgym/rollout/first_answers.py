@@ -22,6 +22,8 @@ class FirstAnswers:
 
     def __init__(self, spec: EnvSpec) -> None:
         self.note: Callable[[str], None] | None = None
+        self.is_over = False
+        """True once all environments have had their first episodes: none is counted any more."""
         self._spec = spec
         self._n_started = Counter[EnvSpec]()
         self._values: dict[EnvSpec, list[float | None]] = defaultdict(list)
@@ -39,6 +41,7 @@ class FirstAnswers:
         self._values[spec].append(episode.metrics.get("answered"))
         if len(self._values[spec]) == FIRST:
             self._decide(spec)
+            self.is_over = all(len(self._values[part]) == FIRST for part in self._spec.parts())
 
     def conclude(self) -> None:
         """Decide for environments with fewer episodes, since no more will start."""

@@ -31,7 +31,7 @@ from envgym.types import Episode, Group, Limit, Outcome, Reward, SeedScope, Span
 
 from .config import RolloutConfig
 from .first_answers import FirstAnswers
-from .sampler import EpisodeSampler, LockstepBatcher
+from .transcript import EpisodeSampler, LockstepBatcher
 
 T = TypeVar("T")
 Progress = Callable[[int, int, Mapping[str, int]], None]
@@ -67,6 +67,16 @@ class SamplingPlan:
         return derived_seed(run_seed, group.task.key, *visit[self.seed_scope])
 
 
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """A group, and what its members have in common: environment, seed (unless each has its own) and task's hash."""
+
+    group: Group
+    spec: EnvSpec
+    seed: int
+    task_hash: str
+
+
 def group_ids(purpose: str, tasks: Iterable[Task]) -> dict[str, Task]:
     """The tasks of one sampling plan by the ids of their groups. `Episode.purpose` reads the purpose back from such an
     id."""
@@ -98,7 +108,7 @@ class Runner:
         self._fingerprints: dict[int, dict[str, str]] = {}
         self.envs_without_scores: set[str] = set()
         """Environments that have given a reward outside [0, 1]."""
-        self._task_hash: tuple[Task | None, str] = (None, "")
+        self._members: _Members | None = None
         self._slots = asyncio.Semaphore(config.concurrency)
         self._starting = asyncio.Lock()
         """Held by the call of `roll_out` whose members start next."""
@@ -149,7 +159,7 @@ class Runner:
             batcher, slots = LockstepBatcher(self.engine, tally.total, concurrency), asyncio.Semaphore(concurrency)
 
         async def run(group: Group, member: int) -> None:
-            is_first = self.first_answers.start(group.task)
+            is_first = not self.first_answers.is_over and self.first_answers.start(group.task)
             try:
                 episode = await self._run_member(group, member, plan, batcher)
             finally:
@@ -186,6 +196,8 @@ class Runner:
 
     async def score_groups(self, groups: Iterable[Group]) -> list[list[Episode]]:
         """Let environments judge each group as a whole (`score_group`). Returns the changed episodes of each group."""
+        if not self.spec.scores_groups:
+            return []
         seconds = self.config.episode_timeout
         scored = await asyncio.gather(*(score_group(self.spec, group, seconds) for group in groups))
         for episode in itertools.chain(*scored):
@@ -221,13 +233,10 @@ class Runner:
     async def _run_attempt(
         self, group: Group, member: int, attempt: int, plan: SamplingPlan, batcher: LockstepBatcher | None
     ) -> Episode:
-        task, spec = group.task, self.spec.spec_for(group.task)
-        if self._task_hash[0] is not task:  # the members of a group start one after the other
-            self._task_hash = (task, task_hash(task))
-        fingerprint = self._task_hash[1]
+        task, members = group.task, self._members_of(group, plan)
         # The group is part of the id: a small task set may repeat within one step.
         episode_id = f"{group.id}:{member:03d}:{attempt}"
-        seed = plan.env_seed(self.seed, group, member)
+        seed = members.seed if plan.seed_scope != "episode" else plan.env_seed(self.seed, group, member)
         sampler = None
         if self.engine is not None:
             sampling_seed = derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None
@@ -242,12 +251,19 @@ class Runner:
             # A replay chooses among demonstrations by its seed, so it must differ between members and purposes.
             return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), recording_index=member)
 
-        episode = await run_episode(self.spec, task, run, self.config.episode_timeout, sampler)
+        episode = await run_episode(members.spec, task, run, self.config.episode_timeout, sampler)
         reward_failure(episode, self.config.failed_reward)
-        episode.id, episode.env, episode.group_id = episode_id, task.env or spec.id, group.id
+        episode.id, episode.env, episode.group_id = episode_id, task.env or members.spec.id, group.id
         episode.member, episode.attempt, episode.seed = member, attempt, seed
-        episode.fingerprints = {**self._fingerprint(spec), "task": fingerprint}
+        episode.fingerprints = {**self._fingerprint(members.spec), "task": members.task_hash}
         return episode
+
+    def _members_of(self, group: Group, plan: SamplingPlan) -> _Members:
+        """The values that a group's members have in common. Cached, since they start one after the other."""
+        if self._members is None or self._members.group is not group:
+            spec, seed = self.spec.spec_for(group.task), plan.env_seed(self.seed, group, 0)
+            self._members = _Members(group, spec, seed, task_hash(group.task))
+        return self._members
 
     def _fingerprint(self, spec: EnvSpec) -> dict[str, str]:
         if id(spec) not in self._fingerprints:
@@ -282,13 +298,13 @@ async def run_episode(
     timeout: float,
     sampler: EpisodeSampler | None = None,
 ) -> Episode:
-    """Call `run` with a new instance, limited to `timeout` seconds, and close the instance. If `run` returns an
-    outcome, it becomes an episode without turns.
+    """Call `run` with a new instance of `spec`, the task's environment, limited to `timeout` seconds, and close the
+    instance. If `run` returns an outcome, it becomes an episode without turns.
 
     Any error becomes the episode's outcome. The episode has no id yet, and its group is not judged. Raises `WorkerDied`
     if the engine is gone, so that no episode can continue.
     """
-    spec, name = spec.spec_for(task), task.env or spec.id
+    name = task.env or spec.id
     env: CheckedEnv | None = None
     result: Episode | Outcome | None = None
     waiting: list[Span] = []
@@ -296,8 +312,9 @@ async def run_episode(
     with UsersCode(WorkerDied) as call:
         env = spec.make()
         async with _ClosingEnv(env, sampler):
-            with timed(waiting, "waiting"):
-                await env.acquire()
+            waiting_start = time.time()
+            await env.acquire()
+            waiting.append(("waiting", round(waiting_start, 4), round(time.time(), 4)))
             start = time.monotonic()  # waiting for a slot does not count as the episode's time
             returned = await run_to_end(_run_with_deadline(spec, run(env), timeout, f"{name}: an episode"))
             if not isinstance(returned, Episode | Outcome):

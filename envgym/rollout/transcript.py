@@ -1,4 +1,4 @@
-"""The record of an episode's tokens, through which an agent samples.
+"""The sampling of an episode: an engine bound to it, and the record of its tokens, through which an agent samples.
 
 The engine gets exactly the recorded tokens, and its completion is recorded unchanged. So an agent that uses a
 transcript cannot train on other tokens than those it sampled.
@@ -6,14 +6,22 @@ transcript cannot train on other tokens than those it sampled.
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from envgym.agent import OutOfBudget, Sampler
-from envgym.engine import Generation
+from envgym.engine import ChatEngine, ChatReply, ChatRequest, Engine, Generation, Request, SamplingParams
 from envgym.episodes.scores import reward_as_score
-from envgym.errors import PromptTooLong
+from envgym.errors import InvalidOutcome, PromptTooLong
+from envgym.hashing import derived_seed
+from envgym.processes.cancellation import start_task
+from envgym.processes.deadline import pause_timeouts
 from envgym.types import (
     Episode,
     Limit,
@@ -22,8 +30,10 @@ from envgym.types import (
     Outcome,
     Row,
     Segment,
+    Span,
     StopReason,
     Task,
+    ToolSpec,
     Turn,
     float_array,
     int_array,
@@ -76,7 +86,8 @@ class Transcript:
             if not self.rows[0].turns:
                 raise
             raise OutOfBudget(Limit.CONTEXT) from None
-        self.record(generation, self._engine.sampling.with_overrides(overrides).temperature)
+        sampling = self._engine.sampling
+        self.record(generation, (sampling.with_overrides(overrides) if overrides else sampling).temperature)
         return generation
 
     def record(self, generation: Generation, temperature: float) -> None:
@@ -141,3 +152,174 @@ class Transcript:
             metrics=self.metrics,
             messages=self.messages,
         )
+
+
+class LockstepBatcher:
+    """Holds requests until every running episode waits for one, then submits them together, sorted.
+
+    So no batch depends on timing: sorted and seeded, its requests get the same bits in every run. `episodes` is the
+    number of episodes that have not ended; at most `concurrency` of them run at a time.
+    """
+
+    def __init__(self, engine: Engine, episodes: int, concurrency: int) -> None:
+        self._engine = engine
+        self._episodes_left = episodes
+        self._concurrency = concurrency
+        self._waiting: list[tuple[Request, asyncio.Future[Generation]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def leave(self) -> None:
+        """Stop waiting for requests of one episode, which has ended."""
+        self._episodes_left -= 1
+        self._submit_if_complete()
+
+    async def generate(self, request: Request) -> Generation:
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, future))
+        self._submit_if_complete()
+        try:
+            return await future
+        except asyncio.CancelledError:  # at its deadline an episode stops waiting, and must not complete a batch
+            self._waiting = [item for item in self._waiting if item[1] is not future]
+            raise
+
+    def _submit_if_complete(self) -> None:
+        if not self._waiting or len(self._waiting) < min(self._episodes_left, self._concurrency):
+            return
+        batch, self._waiting = sorted(self._waiting, key=lambda item: item[0].id), []
+        for request, future in batch:  # tasks start in creation order, so the engine gets the batch sorted
+            start_task(self._forward(request, future), self._tasks)
+
+    async def _forward(self, request: Request, future: asyncio.Future[Generation]) -> None:
+        try:
+            generation = await self._engine.generate(request)
+        except Exception as error:  # for the episode of the request
+            if not future.done():
+                future.set_exception(error)
+        else:
+            if not future.done():
+                future.set_result(generation)
+
+
+@dataclass(slots=True)
+class EpisodeSampler:
+    """An agent's sampler: the engine, with the episode's request ids, seeds, sampling parameters and token limit.
+
+    Concurrent requests share the limit: each reserves its maximum and returns the unused tokens. A request that cannot
+    reserve its maximum first waits for those in flight, and gets a lower maximum only if that was not enough.
+    """
+
+    engine: Engine | LockstepBatcher | ChatEngine
+    episode_id: str
+    sampling: SamplingParams
+    max_model_len: int
+    seed: int | None = None
+    seconds_left: float = math.inf
+    """Seconds that the policy may still take in the engine (`rollout.policy_timeout`)."""
+    turn: int = field(default=0, init=False)
+    has_ended: bool = field(default=False, init=False)
+    spans: list[Span] = field(default_factory=list, init=False)
+    record: Callable[[Task, Outcome], Episode] | None = field(default=None, init=False)
+    _tokens_left: float = field(default=math.inf, init=False)
+    """Tokens that may still be sampled, without those reserved for requests in flight."""
+    _in_flight: int = field(default=0, init=False)
+    _n_timed: int = field(default=0, init=False)
+    _counted_until: float = field(default=0.0, init=False)
+    _returned: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def limit(self, max_tokens: int | None) -> None:
+        self._tokens_left = math.inf if max_tokens is None else max_tokens
+
+    def end(self) -> None:
+        """Reject further requests: the episode is over, but its code may still run."""
+        self.has_ended = True
+
+    async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Generation:
+        assert not isinstance(self.engine, ChatEngine), "an agent of tokens needs an engine that takes tokens"
+        sampling, sampled = await self._reserve(overrides), 0
+        try:
+            limited = sampling.within_context(self.max_model_len, len(token_ids))
+            with self._timed():
+                request = Request(self._request_id, int_array(token_ids), limited, self.seconds_left)
+                generation = await self.engine.generate(request)
+            sampled = len(generation.token_ids)
+            return generation
+        finally:
+            self._release(sampling.max_tokens, sampled)
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), overrides: Mapping[str, Any] | None = None
+    ) -> ChatReply:
+        assert isinstance(self.engine, ChatEngine), "an agent of messages needs an engine that takes messages"
+        sampling = await self._reserve(overrides)
+        sampled: int | None = 0
+        try:
+            request = ChatRequest(self._request_id, tuple(messages), tuple(tools), sampling)
+            deadline = asyncio.timeout(None if math.isinf(self.seconds_left) else self.seconds_left)
+            try:
+                with self._timed():
+                    async with deadline:
+                        reply = await self.engine.chat(request)
+            except TimeoutError:
+                if deadline.expired():
+                    raise OutOfBudget(Limit.TIME) from None
+                raise
+            sampled = reply.completion_tokens
+            return reply
+        finally:
+            self._release(sampling.max_tokens, sampled)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the time with a request in flight, which is the policy's and not the episode's."""
+        self._count_seconds()
+        self._n_timed += 1
+        start = time.time()
+        try:
+            with pause_timeouts():
+                yield
+        finally:
+            self.spans.append(("generating", round(start, 4), round(time.time(), 4)))
+            self._count_seconds()
+            self._n_timed -= 1
+
+    def _count_seconds(self) -> None:
+        """Subtract the time since the last call from the policy's, if a request was in flight."""
+        previous, self._counted_until = self._counted_until, time.monotonic()
+        if self._n_timed:
+            self.seconds_left -= self._counted_until - previous
+
+    @property
+    def _request_id(self) -> str:
+        return f"{self.episode_id}.{self.turn - 1:04d}"
+
+    async def _reserve(self, overrides: Mapping[str, Any] | None) -> SamplingParams:
+        """Start the next turn. Returns its sampling parameters, limited to the episode's remaining tokens."""
+        sampling = self.sampling.with_overrides(overrides) if overrides else self.sampling
+        while self._in_flight and self._tokens_left < sampling.max_tokens:
+            self._returned.clear()
+            await self._returned.wait()
+        if self.has_ended:
+            raise asyncio.CancelledError("the episode is over")
+        if math.isnan(self._tokens_left):
+            raise InvalidOutcome("engine", "agent.max_tokens needs the number of sampled tokens: this API reports none")
+        if self._tokens_left < 1:
+            raise OutOfBudget(Limit.TOKENS)
+        if self.seconds_left <= 0:
+            raise OutOfBudget(Limit.TIME)
+        if self._tokens_left < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=int(self._tokens_left))
+        if self.seed is not None:
+            sampling = replace(sampling, seed=derived_seed(self.seed, self.turn))
+        self._tokens_left -= sampling.max_tokens
+        self._in_flight += 1
+        self.turn += 1
+        return sampling
+
+    def _release(self, reserved: int, sampled: int | None) -> None:
+        """End a turn: return the `reserved` tokens that were not sampled. `sampled` is None if the API does not report
+        it."""
+        if not math.isinf(self._tokens_left):
+            self._tokens_left += math.nan if sampled is None else reserved - sampled
+        self._in_flight -= 1
+        self._returned.set()

@@ -253,6 +253,13 @@ class Observation:
             raise TypeError(f"the text of an observation is a string, not {type(self.text).__name__}")
         object.__setattr__(self, "messages", as_messages(messages))
 
+    @property
+    def n_characters(self) -> int:
+        """Number of characters of its text and messages, and of tools, calls and sampling parameters as text."""
+        extras = (self.sampling, self.tools, *(message.tool_calls for message in self.messages))
+        size = len(self.text or "") + sum(len(str(extra)) for extra in extras if extra)
+        return size + sum(len(message.text) + len(message.role) for message in self.messages)
+
 
 def as_observation(value: Any) -> Observation:
     """Convert a return value of an environment: an `Observation`, raw text, messages, or None.

@@ -10,7 +10,7 @@ from envgym.agents.single_turn import SingleTurn
 from envgym.agents.token_level import TokenLevelConfig
 from envgym.engine import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.sampler import EpisodeSampler
+from envgym.rollout.transcript import EpisodeSampler
 from envgym.types import Message, Observation, Status, StopReason, Task, VersionSpan
 
 

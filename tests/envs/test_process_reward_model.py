@@ -14,7 +14,7 @@ from envgym.episodes.files import read_episodes
 from envgym.errors import ConfigError
 from envgym.processes.runtime import InlineRuntime
 from envgym.render import load_tokenizer, make_renderer
-from envgym.render.stop import tokens_with
+from envgym.render.renderer import tokens_with
 from envgym.services import RewardModel, start_services
 from envgym.services.reward_worker import RewardWorker
 from envgym.types import Action, Message, StopReason

@@ -4,7 +4,7 @@ import pytest
 
 from envgym.errors import InvalidStep
 from envgym.render import load_tokenizer, make_renderer
-from envgym.render.stop import sampling_of
+from envgym.render.renderer import sampling_of
 from envgym.types import Observation
 
 

@@ -10,8 +10,7 @@ from envgym.env import TaskList
 from envgym.errors import ConfigError
 from envgym.rollout.async_buffer import AsyncRollouts, version_of
 from envgym.rollout.buffer import Buffer
-from envgym.rollout.config import RolloutConfig
-from envgym.rollout.config import FilterConfig
+from envgym.rollout.config import FilterConfig, RolloutConfig
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Episode, Group, Outcome, Task
 

@@ -12,8 +12,7 @@ from envgym.env import TaskList
 from envgym.errors import RolloutFailed
 from envgym.monitoring.metrics import check_failures
 from envgym.rollout.buffer import MAX_ROUNDS, Buffer, fill_buffer
-from envgym.rollout.config import RolloutConfig
-from envgym.rollout.config import FilterConfig
+from envgym.rollout.config import FilterConfig, RolloutConfig
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Episode, Group, Outcome, Task
 

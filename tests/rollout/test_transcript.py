@@ -8,8 +8,7 @@ import pytest
 from envgym.agent import OutOfBudget
 from envgym.engine import Generation, SamplingParams
 from envgym.errors import PromptTooLong
-from envgym.rollout.sampler import EpisodeSampler
-from envgym.rollout.transcript import Transcript
+from envgym.rollout.transcript import EpisodeSampler, Transcript
 from envgym.types import Outcome, StopReason, Task
 
 

@@ -12,7 +12,7 @@ from envgym.engines.spec import EngineSpec
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.processes.runtime import InlineRuntime
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.sampler import LockstepBatcher
+from envgym.rollout.transcript import LockstepBatcher
 from envgym.services import Policy, start_services
 from envgym.services.policy import LOCKSTEP, PolicyEngine
 

@@ -110,7 +110,7 @@ async def _play(spec: EnvSpec, seed: int, word: tuple[str, int] | None, console:
         _, task = await choose_task(spec, seed, word)
         console.print(printable(f"{spec.id}, task {task.key}, seed {seed} (repeat it with --seed {seed})"), style="dim")
         by_hand = ByHand(console, task, seed)
-        episode = await run_episode(spec, task, by_hand.play, math.inf)
+        episode = await run_episode(spec.spec_for(task), task, by_hand.play, math.inf)
         if by_hand.has_ended:
             await score_group(spec, Group("by hand", task, [episode]), math.inf)
         if episode.failed:
