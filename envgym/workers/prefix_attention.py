@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .prefixes import Bucket, SharedPrefixes
+from .prefixes import RowBucket, SharedPrefixes
 from .varlen_attention import takes_ends
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
@@ -74,7 +74,7 @@ class PathMask:
         return torch.cat(outputs)[None]
 
 
-def _mask(bucket: Bucket, sees: Callable[..., torch.Tensor], kind: str, dtype: torch.dtype) -> torch.Tensor | None:
+def _mask(bucket: RowBucket, sees: Callable[..., torch.Tensor], kind: str, dtype: torch.dtype) -> torch.Tensor | None:
     """[n, 1, Q, K] bool, or numbers to add for `eager`; None where `sdpa` needs none: for whole rows, each token of
     which sees all before. Arguments as in `PathMask`."""
     queries, keys = bucket.depths[:, :, None], torch.arange(bucket.path.shape[1], device=bucket.path.device)
@@ -87,7 +87,7 @@ def _mask(bucket: Bucket, sees: Callable[..., torch.Tensor], kind: str, dtype: t
     return mask[:, None]
 
 
-def _path_and_ends(buckets: Sequence[Bucket]) -> tuple[torch.Tensor, dict[str, Any]]:
+def _path_and_ends(buckets: Sequence[RowBucket]) -> tuple[torch.Tensor, dict[str, Any]]:
     """For kernels that take the ends of rows: the paths of all rows end to end, [1, tokens], and the ends. With fewer
     queries than keys, the last query sees the last key. Tested with a stand-in for the kernel."""
     lengths = [bucket.depths.amax(1) + 1 for bucket in buckets]

@@ -55,7 +55,7 @@ def shared_share(samples: Sequence[TrainSample]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class RowBucket:
     """The new tokens of n rows of like lengths, which follow each other in the flat sequence.
 
     queries    [n, Q] int64, their positions in the flat sequence; padding repeats the last one
@@ -147,7 +147,7 @@ def _buckets(rows: Sequence[Row]) -> list[list[Row]]:
     return buckets
 
 
-def _bucket(rows: Sequence[Row], paths: IntArray, device: torch.device) -> Bucket:
+def _bucket(rows: Sequence[Row], paths: IntArray, device: torch.device) -> RowBucket:
     """The bucket of some rows. paths [B, T]: the positions of all rows' tokens in the flat sequence."""
     import torch
 
@@ -158,4 +158,4 @@ def _bucket(rows: Sequence[Row], paths: IntArray, device: torch.device) -> Bucke
     steps = np.minimum(np.arange(lengths.max()), lengths - 1)
     arrays = np.take_along_axis(row_paths, depths, 1), depths, np.take_along_axis(row_paths, steps, 1), new
     queries, positions, path, is_new = (torch.from_numpy(array).to(device) for array in arrays)
-    return Bucket(queries, positions, path, is_new, is_full=bool(new.all()))
+    return RowBucket(queries, positions, path, is_new, is_full=bool(new.all()))
