@@ -20,7 +20,7 @@ MOST_NUMBERS = 2**20
 """Numbers of a tensor that are compared, evenly spaced: enough for a share to the percent."""
 
 
-class Change:
+class WeightChange:
     """The change of weights by training, and what is left of it in the number format `dtype`, tensor by tensor."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -51,11 +51,11 @@ class Change:
         return f"{share}: rounded, {equals:.0%} of the changed weights equal the base's"
 
 
-def change_between(base: Path, trained: Path, dtype: str) -> Change:
+def change_between(base: Path, trained: Path, dtype: str) -> WeightChange:
     """The change by training between two model folders with safetensors files, over the tensors that both have."""
     import torch
 
-    change, old = Change(getattr(torch, dtype)), _tensors(base)
+    change, old = WeightChange(getattr(torch, dtype)), _tensors(base)
     for name, tensor in _tensors(trained).items():
         if name in old and old[name].shape == tensor.shape and tensor.is_floating_point():
             change.add(old[name], tensor)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from envgym.errors import ConfigError, missing_package, needs
-from envgym.models.rounding import Change
+from envgym.models.rounding import WeightChange
 from envgym.models.weights_file import write_weights
 
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN, LoraConfig
@@ -105,10 +105,10 @@ class Adapter:
                 json.dumps({"quantize": self._quantize, "dtype": dtype}) + "\n", encoding="utf-8"
             )
 
-    def merged_change(self) -> Change:
+    def merged_change(self) -> WeightChange:
         """The change of the weights when the adapter is added to them, in their number format. A collective call."""
         weights = {layer: part.get_base_layer().weight for layer, part in self._layers.items()}
-        change = Change(self.model.get_input_embeddings().weight.dtype)
+        change = WeightChange(self.model.get_input_embeddings().weight.dtype)
         for layer, weight in weights.items():
             tensor = full_tensor(weight).float()
             change.add(tensor, tensor + self._delta(layer, lambda _, p: full_tensor(p)).to(tensor.device))

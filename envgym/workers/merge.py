@@ -13,7 +13,7 @@ from envgym import hub
 from envgym.disk import work_folder
 from envgym.errors import ConfigError, needs, reported_as
 from envgym.models import check_no_file, is_path
-from envgym.models.rounding import ENOUGH, Change
+from envgym.models.rounding import ENOUGH, WeightChange
 from envgym.models.weights_file import save_model
 
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN
@@ -108,7 +108,7 @@ def _merge(folder: Path, config: Mapping[str, Any], base: str, note: Callable[[s
     if heads:
         raise ConfigError(f"neither the base {base} nor the adapter has weights for {sorted(heads)[0]}")
     weights = {name: parameter.data for name, parameter in model.named_parameters()}
-    change = Change(model.dtype)
+    change = WeightChange(model.dtype)
     mismatch = ConfigError(f"the adapter {folder} is of another model than {base}: give its own with --base")
     try:
         with warnings.catch_warnings(), torch.no_grad():

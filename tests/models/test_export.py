@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from envgym.cli import main
 from envgym.config.resolve import resolve
 from envgym.launch.models import base_of_model, with_own_format
-from envgym.models.rounding import Change
+from envgym.models.rounding import WeightChange
 
 CONVERTER = """
 import argparse, json, sys
@@ -69,22 +69,22 @@ def test_rounding_by_hand():
     old, new = torch.ones(8), torch.ones(8)
     new[:5] += 2**-10
     new[5:7] += 2**-7
-    change = Change(torch.bfloat16)
+    change = WeightChange(torch.bfloat16)
     change.add(old, new)
     assert change.share == pytest.approx(2 * 4**-7 / (2 * 4**-7 + 5 * 4**-10))
     assert change.in_words == (
         "bfloat16 keeps 96% of what training changed: rounded, 71% of the changed weights equal the base's"
     )
-    exact = Change(torch.float32)
+    exact = WeightChange(torch.float32)
     exact.add(old, new)
     assert exact.share == 1
-    assert Change(torch.bfloat16).share == 1  # nothing has changed
+    assert WeightChange(torch.bfloat16).share == 1  # nothing has changed
 
 
 def test_a_base_between_the_numbers_of_the_format():
     """Few weights cross to the next number, each by more than it was moved: together they have moved as far."""
     old = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
-    change = Change(torch.bfloat16)
+    change = WeightChange(torch.bfloat16)
     change.add(old, old + 1e-3)
     assert change.share == pytest.approx(1, abs=0.05)
 
