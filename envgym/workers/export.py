@@ -31,7 +31,7 @@ class WeightExport:
     _prefix = ""
     _files: list[str]
     _sender: Any = None
-    _sent: Parameters | None = None
+    _sent: ParameterSource | None = None
 
     def begin_export(self, bucket_bytes: int, prefix: str, checkpoint_names: bool = False) -> None:
         """Begin to export all parameters, under their names in the transformers model or, with `checkpoint_names`, in
@@ -88,7 +88,7 @@ class WeightExport:
 
         host, _, port = address.rpartition(":")
         info = NCCLTrainerInitInfo(host, int(port), world_size, rank=self.rank)
-        source = self._sent = Parameters(self.network.model)
+        source = self._sent = ParameterSource(self.network.model)
         self._sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=NoOpClient(), source=source)
         metadata = source.metadata()
         return {
@@ -103,7 +103,7 @@ class WeightExport:
 
     def begin_ipc(self, bucket_bytes: int) -> None:
         """Begin to share all parameters with engines on this rank's GPU; `next_ipc` returns their addresses."""
-        self._sent = Parameters(self.network.model)
+        self._sent = ParameterSource(self.network.model)
         self._buckets = _ipc_chunks(self._sent, bucket_bytes)
 
     def next_ipc(self) -> dict[str, Any] | None:
@@ -119,7 +119,7 @@ class WeightExport:
         return full_parameters(self.network.model, self.adapter, self.rank, merged=merged)
 
 
-class Parameters:
+class ParameterSource:
     """A model's parameters as vLLM's `WeightSource`: the full tensors of checkpoints, on this rank's device, one at a
     time. Iteration is collective."""
 
@@ -169,7 +169,7 @@ class NoOpClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
-def _ipc_chunks(parameters: Parameters, bucket_bytes: int) -> Iterator[dict[str, Any]]:
+def _ipc_chunks(parameters: ParameterSource, bucket_bytes: int) -> Iterator[dict[str, Any]]:
     """The weights, chunk by chunk, in a buffer on this rank's GPU that other processes can read. A chunk must be read
     before the next is requested."""
     from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer

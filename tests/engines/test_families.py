@@ -19,7 +19,7 @@ from envgym.processes.local import LocalRuntime
 from envgym.types import Row, Segment, int_array
 from envgym.workers import export
 from envgym.workers.config import WorkersConfig
-from envgym.workers.export import Parameters
+from envgym.workers.export import ParameterSource
 from envgym.workers.model import ModelWorker
 from envgym.workers.spec import WorkerSpec
 
@@ -92,7 +92,7 @@ def test_weights_go_by_the_names_and_in_the_pieces_of_a_checkpoint(make_model, m
     if kind == "mixtral":
         assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in arrived
 
-    source = Parameters(worker.network.model)  # what goes from GPU to GPU is the same
+    source = ParameterSource(worker.network.model)  # what goes from GPU to GPU is the same
     described = [(one.name, one.dtype, one.shape) for one in source.metadata()]
     sent = dict(source)
     assert described == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()]
@@ -117,7 +117,7 @@ def test_between_processes_of_a_gpu_goes_an_embedding_of_any_size(monkeypatch, b
     monkeypatch.setattr(packed_tensor, "reduce_tensor", lambda buffer: buffers.append(buffer) or (None, ("handle",)))
     for name in ("current_device", "synchronize", "current_stream", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: SimpleNamespace(uuid="GPU-0", synchronize=lambda: None))
-    chunks = list(export._ipc_chunks(export.Parameters(model), bucket_bytes))
+    chunks = list(export._ipc_chunks(export.ParameterSource(model), bucket_bytes))
     assert [name for chunk in chunks for name in chunk["names"]] == [name for name, _ in model.named_parameters()]
     assert [buffer.nbytes for buffer in buffers] == [max(bucket_bytes, model.model.embed_tokens.weight.nbytes)]
 
