@@ -111,7 +111,7 @@ DEFAULT_SAMPLING = {"max_tokens": 512, "temperature": 1.0, "top_p": 1.0, "top_k"
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PolicyView:
     """An agent file's view of the policy: its tokenizer, sampling parameters, context length and maximum turns."""
 
     tokenizer: Any = None
@@ -134,7 +134,7 @@ class AgentEnv(Env):
     spec: AgentFile
 
     def __init__(self) -> None:
-        self.policy = Policy()
+        self.policy = PolicyView()
         """Set by the run's agent before `reset`."""
         self.score: float | None = None
         """The last score of the file's agent, None if it was outside [0, 1]."""

@@ -14,7 +14,7 @@ from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.rollout.transcript import Transcript
 from envgym.types import Episode, Limit, Message, Outcome, Row, StopReason, Task, float_array
 
-from . import Policy
+from . import PolicyView
 
 ROLES = {"prompt": "user", "feedback": "user", "action": "assistant"}
 
@@ -33,7 +33,7 @@ class OpenRLHFExecutor(MultiTurn):
         if not hasattr(file_env, "policy"):
             raise ConfigError(f"agent openrlhf_executor runs files for OpenRLHF, which {env.spec.id} is not")
         tokenizer, sampling, limit = self.renderer.tokenizer, asdict(sampler.sampling), sampler.max_model_len
-        file_env.policy = Policy(tokenizer, sampling, max_length=limit, max_steps=self.config.max_turns)
+        file_env.policy = PolicyView(tokenizer, sampling, max_length=limit, max_steps=self.config.max_turns)
         return await super().run(env, task, sampler, seed=seed)
 
     async def play(self, env: CheckedEnv, task: Task, transcript: Transcript, *, seed: int) -> Outcome:
