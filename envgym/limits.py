@@ -16,8 +16,8 @@ _limiting = threading.RLock()
 """Threads would restore one another's limit of memory, and an alarm's thread could not start within it."""
 
 
-class Alarm(threading.Timer):
-    """Calls `handler` after `seconds`, unless cancelled, and raises its error in the thread that made the alarm."""
+class AlarmTimer(threading.Timer):
+    """Calls `handler` after `seconds`, unless cancelled, and raises its error in the thread that made the timer."""
 
     def __init__(self, seconds: float, handler: Any) -> None:
         super().__init__(seconds, self._ring, [handler])
@@ -57,7 +57,7 @@ def limits(seconds: float, n_bytes: int) -> Iterator[None]:
             stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, ring))
             stack.callback(signal.setitimer, signal.ITIMER_REAL, *signal.setitimer(signal.ITIMER_REAL, seconds, 1.0))
         else:
-            alarm = Alarm(seconds, ring)
+            alarm = AlarmTimer(seconds, ring)
             stack.callback(alarm.cancel)
             alarm.start()
         with contextlib.suppress(FileNotFoundError):  # only Linux limits addresses

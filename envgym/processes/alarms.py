@@ -11,12 +11,12 @@ import signal
 import threading
 from typing import Any
 
-from envgym.limits import Alarm
+from envgym.limits import AlarmTimer
 
 
 class _OfThread(threading.local):
     handler: Any = signal.SIG_DFL
-    alarm: Alarm | None = None
+    alarm: AlarmTimer | None = None
 
 
 _state = _OfThread()
@@ -51,6 +51,6 @@ def _setitimer(timer: int, seconds: float, interval: float = 0.0) -> Any:
         _state.alarm.cancel()
     _state.alarm = None
     if seconds > 0 and callable(_state.handler):
-        _state.alarm = Alarm(seconds, _state.handler)
+        _state.alarm = AlarmTimer(seconds, _state.handler)
         _state.alarm.start()
     return 0.0, 0.0
