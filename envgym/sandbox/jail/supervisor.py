@@ -28,7 +28,7 @@ class Abandoned(Exception):
 
 
 @dataclass(slots=True)
-class Run:
+class RunningProgram:
     """A running program. `reason` is the limit that ended it, if any."""
 
     program: Program
@@ -61,7 +61,7 @@ def run_program(way: str, program: Program, host: Host, caller: socket.socket) -
         for _, writer in pipes:
             os.close(writer)
         stdout, stderr, status = (reader for reader, _ in pipes)
-        run = Run(program, caller, process, started, {stdout: bytearray(), stderr: bytearray()}, status)
+        run = RunningProgram(program, caller, process, started, {stdout: bytearray(), stderr: bytearray()}, status)
         try:
             _watch(run)
         finally:
@@ -95,7 +95,7 @@ def _become_program(way: str, folder: str, program: Program, host: Host, pipes: 
         os._exit(127)
 
 
-def _watch(run: Run) -> None:
+def _watch(run: RunningProgram) -> None:
     """Wait until the program ends or exceeds a limit, which becomes its `reason`. Raises `Abandoned` once the caller
     hangs up."""
     pidfd = os.pidfd_open(run.process)
@@ -129,7 +129,7 @@ def _watch(run: Run) -> None:
     os.close(pidfd)
 
 
-def _read(run: Run, stream: int) -> bool:
+def _read(run: RunningProgram, stream: int) -> bool:
     """Read available output; False at the end of the stream. Output over the limit is dropped, and a reason to end the
     program."""
     chunk = os.read(stream, _CHUNK)
@@ -157,7 +157,7 @@ def _end(process: int) -> tuple[int, int, Any]:
         time.sleep(0.001)
 
 
-def _verdict(run: Run, notes: dict[str, Any], kills: int) -> dict[str, Any]:
+def _verdict(run: RunningProgram, notes: dict[str, Any], kills: int) -> dict[str, Any]:
     """`reason`, `exit` and `cpu` of a program that ended, or `failed`."""
     if "failed" in notes:
         return {"failed": notes["failed"]}
