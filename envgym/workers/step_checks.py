@@ -33,7 +33,7 @@ its `eps`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class WeightSample:
     """Some weights of a parameter in the optimizer, and their gradients, before a step."""
 
     name: str
@@ -53,7 +53,7 @@ class StepChecks:
         self._turn: Iterator[tuple[str, nn.Parameter]] = cycle(parameters)
         self._count = min(CHECKED_PARAMETERS, len(parameters))
         self._checked: list[tuple[str, nn.Parameter]] = []
-        self._samples: list[Sample] = []
+        self._samples: list[WeightSample] = []
 
     def begin(self) -> None:
         self._checked = list(islice(self._turn, self._count))
@@ -72,7 +72,7 @@ class StepChecks:
             check_weights(name, parameter)
 
 
-def sample_before(name: str, parameter: nn.Parameter) -> Sample | None:
+def sample_before(name: str, parameter: nn.Parameter) -> WeightSample | None:
     """None for a parameter that this rank's optimizer does not update, or whose gradient is far from its weights (with
     an offloaded optimizer)."""
     part, start = zero.optimizer_part(parameter)
@@ -82,7 +82,7 @@ def sample_before(name: str, parameter: nn.Parameter) -> Sample | None:
     if gradient is None:
         return None
     indices = _sampled_indices(part)
-    return Sample(name, parameter, part.detach()[indices].clone(), gradient.detach()[indices].clone())
+    return WeightSample(name, parameter, part.detach()[indices].clone(), gradient.detach()[indices].clone())
 
 
 def _gradient(parameter: nn.Parameter, part: torch.Tensor, start: int) -> torch.Tensor | None:
@@ -100,7 +100,7 @@ def _gradient(parameter: nn.Parameter, part: torch.Tensor, start: int) -> torch.
     return None if gradient is None else gradient.reshape(-1)[: len(part)].to(part.device)
 
 
-def check_moved(sample: Sample, lr: float, gradient_scale: float, eps: float) -> None:
+def check_moved(sample: WeightSample, lr: float, gradient_scale: float, eps: float) -> None:
     """Raise `RunError` if no sampled weight moved, though enough had a gradient above AdamW's `eps`. Updates that the
     weights' own float32 could not hold are no fault."""
     with_gradient = (sample.gradients.float() * gradient_scale).abs() > eps
