@@ -18,7 +18,7 @@ from envgym.types import Reward
 
 from . import package
 from .episode import InstanceEpisode, InstanceStep, finite_logs, flat, plain, valid_score
-from .llm_engine import EngineProxy, QueueProxy, Execution, SamplingParams, overrides
+from .llm_engine import EngineProxy, Execution, QueueProxy, SamplingParams, overrides
 
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages."""

@@ -124,7 +124,7 @@ class Execution:
         self._is_over = False
 
     def start(self, coroutine: Any) -> None:
-        """Execution the coroutine of `execute`; its result or exception is the last event."""
+        """Run the coroutine of `execute`; its result or exception is the last event."""
 
         async def execute() -> None:
             current.set(self)

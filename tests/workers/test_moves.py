@@ -256,7 +256,7 @@ def test_a_parameter_must_move_if_its_gradients_and_the_learning_rate_can_move_i
     parameter = torch.nn.Parameter(torch.full((16,), size))
     gradients = torch.zeros(16)
     gradients[:n_with_gradient] = gradient
-    sample = step_checks.Sample("experts", parameter, parameter.detach().clone(), gradients)
+    sample = step_checks.WeightSample("experts", parameter, parameter.detach().clone(), gradients)
     with pytest.raises(RunError, match="did not move") if alarm else contextlib.nullcontext():
         step_checks.check_moved(sample, lr, 1.0, 1e-8)
     step_checks.check_moved(sample, lr, 1.0, 1.0)  # AdamW's eps is far above the gradients
