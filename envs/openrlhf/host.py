@@ -18,7 +18,7 @@ from envgym.types import Reward
 
 from . import package
 from .episode import InstanceEpisode, InstanceStep, finite_logs, flat, plain, valid_score
-from .llm_engine import EngineProxy, Execution, QueueProxy, SamplingParams, overrides
+from .llm_engine import EngineProxy, Execution, QueueProxy, VLLMSamplingParams, overrides
 
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages."""
@@ -133,7 +133,7 @@ class AgentHost:
         instance_class = getattr(executor, "agent_instance_cls", None) or self._instance_class
         if instance_class is None:  # the file has only an `execute`
             return prompt
-        episode = await InstanceEpisode.start(instance_class, prompt, label, SamplingParams.from_run(sampling))
+        episode = await InstanceEpisode.start(instance_class, prompt, label, VLLMSamplingParams.from_run(sampling))
         self._episodes[key] = episode, sampling
         return episode.text
 
@@ -173,7 +173,7 @@ class AgentHost:
         options["images"] = None
         arguments = {name: value for name, value in options.items() if takes_any or name in parameters}
         self._runs[key] = run = Execution(self._tokenizer, sampling)
-        run.start(executor.execute(prompt, label, SamplingParams.from_run(sampling), **arguments))
+        run.start(executor.execute(prompt, label, VLLMSamplingParams.from_run(sampling), **arguments))
 
     async def next(self, key: str) -> tuple[str, Any]:
         """The next request of an episode's `execute`, or its result."""

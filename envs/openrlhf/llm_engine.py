@@ -37,7 +37,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass
-class SamplingParams:
+class VLLMSamplingParams:
     """An episode's own copy of the parameters of its next turn, as vLLM has them. The file may change or replace it."""
 
     max_tokens: int
@@ -60,7 +60,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     @classmethod
-    def from_run(cls, sampling: Mapping[str, Any]) -> SamplingParams:
+    def from_run(cls, sampling: Mapping[str, Any]) -> VLLMSamplingParams:
         """A copy of the run's parameters."""
         params = {name: sampling[name] for name in SUPPORTED if name in sampling}
         return cls(**params | {"stop_token_ids": list(sampling.get("stop_token_ids", ()))})
