@@ -65,7 +65,7 @@ def _as_list(key: str) -> Any:
     return BeforeValidator(expand)
 
 
-class RewardModelConfig(DataEnvConfig):
+class RewardModelEnvConfig(DataEnvConfig):
     models: Annotated[tuple[WeightedModel, ...], _as_list("model")] = ()
     """Reward models: folders or hub ids, or settings of each (`[{model: M, weight: 0.7}, …]`)."""
     endpoints: Annotated[tuple[WeightedEndpoint, ...], _as_list("urls")] = ()
@@ -99,8 +99,8 @@ class RewardModelEnvSpec(DataEnvSpec):
     """Answers in one turn, rewarded by reward models: one, or several with weights, local or behind HTTP."""
 
     env_class = RewardModelEnv
-    Config = RewardModelConfig
-    config: RewardModelConfig
+    Config = RewardModelEnvConfig
+    config: RewardModelEnvConfig
     answer_required = False
 
     @property
