@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .losses import LossAndMetrics
 
 
-class RewardModel(PairLearner):
+class RewardModelLearner(PairLearner):
     """Trains the policy's model, with a scalar head, as a reward model. The reward is read at an answer's last token,
     which ends its turn."""
 

@@ -8,7 +8,7 @@ import torch
 
 from envgym.learner import LearnerConfig, Outputs, trajectories
 from envgym.learners.process_reward_model import ProcessRewardModel
-from envgym.learners.reward_model import RewardModel
+from envgym.learners.reward_model import RewardModelLearner
 from envgym.learners.settings import RewardModelConfig
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
 from envgym.workers.micro_batches import pad
@@ -40,7 +40,7 @@ def values(rows, rewards):
 
 @pytest.mark.parametrize("margin", [False, True])
 def test_the_head_is_read_at_the_last_token_and_pairs_are_ranked(margin):
-    learner = RewardModel(RewardModelConfig(name="reward_model", margin=margin))
+    learner = RewardModelLearner(RewardModelConfig(name="reward_model", margin=margin))
     rows = learner.prepare(trajectories([pair(3, 1, 0.5), pair(1, 4, 1.0)]))
     batch, said = values(rows, [2.0, 0.5, -1.0, 1.0])
     normalizers = learner.loss_normalizers(rows)
@@ -56,7 +56,7 @@ def test_the_head_is_read_at_the_last_token_and_pairs_are_ranked(margin):
 
 
 def test_held_out_pairs_give_accuracy_and_statistics():
-    learner = RewardModel(RewardModelConfig(name="reward_model"))
+    learner = RewardModelLearner(RewardModelConfig(name="reward_model"))
     rows = learner.prepare(trajectories([pair(1, 1), pair(1, 1)]))
     found = learner.evaluate(rows, [np.array([9, 9, value], np.float32) for value in (2.0, 0.0, 1.0, 3.0)])
     assert (found["eval/accuracy"], found["eval/margin"]) == (0.5, 0.0)
