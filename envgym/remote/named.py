@@ -41,7 +41,7 @@ class NamedEnvironment(BaseModel):
         return self.model_dump(exclude_none=True)
 
 
-class _File(BaseModel):
+class _NamesFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     environments: dict[str, NamedEnvironment] = {}
@@ -93,9 +93,9 @@ def read(scope: Scope) -> Mapping[str, NamedEnvironment]:
     from envgym.yaml_files import read_yaml
 
     try:
-        entries = _File.model_validate(read_yaml(path)).environments
+        entries = _NamesFile.model_validate(read_yaml(path)).environments
     except ValidationError as error:
-        raise settings_error(error, _File, str(path)) from None
+        raise settings_error(error, _NamesFile, str(path)) from None
     return {name: _with_paths(entry, path.parent) for name, entry in entries.items()}
 
 
