@@ -18,7 +18,7 @@ from envgym.types import Reward
 
 from . import package
 from .episode import InstanceEpisode, InstanceStep, finite_logs, flat, plain, valid_score
-from .llm_engine import EngineProxy, Execution, QueueProxy, VLLMSamplingParams, overrides
+from .llm_engine import EngineProxy, ExecutorRun, QueueProxy, VLLMSamplingParams, overrides
 
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages."""
@@ -118,7 +118,7 @@ class AgentHost:
         self._tokenizer: Any = None
         self._episodes: dict[str, tuple[InstanceEpisode, dict[str, Any]]] = {}
         """The running episodes, with the run's sampling parameters."""
-        self._runs: dict[str, Execution] = {}
+        self._runs: dict[str, ExecutorRun] = {}
 
     def executes(self) -> bool:
         """True if the executor has its own `execute`, which drives the model itself."""
@@ -172,7 +172,7 @@ class AgentHost:
         takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
         options["images"] = None
         arguments = {name: value for name, value in options.items() if takes_any or name in parameters}
-        self._runs[key] = run = Execution(self._tokenizer, sampling)
+        self._runs[key] = run = ExecutorRun(self._tokenizer, sampling)
         run.start(executor.execute(prompt, label, VLLMSamplingParams.from_run(sampling), **arguments))
 
     async def next(self, key: str) -> tuple[str, Any]:

@@ -1,7 +1,7 @@
 """The `llm_engine` of an executor, with vLLM's types; the run's own engine answers its requests.
 
 The executor and the engine's client run in different processes. A request goes to a queue, from which the environment
-takes it (`Execution.next`) and returns the answer (`Execution.answer`).
+takes it (`ExecutorRun.next`) and returns the answer (`ExecutorRun.answer`).
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def overrides(params: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 # -- the engine -------------------------------------------------------------------------------------------
 
-current: ContextVar[Execution | None] = ContextVar("current", default=None)
+current: ContextVar[ExecutorRun | None] = ContextVar("current", default=None)
 """The episode of the current context. Executors share one engine object, as in OpenRLHF."""
-runs: WeakSet[Execution] = WeakSet()
+runs: WeakSet[ExecutorRun] = WeakSet()
 """The running episodes of this process."""
 
 
@@ -106,7 +106,7 @@ class OutOfRoom(ValueError):
     """The context or the episode's token budget is used up."""
 
 
-class Execution:
+class ExecutorRun:
     """One execution: its requests to the engine, and its result. `sampling` are the run's parameters."""
 
     def __init__(self, tokenizer: Any, sampling: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class Execution:
             self._task.cancel()
 
 
-def current_run() -> Execution:
+def current_run() -> ExecutorRun:
     """The episode of this context. Without one, record a `RuntimeError` in every running episode, and raise it."""
     run = current.get()
     if run is None:
@@ -230,7 +230,7 @@ class EngineProxy:
 
 
 class _Generating:
-    def __init__(self, run: Execution, token_ids: list[int], params: Any) -> None:
+    def __init__(self, run: ExecutorRun, token_ids: list[int], params: Any) -> None:
         self._run, self._token_ids, self._params = run, token_ids, params
 
     def __await__(self) -> Generator[Any, None, SimpleNamespace]:
