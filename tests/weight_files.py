@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from envgym.models.weights_file import Bucket, checksum, read_weights
+from envgym.engine import Bucket
+from envgym.models.weights_file import checksum, read_weights
 
 ALL = 2**40
 """Bytes of a bucket that holds any model."""

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from envgym.config.schema import SyncConfig
+from envgym.engine import Bucket
 from envgym.engines.client import EngineClient
 from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError, RunError, WorkerDied, WorkerError
-from envgym.models.weights_file import Bucket
 from envgym.workers.group import WorkerGroup
 
 MEMORY = Path("/dev/shm")

@@ -13,9 +13,10 @@ from envgym.engine import Generation, Request, SamplingParams
 from envgym.engines import TARGETS, choose_engine
 from envgym.engines.spec import EngineSpec
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError
-from envgym.models.weights_file import read_weights, split_into_buckets, write_bucket, write_weights
+from envgym.models.weights_file import read_weights, write_weights
 from envgym.processes.local import LocalRuntime
 from envgym.types import StopReason, VersionSpan
+from envgym.workers.export import split_into_buckets, write_bucket
 from tests.weight_files import bucket_of, load
 
 CONTEXT = 256

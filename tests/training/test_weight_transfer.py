@@ -10,15 +10,17 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from envgym.config.schema import SyncConfig
+from envgym.engines.incoming import read_bucket
 from envgym.engines.pool import EnginePool
 from envgym.engines.vllm import WeightReader
 from envgym.errors import ConfigError, RunError, WorkerError
 from envgym.learner import RoleSpec
-from envgym.models.weights_file import checksum, read_bucket, write_bucket
+from envgym.models.weights_file import checksum
 from envgym.processes.local import LocalRuntime
 from envgym.training import weight_transfer as module
 from envgym.training.weight_transfer import FileTransfer, NcclTransfer, make_transfer
 from envgym.workers.config import WorkersConfig
+from envgym.workers.export import write_bucket
 from envgym.workers.group import WorkerGroup
 from envgym.workers.spec import WorkerSpec
 
