@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from envgym.errors import ConfigError
 
@@ -46,12 +47,15 @@ class Slices:
     def join(self, part: torch.Tensor, length: int) -> torch.Tensor:
         """The slices [B, t, …] of all ranks as one [B, length, …], on every rank.
 
-        In the backward pass each rank keeps its own slice of the gradient: all of them compute the same loss.
+        Gradients reach this rank's slice alone: all ranks compute the same loss.
         """
         if self.group is None:
             return part
-        joined: torch.Tensor = _Join.apply(part, self.group)
-        return joined[:, :length]
+        values = part.detach().contiguous()
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, values, group=self.group)
+        parts[self.rank] = part
+        return torch.cat(parts, 1)[:, :length]
 
     def outputs(self, model: nn.Module, token_ids: torch.Tensor, **options: Any) -> Any:
         """Outputs of `model` (from Hugging Face) for this rank's slice of `token_ids` [B, T].
@@ -146,41 +150,8 @@ class Slices:
         """
         batch, n, m, width = states.shape
         pieces = states.reshape(batch, self.size, n // self.size, m, width).transpose(0, 1)
-        received = _Exchange.apply(pieces, self.group)
+        received = all_to_all_single_autograd(pieces.contiguous(), None, None, self.group)
         return received.permute(1, 2, 0, 3, 4).reshape(batch, n // self.size, self.size * m, width)
-
-
-class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """[size, …] -> [size, …]: piece r is swapped with rank r. The operation is its own transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, pieces: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        pieces = pieces.contiguous()
-        received = torch.empty_like(pieces)
-        torch.distributed.all_to_all_single(received, pieces, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Exchange.forward(ctx, gradient, ctx.group), None
-
-
-class _Join(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """[B, t, …] of each rank -> [B, size * t, …] on all ranks; backward keeps this rank's slice."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.length = part.shape[1]
-        ctx.start = torch.distributed.get_rank(group) * ctx.length
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(torch.distributed.get_world_size(group))]
-        torch.distributed.all_gather(parts, part, group=group)
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.narrow(1, ctx.start, ctx.length), None
 
 
 def _rope_types(model: nn.Module) -> set[str]:

@@ -285,12 +285,12 @@ def _flat(rows):
 
 
 class Exchange:
-    """What `all_to_all_single` does among threads that stand for ranks."""
+    """What `all_to_all_single_autograd` does among threads that stand for ranks."""
 
     def __init__(self, size):
         self.barrier, self.pieces = threading.Barrier(size), [None] * size
 
-    def __call__(self, pieces, group):
+    def __call__(self, pieces, output_sizes, input_sizes, group):
         rank = group
         self.barrier.wait(30)
         self.pieces[rank] = pieces
@@ -311,7 +311,7 @@ def test_heads_are_exchanged_for_slices_and_each_query_meets_its_own_key(size, h
     attention = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
     expected, _ = sdpa_attention_forward(attention, query, key, value, None)
 
-    monkeypatch.setattr("envgym.workers.sequence_parallel._Exchange.apply", Exchange(size))
+    monkeypatch.setattr("envgym.workers.sequence_parallel.all_to_all_single_autograd", Exchange(size))
     config = SimpleNamespace(_attn_implementation="sdpa", model_type="any", get_text_config=lambda: config)
     model = SimpleNamespace(config=config, modules=list)
     functions, mask = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
