@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from envgym.errors import CheckpointDamaged, RunError, cannot_write
 
@@ -44,7 +44,7 @@ class Writer:
         if self.blocking:
             write(path, state)
         else:
-            self._files.append(self._thread.submit(write, path, on_host(state, {})))
+            self._files.append(self._thread.submit(write, path, on_host(state)))
 
     async def finish(self) -> None:
         """Return once every file is written. Raises the first error of a write."""
@@ -52,23 +52,17 @@ class Writer:
         await asyncio.gather(*map(asyncio.wrap_future, files))
 
 
-def on_host(value: Any, copies: dict[tuple[Any, ...], torch.Tensor]) -> Any:
+def on_host(state: Any) -> Any:
     """A copy of nested values, with tensors in the host's memory; a repeated tensor (a tied head) is copied once."""
-    if isinstance(value, torch.Tensor):
-        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in copies:
-            copies[key] = value.detach().to("cpu", copy=True)
+            copies[key] = tensor.detach().to("cpu", copy=True)
         return copies[key]
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        for name, item in value.items():
-            copied[name] = on_host(item, copies)
-        return copied
-    if isinstance(value, list):
-        return [on_host(item, copies) for item in value]
-    if type(value) is tuple:
-        return tuple(on_host(item, copies) for item in value)
-    return value
+
+    return tree_map_only(torch.Tensor, copy, state)
 
 
 def read(path: str | Path, map_location: Any = None, *, classes: Sequence[type] = (), mapped: bool = False) -> Any:
