@@ -17,18 +17,21 @@ if TYPE_CHECKING:
     from .optimizer import MovingAverage
 
 
-def full_tensor(parameter: nn.Parameter) -> torch.Tensor:
-    """The full tensor of a parameter, gathered where ranks hold parts (then a collective call). A 4-bit parameter is
-    returned in the number format that it is computed with."""
+def full_tensor(parameter: nn.Parameter, *, discarded: bool = False) -> torch.Tensor:
+    """The full tensor of a parameter, gathered where ranks hold parts (then a collective call, and the tensor is on the
+    host). A 4-bit parameter is returned in the number format that it is computed with. `discarded`: this rank only
+    takes part, and gets a tensor on the meta device."""
     with zero.gathered_parameter(parameter):
-        if hasattr(parameter, "ds_id"):
-            return tensor_parallel.gather_parts(parameter, parameter.detach()).cpu().clone()
-    state = getattr(parameter, "quant_state", None)
-    if state is None:
-        return tensor_parallel.gather_parts(parameter, parameter.detach())
+        numbers: torch.Tensor = tensor_parallel.gather_parts(parameter, parameter.detach())
+        if discarded:
+            return numbers.to("meta")
+        if hasattr(parameter, "ds_id") or numbers.data_ptr() != parameter.data_ptr():
+            return numbers.cpu().clone()
+    if (state := getattr(parameter, "quant_state", None)) is None:
+        return numbers
     import bitsandbytes
 
-    numbers: torch.Tensor = bitsandbytes.functional.dequantize_4bit(parameter.detach(), state)
+    numbers = bitsandbytes.functional.dequantize_4bit(parameter.detach(), state)
     return numbers
 
 
@@ -50,14 +53,7 @@ def full_parameters(
         yield from ((name, numbers if rank == 0 else numbers.to("meta")) for name, numbers in parameters)
         return
     for name, parameter in model.named_parameters():
-        with zero.gathered_parameter(parameter):
-            numbers = tensor_parallel.gather_parts(parameter, parameter.detach())
-            is_temporary = hasattr(parameter, "ds_id") or numbers.data_ptr() != parameter.data_ptr()
-            if rank:
-                numbers = numbers.to("meta")
-            elif is_temporary:
-                numbers = numbers.cpu().clone()
-        yield name, numbers
+        yield name, full_tensor(parameter, discarded=rank > 0)
 
 
 def averaged_parameters(
