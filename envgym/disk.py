@@ -84,9 +84,8 @@ def replacement_file(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # the disk may be full
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

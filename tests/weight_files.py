@@ -3,8 +3,10 @@
 import os
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from envgym.engine import Bucket
-from envgym.models.weights_file import checksum, read_weights
+from envgym.models.weights_file import checksum
 
 ALL = 2**40
 """Bytes of a bucket that holds any model."""
@@ -25,7 +27,7 @@ async def export_group(group, path):
 
 def bucket_of(path, number=0):
     """A file as a bucket."""
-    return Bucket(number, str(path), Path(path).stat().st_size, checksum(dict(read_weights(path))))
+    return Bucket(number, str(path), Path(path).stat().st_size, checksum(load_file(path)))
 
 
 async def load(engine, path, version):

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from envgym.engine import Bucket
 from envgym.errors import WorkerError
-from envgym.models.weights_file import checksum, read_weights
+from envgym.models.weights_file import checksum
 
 if TYPE_CHECKING:
     import torch
 
 
 def read_bucket(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket. Raises `WorkerError` if their checksum differs from the one at writing."""
-    tensors = dict(read_weights(bucket.path))
+    """The tensors of a bucket, mapped into memory: its file may be deleted while they are used. Raises `WorkerError` if
+    their checksum differs from the one at writing."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(bucket.path)
     if checksum(tensors) != bucket.checksum:
         raise WorkerError(f"bucket {bucket.number} of the weights has changed on its way (checksums differ)")
     return tensors

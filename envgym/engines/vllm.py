@@ -18,7 +18,7 @@ from typing import Any
 
 from envgym.engine import Bucket, EngineInfo, Generation, Request, check_fits
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
-from envgym.models.weights_file import checksum, read_weights
+from envgym.models.weights_file import checksum
 from envgym.types import StopReason, VersionSpan, float_array, int_array
 from envgym.workers.config import number_format
 from envgym.workers.lora import ADAPTER_WEIGHTS
@@ -159,6 +159,7 @@ class VLLMEngine:
         return self._update.checksum
 
     async def load_adapter(self, path: str, version: int) -> int:
+        from safetensors.torch import load_file
         from vllm.lora.request import LoRARequest
 
         self._check()
@@ -166,7 +167,7 @@ class VLLMEngine:
         self._engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
         self._adapter = LoRARequest("policy", 1, path)
         self._begin_version(version)
-        return checksum(dict(read_weights(Path(path, ADAPTER_WEIGHTS))))
+        return checksum(load_file(Path(path, ADAPTER_WEIGHTS)))
 
     def _begin_version(self, version: int) -> None:
         """Recompute requests in flight from their tokens, so that no later token depends on keys and values of the old

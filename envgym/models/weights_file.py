@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from envgym.disk import replacement_file
 from envgym.errors import report_full_disk
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ def write_weights(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None
     """
     from safetensors.torch import save_file
 
-    path = Path(path)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     addresses: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
@@ -30,12 +28,8 @@ def write_weights(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None
         # safetensors rejects shared memory
         separate[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
         addresses.add(tensor.data_ptr())
-    try:
-        with report_full_disk():
-            save_file(separate, unfinished, metadata={"format": "pt"})
-            unfinished.rename(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with report_full_disk(), replacement_file(Path(path)) as temporary:
+        save_file(separate, temporary, metadata={"format": "pt"})
 
 
 def save_model(model: Any, folder: str | Path, **options: Any) -> None:
@@ -45,15 +39,6 @@ def save_model(model: Any, folder: str | Path, **options: Any) -> None:
         model.save_pretrained(folder, **options)
         for path in Path(folder).glob("*.safetensors"):
             path.chmod(Path(folder, "config.json").stat().st_mode)
-
-
-def read_weights(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of a safetensors file, mapped into memory: the file may be deleted while they are used."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  # it is no mapping
-            yield name, file.get_tensor(name)
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from envgym.engine import Generation, Request, SamplingParams
 from envgym.engines import TARGETS, choose_engine
 from envgym.engines.spec import EngineSpec
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError
-from envgym.models.weights_file import read_weights, write_weights
+from envgym.models.weights_file import write_weights
 from envgym.processes.local import LocalRuntime
 from envgym.types import StopReason, VersionSpan
 from envgym.workers.export import split_into_buckets, write_bucket
@@ -262,7 +263,7 @@ def test_weights_in_several_buckets_that_part_a_layer(engine, new_policy, tmp_pa
     other, path = new_policy
     parts = [
         write_bucket(number, str(tmp_path / f"bucket-{number}"), bucket)
-        for number, bucket in enumerate(split_into_buckets(read_weights(path), 2**14))
+        for number, bucket in enumerate(split_into_buckets(load_file(path).items(), 2**14))
     ]
     assert len(parts) > 4
 
