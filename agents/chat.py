@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from pydantic import Field
-
 from envgym.agent import Agent, AgentConfig, OutOfBudget, Sampler
 from envgym.engine import ChatReply
 from envgym.env import CheckedEnv
@@ -14,18 +12,9 @@ from envgym.errors import InvalidStep, PromptTooLong
 from envgym.rollout.transcript import EMPTY_ANSWERS, Transcript
 from envgym.types import Action, Episode, Limit, Outcome, StopReason, Task, Turn, observed_messages
 
+from .multi_turn import ToolCallingConfig
+
 TOKEN_COUNTS = ("prompt_tokens", "completion_tokens")
-
-
-class ChatConfig(AgentConfig):
-    """Settings of the chat agent."""
-
-    max_turns: int | None = Field(None, ge=1)
-    """Turns after which the episode ends, truncated (`turns`); unset: as many as the environment allows."""
-    max_tokens: int | None = Field(None, ge=1)
-    """Tokens the policy may sample per episode, as the API counts them; then it ends, truncated (`tokens`)."""
-    tools: bool = True
-    """Offer the environment's tools, if it has any."""
 
 
 class ChatAgent(Agent):
@@ -35,8 +24,8 @@ class ChatAgent(Agent):
     are the API's counts, summed over all turns; they are absent if the API did not count every turn.
     """
 
-    Config: ClassVar[type[AgentConfig]] = ChatConfig
-    config: ChatConfig
+    Config: ClassVar[type[AgentConfig]] = ToolCallingConfig
+    config: ToolCallingConfig
     interface = "messages"
 
     async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:

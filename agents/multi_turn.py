@@ -1,10 +1,10 @@
-"""The multi-turn agents, with and without tools. An episode runs until the environment or a limit ends it."""
+"""The agent that samples the policy's turns, with or without tools. Its names `multi_turn`, `tool_calling` and
+`single_turn` differ by their defaults alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -12,16 +12,18 @@ from envgym.agent import AgentConfig
 from envgym.env import CheckedEnv
 from envgym.render.renderer import sampling_of
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Observation, Outcome, Task, observed_messages
+from envgym.types import Action, Outcome, Task, observed_messages
 
 from .token_level import TokenLevel, TokenLevelConfig, extend
 
 
 class MultiTurnConfig(TokenLevelConfig):
-    """Settings of the multi-turn agent."""
+    """Settings of `multi_turn`."""
 
     max_turns: int | None = Field(None, ge=1)
     """Turns after which the episode ends, truncated (`turns`); unset: as many as the environment allows."""
+    tools: bool = False
+    """Offer the environment's tools, if it has any, and read calls from the answers."""
 
 
 class MultiTurn(TokenLevel):
@@ -30,17 +32,21 @@ class MultiTurn(TokenLevel):
     Later observations are appended to the row's tokens. If the chat template does not allow that (it drops earlier
     thoughts, say), the episode continues in a new row. A turn truncated by its token limit is passed to the environment
     like any other, with its `stop_reason`.
+
+    With `tools` the prompt has the environment's tools in the chat template's format. The environment gets the calls in
+    `action.tool_calls`, malformed ones with their `error`, and answers with the results.
     """
 
     Config: ClassVar[type[AgentConfig]] = MultiTurnConfig
     config: MultiTurnConfig
-    chat_agent: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": False}
+    chat_agent: ClassVar[str | None] = "chat"
 
     async def play(self, env: CheckedEnv, task: Task, transcript: Transcript, *, seed: int) -> Outcome:
         observation, _ = await env.reset(seed=seed, options={"task": task})
         dialogue = self.renderer.dialogue()
         transcript.messages = dialogue.messages
-        transcript.start_row(dialogue.start(self.offered(observation)))
+        offered = observation if self.config.tools else replace(observation, tools=())
+        transcript.start_row(dialogue.start(offered))
         turns = 0
         while True:
             generation = await transcript.sample(sampling_of(observation, self.renderer))
@@ -57,20 +63,28 @@ class MultiTurn(TokenLevel):
                 return Outcome.from_step(terminated, truncated)
             extend(transcript, dialogue.add_observation(observation))
 
-    def offered(self, observation: Observation) -> Observation:
-        """The first observation as the policy sees it: without tools, since this agent cannot call any."""
-        return replace(observation, tools=())
+
+class ToolCallingConfig(MultiTurnConfig):
+    """Settings of `tool_calling`."""
+
+    tools: bool = True
 
 
 class ToolCalling(MultiTurn):
-    """A multi-turn agent that writes tools into the prompt, and reads calls from the answers, in the chat template's
-    format.
+    """`multi_turn` with tools. In an environment without tools the two are the same."""
 
-    The environment gets the calls in `action.tool_calls`, malformed ones with their `error`, and answers with the
-    results. Without tools it behaves like the multi-turn agent.
-    """
+    Config: ClassVar[type[AgentConfig]] = ToolCallingConfig
+    chat_agent: ClassVar[str | None] = "chat"
 
-    chat_agent: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": True}
 
-    def offered(self, observation: Observation) -> Observation:
-        return observation
+class SingleTurnConfig(MultiTurnConfig):
+    """Settings of `single_turn`."""
+
+    max_turns: int | None = Field(1, ge=1)
+
+
+class SingleTurn(MultiTurn):
+    """`multi_turn` with one turn: an environment that continues after it truncates the episode."""
+
+    Config: ClassVar[type[AgentConfig]] = SingleTurnConfig
+    chat_agent: ClassVar[str | None] = "chat"

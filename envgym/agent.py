@@ -70,9 +70,9 @@ class Agent(ABC):
     """False for agents that replay recorded answers and need no engine."""
     interface: ClassVar[Literal["tokens", "messages"]] = "tokens"
     """The engine interface that the agent uses: tokens (`generate`), or messages (`chat`), which every API has."""
-    chat_agent: ClassVar[Mapping[str, Any] | None] = None
-    """The chat-based equivalent for API engines: its name and fixed settings, added to this agent's settings. Not
-    inherited by subclasses, whose episodes may differ."""
+    chat_agent: ClassVar[str | None] = None
+    """Name of the agent that does the same by messages, with the same settings, for API engines. Not inherited by
+    subclasses, whose episodes may differ."""
 
     def __init__(self, renderer: Renderer, config: AgentConfig) -> None:
         self.renderer = renderer

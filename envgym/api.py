@@ -15,7 +15,7 @@ from .config.schema import RunConfig
 from .config.words import dotted_keys, nest_keys
 from .episodes.record import excerpt
 from .errors import ConfigError
-from .loading import MAIN, entry_points, importing, load_function, target_of
+from .loading import MAIN, importing, target_of
 from .monitoring.display import Display
 from .monitoring.report import PICTURE, lines_html, summary_lines
 from .monitoring.terminal import open_display
@@ -66,7 +66,9 @@ class TrainResult:
 
     def episode(self, index: int = 0, step: int | None = None) -> Any:
         """An episode of a training step, by default the last; a notebook shows its tokens in color."""
-        return _read_episode(self.stage_folder, "run", step, index)
+        from .view.notebook import read_episode
+
+        return read_episode(self.stage_folder, "run", step, index)
 
     @property
     def stage_folder(self) -> Path:
@@ -117,7 +119,9 @@ class EvalResult:
 
     def episode(self, index: int = 0) -> Any:
         """An episode of the evaluation; a notebook shows its tokens in color."""
-        return _read_episode(self.folder, "evaluation", None, index)
+        from .view.notebook import read_episode
+
+        return read_episode(self.folder, "evaluation", None, index)
 
     def _repr_html_(self) -> str:
         from .evaluation.table import evaluation_text
@@ -228,13 +232,6 @@ def _frame(rows: Iterable[dict[str, Any]]) -> Any:
     """A data frame where pandas is installed, else the rows."""
     rows = list(rows)
     return import_module("pandas").DataFrame(rows) if find_spec("pandas") else rows
-
-
-def _read_episode(*place: Any) -> Any:
-    """The episode at a place, by the entry point of the viewer. Raises `ConfigError` without one."""
-    if not (targets := entry_points("envgym.readers")):
-        raise ConfigError("episodes are shown by envgym's viewer, which is not installed")
-    return load_function(targets["episode"], "reader of episodes")(*place)
 
 
 def _interval(result: Mapping[str, Any]) -> tuple[float, float] | None:

@@ -12,7 +12,7 @@ import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +30,32 @@ importing: ContextVar[str] = ContextVar("importing", default="")
 def entry_points(group: str) -> dict[str, str]:
     """name -> `module:attr` (or `module`) of the entry points of installed packages."""
     return {entry_point.name: entry_point.value for entry_point in importlib.metadata.entry_points(group=group)}
+
+
+def target_of_name(group: str, name: str, noun: str, builtin: tuple[str, ...] = ()) -> str:
+    """The target of a component's name: `name` itself if it is a file or an import path, else that of the entry point
+    `name` of `group`. Raises `NameNotFound`, which lists the names, with those in `builtin`."""
+    if is_file_target(name) or ":" in name:
+        return name
+    targets = entry_points(group)
+    if name not in targets:
+        hint = did_you_mean(name, [*targets, *builtin]) or list_of([*targets, *builtin])
+        raise NameNotFound(f"there is no {noun} {name!r}.{hint}{not_installed()}")
+    return targets[name]
+
+
+def list_of(names: Collection[str]) -> str:
+    """A hint with all names; empty without any."""
+    return f" There is {', '.join(sorted(names))}." if names else ""
+
+
+def not_installed() -> str:
+    """A hint for runs from a checkout without an installation, where entry points are missing."""
+    try:
+        importlib.metadata.distribution("envgym")
+    except importlib.metadata.PackageNotFoundError:
+        return " (envgym is not installed here, so nothing is registered: pip install -e . in its folder)"
+    return ""
 
 
 def is_file_target(name: str) -> bool:

@@ -12,16 +12,12 @@ used. The groups:
   `EnvSpec` subclass or None. They load environment files of other programs, and are called before a file is imported;
   of an import path only for a callable that is no environment.
 - `envgym.schemes`: `EnvSpec` subclasses by the scheme of a name (`http`).
-- `envgym.locators`: `EnvSpec` subclasses by a setting (`urls`) that locates an environment under an unregistered name.
 - `envgym.task_sets`: modules whose folders hold the files of named task sets (`envgym.tasks.named_sets`).
-- `envgym.directories`: functions `(*, strict: bool)` that return the registrations of names stored elsewhere. With
-  `strict` they raise `ConfigError` if those cannot be read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import re
@@ -42,13 +38,19 @@ from .loading import (
     entry_points,
     import_target,
     is_file_target,
+    list_of,
     load_class,
     load_function,
+    not_installed,
     split_target,
     target_of,
+    target_of_name,
 )
+from .named import NamedEnvironment, read_all, read_usable
 from .tasks.named_sets import NamedTaskSet, is_task_set_file, read_task_set, task_set_files
 
+LOCATIONS = {"urls", "listen"}
+"""Settings that locate a remote environment under a name that is not registered."""
 _ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<version>\d+))?")
 
 
@@ -114,9 +116,9 @@ def check_new_id(id: str, registered: Collection[str]) -> str:
 
 
 def list_ids() -> list[str]:
-    """All registered environment ids, sorted, with named task sets, and those of directories (`envgym envs add`) that
-    can be read."""
-    return sorted({*_from_directories(strict=False), *task_set_files(), *_registrations()})
+    """All registered environment ids, sorted, with named task sets, and names (`envgym envs add`) in files that can be
+    read."""
+    return sorted({*_named_remotely(read_usable()[0]), *task_set_files(), *_registrations()})
 
 
 def is_installed(id: str) -> bool:
@@ -142,7 +144,8 @@ def spec(name: str | type[Env] | type[EnvSpec] | Callable[..., Any], /, **kwargs
     if name.startswith("python:"):
         return _build(name, name.removeprefix("python:"), kwargs)
     scheme, colon, _ = name.partition(":")
-    if colon and scheme in (schemes := entry_points("envgym.schemes")):
+    schemes = entry_points("envgym.schemes")
+    if colon and scheme in schemes:
         return _build(name, schemes[scheme], kwargs)
     if "://" in name:
         raise ConfigError(_unknown_scheme(name))
@@ -157,10 +160,9 @@ def spec(name: str | type[Env] | type[EnvSpec] | Callable[..., Any], /, **kwargs
         try:
             registration = find(name)
         except (ConfigError, NameNotFound, VersionNotFound):
-            locators = [target for setting, target in entry_points("envgym.locators").items() if setting in kwargs]
-            if not locators or is_installed(name):
+            if not kwargs.keys() & LOCATIONS or "http" not in schemes or is_installed(name):
                 raise
-            return _build(name, locators[0], kwargs)
+            return _build(name, schemes["http"], kwargs)
         return _build(registration.id, registration.entry_point, registration.settings(kwargs))
     return _build(name, name, kwargs)
 
@@ -193,13 +195,7 @@ def load_component(kind: Literal["learner", "agent"], name: str) -> type:
     from . import agent, learner
 
     base: type = learner.Learner if kind == "learner" else agent.Agent
-    if is_file_target(name) or ":" in name:
-        return load_class(name, (base,), kind)
-    targets = entry_points(f"envgym.{kind}s")
-    if name not in targets:
-        hint = did_you_mean(name, targets) or _list_of(targets)
-        raise NameNotFound(f"there is no {kind} {name!r}.{hint}{_not_installed()}")
-    return load_class(targets[name], (base,), kind)
+    return load_class(target_of_name(f"envgym.{kind}s", name, kind), (base,), kind)
 
 
 def parse_env_id(id: str) -> tuple[str | None, str, int | None]:
@@ -231,12 +227,12 @@ def find(id: str) -> Registration:
         return _of_task_set(files[id], id)
     if not keys:
         try:
-            registrations = _from_directories(strict=True)
-        except ConfigError as error:  # the name may be in an unreadable directory, so this is no NameNotFound
+            registrations = _named_remotely(read_all())
+        except ConfigError as error:  # the name may be in an unreadable file, so this is no NameNotFound
             raise ConfigError(f"there is no environment {id!r} here.{_suggest(namespace, name)} But {error}") from None
         keys = [key for key in registrations if parse_env_id(key)[:2] == (namespace, name)]
     if not keys:
-        raise NameNotFound(f"there is no environment {id!r}.{_suggest(namespace, name)}{_not_installed()}")
+        raise NameNotFound(f"there is no environment {id!r}.{_suggest(namespace, name)}{not_installed()}")
     latest = max(keys, key=lambda key: parse_env_id(key)[2] or 0)
     if version is None:
         return registrations[id if id in registrations else latest]
@@ -264,7 +260,7 @@ def _suggest(namespace: str | None, name: str) -> str:
     names = [candidate for space, candidate in ids if space == namespace]
     if matches := get_close_matches(name, names, n=1, cutoff=0.5):
         return f" Did you mean {env_id(namespace, matches[0], None)!r}?"
-    return did_you_mean(env_id(namespace, name, None), [env_id(*id, None) for id in ids]) or _list_of(list_ids())
+    return did_you_mean(env_id(namespace, name, None), [env_id(*id, None) for id in ids]) or list_of(list_ids())
 
 
 def _unknown_scheme(url: str) -> str:
@@ -361,22 +357,8 @@ def _of_task_set(path: Path, id: str | None = None) -> Registration:
     return Registration(id or str(path), entry_point, task_set=task_set)
 
 
-def _from_directories(*, strict: bool) -> dict[str, Registration]:
-    """The registrations of names stored elsewhere. With `strict`, raises `ConfigError` if they cannot be read."""
-    registrations: dict[str, Registration] = {}
-    for target in entry_points("envgym.directories").values():
-        registrations |= load_function(target, "directory of environments")(strict=strict)
-    return {id: registration for id, registration in registrations.items() if _ID.fullmatch(id)}
-
-
-def _list_of(names: Collection[str]) -> str:
-    return f" There is {', '.join(sorted(names))}." if names else ""
-
-
-def _not_installed() -> str:
-    """A hint for runs from a checkout without an installation, where entry points are missing."""
-    try:
-        importlib.metadata.distribution("envgym")
-    except importlib.metadata.PackageNotFoundError:
-        return " (envgym is not installed here, so nothing is registered: pip install -e . in its folder)"
-    return ""
+def _named_remotely(names: Mapping[str, NamedEnvironment]) -> dict[str, Registration]:
+    """The registrations of remote environments' names (`envgym envs add`)."""
+    if (target := entry_points("envgym.schemes").get("http")) is None:
+        return {}
+    return {name: Registration(name, target, entry.settings()) for name, entry in names.items() if _ID.fullmatch(name)}

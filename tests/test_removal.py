@@ -1,5 +1,5 @@
-"""A room can be taken out: a folder of `envs/`, a file of `agents/` or `learners/` that is no base of another, `view/`
-and `openrlhf/`, each in a copy, with its entry points and its own tests."""
+"""A room can be taken out: a folder of `envs/`, a file of `agents/` or `learners/` that is no base of another, and
+`openrlhf/`, each in a copy, with its entry points and its own tests."""
 
 import ast
 import configparser
@@ -100,7 +100,7 @@ def parts():
     """All that can be taken out, as paths."""
     inner = [path for folder in LINKED for path in sorted((ROOT / folder).iterdir()) if path.name[0] != "_"]
     names = [str(path.relative_to(ROOT)) for path in inner]
-    return ["envgym/openrlhf", "envgym/view", *(n for n in names if n.startswith("envs/") or not importers(n, LINKED))]
+    return ["envgym/openrlhf", *(n for n in names if n.startswith("envs/") or not importers(n, LINKED))]
 
 
 PARTS = parts()
@@ -166,7 +166,7 @@ def said(tmp_path_factory):
 
 
 def test_what_can_be_taken_out():
-    assert {"envs/math_verify", "agents/replay.py", "learners/ppo.py", "envgym/view", "envgym/openrlhf"} <= set(PARTS)
+    assert {"envs/math_verify", "agents/replay.py", "learners/ppo.py", "envgym/openrlhf"} <= set(PARTS)
     assert {"learners/advantages.py", "learners/policy_gradient.py", "agents/multi_turn.py"}.isdisjoint(PARTS)
     assert entry_points("envs/nemo_gym") == {("envs", "nemo_gym-v0"), ("agents", "nemo_gym"), ("dialects", "nemo_gym")}
 

@@ -260,7 +260,7 @@ def make_agent(stage: StageConfig, model: str) -> Agent:
                 f"environment {stage.env.name} is run by the agent {stage.agent.name}, which needs tokens: "
                 "engine.kind=openai returns none"
             )
-        stage = stage.model_copy(update={"agent": Component(**{**agent_config.model_dump(), **chat_agent})})
+        stage = stage.model_copy(update={"agent": Component(name=chat_agent, **agent_config.model_dump())})
         agent_class, agent_config = stage.agent_config()
     return agent_class(NoRenderer(), agent_config)
 

@@ -20,9 +20,8 @@ from envgym.settings import Settings
 from envgym.tasks import DataEnvSpec, InProportion, Interleaved
 from envgym.types import Action, Episode, Message, Observation, Task
 
-TURNS = {"single_turn", "multi_turn"}
-ANY_TURNS = "tool_calling"
-"""The agent for environments with tools; it also runs those of the agents in `TURNS`."""
+SAMPLING = ("tool_calling", "multi_turn", "single_turn")
+"""Names of the agent that samples turns; each also runs the environments of the later ones."""
 
 
 class MixtureMember(Settings):
@@ -107,8 +106,8 @@ class Mixture(EnvSpec):
         agents = set(agent_of.values())
         if len(agents) == 1:
             return agents.pop()
-        if agents <= TURNS | {ANY_TURNS}:
-            return ANY_TURNS if ANY_TURNS in agents else EnvSpec.agent
+        if agents.issubset(SAMPLING):
+            return min(agents, key=SAMPLING.index)
         pairs = ", ".join(f"{name} by {agent}" for name, agent in agent_of.items())
         raise ConfigError(f"no single agent runs all members of environment {self.id} ({pairs}): name one with agent=")
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 import envgym
-from envgym.agents.chat import ChatAgent, ChatConfig
+from envgym.agents.chat import ChatAgent
 from envgym.engine import ChatEngine, ChatReply, SamplingParams
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
@@ -66,7 +66,7 @@ class Counting(envgym.Env):
 
 def play(engine, env=Counting, deterministic=False, **settings):
     spec = EnvSpec("counting", env)
-    agent = ChatAgent(NoRenderer(), ChatConfig(**settings))
+    agent = ChatAgent(NoRenderer(), ChatAgent.Config(**settings))
     config = RolloutConfig(retries=0, refills=0)
     runner = Runner(spec, agent, engine, config, max_model_len=0, seed=0, deterministic=deterministic)
     sampling = SamplingParams(max_tokens=100)

@@ -108,7 +108,7 @@ def tekken(tekken_folder):
 def play(renderer, engine, env_class=Wander, agent=ToolCalling, context=4096, turn_tokens=64, size=2, **settings):
     runner = Runner(
         EnvSpec("Wander-v0", env_class),
-        agent(renderer, MultiTurnConfig(**settings)),
+        agent(renderer, agent.Config(**settings)),
         engine,
         RolloutConfig(retries=0, refills=0),
         max_model_len=context,

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from envgym import Env, EnvSpec
-from envgym.agents.single_turn import SingleTurn
-from envgym.agents.token_level import TokenLevelConfig
+from envgym.agents.multi_turn import SingleTurn
 from envgym.engine import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.transcript import EpisodeSampler
@@ -43,7 +42,7 @@ def play(tiny_model, result=("", 1.0, True, False, {}), observation=None, stop=S
     async def main():
         sampler = EpisodeSampler(Engine(), "e", SamplingParams(max_tokens=9, temperature=0.8), 512)
         env = EnvSpec("Asks-v0", Asks).make()
-        return await SingleTurn(renderer, TokenLevelConfig()).run(env, Task("t"), sampler, seed=0)
+        return await SingleTurn(renderer, SingleTurn.Config()).run(env, Task("t"), sampler, seed=0)
 
     return asyncio.run(main()), requests
 

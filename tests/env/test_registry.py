@@ -401,12 +401,8 @@ def test_a_scheme_that_a_package_brings_wins_and_python_names_an_import(monkeypa
     assert registry.spec_from_json(imported.to_json()) == imported
 
 
-def test_a_setting_may_say_where_an_environment_is_that_nobody_registered(monkeypatch):
-    entry_points, locators = registry.entry_points, {"size": f"{__name__}:Elsewhere"}
-    monkeypatch.setattr(
-        registry, "entry_points", lambda group: locators if group == "envgym.locators" else entry_points(group)
-    )
-    assert type(registry.spec("far", size=2)) is Elsewhere
+def test_a_setting_may_say_where_an_environment_is_that_nobody_registered():
+    assert registry.spec("far", urls=["http://127.0.0.1:1"]).config.urls == ("http://127.0.0.1:1",)
     with pytest.raises(NameNotFound):
         registry.spec("far")
 

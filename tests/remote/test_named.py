@@ -13,13 +13,12 @@ import pytest
 import yaml
 
 import envgym
-from envgym import registry
+from envgym import named, registry
 from envgym.errors import ConfigError, NameNotFound
 from envgym.evaluation.folder import EvalFolder, find_folder
 from envgym.evaluation.policy import new_evaluation, run_evaluation
 from envgym.evaluation.suite import find_suite
 from envgym.monitoring.display import Display
-from envgym.remote import named
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 TOKEN = "secret-0123456789abcdef"
@@ -199,7 +198,7 @@ def test_other_entries_stay_as_they_are():
 
 def test_names_that_are_added_at_once_are_all_there():
     code = (
-        "import sys; from envgym.remote import named as r\n"
+        "import sys; from envgym import named as r\n"
         "for n in range(30): r.add('user', f'{sys.argv[1]}{n}', r.NamedEnvironment(urls=('http://127.0.0.1:1/x',)))"
     )
     children = [subprocess.Popen([sys.executable, "-c", code, letter]) for letter in "ab"]

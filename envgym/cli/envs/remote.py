@@ -12,8 +12,8 @@ from envgym.cli.parser import Parser
 from envgym.errors import ConfigError, NameNotFound, did_you_mean, printable
 
 if TYPE_CHECKING:
+    from envgym.named import Scope
     from envgym.remote.client import RemoteEnvSpec
-    from envgym.remote.named import Scope
 
 
 def add_main(arguments: Sequence[str]) -> int:
@@ -32,9 +32,8 @@ def add_main(arguments: Sequence[str]) -> int:
     _add_scope(parser)
     options = parser.parse_without_words(arguments, "settings belong to the command that uses or serves it")
 
-    from envgym import registry
+    from envgym import named, registry
     from envgym.loading import is_file_target
-    from envgym.remote import named
     from envgym.remote.client import RemoteEnvSpec
 
     if is_file_target(options.name) or ":" in options.name:
@@ -70,7 +69,7 @@ def remove_main(arguments: Sequence[str]) -> int:
     _add_scope(parser)
     options = parser.parse_without_words(arguments, "removing takes no settings")
 
-    from envgym.remote import named
+    from envgym import named
 
     option: Scope | None = "user" if options.user else "project" if options.project else None
     scope = option or named.scope_of(options.name)

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from envgym.disk import write_atomically
 from envgym.errors import ConfigError, reported_as
-from envgym.registry import Registration
 from envgym.settings import settings_error
 
 Scope = Literal["user", "project"]
@@ -70,14 +69,6 @@ def read_usable() -> tuple[dict[str, NamedEnvironment], list[str]]:
         except ConfigError as error:
             problems.append(str(error))
     return entries, problems
-
-
-def registrations(*, strict: bool) -> dict[str, Registration]:
-    """The names as the registry takes them; `strict` raises `ConfigError` for a file that cannot be used, which is
-    skipped otherwise."""
-    entries = read_all() if strict else read_usable()[0]
-    target = "envgym.remote.client:RemoteEnvSpec"
-    return {name: Registration(name, target, entry.settings()) for name, entry in entries.items()}
 
 
 def scope_of(name: str) -> Scope | None:
