@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     TokenArray = NDArray[np.float64]
     Mask = NDArray[np.bool_]
 
-Compare = Callable[[Sequence[float], Sequence[float]], Sequence[float]]
-"""(values, rewards) -> one advantage per member: its value compared with the group's rewards."""
+Compare = Callable[[Sequence[float]], Sequence[float]]
+"""One advantage per member of a group, from the members' rewards."""
 
 HUGE = 2.0**1000
 """Rewards of a larger magnitude are first divided by this. Division by a power of two is exact."""
@@ -73,41 +73,39 @@ def stopped_improperly(reward: float, coefficient: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# 2. Against the group. `values` are the returns to compare, `rewards` the group's, which give the baseline. The two
-# differ only for turns that fewer than two members reached.
+# 2. Against the group, whose rewards the functions take
 
 
-def standardize(values: Sequence[float], rewards: Sequence[float], eps: float) -> list[float]:
-    """GRPO: (v - mean) / (std + eps) with the mean and standard deviation of the group's rewards, n >= 2; exactly 0 if
-    all rewards are equal.
+def standardize(rewards: Sequence[float], eps: float) -> list[float]:
+    """GRPO: (r - mean) / (std + eps), n >= 2; exactly 0 if all rewards are equal.
 
     Source: Z. Shao et al., "DeepSeekMath" (2024), section 4.1. The standard deviation is the unbiased one.
     """
     if len(set(rewards)) < 2:
-        return [0.0] * len(values)
-    if max(map(abs, [*values, *rewards])) > HUGE:  # differences and their norm could overflow
-        return standardize([value / HUGE for value in values], [reward / HUGE for reward in rewards], eps / HUGE)
+        return [0.0] * len(rewards)
+    if max(map(abs, rewards)) > HUGE:  # differences and their norm could overflow
+        return standardize([reward / HUGE for reward in rewards], eps / HUGE)
     mean = mean_of(rewards)
     # `hypot`, because squares of very large or very small rewards would overflow or underflow.
     std = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards) - 1)
-    return [(value - mean) / (std + eps) for value in values]
+    return [(reward - mean) / (std + eps) for reward in rewards]
 
 
-def center(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-    """Dr. GRPO and REINFORCE++-baseline: v - mean of the group's rewards; exactly 0 if all are equal.
+def center(rewards: Sequence[float]) -> list[float]:
+    """Dr. GRPO and REINFORCE++-baseline: r - mean; exactly 0 if all rewards are equal.
 
     Source: Z. Liu et al., "Understanding R1-Zero-Like Training" (2025), section 3.2.
     """
     mean = mean_of(rewards)
-    return [value - mean for value in values]
+    return [reward - mean for reward in rewards]
 
 
-def leave_one_out(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-    """RLOO: v_i - mean of the rewards other than the i-th, n >= 2.
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """RLOO: r_i - mean of the rewards other than the i-th, n >= 2.
 
     Source: A. Ahmadian et al., "Back to Basics" (2024), section 3.4.
     """
-    return [value - mean_of([*rewards[:i], *rewards[i + 1 :]]) for i, value in enumerate(values)]
+    return [reward - mean_of([*rewards[:i], *rewards[i + 1 :]]) for i, reward in enumerate(rewards)]
 
 
 def mean_of(rewards: Sequence[float]) -> float:
@@ -124,20 +122,15 @@ def turn_advantages(to_go: Sequence[Sequence[float]], rewards: Sequence[float], 
     """An advantage for each turn of each member of a group.
 
     `to_go[i][k]` is the return of member i from turn k on, `rewards[i]` its whole reward. A turn is compared with the
-    same turn of the other members that reached it; if only one member reached it, with the rewards of whole episodes.
+    same turn of the other members that reached it; if no other did, with the rewards of their whole episodes.
     """
     result: list[list[float]] = [[] for _ in to_go]
     for turn in range(max(map(len, to_go), default=0)):
-        members = [member for member, returns in enumerate(to_go) if len(returns) > turn]
-        if len(members) > 1:
-            values = [to_go[member][turn] for member in members]
-            advantages = compare(values, values)
-        else:
-            values = list(rewards)
-            values[members[0]] = to_go[members[0]][turn]
-            advantages = [compare(values, rewards)[members[0]]]
-        for member, advantage in zip(members, advantages, strict=True):
-            result[member].append(advantage)
+        returns = {member: turns[turn] for member, turns in enumerate(to_go) if len(turns) > turn}
+        compared = returns if len(returns) > 1 else dict(enumerate(rewards)) | returns
+        for member, advantage in zip(compared, compare(list(compared.values())), strict=True):
+            if member in returns:
+                result[member].append(advantage)
     return result
 
 

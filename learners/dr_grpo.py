@@ -29,5 +29,5 @@ class DrGRPO(CriticFreeLearner):
     config: DrGRPOConfig
     min_group_size: ClassVar[int] = 2
 
-    def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-        return center(values, rewards)
+    def advantages(self, rewards: Sequence[float]) -> list[float]:
+        return center(rewards)

@@ -32,5 +32,5 @@ class GRPO(CriticFreeLearner):
     config: GRPOConfig
     min_group_size: ClassVar[int] = 2
 
-    def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-        return standardize(values, rewards, self.config.advantage_eps)
+    def advantages(self, rewards: Sequence[float]) -> list[float]:
+        return standardize(rewards, self.config.advantage_eps)

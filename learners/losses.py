@@ -1,4 +1,5 @@
-"""Losses per token: the policy's, the critic's, the KL to a reference, and the correction of the sampler's gap.
+"""Losses per token: the policy's with all terms, the critic's, the KL to a reference, and the correction of the
+sampler's gap.
 
 All tensors are [B, T] unless a docstring says otherwise. `log_ratio` is log pi - log pi_old in nats; it is bounded at
 20 where it is exponentiated, so that one token cannot overflow the loss. The numbers at a masked or dropped token
@@ -14,14 +15,13 @@ from torch import Tensor
 
 from envgym.learner import MetricSums, Outputs, RowBatch
 
+from .policy_losses import policy_loss_of
 from .settings import CorrectionConfig, DPOConfig, KLEstimator, KTOConfig, PolicyGradientConfig
 
 EPS = 1e-6
 """Remaining probability below which it is taken for rounding error, and 0."""
 LossAndMetrics = tuple[Tensor, MetricSums]
 """A loss, summed over the batch or divided by its normalizer, and metrics to log."""
-ClippedLoss = tuple[Tensor, Tensor, Tensor]
-"""(losses, clipped_low, clipped_high), [B, T] each, the last two bool."""
 
 # ---------------------------------------------------------------------------------------------------------
 # The policy
@@ -47,9 +47,10 @@ def actor_loss(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) 
 
     logprobs, old = masked(outputs.logprobs), masked(old)
     log_ratio = logprobs - old
-    if config.policy_loss == "gspo":
+    policy_loss = policy_loss_of(config.policy_loss)
+    if policy_loss.of_episode:
         log_ratio = sequence_log_ratio(log_ratio, logprobs, masked(batch.loss_weights), batch.episodes)
-    losses, low, high = policy_loss(log_ratio, logprobs, masked(batch.arrays["advantages"]), config)
+    losses, low, high = policy_loss.losses(log_ratio, logprobs, masked(batch.arrays["advantages"]), config)
     losses = weights * losses
     entropy = masked(outputs.entropy)
     means = {"policy/entropy": entropy, "policy/clip_fraction_low": low, "policy/clip_fraction_high": high}
@@ -72,51 +73,6 @@ def old_logprobs(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig
         return batch.old_logprobs
     # A single optimizer step begins with the old policy's weights, so its own forward pass has them.
     return batch.arrays["actor"] if config.scores_actor else outputs.logprobs.detach()
-
-
-def policy_loss(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyGradientConfig) -> ClippedLoss:
-    """The loss named `config.policy_loss`. GSPO's is PPO's with the sequence's `log_ratio`."""
-    if config.policy_loss == "cispo":
-        return cispo_loss(log_ratio, logprobs, advantages, config.clip_low, config.clip_high)
-    if config.policy_loss == "reinforce":
-        return reinforce_loss(logprobs, advantages)
-    return clipped_policy_loss(log_ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
-
-
-def clipped_policy_loss(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> ClippedLoss:
-    """PPO's clipped surrogate, negated: -min(r A, clip(r, 1 - low, 1 + high) A), and with a dual clip c for negative
-    advantages -max(that, c A).
-
-    Sources: J. Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7; separate bounds as in DAPO
-    (Q. Yu et al., 2025); dual clip D. Ye et al., "Mastering Complex Control in MOBA Games" (2020). The
-    log-ratio is bounded at 20 so that its exponential stays finite.
-    """
-    ratio = log_ratio.clamp(-20.0, 20.0).exp()
-    unclipped = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
-    if dual_clip is not None:
-        losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
-    return losses, clipped & (ratio < 1), clipped & (ratio > 1)
-
-
-def cispo_loss(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float) -> ClippedLoss:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps its gradient, and only its weight is bounded.
-
-    Source: MiniMax, "MiniMax-M1" (2025).
-    """
-    ratio = log_ratio.detach().clamp(-20.0, 20.0).exp()
-    losses = -ratio.clamp(1 - low, 1 + high) * advantages * logprobs
-    return losses, ratio < 1 - low, ratio > 1 + high
-
-
-def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> ClippedLoss:
-    """-A log pi, without an old policy. Source: R. Williams, "Simple Statistical Gradient-Following Algorithms for
-    Connectionist Reinforcement Learning" (1992)."""
-    unclipped = torch.zeros_like(advantages, dtype=torch.bool)
-    return -advantages * logprobs, unclipped, unclipped
 
 
 def sequence_log_ratio(log_ratio: Tensor, logprobs: Tensor, weights: Tensor, episodes: Tensor) -> Tensor:

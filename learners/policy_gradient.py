@@ -173,33 +173,26 @@ class CriticFreeLearner(PolicyGradient):
     A subclass is one function: `advantages`."""
 
     @abstractmethod
-    def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> Sequence[float]:
-        """One advantage per member of a group: the return `values[i]` of member i, compared with the group's `rewards`.
-
-        The two are equal except for a turn that only one member reached: there `values[i]` is that member's return from
-        this turn on, and `rewards` are those of whole episodes.
-        """
+    def advantages(self, rewards: Sequence[float]) -> Sequence[float]:
+        """One advantage per member of a group, from the members' rewards: those of whole episodes or, with `credit:
+        turn`, the returns from a turn on."""
 
     def token_advantages(self, group: Sequence[ActionTokens]) -> list[TokenArray]:
-        gamma = self.config.gamma
-        rewards = [member.reward for member in group]
-        if self.config.credit == "turn":
-            to_go = [rewards_to_go(member.rewards, member.turn_ends, gamma) for member in group]
-            values = turn_advantages(to_go, rewards, self._checked_advantages)
-            turn_ends = [member.turn_ends for member in group]
-        else:
-            values = [[advantage] for advantage in self._checked_advantages(rewards, rewards)]
-            turn_ends = [[len(member)] for member in group]
+        gamma, by_turn = self.config.gamma, self.config.credit == "turn"
+        turn_ends = [member.turn_ends if by_turn else [len(member)] for member in group]
+        turn_rewards = [member.rewards if by_turn else [member.reward] for member in group]
+        to_go = [rewards_to_go(rewards, ends, gamma) for rewards, ends in zip(turn_rewards, turn_ends, strict=True)]
+        values = turn_advantages(to_go, [member.reward for member in group], self._checked_advantages)
         advantages = [broadcast_turn_values(v, ends, gamma) for v, ends in zip(values, turn_ends, strict=True)]
         if not self.kl_in_reward:
             return advantages
         kl_returns = [discounted_returns(self.kl_rewards(member), gamma) for member in group]
         return [advantage + kl_return for advantage, kl_return in zip(advantages, kl_returns, strict=True)]
 
-    def _checked_advantages(self, values: Sequence[float], rewards: Sequence[float]) -> Sequence[float]:
-        advantages = self.advantages(values, rewards)
-        if advantages is None or len(advantages) != len(values):
-            returned = f"{advantages!r:.60} for {len(values)} members of a group: one number for each"
+    def _checked_advantages(self, rewards: Sequence[float]) -> Sequence[float]:
+        advantages = self.advantages(rewards)
+        if advantages is None or len(advantages) != len(rewards):
+            returned = f"{advantages!r:.60} for {len(rewards)} members of a group: one number for each"
             raise self.wrong_return(self.advantages, returned)
         return advantages
 

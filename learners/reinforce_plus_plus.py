@@ -30,8 +30,8 @@ class ReinforcePlusPlus(CriticFreeLearner):
     Config: ClassVar[type[LearnerConfig]] = ReinforcePlusPlusConfig
     config: ReinforcePlusPlusConfig
 
-    def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-        return list(values)
+    def advantages(self, rewards: Sequence[float]) -> list[float]:
+        return list(rewards)
 
 
 class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
@@ -48,5 +48,5 @@ class ReinforcePlusPlusBaseline(CriticFreeLearner):
     config: ReinforcePlusPlusBaselineConfig
     min_group_size: ClassVar[int] = 2
 
-    def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-        return center(values, rewards)
+    def advantages(self, rewards: Sequence[float]) -> list[float]:
+        return center(rewards)

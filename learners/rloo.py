@@ -29,5 +29,5 @@ class RLOO(CriticFreeLearner):
     config: RLOOConfig
     min_group_size: ClassVar[int] = 2
 
-    def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-        return leave_one_out(values, rewards)
+    def advantages(self, rewards: Sequence[float]) -> list[float]:
+        return leave_one_out(rewards)

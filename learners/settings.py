@@ -11,6 +11,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from envgym.learner import LearnerConfig
 from envgym.settings import Settings
 
+from .policy_losses import policy_loss_of
+
 Bound = Annotated[float, Field(allow_inf_nan=True)]
 Credit = Literal["episode", "turn"]
 Scope = Literal["batch", "batch_mean", "group", "none"]
@@ -131,9 +133,9 @@ class PolicyGradientConfig(LearnerConfig):
     kl: KLConfig = KLConfig()
 
     # The loss.
-    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    policy_loss: str = "ppo"
     """`ppo`: clipped ratio of each token; `gspo`: of each episode; `cispo`: bounded weight on log pi; `reinforce`:
-    log pi without a ratio."""
+    log pi without a ratio; another package's by its name, or `file.py:Name`."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """The ratio to the old policy is bounded at 1 - clip_low from below."""
     clip_high: float = Field(0.2, gt=0)
@@ -154,12 +156,18 @@ class PolicyGradientConfig(LearnerConfig):
     pretrain_coef: float = Field(1.0, ge=0)
     """Weight of the cross-entropy of pre-training rows, if the run mixes some in."""
 
+    @field_validator("policy_loss")
+    @classmethod
+    def _has_a_class(cls, name: str) -> str:
+        policy_loss_of(name)
+        return name
+
     @field_validator("dual_clip")
     @classmethod
     def _clips_a_ratio(cls, dual_clip: float | None, info: ValidationInfo) -> float | None:
-        kind = info.data.get("policy_loss")
-        if dual_clip is not None and kind in ("cispo", "reinforce"):
-            raise ValueError(f"policy_loss {kind} has no clipped ratio that a dual clip could bound")
+        name = info.data.get("policy_loss")
+        if dual_clip is not None and name is not None and not policy_loss_of(name).has_dual_clip:
+            raise ValueError(f"policy_loss {name} has no clipped ratio that a dual clip could bound")
         return dual_clip
 
     @field_validator("old_logprobs")
@@ -185,12 +193,18 @@ class PolicyGradientConfig(LearnerConfig):
         single step's own pass has the old weights."""
         return self.recomputes and self.update_epochs * self.minibatches > 1
 
+    @property
+    def needs_correction(self) -> bool:
+        """True if samples of older policies need a `correction`: the loss has no ratio to the policy that sampled."""
+        return self.recomputes or not policy_loss_of(self.policy_loss).has_ratio
+
 
 def _needs_recompute(settings: Mapping[str, Any]) -> str | None:
     kind = getattr(settings.get("correction"), "kind", "none")
     if kind != "none":
         return f"correction {kind}"
-    return "policy_loss gspo" if settings.get("policy_loss") == "gspo" else None
+    name = settings.get("policy_loss")
+    return f"policy_loss {name}" if name is not None and policy_loss_of(name).needs_old_logprobs else None
 
 
 class DPOConfig(LearnerConfig):

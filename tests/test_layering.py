@@ -32,7 +32,7 @@ ALLOWED = {
         "envgym.types", "envgym.render", "envgym.engine", "envgym.agent", "envgym.env", "envgym.errors",
         "envgym.rollout.scripted", "envgym.rollout.transcript", "envgym.net", "envgym.processes",
     },
-    "learners": {"envgym.types", "envgym.learner", "envgym.settings"},
+    "learners": {"envgym.types", "envgym.learner", "envgym.settings", "envgym.loading"},
 }  # fmt: skip
 FOREIGN = {
     "envs/nemo_gym": {"envgym.agent", "envgym.agents", "envgym.render", "envgym.rollout.scripted"},

@@ -57,8 +57,7 @@ def _check_staleness(stage: StageConfig, learner_class: type[Learner], config: L
             "GPUs with the models in turns: set rollout.max_staleness=0, or give the engine separate GPUs (colocate)"
         )
     is_corrected = getattr(getattr(config, "correction", None), "kind", "none") != "none"
-    needs_correction = getattr(config, "recomputes", False) or getattr(config, "policy_loss", "") == "reinforce"
-    if needs_correction and not is_corrected:
+    if getattr(config, "needs_correction", False) and not is_corrected:
         raise ConfigError(
             f"rollout.max_staleness={stage.rollout.max_staleness}: learner {stage.learner.name} would treat samples of "
             "older policies as the current policy's: set learner.correction.kind=tis, or learner.old_logprobs=rollout "

@@ -14,7 +14,7 @@ COMPARED = ("rloo", "reinforce++_baseline", "dr_grpo", "grpo")
 
 def compare(name, rewards):
     kind = load_component("learner", name)
-    return list(kind(kind.Config(name=name)).advantages(rewards, rewards))
+    return list(kind(kind.Config(name=name)).advantages(rewards))
 
 
 def test_by_hand():
@@ -41,14 +41,7 @@ def test_no_variance_gives_exactly_0(name, reward, n):
 @given(REWARDS)
 def test_leave_one_out_is_the_centred_reward_stretched(rewards):
     n = len(rewards)
-    np.testing.assert_allclose(
-        leave_one_out(rewards, rewards), n / (n - 1) * np.array(center(rewards, rewards)), rtol=1e-6, atol=1e-6
-    )
-
-
-def test_values_that_are_not_the_rewards_are_compared_with_these():
-    assert center([10.0, 3.0], [1.0, 3.0]) == [8.0, 1.0]
-    assert leave_one_out([10.0, 3.0], [1.0, 3.0]) == [7.0, 2.0]
+    np.testing.assert_allclose(leave_one_out(rewards), n / (n - 1) * np.array(center(rewards)), rtol=1e-6, atol=1e-6)
 
 
 def test_the_mean_of_equal_rewards_is_theirs():

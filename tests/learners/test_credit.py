@@ -10,23 +10,28 @@ from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn
 
 def test_a_turn_is_compared_with_the_members_that_reached_it():
     """Three members of 3, 2 and 1 turns. Turn 1: 6, 3, 3, mean 4. Turn 2: 5, 1, mean 3. Turn 3: one member, which
-    earned 3 there, against the mean of the whole episodes, 4."""
-    to_go = [[6.0, 5.0, 3.0], [3.0, 1.0], [3.0]]
-    assert turn_advantages(to_go, [6.0, 3.0, 3.0], center) == [[2.0, 2.0, -1.0], [-1.0, -2.0], [-1.0]]
+    earned 4.5 there, beside the whole episodes of the others, 3 and 3: mean 3.5."""
+    to_go = [[6.0, 5.0, 4.5], [3.0, 1.0], [3.0]]
+    assert turn_advantages(to_go, [6.0, 3.0, 3.0], center) == [[2.0, 2.0, 1.0], [-1.0, -2.0], [-1.0]]
 
 
 def test_each_algorithm_compares_in_its_own_way():
     to_go, rewards = [[6.0, 5.0], [2.0]], [6.0, 2.0]
     assert turn_advantages(to_go, rewards, leave_one_out) == [[4.0, 3.0], [-4.0]]
-    std = 8**0.5
+    two = 0.5**0.5  # of two members one is above the mean by as much as the other is below
 
-    def grpo(values, rewards):
-        return standardize(values, rewards, 0.0)
+    def grpo(rewards):
+        return standardize(rewards, 0.0)
 
-    assert turn_advantages(to_go, rewards, grpo) == [pytest.approx([2 / std, 1 / std]), pytest.approx([-2 / std])]
+    assert turn_advantages(to_go, rewards, grpo) == [pytest.approx([two, two]), pytest.approx([-two])]
 
 
-@pytest.mark.parametrize("compare", [center, leave_one_out, lambda values, rewards: standardize(values, rewards, 1e-6)])
+def test_a_turn_of_the_only_member_is_compared_with_nothing():
+    """REINFORCE++ has no baseline, and may have one episode per task."""
+    assert turn_advantages([[6.0, 5.0]], [6.0], list) == [[6.0, 5.0]]
+
+
+@pytest.mark.parametrize("compare", [center, leave_one_out, lambda rewards: standardize(rewards, 1e-6)])
 def test_equal_turns_give_exactly_0(compare):
     to_go = [[0.3, 0.1], [0.3, 0.1], [0.3, 0.1]]
     assert turn_advantages(to_go, [0.3] * 3, compare) == [[0.0, 0.0]] * 3

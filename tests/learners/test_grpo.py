@@ -6,15 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envgym.learner import trajectories
-from envgym.learners.advantages import standardize as standardize_against
+from envgym.learners.advantages import standardize
 from envgym.learners.grpo import GRPO, GRPOConfig
 from envgym.types import Episode, Group, Outcome, Row, Segment, Task
 
 REWARDS = st.floats(-1e6, 1e6, allow_subnormal=False)
-
-
-def standardize(rewards, eps):
-    return standardize_against(rewards, rewards, eps)
 
 
 def group(*rewards, n_rows=1, id="g"):

@@ -32,8 +32,8 @@ class AgainstTheBest(CriticFreeLearner):
     Config = Config
     min_group_size = 2
 
-    def advantages(self, values, rewards):
-        return [value - (max(rewards) - self.config.margin) for value in values]
+    def advantages(self, rewards):
+        return [reward - (max(rewards) - self.config.margin) for reward in rewards]
 '''
 
 
@@ -111,10 +111,10 @@ def test_its_rows_of_two_objectives_have_a_denominator_each(own):
 @pytest.mark.parametrize("credit", ["episode", "turn"])
 @pytest.mark.parametrize("wrong", ["[0.0]", "None"])
 def test_advantages_that_are_too_few_are_told_with_the_authors_line(own, credit, wrong):
-    text = OWN.replace("return [value - (max(rewards) - self.config.margin) for value in values]", f"return {wrong}")
+    text = OWN.replace("return [reward - (max(rewards) - self.config.margin) for reward in rewards]", f"return {wrong}")
     Path(own).write_text(text)
     kind = load_component("learner", own)
-    line = text.splitlines().index("    def advantages(self, values, rewards):") + 1
+    line = text.splitlines().index("    def advantages(self, rewards):") + 1
     with pytest.raises(RunError) as error:
         kind(kind.Config(name=own, credit=credit)).prepare(trajectories([group([1.0], [0.0], [2.0])]))
     assert str(error.value).startswith(f"{own}, line {line}: advantages returned {wrong} for 3 members of a group")

@@ -5,11 +5,19 @@ import math
 import pytest
 import torch
 
-from envgym.learners.losses import cispo_loss, clipped_policy_loss, reinforce_loss, sequence_log_ratio
+from envgym.learners.losses import sequence_log_ratio
+from envgym.learners.policy_losses import policy_loss_of
+from envgym.learners.settings import PolicyGradientConfig
 
 
 def double(*values):
     return torch.tensor(values, dtype=torch.float64)
+
+
+def losses_of(name, log_ratio, logprobs, advantages, **settings):
+    """The losses of a policy loss, clipped to [0.8, 1.3] unless said otherwise, and what was clipped."""
+    config = PolicyGradientConfig(name="x", policy_loss=name, **{"clip_high": 0.3, **settings})
+    return policy_loss_of(name).losses(log_ratio, logprobs, advantages, config)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +37,7 @@ def double(*values):
 def test_clipping(ratio, advantage, loss, gradient):
     """clip_low 0.2, clip_high 0.3: ratios are bounded to [0.8, 1.3]."""
     log_ratio = double(ratio).log().requires_grad_()
-    losses, low, high = clipped_policy_loss(log_ratio, double(advantage), 0.2, 0.3)
+    losses, low, high = losses_of("ppo", log_ratio, None, double(advantage))
     losses.sum().backward()
     assert losses.item() == pytest.approx(loss)
     assert log_ratio.grad.item() == pytest.approx(gradient)
@@ -48,7 +56,7 @@ def test_clipping(ratio, advantage, loss, gradient):
 )
 def test_dual_clip(ratio, advantage, loss, gradient):
     log_ratio = double(ratio).log().requires_grad_()
-    losses, *_ = clipped_policy_loss(log_ratio, double(advantage), 0.2, 0.3, dual_clip=3.0)
+    losses, *_ = losses_of("ppo", log_ratio, None, double(advantage), dual_clip=3.0)
     losses.sum().backward()
     assert losses.item() == pytest.approx(loss)
     assert log_ratio.grad.item() == pytest.approx(gradient)
@@ -59,7 +67,7 @@ def test_dual_clip(ratio, advantage, loss, gradient):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_extreme_ratios_are_finite(distance, advantage, dual_clip):
     log_ratio = torch.tensor([distance], requires_grad=True)
-    losses, *_ = clipped_policy_loss(log_ratio, torch.tensor([advantage]), 0.2, 0.2, dual_clip)
+    losses, *_ = losses_of("ppo", log_ratio, None, torch.tensor([advantage]), dual_clip=dual_clip)
     losses.sum().backward()
     assert losses.isfinite().all()
     assert log_ratio.grad.isfinite().all()
@@ -73,7 +81,7 @@ def test_extreme_ratios_are_finite(distance, advantage, dual_clip):
 def test_cispo_bounds_the_weight_and_keeps_the_gradient(ratio, weight, low, high, advantage):
     logprobs = double(-0.7).requires_grad_()
     log_ratio = logprobs - logprobs.detach() + math.log(ratio)
-    losses, was_low, was_high = cispo_loss(log_ratio, logprobs, double(advantage), 0.2, 0.3)
+    losses, was_low, was_high = losses_of("cispo", log_ratio, logprobs, double(advantage))
     losses.sum().backward()
     assert losses.item() == pytest.approx(weight * advantage * 0.7)
     assert logprobs.grad.item() == pytest.approx(-weight * advantage)
@@ -82,14 +90,14 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient(ratio, weight, low, high
 
 def test_cispo_without_a_lower_bound():
     """clip_low 1: the ratio goes down to 0."""
-    losses, low, _ = cispo_loss(double(0.01).log(), double(-1.0), double(1.0), 1.0, 0.3)
+    losses, low, _ = losses_of("cispo", double(0.01).log(), double(-1.0), double(1.0), clip_low=1.0)
     assert losses.item() == pytest.approx(0.01)
     assert not low.item()
 
 
 def test_reinforce_weighs_log_pi_alone():
     logprobs = double(-0.7, -1.0).requires_grad_()
-    losses, low, high = reinforce_loss(logprobs, double(2.0, -3.0))
+    losses, low, high = losses_of("reinforce", None, logprobs, double(2.0, -3.0))
     losses.sum().backward()
     assert losses.tolist() == pytest.approx([1.4, -3.0])
     assert logprobs.grad.tolist() == [-2.0, 3.0]
@@ -112,5 +120,6 @@ def test_weights_that_add_up_to_one_an_episode_change_no_ratio():
     """`sequence` aggregation divides an episode's weights by their sum."""
     log_ratio = double(2, 4).log()[None]
     for scale in (1.0, 0.5):
-        means = sequence_log_ratio(log_ratio, log_ratio, torch.full((1, 2), scale).double(), torch.tensor([0]))
+        weights = torch.full((1, 2), scale).double()
+        means = sequence_log_ratio(log_ratio, log_ratio, weights, torch.tensor([0]))
         assert means.exp().tolist() == [pytest.approx([8**0.5] * 2)]
