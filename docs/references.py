@@ -57,9 +57,9 @@ def cli() -> str:
         parts += [f"## `envgym {name}`", *described(parser, summary)]
         for action in ACTIONS_OF.get(name, ()):
             further = parser_of([name, *action.split()])
-            adds_options = further.usage == parser.usage  # as a protocol of `serve` does
+            is_dialect = further.usage == parser.usage
             parts += [f"### `envgym {name} {action}`"]
-            parts += options_of(further, parser) if adds_options else described(further)
+            parts += options_of(further) if is_dialect else described(further)
     return "\n\n".join(parts) + "\n"
 
 
@@ -84,11 +84,9 @@ def described(parser: Parser, summary: str = "") -> list[str]:
     return [*blocks, f"For example:\n\n```text\n{examples}\n```"]
 
 
-def options_of(parser: Parser, base: Parser | None = None) -> list[str]:
-    """The table of a parser's options, without those of `base`; no table without options."""
-    known = {action.dest for action in base._actions} if base else {"help"}
-    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-    rows = [option(action) for action in shown if action.dest not in known]
+def options_of(parser: Parser) -> list[str]:
+    """The table of a parser's options; no table without options."""
+    rows = [option(action) for action in parser._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
     return ["\n".join(["| option | meaning |", "|---|---|", *rows])] if rows else []
 
 

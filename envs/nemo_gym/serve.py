@@ -36,7 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the options of this dialect to those of `envgym serve`."""
+    """Declare the options of this dialect."""
+    parser.add_argument("--host", metavar="H", default="127.0.0.1", help="loopback address to listen on (127.0.0.1)")
+    parser.add_argument("--port", metavar="P", type=int, default=8000, help="port of the first environment (8000)")
+    parser.add_argument("--max-sessions", metavar="N", type=int, default=10_000, help="concurrent sessions (10000)")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for NeMo-Gym's config and rows")
     parser.add_argument("--model-server", metavar="URL", help="NeMo-Gym's model server, for /run")
     parser.add_argument("--rows", metavar="N", type=int, default=1000, help="maximum rows per split (1000)")
@@ -51,14 +54,8 @@ async def serve(specs: Mapping[str, EnvSpec], options: Namespace) -> None:
 
     NeMo-Gym's protocol has no tokens, so only loopback addresses are accepted. Raises `ConfigError`.
     """
-    if options.register is not None:
-        raise ConfigError("--register does not go with --dialect nemo_gym: NeMo-Gym's protocol has no registration")
-    if options.token_file or options.tls_cert or options.tls_key:
-        raise ConfigError("NeMo-Gym's protocol has neither tokens nor TLS: leave them out, and stay on loopback")
-    if options.lease_seconds is not None or options.drain_seconds is not None:
-        raise ConfigError("NeMo-Gym's protocol has no leases, and sessions there cannot be waited for: leave both out")
-    if options.rows < 1:
-        raise ConfigError(f"--rows is at least 1, not {options.rows}")
+    if min(options.rows, options.max_sessions) < 1:
+        raise ConfigError("--rows and --max-sessions are at least 1")
     host, port, folder, model_server = options.host, options.port, options.out, options.model_server
     for spec in specs.values():
         check_servable(spec)

@@ -232,8 +232,8 @@ def test_what_cannot_be_served_is_refused():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--port", "70000"], "--port is 0 to 65535, not 70000"),
-        (["--port", "-1"], "--port is 0 to 65535, not -1"),
+        (["--port", "70000"], "cannot serve on port 70000: ports go from 1 to 65535"),
+        (["--port", "-1"], "cannot serve on port -1"),
         (["--rows", "3"], "envgym serve has no option '--rows'"),
         (["--dialect", "nemo_gim"], "there is no dialect 'nemo_gim'. Did you mean 'nemo_gym'?"),
         (["--drain-seconds", "inf"], "--drain-seconds is at least 0, not inf"),

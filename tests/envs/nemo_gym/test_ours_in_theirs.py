@@ -378,10 +378,10 @@ def test_a_split_that_is_not_there_has_no_file_and_none_of_an_earlier_server(fre
             [f"{GAMES}:Guess", *DIALECT, "gym", "--host", "0.0.0.0"],
             "refusing to serve on 0.0.0.0",
         ),
-        ([f"{GAMES}:Guess", *DIALECT, "gym", "--token-file", "t"], "neither tokens nor TLS"),
-        ([f"{GAMES}:Guess", *DIALECT, "gym", "--drain-seconds", "3"], "has no leases"),
+        ([f"{GAMES}:Guess", *DIALECT, "gym", "--token-file", "t"], "has no option '--token-file'"),
+        ([f"{GAMES}:Guess", *DIALECT, "gym", "--drain-seconds", "3"], "has no option '--drain-seconds'"),
         ([f"{GAMES}:Guess", *DIALECT, "gym", "--model-server", "http://x:1/v1"], "without /v1"),
-        ([f"{GAMES}:Guess", *DIALECT, "gym", "--rows", "0"], "--rows is at least 1"),
+        ([f"{GAMES}:Guess", *DIALECT, "gym", "--rows", "0"], "--rows and --max-sessions are at least 1"),
         ([f"{GAMES}:Guess", "--model-server", "http://x:1"], "has no option '--model-server'"),
     ],
 )
