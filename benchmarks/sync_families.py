@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, store, table
 
-from envgym.engines import TARGETS
+from envgym.engines import choose_engine
 from envgym.engines.spec import EngineSpec
 from envgym.errors import EnvgymError
 from envgym.processes.local import LocalRuntime
@@ -352,7 +352,7 @@ async def running(kind: str, spec: EngineSpec, root: Path) -> AsyncIterator[Work
     runtime = LocalRuntime(root / "logs")
     try:
         environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        yield await runtime.start(TARGETS[kind], {"spec": spec}, name=kind, environ=environ)
+        yield await runtime.start(choose_engine(kind)[0], {"spec": spec}, name=kind, environ=environ)
     finally:
         await runtime.close()
 

@@ -104,10 +104,12 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """A started engine: kind (`vllm 0.32.0`), context length in tokens."""
+    """A started engine: kind (`vllm 0.32.0`), context length in tokens, and whether `load_bucket` takes weights under
+    their names in checkpoints, else in transformers' model."""
 
     kind: str
     max_model_len: int
+    checkpoint_names: bool = True
 
 
 class Engine(Protocol):
@@ -140,10 +142,12 @@ class Bucket:
 
 
 class HostedEngine(Engine, Protocol):
-    """An engine in its own process, whose weights and memory the trainer controls."""
+    """An engine in its own process, whose weights and memory the trainer controls. Its class is made with one argument,
+    an `EngineSpec`, and gets its name by an entry point of the group `envgym.engines`."""
 
     async def connect(self, info: Mapping[str, Any]) -> None:
-        """Connect to the trainer for vLLM's own weight transfer; `info` are the arguments of vLLM's method."""
+        """Connect to the trainer for vLLM's own weight transfer; `info` are the arguments of vLLM's method. Raises
+        `ConfigError` without such a transfer."""
 
     async def can_read(self, path: str) -> bool:
         """True if this process can read a file that the trainer has written."""

@@ -93,7 +93,7 @@ def _recipe_layers(recipe: str, from_file: Mapping[str, Any], overrides: Mapping
     if "new_model" in recipe_settings:
         recipe_settings.setdefault("model", recipe)
     model = {"model": DEFAULT_MODEL, **recipe_settings, **from_file, **overrides}["model"]
-    engine = merge(from_file, overrides).get("engine")
+    engine = component_mapping(merge(from_file, overrides).get("engine"), "kind")
     # An API's model is not the local model of that name.
     is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"
     model_settings, stages = {} if is_api else settings_of_model(model), {"stages": recipe_settings.pop("stages", [])}

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, model_validator
 
 from envgym.agent import Agent, AgentConfig
+from envgym.engines import choose_engine
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, reported_as
 from envgym.learner import Learner, LearnerConfig, OptimizerConfig, RoleSpec
@@ -101,12 +102,17 @@ class PretrainConfig(TextSource):
         return self
 
 
-class EngineConfig(Settings):
-    """The inference engine."""
+API_SETTINGS = {"base_url", "api_key_env", "timeout", "tries", "requests_per_minute", "extra"}
+"""Settings of the engine `openai`, which has no others."""
 
-    kind: Literal["auto", "vllm", "transformers", "openai"] = "auto"
+
+class EngineConfig(Settings):
+    """The inference engine. `engine=KIND` sets the kind alone."""
+
+    kind: str = "auto"
     """`auto` is vLLM if it is installed, else the transformers fallback, with a note. `openai` is any OpenAI-compatible
-    API, for evaluation and rollouts; `model` is then the API's name of a model."""
+    API, for evaluation and rollouts; `model` is then the API's name of a model. Others are `vllm`, `transformers`,
+    names of other packages, and `file.py:Name`."""
     count: int = Field(1, ge=1)
     """Number of engines, which share the requests. A crashed engine is replaced, and its episodes are retried."""
     tensor_parallel: int = Field(1, ge=1)
@@ -117,7 +123,7 @@ class EngineConfig(Settings):
     max_model_len: int | None = Field(None, ge=2)
     """Context length in tokens; by default the model's own, at most 32768."""
     args: dict[str, Any] = Field({})
-    """Any vLLM engine argument, passed through."""
+    """Arguments of the engine's library, passed through: any of vLLM's engine arguments, say."""
     base_url: BaseUrl | None = None
     """With `openai`: the address without `/chat/completions`, for example `http://127.0.0.1:8000/v1`."""
     api_key_env: VariableName = ""
@@ -133,18 +139,18 @@ class EngineConfig(Settings):
     "max_completion_tokens": 900}`)."""
 
     def check(self) -> None:
-        """Raise `ConfigError` for contradictory settings."""
-        unused: tuple[str, ...] = ("dtype", "count", "tensor_parallel", "max_model_len", "args")
-        if self.kind != "openai":
-            unused = ("base_url", "api_key_env", "timeout", "tries", "requests_per_minute", "extra")
+        """Raise `ConfigError` for contradictory settings, and `NameNotFound` for an unknown kind."""
+        is_api = self.kind == "openai"
+        if not is_api:
+            choose_engine(self.kind)
         elif self.base_url is None:
             raise ConfigError(
                 "engine.kind=openai needs engine.base_url, the API's address without /chat/completions "
                 "(http://127.0.0.1:8000/v1)"
             )
-        for name in unused:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                reason = "is for engine.kind=openai" if self.kind != "openai" else "is decided by the server"
+        for name, field in type(self).model_fields.items():
+            if name != "kind" and (name in API_SETTINGS) != is_api and getattr(self, name) != field.default:
+                reason = "is decided by the server" if is_api else "is for engine.kind=openai"
                 raise ConfigError(f"engine.{name} {reason}: leave it out with engine.kind={self.kind}")
 
 
@@ -294,7 +300,7 @@ class StageConfig(Settings):
     rollout: RolloutConfig = RolloutConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     pretrain: PretrainConfig = PretrainConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: Annotated[EngineConfig, BeforeValidator(lambda value: component_mapping(value, "kind"))] = EngineConfig()
     workers: WorkersConfig = WorkersConfig()
     lora: LoraConfig = LoraConfig()
     """Adapters to train in place of the weights, in every trained model."""

@@ -95,8 +95,9 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     """`deep_merge`, but a component with another name drops the settings of the old one."""
     if "data" in overrides:
         overrides = {**overrides, "data": data_settings(overrides["data"])}
-    if "render" in base and "render" in overrides:  # the kind alone may be given
-        base, overrides = ({**part, "render": component_mapping(part["render"], "kind")} for part in (base, overrides))
+    for key in ("render", "engine"):  # the kind alone may be given
+        if key in base and key in overrides:
+            base, overrides = ({**part, key: component_mapping(part[key], "kind")} for part in (base, overrides))
     components = {}
     for key in COMPONENTS:
         if key in overrides:

@@ -1,23 +1,21 @@
-"""Engines: token ids in, token ids out. `base` is the interface; `vllm` and `transformers` implement it."""
+"""Engines: token ids in, token ids out (`envgym.engine`). `vllm`, `transformers` and those of other packages are hosted
+in processes of their own; `openai` is any API, which takes messages."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-from envgym.errors import missing_package
-
-TARGETS = {"vllm": "envgym.engines.vllm:VLLMEngine", "transformers": "envgym.engines.transformers:TransformersEngine"}
-"""Kind of engine -> the class that a runtime starts, which takes an `EngineSpec`."""
+from envgym.loading import target_of_name
 
 
 def choose_engine(kind: str) -> tuple[str, str]:
-    """The target of an engine of `kind` (`auto`, `vllm`, `transformers`) and a note for the user, often empty.
+    """The target of the class of a hosted engine, which takes an `EngineSpec`, and a note for the user, often empty.
 
-    `auto` takes vLLM if it is installed. Nothing is imported. Raises `MissingDependency` for kind `vllm` without vLLM.
+    `kind` is an entry point of the group `envgym.engines`, `file.py:Name`, an import path, or `auto`: vLLM if it is
+    installed. Nothing is imported. Raises `NameNotFound` for an unknown name.
     """
-    if kind == "transformers" or (kind == "auto" and find_spec("vllm") is None):
-        note = "" if kind == "transformers" else "vLLM is not installed: sampling with transformers, which is slower"
-        return TARGETS["transformers"], note
-    if find_spec("vllm") is None:
-        raise missing_package("vllm", "vllm", "engine.kind=vllm")
-    return TARGETS["vllm"], ""
+    note = ""
+    if kind == "auto":
+        kind = "vllm" if find_spec("vllm") is not None else "transformers"
+        note = "" if kind == "vllm" else "vLLM is not installed: sampling with transformers, which is slower"
+    return target_of_name("envgym.engines", kind, "engine", ("auto", "openai")), note

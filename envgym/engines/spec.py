@@ -25,6 +25,8 @@ class EngineSpec:
     in_flight      True if weights are loaded while requests are in flight
     gpu_share      the share of a device's memory to use, for weights and cache
     cache_bytes    the size of a GPU's cache for keys and values; None takes what `gpu_share` leaves
+    tensor_parallel  devices over which every layer is split
+    transfer       way of new weights: `files`, or vLLM's own `nccl` and `cuda_ipc`
     engine_args    arguments of the library: of vLLM's `EngineArgs`, of transformers' `from_pretrained`
     """
 
@@ -39,4 +41,6 @@ class EngineSpec:
     in_flight: bool = True
     gpu_share: float = 0.5
     cache_bytes: int | None = None
+    tensor_parallel: int = 1
+    transfer: str = "files"
     engine_args: Mapping[str, Any] = field(default_factory=dict)

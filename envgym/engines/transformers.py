@@ -77,6 +77,8 @@ class TransformersEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         check_model_folder(spec.model)
+        if spec.tensor_parallel > 1:
+            raise ConfigError("engine.tensor_parallel needs engine.kind=vllm")
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         check_visible_gpu(self._device.type)
         dtype = number_format(spec.dtype, on_cpu=self._device.type == "cpu")
@@ -103,7 +105,7 @@ class TransformersEngine:
         self._may_step.set()
 
     async def info(self) -> EngineInfo:
-        return EngineInfo(f"transformers {transformers.__version__}", self._max_model_len)
+        return EngineInfo(f"transformers {transformers.__version__}", self._max_model_len, checkpoint_names=False)
 
     async def steps(self) -> int:
         return self._steps

@@ -75,7 +75,7 @@ class VLLMEngine:
         self._may_step = asyncio.Event()
         self._may_step.set()
         self._update = IncomingWeights()
-        self._transfers = "weight_transfer_config" in spec.engine_args
+        self._transfers = spec.transfer != "files"
         self._broken: str | None = None
         self._scores = 0
         self._steps = 0
@@ -373,10 +373,10 @@ def _build(spec: EngineSpec) -> Any:
             raise ConfigError(f"vLLM has no engine argument {name!r}.{did_you_mean(name, known_names)}")
     cpu = current_platform.is_cpu()
     settings = _arguments(spec, cpu=cpu)
-    if isinstance(transfer := settings.get("weight_transfer_config"), Mapping):
+    if spec.transfer != "files":
         from vllm.config.weight_transfer import WeightTransferConfig
 
-        settings["weight_transfer_config"] = WeightTransferConfig(**transfer)
+        settings["weight_transfer_config"] = WeightTransferConfig(backend=spec.transfer.removeprefix("cuda_"))
     if cpu and settings["enforce_eager"]:
         # Else vLLM compiles one small function of its sampler: seconds of g++ without a measurable gain.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -425,6 +425,8 @@ def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
         settings |= {"kv_cache_memory_bytes": spec.cache_bytes, "compilation_config": GRAPHS}
     elif not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    if spec.tensor_parallel > 1:  # in a Ray actor vLLM would place workers itself
+        settings |= {"tensor_parallel_size": spec.tensor_parallel, "distributed_executor_backend": "mp"}
     if spec.concurrency is not None:
         settings["max_num_seqs"] = min(spec.concurrency, MOST_AT_ONCE)
     return {**settings, **spec.engine_args}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from envgym.agent import Agent
-from envgym.config.schema import Component, RoleConfig, RunConfig, StageConfig
+from envgym.config.schema import API_SETTINGS, Component, RoleConfig, RunConfig, StageConfig
 from envgym.engine import ChatEngine, Engine
 from envgym.engines import choose_engine
 from envgym.engines.client import EngineClient
@@ -169,12 +169,6 @@ async def start_engine(
     if note:
         display.note(note)
     display.phase("starting the engine")
-    engine_args: dict[str, Any] = dict(stage.engine.args)
-    if stage.engine.tensor_parallel > 1:
-        engine_args.setdefault("tensor_parallel_size", stage.engine.tensor_parallel)
-        engine_args.setdefault("distributed_executor_backend", "mp")  # in a Ray actor vLLM would place workers itself
-    if stage.sync.transfer != "files":
-        engine_args["weight_transfer_config"] = {"backend": stage.sync.transfer.removeprefix("cuda_")}
     spec = EngineSpec(
         model,
         # By default the workers' format, since engine and trainer must compute the same policy.
@@ -188,7 +182,9 @@ async def start_engine(
         in_flight=stage.rollout.max_staleness > 0,
         gpu_share=runtime.plan.engine_share() if isinstance(runtime, PlacedRuntime) else ENGINE_SHARES["shared"],
         cache_bytes=cache_bytes,
-        engine_args=engine_args,
+        tensor_parallel=stage.engine.tensor_parallel,
+        transfer=stage.sync.transfer,
+        engine_args=stage.engine.args,
     )
     # Sampling and training alternate, so each may use every core.
     cores = max(1, len(os.sched_getaffinity(0)) // stage.engine.count)
@@ -219,10 +215,8 @@ async def start_api(
     from envgym.engines.openai import OpenAIEngine
 
     settings = stage.engine
-    fields = {"base_url", "api_key_env", "timeout", "tries", "requests_per_minute", "extra"}
-    engine = OpenAIEngine(
-        Chat(model=model, concurrency=stage.rollout.concurrency, **settings.model_dump(include=fields))
-    )
+    api = settings.model_dump(include=API_SETTINGS)
+    engine = OpenAIEngine(Chat(model=model, concurrency=stage.rollout.concurrency, **api))
     contexts[0].closing.push_async_callback(engine.close)
     display.phase(f"asking {settings.base_url} for {model}")
     await check_api(engine, config, stage, display)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from envgym import errors
 from envgym.errors import EnvgymError, WorkerError
-from envgym.loading import user_line
+from envgym.loading import is_file_target, load_class, user_line
 
 UTF8 = {"PYTHONUTF8": "1"}
 """Environment of workers: libraries that read files in the locale's encoding read UTF-8."""
@@ -69,7 +69,9 @@ class Runtime(Protocol):
 
 
 def load_target(target: str) -> Any:
-    """Import `package.module:Class`."""
+    """Import `package.module:Class` or `file.py:Class`."""
+    if is_file_target(target):
+        return load_class(target, (object,), "worker")
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 

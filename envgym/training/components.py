@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from envgym.config.schema import RoleConfig, RunConfig, StageConfig
 from envgym.engine import ChatEngine, Engine, SamplingParams
-from envgym.engines import TARGETS, choose_engine
 from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError
 from envgym.launch.components import StageContext, make_agent, make_runner, start_role, start_sampling
@@ -103,7 +102,8 @@ async def start_components(
         text = agent.renderer.prompt(Observation(text=PROBE))
         probe = tuple(text[: min(PROBE_TOKENS, max_model_len or PROBE_TOKENS)])
         precision = "float32" if {actor.info.dtype, stage.engine.dtype} <= {"float32", "auto"} else "16 bit"
-        files = _file_transfer(config, stage, actor)
+        shared, bucket_bytes = Path(config.runs_dir, config.name or "", "transfer"), stage.sync.bucket_megabytes * 2**20
+        files = FileTransfer(actor, shared, bucket_bytes, checkpoint=(await engine.info()).checkpoint_names)
         transfer = make_transfer(stage.sync, actor, files, workers_per_engine=stage.engine.tensor_parallel)
         tolerance = stage.sync.tolerance
         sync = WeightSync(engine, actor, probe, tolerance, precision, transfer, files, timeshare, quantized)
@@ -207,9 +207,3 @@ async def _load_in_parallel(
         await asyncio.gather(*parts.values(), return_exceptions=True)
         raise
     return engine, workers | {role: workers["actor"].without_adapter(role) for role in bases}
-
-
-def _file_transfer(config: RunConfig, stage: StageConfig, actor: WorkerGroup) -> FileTransfer:
-    shared = Path(config.runs_dir, config.name or "", "transfer")
-    bucket_bytes, is_vllm = stage.sync.bucket_megabytes * 2**20, choose_engine(stage.engine.kind)[0] == TARGETS["vllm"]
-    return FileTransfer(actor, shared, bucket_bytes, checkpoint=is_vllm)

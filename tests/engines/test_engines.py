@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from envgym.engine import Generation, Request, SamplingParams
-from envgym.engines import TARGETS, choose_engine
+from envgym.engines import choose_engine
 from envgym.engines.spec import EngineSpec
-from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError
+from envgym.errors import ConfigError, InvalidOutcome, NameNotFound, WorkerError
+from envgym.loading import entry_points
 from envgym.models.weights_file import write_weights
 from envgym.processes.local import LocalRuntime
 from envgym.types import StopReason, VersionSpan
@@ -31,7 +32,7 @@ class EngineProcess:
         self.runner = asyncio.Runner()
         self.runtime = LocalRuntime(logs)
         kwargs = {"spec": EngineSpec(str(model), max_model_len=CONTEXT)}
-        start = self.runtime.start(TARGETS[kind], kwargs, name=kind, environ={"OMP_NUM_THREADS": "1"})
+        start = self.runtime.start(choose_engine(kind)[0], kwargs, name=kind, environ={"OMP_NUM_THREADS": "1"})
         self.worker = self.runner.run(start)
 
     def call(self, method, *args):
@@ -94,7 +95,7 @@ def requests(n, sampling, prefix="r"):
 
 def test_info(engine):
     info = engine.call("info")
-    assert info.kind.split()[0] in TARGETS
+    assert info.kind.split()[0] in entry_points("envgym.engines")
     assert info.max_model_len == CONTEXT
 
 
@@ -361,7 +362,7 @@ def test_a_model_that_does_not_load(kind, tmp_path):
 
     async def start(model):
         runtime = LocalRuntime(tmp_path / "logs")
-        await runtime.start(TARGETS[kind], {"spec": EngineSpec(str(model))}, name="e")
+        await runtime.start(choose_engine(kind)[0], {"spec": EngineSpec(str(model))}, name="e")
 
     for name, said in (
         ("absent", "no model folder"),
@@ -376,11 +377,13 @@ def test_a_model_that_does_not_load(kind, tmp_path):
 
 
 def test_choose_engine(monkeypatch):
-    assert choose_engine("auto") == choose_engine("vllm") == (TARGETS["vllm"], "")
-    assert choose_engine("transformers") == (TARGETS["transformers"], "")
+    vllm, transformers = "envgym.engines.vllm:VLLMEngine", "envgym.engines.transformers:TransformersEngine"
+    assert choose_engine("auto") == choose_engine("vllm") == (vllm, "")
+    assert choose_engine("transformers") == (transformers, "")
+    assert choose_engine("mine.py:Mine") == ("mine.py:Mine", "")
     monkeypatch.setattr("envgym.engines.find_spec", lambda name: None)
     target, note = choose_engine("auto")
-    assert target == TARGETS["transformers"]
+    assert target == transformers
     assert "not installed" in note
-    with pytest.raises(MissingDependency, match="pip install"):
-        choose_engine("vllm")
+    with pytest.raises(NameNotFound, match=r"no engine 'mine'. There is auto, openai, transformers, vllm\.$"):
+        choose_engine("mine")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from envgym.engines import TARGETS
+from envgym.engines import choose_engine
 from envgym.engines.incoming import read_bucket
 from envgym.engines.spec import EngineSpec
 from envgym.engines.transformers import TransformersEngine
@@ -151,7 +151,9 @@ def test_vllm_samples_from_what_it_is_given(make_model, make_worker, tmp_path, k
         runtime = LocalRuntime(tmp_path / "logs")
         try:
             arguments = {"spec": EngineSpec(str(tmp_path / f"{kind}-0"), max_model_len=128)}
-            engine = await runtime.start(TARGETS["vllm"], arguments, name="vllm", environ={"OMP_NUM_THREADS": "1"})
+            engine = await runtime.start(
+                choose_engine("vllm")[0], arguments, name="vllm", environ={"OMP_NUM_THREADS": "1"}
+            )
             scores = [await engine.call("score", IDS)]
             for version, (worker, _) in enumerate((second, first), start=1):
                 await engine.call("begin_weights")

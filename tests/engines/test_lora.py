@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from envgym.engine import Request, SamplingParams
-from envgym.engines import TARGETS
+from envgym.engines import choose_engine
 from envgym.engines.spec import EngineSpec
 from envgym.errors import WorkerError
 from envgym.models.weights_file import write_weights
@@ -55,7 +55,7 @@ def engine(request, tiny_model, policy, tmp_path_factory):
     runner, runtime = asyncio.Runner(), LocalRuntime(tmp_path_factory.mktemp("logs"))
     arguments = {"spec": EngineSpec(str(tiny_model), max_model_len=256, lora_rank=RANK)}
     worker = runner.run(
-        runtime.start(TARGETS[request.param], arguments, name=request.param, environ={"OMP_NUM_THREADS": "1"})
+        runtime.start(choose_engine(request.param)[0], arguments, name=request.param, environ={"OMP_NUM_THREADS": "1"})
     )
     path = tmp_path_factory.mktemp("weights") / "base.safetensors"
     write_weights(path, policy.base_weights)

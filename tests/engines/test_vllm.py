@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from envgym.engine import Request, SamplingParams
-from envgym.engines import TARGETS
+from envgym.engines import choose_engine
 from envgym.engines.spec import EngineSpec
 from envgym.engines.vllm import VLLMEngine, _arguments
 from envgym.errors import ConfigError, InvalidOutcome, WorkerError
@@ -27,7 +27,7 @@ def run_with_engine(model, logs, body, **kwargs):
         try:
             arguments = {"spec": EngineSpec(str(model), max_model_len=256, **kwargs)}
             return await body(
-                await runtime.start(TARGETS["vllm"], arguments, name="vllm", environ={"OMP_NUM_THREADS": "2"})
+                await runtime.start(choose_engine("vllm")[0], arguments, name="vllm", environ={"OMP_NUM_THREADS": "2"})
             )
         finally:
             await runtime.close()

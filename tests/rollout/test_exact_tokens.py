@@ -12,7 +12,7 @@ import torch
 from envgym import Env, EnvSpec
 from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
 from envgym.engine import SamplingParams
-from envgym.engines import TARGETS
+from envgym.engines import choose_engine
 from envgym.engines.client import EngineClient
 from envgym.engines.spec import EngineSpec
 from envgym.processes.local import LocalRuntime
@@ -71,7 +71,9 @@ async def roll_out(kind, folder, logs, recording):
     arguments = {"spec": EngineSpec(str(folder), max_model_len=256)}
     try:
         engine = recording(
-            EngineClient(await runtime.start(TARGETS[kind], arguments, name="engine", environ={"OMP_NUM_THREADS": "1"}))
+            EngineClient(
+                await runtime.start(choose_engine(kind)[0], arguments, name="engine", environ={"OMP_NUM_THREADS": "1"})
+            )
         )
         runner = Runner(
             EnvSpec("Echo-v0", Echo),
