@@ -100,15 +100,15 @@ def make_model(folder: Path, max_model_len: int = 512) -> None:
 
 def ours(model: str, prompts: Path) -> dict[str, Any]:
     """Evaluate, and save the prompts for the other side."""
-    from envgym.evaluation.folder import EvalFolder
-    from envgym.evaluation.policy import new_evaluation, run_evaluation
+    from envgym.jobs.evaluation import new_evaluation, run_evaluation
+    from envgym.jobs.folder import JobFolder
     from envgym.monitoring.display import Display
 
     class Stopwatch(Display):
         began = 0.0
 
         def phase(self, text: str) -> None:
-            if text.startswith("evaluating"):
+            if text.startswith("rolling out"):
                 self.began = time.perf_counter()
             self.ended = 0.0
 
@@ -125,7 +125,7 @@ def ours(model: str, prompts: Path) -> dict[str, Any]:
         clock = Stopwatch()
         result = run_evaluation(new_evaluation(settings), clock)
         assert not result["failures"], result["failures"]
-        episodes = EvalFolder(Path(folder, "e")).journal.originals().values()
+        episodes = JobFolder(Path(folder, "e")).journal.originals().values()
         prompts.write_text(json.dumps([list(episode.rows[0].segments[0].token_ids) for episode in episodes]))
     seconds = clock.ended - clock.began
     return {"seconds": seconds, "tokens": result["tokens"], "rate": result["tokens"] / seconds}

@@ -196,7 +196,7 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate the policy `model` of the settings on a suite or, without one, on the held-out tasks of their `env`, as
     `envgym eval` does. Settings have the same form as in `train`."""
-    from .evaluation.policy import new_evaluation, run_evaluation
+    from .jobs.evaluation import new_evaluation, run_evaluation
     from .training.new_model import make_model
 
     evaluation = new_evaluation(_plain_settings(settings, overrides), suite=suite)

@@ -46,8 +46,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         raise ConfigError("the question is empty")
 
     from envgym.config.resolve import set_sampled_model
-    from envgym.episodes.files import read_episodes
-    from envgym.evaluation.generate import Selection, collect
+    from envgym.jobs.parts import part_of_rollout
+    from envgym.jobs.rollout import roll_out_to_file
     from envgym.monitoring.terminal import open_display
     from envgym.training.new_model import make_model
 
@@ -58,8 +58,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         config = resolve_options(options, words, invocation, samples_only=True)
         set_sampled_model(config, cli_settings(options, words))
         with redirect_stdout(sys.stderr), open_display() as display:
-            collect(config, Selection("test"), folder / "answer.jsonl", display, make_model=make_model)
-        [episode] = read_episodes(folder / "answer.jsonl")
+            part = part_of_rollout(config, "test")
+            _, [episode] = roll_out_to_file(part, folder / "answer.jsonl", display, make_model=make_model)
     finally:
         if not isinstance(sys.exception(), WorkerError):  # it names a log file in the folder
             shutil.rmtree(folder, ignore_errors=True)

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     options, evals_dir = parser.parse_with_folder(arguments, "evals_dir")
 
     from envgym.evaluation.compare import compare
-    from envgym.evaluation.folder import find_folder
+    from envgym.jobs.folder import find_folder
 
     comparison = compare(find_folder(options.a, evals_dir), find_folder(options.b, evals_dir))
     bound, suite = options.fail_below, comparison.suite

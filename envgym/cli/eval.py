@@ -12,7 +12,7 @@ from .errors import Invocation
 from .parser import ENV, MODEL, Parser, cli_settings, default_of
 
 if TYPE_CHECKING:
-    from envgym.evaluation.folder import EvalFolder
+    from envgym.jobs.folder import JobFolder
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--retry-failed", action="store_true", help="with --resume: rerun failed episodes")
     options, words = parser.parse_with_words(arguments)
 
-    from envgym.evaluation.policy import run_evaluation
     from envgym.evaluation.table import evaluation_text
+    from envgym.jobs.evaluation import run_evaluation
     from envgym.monitoring.report import tasks_behind
     from envgym.monitoring.terminal import open_display
     from envgym.training.new_model import make_model
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     return 0
 
 
-def _new_folder(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
+def _new_folder(options: argparse.Namespace, words: Sequence[str]) -> JobFolder:
     if options.retry_failed:
         raise ConfigError("--retry-failed goes with --resume NAME")
     settings = cli_settings(options, words)
@@ -56,14 +56,14 @@ def _new_folder(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder
         raise ConfigError("envgym eval needs --model, the model to measure. See: envgym eval --help")
     if options.suite and "env" in settings:
         raise ConfigError("a suite names its environments: give either --suite or --env")
-    from envgym.evaluation.policy import new_evaluation
+    from envgym.jobs.evaluation import new_evaluation
 
     return new_evaluation(settings, suite=options.suite, file=options.config)
 
 
-def _resumed_folder(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
+def _resumed_folder(options: argparse.Namespace, words: Sequence[str]) -> JobFolder:
     from envgym.config.words import parse_overrides
-    from envgym.evaluation.folder import find_folder
+    from envgym.jobs.folder import find_folder
 
     if any((options.suite, options.env, options.model, options.config, options.name)):
         raise ConfigError("a resumed evaluation uses its saved settings: --resume NAME takes no other option")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,16 +11,10 @@ from typing import TYPE_CHECKING, Any
 from envgym.errors import ConfigError
 
 from .errors import Invocation
-from .parser import ENV, OF_RUN, Parser, cli_settings, resolve_options
+from .parser import ENV, Parser, cli_settings, resolve_options
 
 if TYPE_CHECKING:
-    from envgym.evaluation.generations import GoldTasks
-    from envgym.evaluation.rescore import Change
-    from envgym.evaluation.statistics import Mean
-
-
-VALUED = ("--config", "--out", "--prompt", "--reference", "--completion", *(f"--{name}" for name in OF_RUN))
-"""Options with a value."""
+    from envgym.jobs.generations import GoldTasks
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -31,16 +27,18 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: FILE (--env E | --config FILE) [--out FILE] [key=value …]
     example: envgym score best.jsonl --env my_reward.py --out scored.parquet
     """
-    # FILE is no key=value word, so it is removed before the words are parsed.
     parser = Parser.from_docstring("score", main)
+    parser.add_argument("source", metavar="FILE", nargs="?", help="episodes, generations or recorded data")
     parser.add_argument("--env", **ENV)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument("--out", metavar="FILE", help="file for the scored episodes; default: FILE.scored.jsonl")
     for name in ("prompt", "reference", "completion"):
         parser.add_argument(f"--{name}", metavar="FIELD", help=f"field of the {name} in rows of generations")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE, also one of other settings")
-    source, arguments = _take_source(arguments)
-    options, words = parser.parse_with_words(arguments)
+    # Settings may come before FILE.
+    is_setting = re.compile(r"[a-z_][\w.+-]*=").match
+    options, words = parser.parse_with_words(sorted(arguments, key=lambda word: bool(is_setting(word))))
+    source = options.source
 
     from envgym.config.words import component_mapping
     from envgym.registry import task_set_of
@@ -64,50 +62,42 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     config = resolve_options(options, words, invocation, samples_only=True)
     target = options.out or f"{source}.scored.jsonl"
 
-    from envgym.evaluation.generations import GenerationFields
-    from envgym.evaluation.rescore import rescore
-    from envgym.monitoring.report import aligned
+    from envgym.evaluation.changes import changes_of
+    from envgym.jobs.generations import GenerationFields
+    from envgym.jobs.score import score_to_file
+    from envgym.monitoring.report import aligned, duration
     from envgym.monitoring.terminal import open_display
 
+    start, env = time.monotonic(), config.stages[-1].env.name
     with open_display() as display:
         fields = GenerationFields(options.prompt, options.reference, options.completion)
-        result = rescore(config, Path(source), Path(target), display, overwrite=options.overwrite, fields=fields)
-    print(aligned(_lines(result, target)))
+        scored = score_to_file(config, Path(source), Path(target), display, overwrite=options.overwrite, fields=fields)
+    result = changes_of(scored.before, scored.after)
+    lines = [("env", env), *_lines(result, _lines_of_references(scored.gold, env))]
+    print(aligned([*lines, ("time", duration(time.monotonic() - start)), ("file", target)]))
     return 0 if result["judged"] or not result["episodes"] else 1
 
 
-def _take_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """FILE, wherever it stands among the arguments, and the other arguments."""
-    words = list(arguments)
-    for index, word in enumerate(words):
-        is_value = index > 0 and words[index - 1] in VALUED
-        if not is_value and not word.startswith("-") and "=" not in word:
-            return word, words[:index] + words[index + 1 :]
-    return None, words
-
-
-def _lines(result: Mapping[str, Any], file: str) -> list[tuple[str, str]]:
-    from envgym.monitoring.report import counts, duration
+def _lines(result: Mapping[str, Any], references: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    from envgym.monitoring.report import counts
 
     skipped = f"; {sum(result['skipped'].values())} failed earlier and are unchanged" if result["skipped"] else ""
-    lines = [("env", result["env"]), ("judged", f"{result['judged']} of {result['episodes']} episodes{skipped}")]
-    lines += _lines_of_references(result["gold"], result["env"])
-    numbers = [number for number in ("score", "reward") if result[number].earlier or result[number].new]
-    for number in numbers:
-        change = result[number]
-        is_partial = 0 < change.episodes < result["judged"]
-        coverage = f", of the {change.episodes} episodes that have both" if is_partial else ""
-        lines.append((number, f"{_change(change)}   95% intervals{coverage}"))
-        if number == numbers[0]:
-            lines += [(f"  {name}", _change(part[number])) for name, part in result["parts"].items()]
-    if any(result[number].earlier for number in ("score", "reward")):
+    lines = [("judged", f"{result['judged']} of {result['episodes']} episodes{skipped}"), *references]
+    for field in ("score", "reward"):
+        earlier, new = ({name: _mean(of, field) for name, of in result[side].items()} for side in ("earlier", "new"))
+        if earlier["all"] or new["all"]:
+            changes = {name: "  ->  ".join(filter(None, (earlier[name], new[name] or "none"))) for name in new}
+            is_partial = result["compared"] < result["judged"]
+            coverage = f", of the {result['compared']} episodes that have both" if is_partial else ""
+            lines.append((field, f"{changes.pop('all')}   95% intervals{coverage}"))
+            lines += [(f"  {name}", change) for name, change in changes.items() if len(changes) > 1]
+    if any(of["score"] is not None or "reward" in of for of in result["earlier"].values()):
         lines.append(("changed", f"{result['changed']} episodes"))
     if result["short"]:
         lines.append(("truncated", f"{result['short']} for which the environment wants more turns than were recorded"))
     if result["unused"]:
         lines.append(("ended early", f"{result['unused']} before their last recorded turn"))
-    lines += [("failed", counts(result["failures"]) or "0"), ("time", duration(result["seconds"])), ("file", file)]
-    return lines
+    return [*lines, ("failed", counts(result["failures"]) or "0")]
 
 
 def _lines_of_references(gold: GoldTasks | None, env: str) -> list[tuple[str, str]]:
@@ -125,9 +115,9 @@ def _lines_of_references(gold: GoldTasks | None, env: str) -> list[tuple[str, st
     return lines
 
 
-def _change(change: Change) -> str:
-    return _mean(change.new) if change.earlier is None else f"{_mean(change.earlier)}  ->  {_mean(change.new)}"
+def _mean(result: Mapping[str, Any], field: str) -> str | None:
+    """The mean with its interval; None if there is none, or if rewards are the scores."""
+    from envgym.monitoring.report import with_interval
 
-
-def _mean(mean: Mean | None) -> str:
-    return "none" if mean is None else f"{mean.score:.3f} [{mean.low:.3f}, {mean.high:.3f}]"
+    mean = result if field == "score" else result.get("reward", {"score": None})
+    return None if mean["score"] is None else with_interval(mean)

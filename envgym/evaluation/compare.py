@@ -6,15 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envgym.config.words import dotted_keys
 from envgym.errors import RunError
 from envgym.types import Episode
 
-from .folder import EvalFolder
 from .paired import POWER, Paired, paired_difference, sign_flip
 from .statistics import Mean, cluster_sums, suite_mean, t_quantile
+
+if TYPE_CHECKING:
+    from envgym.jobs.folder import JobFolder
 
 DESCRIBED = (("code", "code"), ("grader's version", "grader"), ("settings", "spec"))
 SHOWN = 60
@@ -93,7 +95,7 @@ class Comparison:
         return {"a": self.a, "b": self.b, **suite, "envs": envs, "unpaired": self.unpaired, "notes": self.notes}
 
 
-def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
+def compare(a: JobFolder, b: JobFolder) -> Comparison:
     """Pair the tasks of two evaluations. Raises `RunError` if one is not finished or they share no task."""
     results = [_result(folder) for folder in (a, b)]
     episodes = [list(folder.journal.latest().values()) for folder in (a, b)]
@@ -143,14 +145,14 @@ def _names(results: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], list[s
     return names, []
 
 
-def _result(folder: EvalFolder) -> dict[str, Any]:
+def _result(folder: JobFolder) -> dict[str, Any]:
     result = folder.read_result()
     if result is None or result["status"] != "completed":
         raise RunError(f"evaluation {folder.path} is not finished: {folder.resume_hint}")
     return result
 
 
-def _notes(a: EvalFolder, b: EvalFolder, results: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[str]:
+def _notes(a: JobFolder, b: JobFolder, results: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[str]:
     """Notes on environments in one evaluation only, and on differences in code, settings, weights and model."""
     result_a, result_b = results
     notes = [f"{name}: not in {b.path}" for name in result_a["envs"] if name not in names]

@@ -14,7 +14,7 @@ AT_K = ("pass@k", "pass^k", "majority@k")
 
 
 def evaluation_text(result: Mapping[str, Any], folder: Path) -> str:
-    """The table and the lines below it, from `result.json`."""
+    """The table and the lines below it, from `result.json`. `folder`: where the episodes are, or their file."""
     envs = result["envs"]
     return f"{aligned(_rows(envs), right=True)}\n\n{aligned(_lines(result, folder))}"
 
@@ -87,7 +87,7 @@ def _lines(result: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
             fate = "excluded from every score"
         lines.append(("failed", f"{counts(result['failures'])}   {fate}"))
     lines.append(("time", f"{duration(result['seconds'])}, {result['tokens']:,} tokens sampled"))
-    lines.append(("folder", str(folder)))
+    lines.append(("file" if folder.is_file() else "folder", str(folder)))
     return lines
 
 

@@ -120,6 +120,13 @@ async def start_role(
     return await WorkerGroup.start(runtime, spec, load_after=load_after)
 
 
+async def start_environment_services(contexts: Sequence[StageContext], display: Display) -> None:
+    for context in contexts:
+        if context.services.names:
+            display.phase(f"starting {', '.join(context.services.names)}")
+            await context.services.start()
+
+
 async def start_sampling(
     config: RunConfig,
     stage: StageConfig,
@@ -137,10 +144,7 @@ async def start_sampling(
     `sleeps`: the engine shares its devices in turns with the models, which come first. `cache_bytes`: as in
     `EngineSpec`."""
     api = await start_api(config, stage, contexts, model, display) if stage.engine.kind == "openai" else None
-    for context in contexts:
-        if context.services.names:
-            display.phase(f"starting {', '.join(context.services.names)}")
-            await context.services.start()
+    await start_environment_services(contexts, display)
     if api is not None:
         return api, 0
     engine, max_model_len = await start_engine(

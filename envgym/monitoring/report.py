@@ -74,7 +74,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
         lines.append(("best", f"{best['metric']} {best['value']:.4g} at step {best['step']}   checkpoints/best"))
     lines.append(("time", _split(seconds)))
     lines.append(("tokens", f"{tokens['sampled']:,} sampled, {tokens['trained']:,} trained"))
-    if tokens["sampled"]:
+    if tokens["sampled"] and "mismatch" in summary:
         max_mismatch = summary["mismatch"]["max_abs_logprob"]
         lines.append(("mismatch", f"{max_mismatch:.1e} nats at most between inference engine and trainer"))
     if summary["failures"]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import _thread
 import asyncio
 import contextlib
-import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.config.schema import RunConfig, StageConfig
-from envgym.episodes.files import holds_episodes
 from envgym.errors import CheckpointDamaged, ConfigError, RunError
-from envgym.evaluation.generate import Selection, collect
-from envgym.evaluation.rescore import rescore
+from envgym.evaluation.result import result_of
+from envgym.jobs.parts import part_of_rollout
+from envgym.jobs.rollout import roll_out_to_file
+from envgym.jobs.score import saved_groups, score_to_file
 from envgym.launch.models import with_results
 from envgym.monitoring.report import PICTURE
 from envgym.monitoring.trackers import check_installed
@@ -91,16 +92,27 @@ def _write_episodes(config: RunConfig, stage: StageConfig, folder: RunFolder, di
     """Run a stage that writes rolled out or scored episodes to a file. A resumed one keeps its finished episodes."""
     folder.create()
     stage_run = config.model_copy(update={"stages": [stage]})
+    start = time.monotonic()
     if stage.kind == "rollout":
-        selection = Selection("train", 0, stage.rollout.tasks_per_step, stage.rollout.group_size)
-        result = collect(stage_run, selection, folder.episodes, display, overwrite=True, make_model=make_model)
+        tasks, samples = stage.rollout.tasks_per_step, stage.rollout.group_size
+        part = part_of_rollout(stage_run, tasks=tasks, samples=samples)
+        _, written = roll_out_to_file(part, folder.episodes, display, overwrite=True, make_model=make_model)
     else:
         source = Path(str(stage.data.get("path")))
-        if holds_episodes(source):  # the episodes contain their tasks
-            stage_run.stages = [stage.model_copy(update={"data": {}})]
-        result = rescore(stage_run, source, folder.episodes, display, overwrite=True)
-    summary = {"status": "completed", "do": stage.kind, "seed": config.seed, "steps": 0, **result}
-    folder.write_summary(json.loads(json.dumps(summary, default=str)))
+        written = score_to_file(stage_run, source, folder.episodes, display, overwrite=True).after
+    result = result_of(saved_groups(written))
+    summary = {
+        "status": "completed",
+        "do": stage.kind,
+        "seed": config.seed,
+        "steps": 0,
+        "episodes": len(written),
+        **{name: result[name] for name in ("score", "ci95", "truncated", "failures")},
+        "eval": {},
+        "seconds": {"total": time.monotonic() - start},
+        "tokens": {"sampled": result["tokens"] if stage.kind == "rollout" else 0, "trained": 0},
+    }
+    folder.write_summary(summary)
     return summary
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from envgym.evaluation.folder import EvalFolder
+from envgym.jobs.folder import JobFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -39,7 +39,7 @@ def test_the_smoke_suite_takes_under_a_minute_with_the_starter(envgym, tmp_path,
 def test_a_suite_killed_in_the_middle_goes_on_where_it_was(envgym, tmp_path, store):
     words = ["eval", "--suite", "arithmetic:full", "--model", "starter", "--name", "killed", "eval.samples=2"]
     child = subprocess.Popen([ENVGYM, *words], cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
-    journal = EvalFolder(tmp_path / "evals/killed").journal
+    journal = JobFolder(tmp_path / "evals/killed").journal
     deadline = time.monotonic() + 300
     while not journal.path.exists() or journal.path.read_bytes().count(b"\n") < 1200:
         assert time.monotonic() < deadline

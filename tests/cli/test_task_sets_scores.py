@@ -209,5 +209,5 @@ def test_rows_of_an_environment_without_data_are_found_by_id_or_prompt(score, ru
     write(tmp_path, "generations.jsonl", [{"prompt": "cow", "completion": "x"}])
     result = run("score", "generations.jsonl", "--env", "upper.py", "--overwrite")
     assert result.returncode == 2
-    assert "generations.jsonl:1: the row names no task of" in result.stderr
+    assert "generations.jsonl:1: the row has neither a prompt with a reference, nor the id or prompt" in result.stderr
     assert "Traceback" not in result.stderr

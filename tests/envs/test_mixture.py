@@ -15,7 +15,7 @@ from envgym.config.words import parse_overrides
 from envgym.engine import SamplingParams
 from envgym.env import EnvConfig, EnvSpec, TaskList
 from envgym.errors import ConfigError, DataError, EnvgymError, NameNotFound, ResetNeeded
-from envgym.evaluation.held_out import result_of
+from envgym.evaluation.result import result_of
 from envgym.monitoring.metrics import rollout_metrics
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan

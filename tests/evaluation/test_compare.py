@@ -10,9 +10,9 @@ import pytest
 
 from envgym.errors import RunError
 from envgym.evaluation.compare import Comparison, EnvComparison, compare
-from envgym.evaluation.folder import EvalFolder
+from envgym.jobs.folder import JobFolder
 from envgym.evaluation.paired import paired_difference
-from envgym.evaluation.policy import new_evaluation, run_evaluation
+from envgym.jobs.evaluation import new_evaluation, run_evaluation
 from envgym.evaluation.statistics import t_quantile
 from envgym.evaluation.suite import Suite
 from envgym.monitoring.display import Display
@@ -62,7 +62,7 @@ def play(tiny_model, folder):
             "rollout": {"max_tokens": 2, "refills": 0}, **more,
         }  # fmt: skip
         run_evaluation(new_evaluation(settings, suite=suite), Display())
-        return EvalFolder(Path("evals", name))
+        return JobFolder(Path("evals", name))
 
     return play
 
@@ -148,7 +148,7 @@ def test_one_environment_under_two_names_is_one(play, folder, tiny_model):
     import shutil
 
     a = play("a", 1.0, 0.0)
-    b = EvalFolder(Path("evals/b"))
+    b = JobFolder(Path("evals/b"))
     shutil.copytree(a.path, b.path)
     for path in (b.result_file, b.journal.path):
         path.write_text(path.read_text().replace('"one"', '"./one"').replace('"one/', '"./one/'))
@@ -216,7 +216,7 @@ def test_mistakes_are_a_line(play, folder):
 
 def test_rewards_that_are_no_scores_are_told_as_the_reason(tmp_path):
     def evaluated(name, *episodes):
-        folder = EvalFolder(tmp_path / name)
+        folder = JobFolder(tmp_path / name)
         folder.path.mkdir()
         part = {
             "weight": 1.0, "cluster": None, "success": {"threshold": 1.0}, "fingerprints": {"code": "c", "spec": "s"},

@@ -6,12 +6,9 @@ import pytest
 
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError
-from envgym.evaluation.generate import Selection
-from envgym.evaluation.plan import parts_of_env
-from envgym.evaluation.policy import tasks_of
+from envgym.jobs.parts import part_of_rollout, parts_of_env
 from envgym.launch import memory
 from envgym.launch.memory import EPISODE_BYTES, GIB, check_episodes
-from envgym.monitoring.display import Display
 
 
 @pytest.fixture
@@ -64,18 +61,18 @@ def test_what_asks_for_more_than_half_of_the_free_memory_is_refused_with_the_num
 
 
 @pytest.mark.parametrize(
-    "selection", [Selection(last=10**9, samples=10**5), Selection(samples=10**9), Selection(key="x", samples=10**9)]
+    "selection", [{"tasks": 10**9, "samples": 10**5}, {"samples": 10**9}, {"key": "x", "samples": 10**9}]
 )
 def test_a_rollout_into_a_file_is_too(free, selection):
-    spec = resolve({"env": "math_verify"}).stages[0].make_spec()
+    part = part_of_rollout(resolve({"env": "math_verify"}), **selection)
     with pytest.raises(ConfigError, match=r"would take .* GiB of memory or more"):
-        asyncio.run(selection.tasks(spec, Display()))
+        asyncio.run(part.tasks(part.stage.make_spec()))
 
 
 def test_an_evaluation_is_too(free):
     part = parts_of_env({"env": "math_verify", "eval": {"samples": 10**9}})[0]
-    with pytest.raises(ConfigError, match=r"an evaluation of 512 tasks, 1,000,000,000 episodes of each"):
-        asyncio.run(tasks_of(part, part.stage.make_spec()))
+    with pytest.raises(ConfigError, match=r"a rollout of 512 tasks, 1,000,000,000 episodes of each"):
+        asyncio.run(part.tasks(part.stage.make_spec()))
 
 
 def test_the_free_memory_is_some_of_the_machines():

@@ -15,8 +15,8 @@ import yaml
 import envgym
 from envgym import named, registry
 from envgym.errors import ConfigError, NameNotFound
-from envgym.evaluation.folder import EvalFolder, find_folder
-from envgym.evaluation.policy import new_evaluation, run_evaluation
+from envgym.jobs.folder import JobFolder, find_folder
+from envgym.jobs.evaluation import new_evaluation, run_evaluation
 from envgym.evaluation.suite import find_suite
 from envgym.monitoring.display import Display
 
@@ -253,7 +253,7 @@ def test_a_suite_with_a_name_and_a_mixture_of_it_is_evaluated_and_gone_on_with(s
     evaluation = new_evaluation({**settings, "rollout": {"max_tokens": 4}}, suite=suite)
     first = run_evaluation(evaluation, Display())
     assert (first["status"], first["n_episodes"], first["failures"]) == ("completed", 6, {})
-    folder = EvalFolder(Path("evals/first"))
+    folder = JobFolder(Path("evals/first"))
     lines = folder.journal.path.read_text().splitlines(keepends=True)
     folder.journal.path.write_text("".join(lines[:2]))  # as a kill leaves it
     folder.result_file.unlink()

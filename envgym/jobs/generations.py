@@ -60,9 +60,11 @@ class GoldTasks:
         self.tasks = tasks
         self.differing = self.unmatched = 0
         self._looked_up: set[int] = set()
-        self._by_prompt: dict[int, list[Task]] = {}
+        self.by_id: dict[str, Task] = {}
+        self.by_prompt: dict[int, list[Task]] = {}
         for task in (*tasks["test"], *tasks["train"]):
-            self._by_prompt.setdefault(prompt_key(task), []).append(task)
+            self.by_id.setdefault(task.id, task)
+            self.by_prompt.setdefault(prompt_key(task), []).append(task)
 
     @property
     def covered(self) -> int:
@@ -71,7 +73,7 @@ class GoldTasks:
 
     def find(self, task: Task) -> Task:
         """The task with the prompt of `task`, or `task` itself if there is none."""
-        candidates = self._by_prompt.get(prompt_key(task), [])
+        candidates = self.by_prompt.get(prompt_key(task), [])
         gold = next((candidate for candidate in candidates if _agree(candidate, task)), None)
         self.differing += gold is None and bool(candidates)
         self.unmatched += not candidates
@@ -116,7 +118,7 @@ async def generated_episodes(
     spec = stage.make_spec()
     completion = _completion_field(rows, fields)
     reader = _reader(spec, rows, fields, completion) if isinstance(spec, DataEnvSpec) else None
-    read_task = reader or _finder(spec, fields, gold.tasks if gold is not None else await _tasks_of(spec))
+    read_task = reader or _finder(spec, fields, gold or GoldTasks(await _tasks_of(spec)))
     episodes: list[Episode] = []
     tasks: dict[tuple[int, str], Task] = {}
     counts: Counter[str] = Counter()
@@ -213,28 +215,20 @@ _READING = {"prompt", "answer", "answer_pattern", "id", "template", "system"}
 """Settings of `data` that say how a row is read."""
 
 
-def _finder(spec: EnvSpec, fields: GenerationFields, tasks: Mapping[str, Sequence[Task]]) -> _ReadTask:
-    """A function that finds the environment's task of a row: by its id, or by its prompt. `tasks` are by split."""
-    by_id: dict[str, Task] = {}
-    by_prompt: dict[int, Task] = {}
-    for task in (*tasks["train"], *tasks["test"]):
-        by_id[task.id] = by_prompt[prompt_key(task)] = task
+def _finder(spec: EnvSpec, fields: GenerationFields, tasks: GoldTasks) -> _ReadTask:
+    """A function that finds the environment's task of a row: by its id, or by its prompt."""
 
     def find(row: Row, location: str, name: str) -> Task:
         for field in ID_FIELDS:
-            if str(row.get(field)) in by_id:
-                return by_id[str(row[field])]
-        for field in (fields.prompt,) if fields.prompt else PROMPT_FIELDS:
-            if isinstance(text := row.get(field), str) and (task := by_prompt.get(prompt_key(Task("", text)))):
+            if (task := tasks.by_id.get(str(row.get(field)))) is not None:
                 return task
-        if not isinstance(spec, DataEnvSpec):
-            raise DataError(
-                f"{location}: the row names no task of {spec.id}, by its id ({', '.join(ID_FIELDS)}) or its prompt. "
-                f"It has {', '.join(row)}"
-            )
-        raise DataError(
-            f"{location}: the row has neither a prompt with a reference, nor the id or prompt of a task of {spec.id}. "
-            f"It has {', '.join(row)}: name the fields with --prompt FIELD and --reference FIELD"
-        )
+        for field in (fields.prompt,) if fields.prompt else PROMPT_FIELDS:
+            text = row.get(field)
+            if isinstance(text, str) and (candidates := tasks.by_prompt.get(prompt_key(Task("", text)))):
+                return candidates[0]
+        problem, hint = "the row has neither a prompt with a reference, nor the id or prompt of a task", ""
+        if isinstance(spec, DataEnvSpec):
+            hint = ": name the fields with --prompt FIELD and --reference FIELD"
+        raise DataError(f"{location}: {problem} of {spec.id}. It has {', '.join(row)}{hint}")
 
     return find

@@ -19,8 +19,8 @@ from envgym.episodes.files import read_episodes, write_episodes
 from envgym.episodes.journal import Journal
 from envgym.episodes.record import to_record
 from envgym.errors import ConfigError, DataError, InvalidOutcome
-from envgym.evaluation.rescore import recorded_actions, rescore, saved_groups
-from envgym.evaluation.resumable import UnfinishedFile
+from envgym.evaluation.changes import changes_of
+from envgym.jobs.score import recorded_actions, saved_groups, score_to_file
 from envgym.monitoring.display import Display
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Episode, Message, Outcome, Row, Segment, Status, StopReason, Task, TextPart, ToolCall, Turn
@@ -132,8 +132,8 @@ def judge(folder, episodes, env, suffix=".jsonl", **settings):
     """The episodes after they were saved and judged by `env`, and what was said of that."""
     source, out = folder / f"saved{suffix}", folder / f"judged{suffix}"
     write_episodes(source, episodes)
-    result = rescore(resolve({"env": env, **settings}), source, out, Display(), overwrite=True)
-    return read_episodes(out), result
+    scored = score_to_file(resolve({"env": env, **settings}), source, out, Display(), overwrite=True)
+    return read_episodes(out), changes_of(scored.before, scored.after)
 
 
 def heard(folder):
@@ -157,8 +157,9 @@ def test_a_reward_function_judges_the_saved_task_and_the_old_judgement_is_kept(f
     assert {k: v for k, v in before.items() if k not in kept} == {k: v for k, v in after.items() if k not in kept}
     assert before["rows"][0]["segments"] == after["rows"][0]["segments"]
     assert (result["judged"], result["changed"], result["failures"]) == (1, 1, {})
-    assert (result["score"].earlier.score, result["score"].new.score) == (0.5, 1 / 3)
-    assert (result["reward"].earlier.score, result["reward"].new.score) == (1.0, 3.0)
+    earlier, new = result["earlier"]["all"], result["new"]["all"]
+    assert (earlier["score"], new["score"]) == (0.5, 1 / 3)
+    assert (earlier["reward"]["score"], new["reward"]["score"]) == (1.0, 3.0)
 
 
 def test_judging_again_keeps_the_last_judgement_alone(folder):
@@ -382,24 +383,23 @@ def test_tasks_of_one_key_in_several_parts_are_several_problems(folder):
     episodes = [saved(["a"], group="easy/00000", task=easy, member=member, score=1.0) for member in range(3)]
     episodes.append(saved(["four"], group="hard/00000", task=hard, score=0.0))
     _, result = judge(folder, episodes, "length.py")
-    means = [result[what] for what in ("score", "reward")] + [part["score"] for part in result["parts"].values()]
-    assert list(result["parts"]) == ["easy", "hard"]
-    assert [mean.earlier and mean.earlier.score for mean in means] == [0.5, None, 1.0, 0.0]
-    assert [mean.new.score for mean in means] == [0.625, 2.5, 1.0, 0.25]
-    assert result["score"].new.n == 2
+    assert {name: of["score"] for name, of in result["earlier"].items()} == {"all": 0.5, "easy": 1.0, "hard": 0.0}
+    assert {name: of["score"] for name, of in result["new"].items()} == {"all": 0.625, "easy": 1.0, "hard": 0.25}
+    assert (result["earlier"]["all"]["reward"]["score"], result["new"]["all"]["reward"]["score"]) == (None, 2.5)
+    assert result["new"]["all"]["n_tasks"] == 2
+    assert result["new"]["all"]["ci95"] is not None
 
 
 def test_steps_of_training_are_one_part(folder):
     episodes = [saved(["a"], group=f"step-00000{step}-0/00000", score=1.0) for step in (1, 2)]
-    assert judge(folder, episodes, "length.py")[1]["parts"] == {}
+    assert judge(folder, episodes, "length.py")[1]["new"].keys() == {"all", "training"}
 
 
 def test_before_and_after_are_of_the_same_episodes(folder):
     fails = saved([""], score=0.0)  # the function divides by the length
     unscored = saved(["four"], task=Task("other", answer="4", fields={"level": 3}), group="rollout/00001")
     _, result = judge(folder, [fails, saved(["a"], member=1, score=1.0), unscored], "length.py")
-    change = result["score"]
-    assert (change.earlier.score, change.new.score, change.episodes) == (1.0, 1.0, 1)
+    assert (result["earlier"]["all"]["score"], result["new"]["all"]["score"], result["compared"]) == (1.0, 1.0, 1)
     done = run(folder, "saved.jsonl", "--env", "length.py", "--out", "again.jsonl")
     assert re.search(r"^score .* of the 1 episodes that have both$", done.stdout, re.MULTILINE)
 
@@ -464,14 +464,19 @@ def test_a_group_that_is_judged_together_is_so_when_it_goes_on(folder, monkeypat
 
 
 def test_episodes_that_changed_since_are_judged_anew_only_when_told(folder):
-    work = UnfinishedFile(folder / "o.jsonl", overwrite=False)
-    write_episodes(folder / "saved.jsonl", [saved(["two"])])
-    with work.open({"env": {}, "episodes": "0"}):
-        work.journal.write(saved(["two"]))
-    command = ["saved.jsonl", "--env", "length.py", "--out", "o.jsonl"]
-    assert re.search(r"episodes was '0' and is '[0-9a-f]{16}'[;)]", run(folder, *command).stderr)
+    heard_by = 'open("heard.txt", "a") as file:'
+    blocks = '__import__("os").path.exists("rude") and __import__("os").mkdir("o.jsonl")'
+    (folder / "rude.py").write_text(GAME.replace(heard_by, f"{heard_by}\n            {blocks}"))
+    (folder / "rude").touch()
+    write_episodes(folder / "saved.jsonl", [saved(["stop"])])
+    command = ["saved.jsonl", "--env", "rude.py", "--out", "o.jsonl"]
+    assert "1 episodes are saved in o.jsonl.unfinished" in run(folder, *command).stderr
+    (folder / "o.jsonl").rmdir()
+    (folder / "rude").unlink()
+    write_episodes(folder / "saved.jsonl", [saved(["on", "stop"])])
+    assert re.search(r"recordings was '[0-9a-f]{16}' and is '[0-9a-f]{16}'\)", run(folder, *command).stderr)
     assert run(folder, *command, "--overwrite").returncode == 0
-    assert len(read_episodes(folder / "o.jsonl")) == 1
+    assert [each.reward for each in read_episodes(folder / "o.jsonl")] == [2.0]
 
 
 def test_a_target_that_cannot_be_written_in_the_end_costs_nothing(folder):

@@ -13,8 +13,8 @@ import pytest
 
 from envgym import api
 from envgym.errors import ConfigError, EnvgymError, RunError
-from envgym.evaluation.folder import EvalFolder, find_folder
-from envgym.evaluation.policy import new_evaluation, run_evaluation
+from envgym.jobs.folder import JobFolder, find_folder
+from envgym.jobs.evaluation import new_evaluation, run_evaluation
 from envgym.evaluation.result import result_of
 from envgym.evaluation.suite import Suite
 from envgym.monitoring.display import Display
@@ -77,7 +77,7 @@ SUITE = Suite(
 @pytest.fixture
 def evaluated(tiny_model, folder):
     evaluation = new_evaluation(settings(tiny_model, name="first"), suite=SUITE)
-    return run_evaluation(evaluation, Display()), EvalFolder(Path("evals/first"))
+    return run_evaluation(evaluation, Display()), JobFolder(Path("evals/first"))
 
 
 def groups_of(folder, name):
@@ -154,10 +154,12 @@ def test_what_has_changed_since_is_no_way_to_go_on(evaluated):
 
 def test_one_process_at_a_time(evaluated):
     _, folder = evaluated
-    with folder.lock():
-        done = subprocess.run([ENVGYM, "eval", "--resume", "first"], capture_output=True, text=True, timeout=60)
+    with folder.open():
+        done = subprocess.run(
+            [ENVGYM, "eval", "--resume", "first", "--retry-failed"], capture_output=True, text=True, timeout=60
+        )
     assert done.returncode == 2
-    assert "another envgym eval is writing to evals/first" in done.stderr
+    assert "another envgym is writing to evals/first" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_a_kill_repeats_and_loses_nothing_that_had_ended(tiny_model, folder):
         "debug=true", "rollout.max_tokens=4", "rollout.concurrency=3", "rollout.refills=0",
     ]  # fmt: skip
     child = subprocess.Popen([ENVGYM, "eval", *words], stdout=subprocess.DEVNULL, start_new_session=True)
-    journal = EvalFolder(folder / "evals/killed").journal
+    journal = JobFolder(folder / "evals/killed").journal
     deadline = time.monotonic() + 120
     while len(journal.originals()) < 20:
         assert time.monotonic() < deadline, "no episode ended"
@@ -228,7 +230,7 @@ def test_ctrl_c_keeps_what_ended_and_says_how_to_go_on(tiny_model, folder):
         "debug=true", "rollout.max_tokens=4", "rollout.concurrency=2", "eval.tasks=400", "eval.greedy=false",
     ]  # fmt: skip
     child = subprocess.Popen([ENVGYM, "eval", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    journal = EvalFolder(folder / "evals/first").journal
+    journal = JobFolder(folder / "evals/first").journal
     deadline = time.monotonic() + 120
     while len(journal.originals()) < 5:
         assert time.monotonic() < deadline

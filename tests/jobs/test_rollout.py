@@ -14,14 +14,15 @@ import pytest
 from aiohttp import web
 
 from envgym import registry
+from envgym.config.resolve import resolve
 from envgym.env import EnvSpec, SeededTasks, TaskList
 from envgym.episodes.files import read_episodes
 from envgym.episodes.journal import Journal
 from envgym.errors import ConfigError, DataError, RunError
-from envgym.evaluation.generate import DEFAULT_TASKS, Selection, best_of
-from envgym.evaluation.resumable import UnfinishedFile
 from envgym.hashing import task_hash
-from envgym.monitoring.display import Display
+from envgym.jobs.folder import UnfinishedFile
+from envgym.jobs.parts import DEFAULT_TASKS, part_of_rollout
+from envgym.jobs.rollout import best_of
 from envgym.types import Episode, Outcome, Task
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -142,7 +143,7 @@ def test_two_at_once_are_refused(folder, tiny_model):
     program = subprocess.Popen(words(tiny_model), cwd=folder, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
-        while not (folder / "out.jsonl.unfinished" / "settings.yaml").exists():
+        while not (folder / "out.jsonl.unfinished" / "config.yaml").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         second = run(folder, words(tiny_model))
@@ -153,9 +154,10 @@ def test_two_at_once_are_refused(folder, tiny_model):
     assert "another envgym is writing to out.jsonl.unfinished" in second.stderr
 
 
-def unfinished(folder, *, overwrite=False, settings=None):
-    work = UnfinishedFile(folder / "out.jsonl", overwrite=overwrite)
-    with work.open(settings or {"rollout": {"temperature": 1.0}, "seed": 0}):
+def unfinished(folder, *, overwrite=False, **settings):
+    part = part_of_rollout(resolve({"env": "math_verify", **settings}))
+    work = UnfinishedFile(folder / "out.jsonl", part, overwrite=overwrite)
+    with work.open():
         work.check_model(str(folder / "model"))
     return work
 
@@ -164,11 +166,13 @@ def test_what_is_kept_goes_on_only_from_the_same_settings_and_weights(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     assert unfinished(tmp_path).saved == {}
-    assert unfinished(tmp_path, settings={"seed": 9}).saved == {}  # nothing is kept yet that could differ
+    assert unfinished(tmp_path, seed=9).saved == {}  # nothing is kept yet that could differ
     unfinished(tmp_path).write(member(0, 1.0))
     assert [each.score for each in unfinished(tmp_path).saved.values()] == [1.0]
     with pytest.raises(RunError, match=r"rollout.temperature was 1.0 and is 0.5; seed was 0 and is 1\)"):
-        unfinished(tmp_path, settings={"rollout": {"temperature": 0.5}, "seed": 1})
+        unfinished(tmp_path, rollout={"temperature": 0.5}, seed=1)
+    # Settings on which episodes do not depend may change.
+    assert len(unfinished(tmp_path, rollout={"concurrency": 2}, eval={"tasks": 3}).saved) == 1
     (tmp_path / "model" / "config.json").write_text("{ }")
     with pytest.raises(RunError, match="before the model's weights changed"):
         unfinished(tmp_path)
@@ -177,7 +181,7 @@ def test_what_is_kept_goes_on_only_from_the_same_settings_and_weights(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"- 1", b"\xff"])
-@pytest.mark.parametrize("name", ["settings.yaml", "episodes.jsonl"])
+@pytest.mark.parametrize("name", ["config.yaml", "episodes.jsonl"])
 def test_what_is_kept_and_damaged_is_told_and_begins_anew_when_told(tmp_path, name, content):
     (tmp_path / "model").mkdir()
     unfinished(tmp_path).write(member(0, 1.0))
@@ -246,50 +250,38 @@ class Endless(EnvSpec):
         return SeededTasks(split)
 
 
-class Notes(Display):
-    def __init__(self):
-        self.notes = []
-
-    def note(self, text):
-        self.notes.append(text)
-
-
-def chosen(spec_class, selection):
-    display = Notes()
-    tasks = asyncio.run(selection.tasks(spec_class("e-v0"), display))
-    return [task.id for task in tasks], display.notes
+def chosen(spec_class, *split, **selection):
+    part = part_of_rollout(resolve({"env": "math_verify"}), *split, **selection)
+    return [task.id for task in asyncio.run(part.tasks(spec_class("e-v0")))]
 
 
 def test_slices_of_tasks():
-    assert chosen(Finite, Selection())[0] == [f"train-{number}" for number in range(7)]
-    assert chosen(Finite, Selection("test", 2, 4))[0] == ["test-2", "test-3"]
-    assert chosen(Finite, Selection("train", 5, None))[0] == ["train-5", "train-6"]
-    assert chosen(Finite, Selection("train", 5, 90)) == (["train-5", "train-6"], ["there are only 7 train tasks"])
-    assert chosen(Endless, Selection("train", 3, 5))[0] == ["seed-3", "seed-4"]
+    assert chosen(Finite) == [f"train-{number}" for number in range(7)]
+    assert chosen(Finite, "test", first=2, tasks=2) == ["test-2", "test-3"]
+    assert chosen(Finite, first=5, tasks=None) == ["train-5", "train-6"]
+    assert chosen(Finite, first=5, tasks=90) == ["train-5", "train-6"]
+    assert chosen(Endless, first=3, tasks=2) == ["seed-3", "seed-4"]
 
 
-def test_tasks_without_end_and_very_many_are_bounded_which_is_said(monkeypatch):
-    ids, [note] = chosen(Endless, Selection())
+def test_tasks_without_end_and_very_many_are_bounded(monkeypatch):
+    ids = chosen(Endless)
     assert (len(ids), ids[-1]) == (DEFAULT_TASKS, f"seed-{DEFAULT_TASKS - 1}")
-    assert "without end" in note
     monkeypatch.setattr(Finite, "size", 1000)
-    ids, [note] = chosen(Finite, Selection())
-    assert len(ids) == DEFAULT_TASKS
-    assert "of train 1000 tasks" in note
+    assert len(chosen(Finite)) == DEFAULT_TASKS
 
 
 def test_a_slice_that_holds_nothing_or_has_no_end_is_refused():
-    with pytest.raises(ConfigError, match="have no end"):
-        chosen(Endless, Selection("train", 0, None))
+    with pytest.raises(ConfigError, match="has train tasks without end: give their number"):
+        chosen(Endless, tasks=None)
     with pytest.raises(DataError, match="has 7 train tasks, none from 7 on"):
-        chosen(Finite, Selection("train", 7, 9))
+        chosen(Finite, first=7, tasks=2)
 
 
 def test_one_task_by_its_key():
-    assert chosen(Finite, Selection("test", key="test-2")) == (["test-2"], [])
-    assert chosen(Endless, Selection(key="seed-7")) == (["seed-7"], [])
+    assert chosen(Finite, "test", key="test-2") == ["test-2"]
+    assert chosen(Endless, key="seed-7") == ["seed-7"]
     with pytest.raises(DataError, match="has no test task 'train-2'"):
-        chosen(Finite, Selection("test", key="train-2"))
+        chosen(Finite, "test", key="train-2")
 
 
 def member(number, score=None, reward=None, *, failed=False):
@@ -338,17 +330,17 @@ def test_a_temperature_of_0_is_greedy_as_in_an_evaluation(folder):
         (["--model", "starter", "--out", "o.jsonl"], "which environment?"),
         (["--model", "starter", "--out", "o.txt", "--env", "math_verify"], ".jsonl or .parquet"),
         (["--model", "starter", "--out", "o.jsonl", "--env", "math_verfy"], "Did you mean 'math_verify'?"),
-        (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--split", "dev"], "train or test"),
+        (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--split", "dev"], "invalid choice: 'dev'"),
         (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--tasks", "100"], "FIRST:LAST"),
         (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--tasks", "5:5"], "holds no task"),
         (
             ["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--task", "train-1", "--tasks", "0:2"],
-            "leave out --tasks",
+            "--tasks: not allowed with argument --task",
         ),
         (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--samples", "0"], "1 or more"),
         (
             ["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--samples", "2", "--best-of", "4"],
-            "leave out --samples",
+            "--best-of: not allowed with argument --samples",
         ),
         (
             ["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "rollout.group_size=4"],
@@ -377,7 +369,7 @@ def test_the_starter_s_episodes_are_judged_as_they_were_played(tmp_path):
     command = [ENVGYM, "rollout", "--env", "math_verify", "--model", "starter", "--split", "test", "--tasks", "8:24"]
     done = run(tmp_path, [*command, "--samples", "2", "--out", "played.parquet"])
     assert (done.returncode, done.stderr) == (0, "")
-    assert "16 of test, 32 episodes" in done.stdout
+    assert "16 tasks, 32 episodes" in done.stdout
     played = read_episodes(tmp_path / "played.parquet")
     assert [each.task.id for each in played[::2]] == [f"test-{number}" for number in range(8, 24)]
     assert all(each.rows[0].segments[1].logprobs for each in played)

@@ -1,4 +1,4 @@
-"""Parts of an evaluation: every environment with its settings, resolved as for a run."""
+"""Parts of a job: environments with their settings, resolved as for a run, and the tasks of them to roll out."""
 
 from __future__ import annotations
 
@@ -12,20 +12,36 @@ from envgym.config.resolve import resolve, set_sampled_model
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import merge
 from envgym.engine import SamplingParams
-from envgym.errors import ConfigError, DataError, reported_as
+from envgym.env import EnvSpec
+from envgym.errors import ConfigError, DataError, did_you_mean, reported_as
+from envgym.evaluation.suite import Sampling, Suite, SuiteEnv
+from envgym.launch.memory import check_episode_memory
 from envgym.registry import task_set_of
-
-from .suite import Sampling, Suite, SuiteEnv
+from envgym.tasks.cursor import tasks_at
+from envgym.types import Task
 
 GREEDY = "greedy"
+DEFAULT_TASKS = 512
+"""Default number of tasks of a rollout into a file."""
+MAX_SEARCHED = 100_000
+"""Tasks of an endless split that are searched for a key."""
+OF_STAGE = {"env", "agent", "model", "data", "render", "engine"}
+OF_ROLLOUT = {"max_tokens", "temperature", "top_p", "top_k", "seed_scope", "failed_reward", "policy_timeout"}
 
 
 class Part(BaseModel):
-    """One environment of an evaluation: its entry in the suite and the resolved configuration."""
+    """One environment of a job: its entry in the suite and the resolved configuration."""
 
     name: str
+    """The first part of its groups' ids."""
     env: SuiteEnv
     config: RunConfig
+    first: int = 0
+    """Index of the first task in the split."""
+    key: str | None = None
+    """Key of the only task."""
+    recordings: str | None = None
+    """Hash of the recorded answers that are replayed in place of a policy's."""
 
     @property
     def stage(self) -> StageConfig:
@@ -35,12 +51,55 @@ class Part(BaseModel):
     def samples(self) -> int:
         return self.env.samples or 1
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every setting on which the part's episodes depend."""
+        return {
+            **self.stage.model_dump(
+                mode="json", include={**dict.fromkeys(OF_STAGE, True), "rollout": OF_ROLLOUT, "workers": {"dtype"}}
+            ),
+            **self.env.model_dump(include={"split", "tasks", "samples"}),
+            **self.model_dump(include={"first", "key", "recordings"}),
+            **self.config.model_dump(include={"seed", "deterministic"}),
+        }
+
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """Sampling parameters of one turn; greedy sampling ignores all but `max_tokens` and the stop tokens."""
         rollout = self.stage.rollout
         if self.env.sampling.temperature == 0:
             rollout = rollout.model_copy(update={"temperature": 0.0})
         return rollout.sampling(stop_token_ids)
+
+    async def tasks(self, spec: EnvSpec) -> list[Task]:
+        """The tasks to roll out. Raises `EnvgymError` if there are none, or no end to them."""
+        split, first, purpose = self.env.split, self.first, f"{self.name}: a rollout"
+        tasks = spec.tasks(split)
+        if self.key is not None:
+            check_episode_memory(purpose, 1, self.samples)
+            for index in range(MAX_SEARCHED if tasks.size is None else tasks.size):
+                [task] = await tasks_at(tasks, [index])
+                if task.key == self.key:
+                    return [task]
+            raise DataError(f"--task: environment {spec.id} has no {split} task {self.key!r}")
+        ends = [tasks.size, None if self.env.tasks is None else first + self.env.tasks]
+        end = min((end for end in ends if end is not None), default=None)
+        if end is None:
+            raise ConfigError(
+                f"environment {spec.id} has {split} tasks without end: give their number (--tasks FIRST:LAST of envgym "
+                "rollout, eval.tasks=N of envgym eval, tasks: N of a suite)"
+            )
+        if end <= first:
+            raise DataError(f"environment {spec.id} has {tasks.size or 'no'} {split} tasks, none from {first} on")
+        check_episode_memory(purpose, end - first, self.samples)
+        chosen = await tasks_at(tasks, range(first, end))
+        field = self.env.cluster
+        if field is not None and not any(field in task.fields for task in chosen):
+            fields = dict.fromkeys(name for task in chosen for name in task.fields)
+            hint = f"their fields are {', '.join(fields)}" if fields else "they have none"
+            raise ConfigError(
+                f"{self.name}: no task has a field {field!r} to cluster by; {hint}.{did_you_mean(field, fields)}"
+            )
+        return chosen
 
 
 def parts_of_suite(
@@ -110,3 +169,24 @@ def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None)
         greedily = {"samples": 1, "weight": 0.0, "sampling": Sampling(temperature=0.0)}
         parts.append(Part(name=GREEDY, env=sampled.model_copy(update=greedily), config=config))
     return parts
+
+
+def part_of_rollout(
+    config: RunConfig,
+    split: str = "train",
+    *,
+    first: int = 0,
+    tasks: int | None = DEFAULT_TASKS,
+    key: str | None = None,
+    samples: int = 1,
+) -> Part:
+    """The last stage's environment, of which `tasks` tasks from `first` on (None: all), or the one of a `key`, are
+    rolled out, `samples` times each."""
+    stage = config.stages[-1]
+    if stage.rollout.seed_scope is None:  # as in training: the best of a task's episodes met the same problem
+        rollout = stage.rollout.model_copy(update={"seed_scope": "group"})
+        stage = stage.model_copy(update={"rollout": rollout})
+        config = config.model_copy(update={"stages": [*config.stages[:-1], stage]})
+    env = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, split=split, tasks=tasks, samples=samples)
+    # Files of different tasks have different groups.
+    return Part(name=f"rollout-{split}-{first:05d}", env=env, config=config, first=first, key=key)

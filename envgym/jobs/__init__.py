@@ -1,0 +1,1 @@
+"""Jobs: tasks rolled out into a folder, from which an interrupted `envgym eval`, `rollout` or `score` resumes."""
