@@ -71,9 +71,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     start, env = time.monotonic(), config.stages[-1].env.name
     with open_display() as display:
         fields = GenerationFields(options.prompt, options.reference, options.completion)
-        scored = score_to_file(config, Path(source), Path(target), display, overwrite=options.overwrite, fields=fields)
-    result = changes_of(scored.before, scored.after)
-    lines = [("env", env), *_lines(result, _lines_of_references(scored.gold, env))]
+        before, after, gold = score_to_file(
+            config, Path(source), Path(target), display, overwrite=options.overwrite, fields=fields
+        )
+    result = changes_of(before, after)
+    lines = [("env", env), *_lines(result, _lines_of_references(gold, env))]
     print(aligned([*lines, ("time", duration(time.monotonic() - start)), ("file", target)]))
     return 0 if result["judged"] or not result["episodes"] else 1
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from envgym.disk import regular_file, replacement_file
 from envgym.errors import ConfigError, DataError, RunError, missing_package, reported_as
-from envgym.hashing import DIGITS
 from envgym.types import Episode
 
 from .journal import Journal, episode_line
@@ -36,15 +34,6 @@ def holds_episodes(path: Path) -> bool:
         return bool(read_episodes(path))
     except (DataError, RunError):
         return False
-
-
-def content_hash(path: Path) -> str:
-    """A fingerprint of the files that `read_episodes` reads. Raises `DataError` for the same paths."""
-    digest = hashlib.sha256()
-    for file in _files(path):
-        with reported_as(DataError, f"{file} cannot be read"), file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()[:DIGITS]
 
 
 def _files(path: Path) -> list[Path]:

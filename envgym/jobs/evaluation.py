@@ -13,6 +13,7 @@ from envgym.evaluation.suite import Suite, find_suite, parts_of
 from envgym.evaluation.table import csv_table
 from envgym.launch.models import MakeModel, cached_recipe_model
 from envgym.loading import short_name
+from envgym.processes import event_loop
 
 from .folder import JobFolder
 from .job import run_job
@@ -69,7 +70,7 @@ def run_evaluation(
     if result is not None and result["status"] == "completed" and not retry_failed:
         return result
     with folder.open():
-        result, groups = run_job(folder, display, make_model, retry_failed=retry_failed)
+        result, groups = event_loop.run(run_job(folder, display, make_model, retry_failed=retry_failed))
         write_atomically(folder.path / "result.csv", csv_table(result))
         write_inspect_logs(folder.path / "inspect", result, groups)
         folder.write_result(result)

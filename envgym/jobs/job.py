@@ -33,7 +33,6 @@ from envgym.launch.models import MakeModel, cached_recipe_model, fetch_model, wi
 from envgym.launch.placement import placed_runtime
 from envgym.launch.prompts import PromptSummary, announce, survey
 from envgym.monitoring.metrics import failure_line
-from envgym.processes import event_loop
 from envgym.rollout.runner import Runner, SamplingPlan, run_episode
 from envgym.rollout.transcript import EMPTY_ANSWERS
 from envgym.run_folder import RunFolder
@@ -119,7 +118,7 @@ class PartRun:
         return tuple(offered)
 
 
-def run_job(
+async def run_job(
     folder: JobFolder,
     display: Display,
     make_model: MakeModel = cached_recipe_model,
@@ -133,12 +132,6 @@ def run_job(
     Returns the completed result (see `run_evaluation`) and the groups by part. An interrupted job leaves a result of
     status `running` in the folder.
     """
-    return event_loop.run(_run_job(folder, display, make_model, retry_failed, script))
-
-
-async def _run_job(
-    folder: JobFolder, display: Display, make_model: MakeModel, retry_failed: bool, script: Script | None
-) -> tuple[dict[str, Any], dict[str, list[Group]]]:
     parts, stage, start = folder.parts, folder.config.stages[-1], time.monotonic()
     result = (folder.read_result() if folder.saved else None) or {"began": _timestamp(), "seconds": 0.0}
     if retry_failed:

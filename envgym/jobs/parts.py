@@ -102,6 +102,11 @@ class Part(BaseModel):
         return chosen
 
 
+def suite_env(stage: StageConfig, **settings: Any) -> SuiteEnv:
+    """The environment of a stage as that of a suite."""
+    return SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, **settings)
+
+
 def parts_of_suite(
     suite: Suite, size: str | None, settings: Mapping[str, Any], *, file: str | Path | None = None
 ) -> list[Part]:
@@ -161,13 +166,13 @@ def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None)
         config = resolve(merge({"rollout": task_set.sampling}, settings), samples_only=True)
     set_sampled_model(config, settings)
     stage = config.stages[-1]
-    greedy = stage.rollout.temperature == 0
-    sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)
-    overrides = {"samples": stage.eval.samples} | ({"sampling": Sampling(temperature=0.0)} if greedy else {})
-    parts = [Part(name=stage.env.name, env=sampled.model_copy(update=overrides), config=config)]
-    if stage.eval.greedy and not greedy:
-        greedily = {"samples": 1, "weight": 0.0, "sampling": Sampling(temperature=0.0)}
-        parts.append(Part(name=GREEDY, env=sampled.model_copy(update=greedily), config=config))
+    greedily = {"sampling": Sampling(temperature=0.0)}
+    is_greedy = stage.rollout.temperature == 0
+    sampled = suite_env(stage, tasks=stage.eval.tasks, samples=stage.eval.samples, **(greedily if is_greedy else {}))
+    parts = [Part(name=stage.env.name, env=sampled, config=config)]
+    if stage.eval.greedy and not is_greedy:
+        env = suite_env(stage, tasks=stage.eval.tasks, samples=1, weight=0.0, **greedily)
+        parts.append(Part(name=GREEDY, env=env, config=config))
     return parts
 
 
@@ -187,6 +192,6 @@ def part_of_rollout(
         rollout = stage.rollout.model_copy(update={"seed_scope": "group"})
         stage = stage.model_copy(update={"rollout": rollout})
         config = config.model_copy(update={"stages": [*config.stages[:-1], stage]})
-    env = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, split=split, tasks=tasks, samples=samples)
+    env = suite_env(stage, split=split, tasks=tasks, samples=samples)
     # Files of different tasks have different groups.
     return Part(name=f"rollout-{split}-{first:05d}", env=env, config=config, first=first, key=key)

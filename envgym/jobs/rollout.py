@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.launch.models import MakeModel, cached_recipe_model
+from envgym.processes import event_loop
 from envgym.types import Episode
 
 from .folder import UnfinishedFile
@@ -34,7 +35,7 @@ def roll_out_to_file(
     """
     folder = UnfinishedFile(path, part, overwrite=overwrite)
     with folder.open():
-        result, groups = run_job(folder, display, make_model)
+        result, groups = event_loop.run(run_job(folder, display, make_model))
         members = [group.episodes for group in groups[part.name]]
         if best:
             members = [[episode] for episodes in members if (episode := best_of(episodes))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from envgym.config.schema import RunConfig, StageConfig
 from envgym.episodes.files import holds_episodes, read_episodes
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.evaluation.changes import RECORDING, UNUSED
-from envgym.evaluation.suite import SuiteEnv
 from envgym.hashing import text_hash
 from envgym.monitoring.metrics import failure_line
 from envgym.processes import event_loop
@@ -31,7 +30,7 @@ from .generations import (
     unscored_episode,
 )
 from .job import Script, run_job
-from .parts import Part
+from .parts import Part, suite_env
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -42,16 +41,6 @@ LIMITS_OF_THE_POLICY = set(Limit) - {Limit.ENVIRONMENT}
 """Truncation reasons that do not depend on the environment."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rescored:
-    """Episodes before and after they were scored again, in one order. `gold` are the tasks of the environment's task
-    set, if the episodes' were looked up there."""
-
-    before: list[Episode]
-    after: list[Episode]
-    gold: GoldTasks | None
-
-
 def score_to_file(
     config: RunConfig,
     source: Path,
@@ -60,7 +49,7 @@ def score_to_file(
     *,
     overwrite: bool = False,
     fields: GenerationFields | None = None,
-) -> Rescored:
+) -> tuple[list[Episode], list[Episode], GoldTasks | None]:
     """Score the episodes of `source` with the last stage's environment, and write them to `path` in the same order. If
     `source` is the stage's data, the reference answers recorded there are scored. A file of rows that are no episodes
     holds generations, in `fields`. Tasks of a named task set are looked up by their prompts where its files are on this
@@ -69,7 +58,10 @@ def score_to_file(
     The environment is reset on the saved task and stepped with the recorded turns. It replaces reward, score, answer
     and metrics; the earlier values are stored as metrics whose names end in `_before`. Failed episodes are copied
     unmodified. Episodes that an earlier, interrupted call with the same settings and file scored are reused, but groups
-    are always judged again. Raises `EnvgymError`; on Ctrl-C a `KeyboardInterrupt` that names the folder of the finished
+    are always judged again.
+
+    Returns the episodes before and after, in one order, and the tasks of the environment's task set, if the episodes'
+    were looked up there. Raises `EnvgymError`; on Ctrl-C a `KeyboardInterrupt` that names the folder of the finished
     episodes.
     """
     *earlier_stages, stage = config.stages
@@ -79,12 +71,8 @@ def score_to_file(
     rollout = stage.rollout.model_copy(update={"refills": 0})
     stage = stage.model_copy(update={"data": data, "rollout": rollout})
     answers = text_hash(repr([(episode.id, episode.seed, episode.outcome, episode.messages) for episode in saved]))
-    part = Part(
-        name="score",
-        env=SuiteEnv(env=stage.env, data=data),
-        config=config.model_copy(update={"stages": [*earlier_stages, stage]}),
-        recordings=answers,
-    )
+    config = config.model_copy(update={"stages": [*earlier_stages, stage]})
+    part = Part(name="score", env=suite_env(stage), config=config, recordings=answers)
     folder = UnfinishedFile(path, part, overwrite=overwrite)
     # A separate task object per episode, whose id() finds the recording.
     tasks = {index: replace(episode.task) for index, episode in enumerate(saved) if not episode.failed}
@@ -106,9 +94,9 @@ def score_to_file(
 
     agent = Scripted(lambda task: scripted_episode(recordings[id(task)], task))
     with folder.open():
-        run_job(folder, display, script=Script(agent, list(tasks.values()), restore))
+        event_loop.run(run_job(folder, display, script=Script(agent, list(tasks.values()), restore)))
         folder.finish(scored)
-    return Rescored(saved, scored, gold)
+    return saved, scored, gold
 
 
 async def _recorded_episodes(

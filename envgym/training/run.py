@@ -99,7 +99,7 @@ def _write_episodes(config: RunConfig, stage: StageConfig, folder: RunFolder, di
         _, written = roll_out_to_file(part, folder.episodes, display, overwrite=True, make_model=make_model)
     else:
         source = Path(str(stage.data.get("path")))
-        written = score_to_file(stage_run, source, folder.episodes, display, overwrite=True).after
+        _, written, _ = score_to_file(stage_run, source, folder.episodes, display, overwrite=True)
     result = result_of(saved_groups(written))
     summary = {
         "status": "completed",

@@ -12,8 +12,8 @@ import envgym
 from envgym import registry
 from envgym.errors import ConfigError, DataError, EnvgymError, NameNotFound, SettingsNote
 from envgym.evaluation.compare import compare
-from envgym.jobs.parts import parts_of_env, parts_of_suite
 from envgym.evaluation.suite import find_suite
+from envgym.jobs.parts import parts_of_env, parts_of_suite
 from envgym.tasks import hub
 from envgym.tasks.config import DataConfig
 from envgym.tasks.split import load_tasks

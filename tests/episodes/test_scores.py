@@ -11,9 +11,9 @@ from envgym.engine import SamplingParams
 from envgym.env import Env, EnvSpec
 from envgym.episodes.scores import is_flat, reward_as_score
 from envgym.errors import RunError
-from envgym.jobs.rollout import best_of
 from envgym.evaluation.result import result_of
 from envgym.evaluation.table import evaluation_text
+from envgym.jobs.rollout import best_of
 from envgym.monitoring.metrics import held_out_metrics, rollout_metrics
 from envgym.monitoring.report import score, tasks_behind
 from envgym.rollout.buffer import Buffer

@@ -10,11 +10,11 @@ import pytest
 
 from envgym.errors import RunError
 from envgym.evaluation.compare import Comparison, EnvComparison, compare
-from envgym.jobs.folder import JobFolder
 from envgym.evaluation.paired import paired_difference
-from envgym.jobs.evaluation import new_evaluation, run_evaluation
 from envgym.evaluation.statistics import t_quantile
 from envgym.evaluation.suite import Suite
+from envgym.jobs.evaluation import new_evaluation, run_evaluation
+from envgym.jobs.folder import JobFolder
 from envgym.monitoring.display import Display
 from envgym.types import Episode, Outcome, Task
 

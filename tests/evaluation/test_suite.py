@@ -4,8 +4,8 @@ import pytest
 
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, EnvgymError, NameNotFound
-from envgym.jobs.parts import Part, parts_of_env, parts_of_suite
 from envgym.evaluation.suite import Suite, find_suite, suite_names
+from envgym.jobs.parts import Part, parts_of_env, parts_of_suite
 
 SUMS = Suite(sizes={"smoke": 4, "standard": 32}, samples=2, environments={"sums": "math_verify"})
 

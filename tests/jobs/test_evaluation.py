@@ -13,10 +13,10 @@ import pytest
 
 from envgym import api
 from envgym.errors import ConfigError, EnvgymError, RunError
-from envgym.jobs.folder import JobFolder, find_folder
-from envgym.jobs.evaluation import new_evaluation, run_evaluation
 from envgym.evaluation.result import result_of
 from envgym.evaluation.suite import Suite
+from envgym.jobs.evaluation import new_evaluation, run_evaluation
+from envgym.jobs.folder import JobFolder, find_folder
 from envgym.monitoring.display import Display
 from envgym.types import Group
 

@@ -202,6 +202,18 @@ def test_what_is_kept_and_damaged_is_told_and_begins_anew_when_told(tmp_path, na
     assert [each.score for each in unfinished(tmp_path).saved.values()] == [0.5]
 
 
+def test_what_an_earlier_version_kept_is_refused_in_a_line(tmp_path):
+    """It wrote other settings, in a file of another name."""
+    (tmp_path / "model").mkdir()
+    unfinished(tmp_path).write(member(0, 1.0))
+    work = tmp_path / "out.jsonl.unfinished"
+    (work / "config.yaml").unlink()
+    (work / "settings.yaml").write_text("temperature: 1.0\n")
+    with pytest.raises(RunError, match=r"an earlier version of envgym saved.*settings.yaml\): name another file"):
+        unfinished(tmp_path)
+    assert unfinished(tmp_path, overwrite=True).saved == {}
+
+
 def test_where_the_folder_cannot_be_is_one_line(tmp_path):
     (tmp_path / "out.jsonl.unfinished").write_text("")
     with pytest.raises(RunError, match="for unfinished episodes, cannot be created: File exists"):

@@ -15,9 +15,9 @@ import yaml
 import envgym
 from envgym import named, registry
 from envgym.errors import ConfigError, NameNotFound
-from envgym.jobs.folder import JobFolder, find_folder
-from envgym.jobs.evaluation import new_evaluation, run_evaluation
 from envgym.evaluation.suite import find_suite
+from envgym.jobs.evaluation import new_evaluation, run_evaluation
+from envgym.jobs.folder import JobFolder, find_folder
 from envgym.monitoring.display import Display
 
 ENVGYM = Path(sys.executable).with_name("envgym")
