@@ -150,7 +150,8 @@ async def run_job(
         try:
             for number, run in enumerate(runs, 1):
                 name, count = run.part.name, f" ({number} of {len(parts)})" if len(parts) > 1 else ""
-                display.phase("scoring" if script is not None else f"rolling out {name}{count}")
+                label = name if len(parts) > 1 else run.part.stage.env.name
+                display.phase("scoring" if script is not None else f"rolling out {label}{count}")
                 groups[name] = await run.run_episodes()
                 if script is not None:
                     groups[name] = await script.restore(run.runner, groups[name])

@@ -101,7 +101,7 @@ def test_a_folder_holds_the_result_a_table_every_episode_and_how_it_was_made(eva
     assert result["score"] == pytest.approx((3 * counted["score"] + result["envs"]["sums"]["score"]) / 4)
     assert result["failures"] == {"environment": 2}
     assert result["n_episodes"] == 12 + 6 + 4
-    rows = list(csv.DictReader(folder.csv_file.open()))
+    rows = list(csv.DictReader((folder.path / "result.csv").open()))
     assert [row["env"] for row in rows] == list(result["envs"])
     assert float(rows[0]["score"]) == counted["score"]
     assert len(result["fingerprints"]["model"]) == 16
