@@ -28,7 +28,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--model", **MODEL)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, such as a run's config.yaml")
     parser.add_argument("--out", metavar="FILE", help="file for the episodes, .jsonl or .parquet")
-    parser.add_argument("--split", choices=("train", "test"), default="train", help="split of the tasks (default: train)")
+    parser.add_argument(
+        "--split", choices=("train", "test"), default="train", help="split of the tasks (default: train)"
+    )
     tasks, samples = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
     tasks.add_argument("--tasks", type=_slice, metavar="FIRST:LAST", help="tasks FIRST to LAST - 1 (default: 0:512)")
     tasks.add_argument("--task", metavar="KEY", help="only this task, by its key")

@@ -18,7 +18,7 @@ def read_bucket(bucket: Bucket) -> dict[str, torch.Tensor]:
     their checksum differs from the one at writing."""
     from safetensors.torch import load_file
 
-    tensors = load_file(bucket.path)
+    tensors: dict[str, torch.Tensor] = load_file(bucket.path)
     if checksum(tensors) != bucket.checksum:
         raise WorkerError(f"bucket {bucket.number} of the weights has changed on its way (checksums differ)")
     return tensors

@@ -72,6 +72,9 @@ def run_evaluation(
     with folder.open():
         result, groups = event_loop.run(run_job(folder, display, make_model, retry_failed=retry_failed))
         write_atomically(folder.path / "result.csv", csv_table(result))
-        write_inspect_logs(folder.path / "inspect", result, groups)
         folder.write_result(result)
+        if stage.eval.inspect_logs:
+            from envgym.evaluation.inspect_log import write_inspect_logs
+
+            event_loop.run(write_inspect_logs(folder.path / "inspect", result, groups))
     return result

@@ -114,7 +114,9 @@ class PartRun:
             return Outcome.finish()
 
         if self.tasks and getattr(self.runner.agent.config, "tools", False):
-            await run_episode(self.spec.spec_for(self.tasks[0]), self.tasks[0], look, self.part.stage.rollout.episode_timeout)
+            await run_episode(
+                self.spec.spec_for(self.tasks[0]), self.tasks[0], look, self.part.stage.rollout.episode_timeout
+            )
         return tuple(offered)
 
 

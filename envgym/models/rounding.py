@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .weights_file import read_weights
-
 if TYPE_CHECKING:
     import torch
 
@@ -64,4 +62,6 @@ def change_between(base: Path, trained: Path, dtype: str) -> WeightChange:
 
 def _tensors(folder: Path) -> dict[str, Any]:
     """The tensors in a folder's safetensors files, mapped into memory."""
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in read_weights(path)}
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}

@@ -11,8 +11,8 @@ from envgym.hub import find_on_hub
 from envgym.limits import limits
 from envgym.models import check_no_file
 from envgym.render import TextRenderer, load_tokenizer, make_renderer
-from envgym.render.spelling import mark_after_prompt
 from envgym.render.chat import RENDERING
+from envgym.render.spelling import mark_after_prompt
 from envgym.run_folder import policy_of_run
 from envgym.types import Message, Observation, as_messages
 from envgym.workers.config import WorkersConfig, number_format

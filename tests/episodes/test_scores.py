@@ -17,8 +17,7 @@ from envgym.jobs.rollout import best_of
 from envgym.monitoring.metrics import held_out_metrics, rollout_metrics
 from envgym.monitoring.report import score, tasks_behind
 from envgym.rollout.buffer import Buffer
-from envgym.rollout.config import RolloutConfig
-from envgym.rollout.config import FilterConfig
+from envgym.rollout.config import FilterConfig, RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.rollout.transcript import Transcript
 from envgym.run_folder import RunFolder

@@ -12,9 +12,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from envgym.evaluation.policy import new_evaluation
 
 from envgym.errors import MissingDependency
-from envgym.evaluation.policy import new_evaluation
 from envgym.evaluation.result import result_of
 from envgym.types import Episode, Group, Message, Outcome, Row, Segment, StopReason, Task, TextPart, ToolCall, Turn
 

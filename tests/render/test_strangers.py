@@ -11,8 +11,8 @@ import pytest
 from envgym.errors import ConfigError, InvalidStep
 from envgym.models.fresh import FreshModelConfig, make_fresh_model
 from envgym.render import ChatRenderer, RenderConfig, load_tokenizer
-from envgym.render import config as config_module
 from envgym.render import chat as template_module
+from envgym.render import config as config_module
 from envgym.render.renderer import check_tokenizer
 from envgym.types import Message, Observation
 
