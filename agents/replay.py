@@ -84,7 +84,7 @@ class Replay(Agent):
     def _limited(self, transcript: Transcript, task: Task) -> Outcome:
         """Truncate rows to the limit, and return the outcome."""
         limit = self.config.max_tokens
-        if limit is None or all(len(row.token_ids) <= limit for row in transcript.rows):
+        if limit is None or all(len(row) <= limit for row in transcript.rows):
             return Outcome.finish()
         for row in transcript.rows:
             row.truncate(limit)

@@ -67,8 +67,7 @@ def measured(unit_size: int, n_ranks: int, packed: bool) -> dict[str, float]:
     """Loads over steps of random lengths, as ratios, and what cutting takes."""
     import numpy as np
 
-    from envgym.learner import TrainSample
-    from envgym.types import Objective
+    from envgym.types import Objective, Row
     from envgym.workers.micro_batches import cost, micro_batches
 
     fullest, apart, computed, milliseconds = [], [], [], []
@@ -78,7 +77,7 @@ def measured(unit_size: int, n_ranks: int, packed: bool) -> dict[str, float]:
         rows = []
         for index, length in enumerate(lengths.tolist()):
             zeros = np.zeros(length, np.float32)
-            row = TrainSample(
+            row = Row.from_arrays(
                 zeros.astype(np.int64), zeros + 1, zeros, Objective.POLICY_GRADIENT, microbatch_key=index // unit_size
             )
             rows.append(row)

@@ -89,7 +89,6 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     from envgym.engine import SamplingParams
     from envgym.engines.client import EngineClient
     from envgym.episodes.parquet import write_rollouts
-    from envgym.learner import trajectories
     from envgym.learners.grpo import GRPO
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.monitoring.metrics import rollout_metrics
@@ -97,7 +96,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     from envgym.render import load_tokenizer, make_renderer
     from envgym.rollout.config import RolloutConfig
     from envgym.rollout.runner import Runner, SamplingPlan
-    from envgym.types import Message, Task
+    from envgym.types import Message, Task, number_rows
 
     of_turn = tokens // turns
     sampled = of_turn // 2
@@ -146,7 +145,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
             episodes = [episode for group in groups for episode in group.episodes]
             write_rollouts(Path(folder, "rollouts.parquet"), episodes)
             rollout_metrics(groups)
-            rows = learner.prepare(trajectories(groups))
+            rows = learner.prepare(number_rows(groups))
             learner.metrics(rows)
             whole.append(time.perf_counter() - began)
             playing.append(played - began)

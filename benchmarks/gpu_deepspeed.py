@@ -23,9 +23,9 @@ import numpy as np
 from record import conditions, store, table
 
 from envgym.errors import EnvgymError
-from envgym.learner import RoleSpec, TrainSample
+from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
-from envgym.types import Objective
+from envgym.types import Objective, Row
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.spec import WorkerSpec
@@ -88,7 +88,7 @@ def make_model(folder: str, options: argparse.Namespace) -> str:
     return folder
 
 
-def make_rows(n: int, length: int, seed: int) -> list[TrainSample]:
+def make_rows(n: int, length: int, seed: int) -> list[Row]:
     """Rows of up to `length` tokens, each following from the one before it, so that there is something to learn."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -98,7 +98,7 @@ def make_rows(n: int, length: int, seed: int) -> list[TrainSample]:
         weights = np.ones(size, np.float32)
         weights[0] = 0.0
         nothing = np.full(size, np.nan, np.float32)
-        rows.append(TrainSample(ids, weights, nothing, Objective.CROSS_ENTROPY, microbatch_key=index))
+        rows.append(Row.from_arrays(ids, weights, nothing, Objective.CROSS_ENTROPY, microbatch_key=index))
     return rows
 
 

@@ -132,12 +132,11 @@ def rows_of(count: int, length: int) -> list[Any]:
     """Rows of drawn tokens, all of one length."""
     import numpy as np
 
-    from envgym.learner import TrainSample
-    from envgym.types import Objective
+    from envgym.types import Objective, Row
 
     tokens = np.random.default_rng(0).integers(0, 150_000, (count, length)).astype(np.int32)
     weights, no_logprobs = np.minimum(np.arange(length), 1).astype(np.float32), np.full(length, np.nan, np.float32)
-    return [TrainSample(row, weights, no_logprobs, Objective.CROSS_ENTROPY) for row in tokens]
+    return [Row.from_arrays(row, weights, no_logprobs, Objective.CROSS_ENTROPY) for row in tokens]
 
 
 def plain_rate(model: str, batches: list[list[list[int]]]) -> float:

@@ -182,8 +182,8 @@ def run(side: str, method: str, model: Path, rows: Path, options: argparse.Names
 
 def measured(method: str, model: str, rows: str, steps: int) -> dict[str, Any]:
     """envgym's side: seconds and gradient norms of optimizer steps on the rows, and the peak memory in KiB."""
-    from envgym.learner import RoleSpec, TrainSample, trajectories
-    from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
+    from envgym.learner import RoleSpec
+    from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn, number_rows
     from envgym.workers.config import WorkersConfig
     from envgym.workers.micro_batches import micro_batches
     from envgym.workers.model import ModelWorker
@@ -217,20 +217,20 @@ def measured(method: str, model: str, rows: str, steps: int) -> dict[str, Any]:
         groups.append(Group(str(number), Task(str(number)), episodes))
     if method == "grpo":
         sampled = [row for group in groups for episode in group.episodes for row in episode.rows]
-        for row, logprobs in zip(sampled, worker.forward([TrainSample.from_row(row) for row in sampled]), strict=True):
+        for row, logprobs in zip(sampled, worker.forward(sampled), strict=True):
             row.segments[1].logprobs = logprobs[PROMPT:].tolist()
 
     seconds, norms = [], []
     for _ in range(steps):
-        given = trajectories(groups)
+        given = number_rows(groups)
         began = time.perf_counter()
         if reference is not None:
-            samples = worker.learner.samples_to_score(given)
-            for sample, logprobs in zip(samples, reference.forward(samples), strict=True):
-                sample.arrays["reference"] = logprobs
-        samples = worker.learner.prepare(given)
-        [batches] = micro_batches(samples, budget, 1)
-        worker.accumulate(batches, worker.learner.loss_normalizers(samples))
+            scored = worker.learner.rows_to_score(given)
+            for row, logprobs in zip(scored, reference.forward(scored), strict=True):
+                row.arrays["reference"] = logprobs
+        learned = worker.learner.prepare(given)
+        [batches] = micro_batches(learned, budget, 1)
+        worker.accumulate(batches, worker.learner.loss_normalizers(learned))
         norms.append(worker.step(LEARNING_RATE)["grad_norm"])
         seconds.append(time.perf_counter() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -70,8 +70,8 @@ def measured(layers: int, vocabulary: int, repeats: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from envgym.learner import RoleSpec, TrainSample
-    from envgym.types import Objective
+    from envgym.learner import RoleSpec
+    from envgym.types import Objective, Row
     from envgym.workers.config import WorkersConfig
     from envgym.workers.micro_batches import micro_batches
     from envgym.workers.model import ModelWorker
@@ -102,7 +102,7 @@ def measured(layers: int, vocabulary: int, repeats: int) -> dict[str, Any]:
     weights = np.ones(LENGTH, np.float32)
     weights[0] = 0.0
     rows = [
-        TrainSample(
+        Row.from_arrays(
             token_ids=rng.integers(vocabulary, size=LENGTH),
             loss_weights=weights,
             old_logprobs=np.full(LENGTH, np.nan, np.float32),

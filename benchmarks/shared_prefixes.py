@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from record import conditions, conditions_in_words, fill_docs, store, table
 
 if TYPE_CHECKING:
-    from envgym.learner import TrainSample
+    from envgym.types import Row
     from envgym.workers.model import ModelWorker
 
 BUDGET = 4096
@@ -187,12 +187,11 @@ def make_model(folder: str) -> str:
     return folder
 
 
-def rows_of(case: Case, vocabulary: int) -> list[TrainSample]:
+def rows_of(case: Case, vocabulary: int) -> list[Row]:
     """The case's groups; as a chat template's do, all prompts begin with the same six tokens."""
     import numpy as np
 
-    from envgym.learner import TrainSample
-    from envgym.types import Objective
+    from envgym.types import Objective, Row
 
     rng, rows = np.random.default_rng(0), []
     head = rng.integers(vocabulary, size=6)
@@ -206,7 +205,7 @@ def rows_of(case: Case, vocabulary: int) -> list[TrainSample]:
             advantages = {"advantages": np.full(len(ids), rng.normal(), np.float32)}
             index = len(rows)
             rows.append(
-                TrainSample(
+                Row.from_arrays(
                     ids, weights, old, Objective.POLICY_GRADIENT, advantages,
                     microbatch_key=index, episode_index=index, group_index=group,
                 )

@@ -322,10 +322,9 @@ def worker_scores(folder: Path, dtype: str) -> np.ndarray[Any, Any]:
 
 def scores_of(worker: Any) -> np.ndarray[Any, Any]:
     """Log-probabilities of all tokens but the first."""
-    from envgym.learner import TrainSample
     from envgym.types import Row, Segment, int_array
 
-    [scores] = worker.forward([TrainSample.from_row(Row([Segment("action", int_array(IDS))]))])
+    [scores] = worker.forward([Row([Segment("action", int_array(IDS))])])
     return np.asarray(scores[1:])
 
 

@@ -1,41 +1,49 @@
 """A learner: the models it needs, the arrays its loss reads, and the loss.
 
-`prepare` and `loss_normalizers` run in the controller on plain arrays; `loss` runs in the worker that holds the
-model. They depend only on their arguments (and on coefficients that `on_step_end` may adapt between two steps), so a
+`prepare` and `loss_normalizers` run in the controller on the arrays of rows; `loss` runs in the worker that holds the
+model. They depend only on their arguments (and on coefficients that `end_step` may adapt between two steps), so a
 learner is tested without a trainer, and the trainer knows no learner by name.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from .errors import RunError
 from .settings import Settings
-from .types import Episode, Group, Objective, Row
+from .types import Group, Objective, Row
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
-    FloatArray = NDArray[np.float32]
-    IntArray = NDArray[np.integer]
+    from .types.episodes import FloatArray
+
+
+NOW = (
+    "a learner gets groups (`group.episodes`, `episode.rows`) in place of trajectories and their samples, "
+    "`rows_to_score` in place of `samples_to_score`, `end_step(rows)` in place of `on_step_end(record)`"
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("TrainSample", "Trajectory", "trajectories"):
+        raise RunError(f"{name} was in envgym.learner in an earlier version: {NOW}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
     """A model the learner needs. Head `lm` gives log-probabilities of the tokens, `scalar` one value per token.
 
-    A role that is not `trained` only runs a forward pass over the samples before `prepare`: its outputs [T] arrive as
-    `sample.arrays[role]`. So do those of a trained role with `scored=True` (a critic's values). An untrained role
+    A role that is not `trained` only runs a forward pass over the rows before `prepare`: its outputs [T] arrive as
+    `row.arrays[role]`. So do those of a trained role with `scored=True` (a critic's values). An untrained role
     without a model in the settings is a frozen copy of the policy at the start of the stage.
 
     `frozen_steps`: number of training steps at the start of the stage in which a trained role is not trained yet.
@@ -57,99 +65,12 @@ class RoleSpec:
 
 
 @dataclass(slots=True)
-class TrainSample:
-    """One token sequence of length T, as scoring roles, learners and workers see it.
-
-    token_ids      [T] int
-    loss_weights   [T] float32, weight of token t in the loss (predicted from the tokens before it); [0] is 0
-    old_logprobs   [T] float32 nats, the sampler's log-probabilities; NaN for tokens that were not sampled
-    arrays         name -> [T] or [T, …] float32: outputs of scoring roles, by role; inputs of the learner's loss
-    temperatures   [T] float32, the sampling temperature of each action token; None: all 1
-    microbatch_key samples with the same key (a pair, a group) form a unit, which stays in one micro-batch
-    episode_index  index of the episode within the training step, for aggregation by episode
-    group_index    index of its group within the training step, for metrics of groups
-    versions       the policy versions that sampled its actions
-    is_on_policy   whether the weights about to be trained sampled all of its actions
-    """
-
-    token_ids: IntArray
-    loss_weights: FloatArray
-    old_logprobs: FloatArray
-    objective: Objective
-    arrays: dict[str, FloatArray] = field(default_factory=dict)
-    temperatures: FloatArray | None = None
-    microbatch_key: int = 0
-    episode_index: int = 0
-    group_index: int = 0
-    versions: tuple[int, ...] = ()
-    is_on_policy: bool = True
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @classmethod
-    def from_row(cls, row: Row, *, episode: int = 0, group: int = 0) -> TrainSample:
-        """The sample of an episode's row; all rows of an episode share a micro-batch."""
-        import numpy as np
-
-        segments = row.segments
-        lengths = [len(segment) for segment in segments]
-        weights = np.concatenate([np.asarray(segment.loss_weights, np.float32) for segment in segments])
-        weights[0] = 0.0  # nothing predicts the first token
-        logprobs = [
-            np.full(length, np.nan, np.float32)
-            if segment.logprobs is None
-            else np.asarray(segment.logprobs, np.float32)
-            for segment, length in zip(segments, lengths, strict=True)
-        ]
-        return cls(
-            token_ids=np.concatenate([np.asarray(segment.token_ids, np.int32) for segment in segments]),
-            loss_weights=weights,
-            old_logprobs=np.concatenate(logprobs),
-            objective=row.objective,
-            temperatures=np.repeat(np.array([segment.temperature for segment in segments], np.float32), lengths),
-            microbatch_key=episode,
-            episode_index=episode,
-            group_index=group,
-            versions=tuple(sorted({span.version for segment in segments for span in segment.versions})),
-        )
-
-    def drop_sampling_info(self) -> None:
-        """Treat tokens that were sampled at another temperature than 1 as plain data: clear the temperatures and the
-        sampler's log-probabilities."""
-        import numpy as np
-
-        if self.temperatures is not None and (self.temperatures != 1).any():
-            self.temperatures, self.old_logprobs = None, np.full_like(self.old_logprobs, np.nan)
-
-
-@dataclass(slots=True)
-class Trajectory:
-    """An episode, its rows as samples to train on, and extra samples that are only scored (`samples_to_score`)."""
-
-    episode: Episode
-    samples: list[TrainSample]
-    extra: list[TrainSample] = field(default_factory=list)
-
-
-def trajectories(groups: Sequence[Group]) -> list[list[Trajectory]]:
-    """The episodes of each group with their samples; episodes and groups are numbered in order."""
-    numbers = itertools.count()
-
-    def trajectory(episode: Episode, group: int) -> Trajectory:
-        number = next(numbers)
-        return Trajectory(episode, [TrainSample.from_row(row, episode=number, group=group) for row in episode.rows])
-
-    return [[trajectory(episode, index) for episode in group.episodes] for index, group in enumerate(groups)]
-
-
-@dataclass(slots=True)
 class RowBatch:
-    """A padded micro-batch of samples of one objective, as tensors in the worker. B samples, T tokens.
+    """A padded micro-batch of rows of one objective, as tensors in the worker. B rows, T tokens.
 
     token_ids [B, T] int64; loss_weights and old_logprobs [B, T], every entry of arrays [B, T] or [B, T, …], float32.
     Padding has weight 0.
-    `episodes` [B] are the samples' episode indexes, `units` [B] their micro-batch keys.
+    `episodes` [B] are the rows' episode indexes, `units` [B] their micro-batch keys.
     """
 
     objective: Objective
@@ -260,8 +181,14 @@ class LearnerConfig(OptimizerConfig):
 class Learner(ABC):
     """Subclass, set `Config` and `roles`, write `prepare` and `loss`. Nothing here may import torch at the top.
 
-    The types in these signatures are in `envgym.learner`.
+    The types in these signatures are in `envgym.learner` and `envgym.types`.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in ("samples_to_score", "on_step_end"):
+            if name in vars(cls):
+                raise RunError(f"learner {cls.__name__} has the method {name}, of an earlier version of envgym: {NOW}")
 
     Config: ClassVar[type[LearnerConfig]] = LearnerConfig
 
@@ -283,25 +210,26 @@ class Learner(ABC):
     """Minimum number of episodes in a group that is trained on."""
     needs_policy_samples: ClassVar[bool] = False
     """True if the learner trains only on episodes that the policy sampled, not on recordings."""
+    reads_outputs: ClassVar[bool] = False
+    """True if `end_step` reads the outputs of the policy's model (`Row.first_outputs`, `Row.last_outputs`)."""
 
-    def samples_to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        """The samples that scoring roles see, before `prepare`. A learner that needs more than the episodes' samples
-        adds them to `Trajectory.extra` here."""
-        members = [trajectory for group in groups for trajectory in group]
-        return [sample for member in members for sample in (*member.samples, *member.extra)]
+    def rows_to_score(self, groups: Sequence[Group]) -> list[Row]:
+        """The rows that scoring roles see, before `prepare`: those of the episodes, and others that a learner makes."""
+        return [row for group in groups for episode in group.episodes for row in episode.rows]
 
     @abstractmethod
-    def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        """The samples to train on, with the inputs of the loss in their `arrays`. Groups hold no failed episodes."""
+    def prepare(self, groups: Sequence[Group]) -> list[Row]:
+        """The rows to train on, with the inputs of the loss in their `arrays`. Groups hold no failed episodes. Change
+        a row's objective in a copy (`Row.copy_with`): the episode may still be in writing."""
 
-    def loss_normalizers(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+    def loss_normalizers(self, rows: Sequence[Row]) -> dict[str, float]:
         """Divisor of each objective's loss sum, over one optimizer step (all ranks, all micro-batches).
 
         By default the total loss weight: a mean over tokens.
         """
         totals: dict[str, float] = {}
-        for sample in samples:
-            totals[sample.objective] = totals.get(sample.objective, 0.0) + float(sample.loss_weights.sum())
+        for row in rows:
+            totals[row.objective] = totals.get(row.objective, 0.0) + float(row.loss_weights.sum())
         return {name: max(total, 1e-8) for name, total in totals.items()}
 
     @abstractmethod
@@ -310,15 +238,16 @@ class Learner(ABC):
     ) -> tuple[torch.Tensor, MetricSums]:
         """The micro-batch's share of the optimizer step's loss (a scalar), and metrics to log."""
 
-    def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Metrics of the samples that `prepare` returned, over the whole training step, before any update."""
+    def metrics(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Metrics of the rows that `prepare` returned, over the whole training step, before any update."""
         return {}
 
-    def on_step_end(self, record: Mapping[str, Any]) -> None:
-        """Called after each training step with its metrics; override to adapt coefficients such as the KL's."""
+    def end_step(self, rows: Sequence[Row]) -> None:
+        """Called after each training step with the rows that it trained on; override to adapt coefficients such as
+        the KL's. With `reads_outputs` the rows have the outputs of the policy's model, if it was trained."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State that `on_step_end` changes, for a checkpoint: numbers, text, lists, tuples and mappings of them."""
+        """State that `end_step` changes, for a checkpoint: numbers, text, lists, tuples and mappings of them."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -328,6 +257,6 @@ class Learner(ABC):
         """Extra entries for `config.json` of the saved policy model, such as a reward model's reward statistics."""
         return {}
 
-    def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
-        """Metrics of held-out recorded samples from the actor's outputs for them ([T] each)."""
+    def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
+        """Metrics of held-out recorded rows from the actor's outputs for them ([T] each)."""
         return {}

@@ -13,9 +13,9 @@ from envgym.config.recipes import recipe_model_folder
 from envgym.engine import Request, SamplingParams
 from envgym.engines.spec import EngineSpec
 from envgym.engines.vllm import VLLMEngine
-from envgym.learner import Learner, RoleSpec, trajectories
+from envgym.learner import Learner, RoleSpec
 from envgym.render import RenderConfig, load_renderer
-from envgym.types import Action, Episode, Group, Outcome, Row, Segment, int_array
+from envgym.types import Action, Episode, Group, Outcome, Row, Segment, int_array, number_rows
 from envgym.workers.model import ModelWorker
 from envgym.workers.spec import WorkerSpec
 
@@ -64,7 +64,7 @@ async def main(steps=STEPS):
                 groups = await roll_out(spec, renderer, engine, tasks)
                 print(f"step {step}: score {fmean(e.reward for group in groups for e in group.episodes):.2f}")
             tasks = [await spec.tasks("train").get(step * TASKS + n) for n in range(TASKS)]
-            samples = worker.learner.prepare(trajectories(await roll_out(spec, renderer, engine, tasks)))
+            samples = worker.learner.prepare(number_rows(await roll_out(spec, renderer, engine, tasks)))
             worker.accumulate([samples], worker.learner.loss_normalizers(samples))  # as one micro-batch
             worker.step(LR)
             await engine.begin_weights()

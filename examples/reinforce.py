@@ -9,13 +9,12 @@ class Reinforce(Learner):
     def prepare(self, groups):
         import numpy as np
 
-        trajectories = [trajectory for group in groups for trajectory in group]
-        baseline = sum(trajectory.episode.reward for trajectory in trajectories) / len(trajectories)
-        for trajectory in trajectories:
-            advantage = trajectory.episode.reward - baseline
-            for sample in trajectory.samples:
-                sample.arrays["advantages"] = np.full(len(sample.token_ids), advantage, np.float32)
-        return [sample for trajectory in trajectories for sample in trajectory.samples]
+        episodes = [episode for group in groups for episode in group.episodes]
+        baseline = sum(episode.reward for episode in episodes) / len(episodes)
+        for episode in episodes:
+            for row in episode.rows:
+                row.arrays["advantages"] = np.full(len(row), episode.reward - baseline, np.float32)
+        return [row for episode in episodes for row in episode.rows]
 
     def loss(self, role, outputs, batch, normalizers):
         import torch

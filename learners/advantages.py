@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from envgym.learner import TrainSample, Trajectory
 from envgym.types import Episode, Row, Status
 
 from .settings import Scope, ShapingConfig
@@ -140,17 +139,17 @@ def turn_advantages(to_go: Sequence[Sequence[float]], rewards: Sequence[float], 
 
 @dataclass(slots=True)
 class ActionTokens:
-    """An episode's action tokens: the tokens of positive loss weight, over all its samples in order.
+    """An episode's action tokens: the tokens of positive loss weight, over all its rows in order.
 
-    samples        the episode's samples, whose arrays are read and written
-    token_indices  for each sample, the indices of its action tokens
+    rows           the episode's rows, whose arrays are read and written
+    token_indices  for each row, the indices of its action tokens
     turn_ends      for each turn, the number of action tokens up to its end; a turn may have no token
     rewards        for each turn, its reward
     reward         the episode's reward: the sum over its turns
     truncated      whether a limit ended the episode, and not the environment
     """
 
-    samples: list[TrainSample]
+    rows: list[Row]
     token_indices: list[NDArray[np.intp]]
     turn_ends: list[int]
     rewards: list[float]
@@ -158,13 +157,12 @@ class ActionTokens:
     truncated: bool
 
     @classmethod
-    def from_trajectory(cls, trajectory: Trajectory, reward: float) -> ActionTokens:
-        """The action tokens of a trajectory. The difference between the shaped `reward` and the sum of the turn rewards
+    def from_episode(cls, episode: Episode, reward: float) -> ActionTokens:
+        """The action tokens of an episode. The difference between the shaped `reward` and the sum of the turn rewards
         goes to the last turn."""
         import numpy as np
 
-        episode, samples = trajectory.episode, trajectory.samples
-        token_indices = [np.flatnonzero(sample.loss_weights > 0) for sample in samples]
+        token_indices = [np.flatnonzero(row.loss_weights > 0) for row in episode.rows]
         turn_ends, rewards, n_tokens = [], [], 0
         for row, indices in zip(episode.rows, token_indices, strict=True):
             for end, turn_reward in turns(row):
@@ -174,7 +172,7 @@ class ActionTokens:
         if rewards:
             rewards[-1] = reward - sum(rewards[:-1])
         truncated = episode.outcome.status is Status.TRUNCATED
-        return cls(samples, token_indices, turn_ends, rewards, reward, truncated)
+        return cls(episode.rows, token_indices, turn_ends, rewards, reward, truncated)
 
     def __len__(self) -> int:
         return sum(map(len, self.token_indices))
@@ -192,21 +190,21 @@ class ActionTokens:
         return result
 
     def read(self, name: str, offset: int = 0) -> TokenArray:
-        """[n] The samples' array `name` (or `old_logprobs`), `offset` tokens after each action token."""
+        """[n] The rows' array `name` (or `old_logprobs`), `offset` tokens after each action token."""
         import numpy as np
 
-        arrays = [s.old_logprobs if name == "old_logprobs" else s.arrays[name] for s in self.samples]
+        arrays = [row.old_logprobs if name == "old_logprobs" else row.arrays[name] for row in self.rows]
         parts = [array[indices + offset] for array, indices in zip(arrays, self.token_indices, strict=True)]
         return np.concatenate([np.zeros(0), *parts]).astype(np.float64)
 
     def write(self, name: str, values: TokenArray) -> None:
-        """Set the samples' array `name` to `values` [n] at the action tokens, and to 0 elsewhere."""
+        """Set the rows' array `name` to `values` [n] at the action tokens, and to 0 elsewhere."""
         import numpy as np
 
         start = 0
-        for sample, indices in zip(self.samples, self.token_indices, strict=True):
-            sample.arrays[name] = np.zeros(len(sample), np.float32)
-            sample.arrays[name][indices] = values[start : start + len(indices)]
+        for row, indices in zip(self.rows, self.token_indices, strict=True):
+            row.arrays[name] = np.zeros(len(row), np.float32)
+            row.arrays[name][indices] = values[start : start + len(indices)]
             start += len(indices)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch
+from envgym.types import Group, Row
 
 from .settings import DistillConfig
 from .sft import SFT
@@ -32,12 +33,12 @@ class Distill(SFT):
             "teacher": RoleSpec(top_k=self.config.top_k, needs_model=True),
         }
 
-    def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        samples = super().prepare(groups)
-        for sample in samples:
-            top_tokens = sample.arrays["teacher"]
-            sample.arrays["teacher"], sample.arrays["teacher_ids"] = top_tokens[..., 0], top_tokens[..., 1]
-        return samples
+    def prepare(self, groups: Sequence[Group]) -> list[Row]:
+        rows = super().prepare(groups)
+        for row in rows:
+            top_tokens = row.arrays["teacher"]
+            row.arrays["teacher"], row.arrays["teacher_ids"] = top_tokens[..., 0], top_tokens[..., 1]
+        return rows
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         import torch

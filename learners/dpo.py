@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch, TrainSample
+from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch
+from envgym.types import Row
 
 from .pairs import PairLearner, chosen_rejected_sums
 from .settings import DPOConfig
 
 if TYPE_CHECKING:
-    from envgym.learner import FloatArray
+    from envgym.types.episodes import FloatArray
 
     from .losses import LossAndMetrics
 
@@ -31,10 +32,10 @@ class DPO(PairLearner):
     def roles(self) -> Mapping[str, RoleSpec]:
         return {"actor": RoleSpec(trained=True, scored=False), "reference": RoleSpec()}
 
-    def loss_normalizers(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        answers = [sample for sample in samples if "chosen" in sample.arrays and sample.arrays["chosen"][0]]
-        weight = sum(float(sample.loss_weights.sum()) for sample in answers)
-        return super().loss_normalizers(samples) | {"nll": max(1e-8, weight)}
+    def loss_normalizers(self, rows: Sequence[Row]) -> dict[str, float]:
+        answers = [row for row in rows if "chosen" in row.arrays and row.arrays["chosen"][0]]
+        weight = sum(float(row.loss_weights.sum()) for row in answers)
+        return super().loss_normalizers(rows) | {"nll": max(1e-8, weight)}
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         from .losses import dpo_loss, nll_of_chosen, pair_sums
@@ -58,16 +59,16 @@ class DPO(PairLearner):
             metrics["nll"] = (float(nll.detach()), weight)
         return total, metrics
 
-    def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss`; `eval/accuracy`, the share of pairs with a positive margin; and `eval/margin`, the mean margin
         (log-ratio of the chosen answer minus that of the rejected one) in nats times `beta`. `outputs` are the policy's
-        log-probabilities, [T] per sample; samples with one `microbatch_key` are a pair."""
+        log-probabilities, [T] per row; rows with one `microbatch_key` are a pair."""
         import torch
 
         from .losses import dpo_loss
 
-        policy = chosen_rejected_sums(samples, outputs)
-        reference = chosen_rejected_sums(samples, [sample.arrays["reference"] for sample in samples])
+        policy = chosen_rejected_sums(rows, outputs)
+        reference = chosen_rejected_sums(rows, [row.arrays["reference"] for row in rows])
         chosen_rewards, rejected_rewards = (self.config.beta * (p - r) for p, r in zip(policy, reference, strict=True))
         margins = torch.from_numpy(chosen_rewards - rejected_rewards)
         return {

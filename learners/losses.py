@@ -87,9 +87,9 @@ def sequence_log_ratio(log_ratio: Tensor, logprobs: Tensor, weights: Tensor, epi
 
 
 def episode_means(values: Tensor, weights: Tensor, episodes: Tensor) -> Tensor:
-    """[B] the weighted mean of `values` [B, T] over all samples of each sample's episode; 0 without weight.
+    """[B] the weighted mean of `values` [B, T] over all rows of each row's episode; 0 without weight.
 
-    All samples of an episode must be in the batch. Infinities and NaN do not leave their episode.
+    All rows of an episode must be in the batch. Infinities and NaN do not leave their episode.
     """
     same_episode = episodes[:, None] == episodes[None, :]
     totals, counted = (values * weights).sum(1), weights.sum(1)

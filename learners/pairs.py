@@ -7,90 +7,90 @@ pair. So one learner serves both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import Learner, TrainSample, Trajectory
-from envgym.types import Objective
+from envgym.learner import Learner
+from envgym.types import Episode, Group, Objective, Row
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from envgym.learner import FloatArray
+    from envgym.types.episodes import FloatArray
 
     PairArray = NDArray[np.float64]
 
-Pair = tuple[Trajectory, Trajectory]
-"""The chosen trajectory and the rejected one."""
+Pair = tuple[Episode, Episode]
+"""The chosen episode and the rejected one."""
 
 
 class PairLearner(Learner):
     """Base of learners on pairs. Their loss is a mean over the pairs of the optimizer step.
 
-    A pair is a unit of the micro-batch. `arrays["chosen"]` is 1 at every token of its chosen samples, 0 at those of the
+    A pair is a unit of the micro-batch. `arrays["chosen"]` is 1 at every token of its chosen rows, 0 at those of the
     rejected ones. Pairs of identical answers, such as answers truncated before they differ, are left out.
     """
 
     min_group_size: ClassVar[int] = 2
     _n_identical = 0
 
-    def samples_to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        samples = super().samples_to_score(groups)
-        for sample in samples:
-            sample.drop_sampling_info()
-        return samples
+    def rows_to_score(self, groups: Sequence[Group]) -> list[Row]:
+        rows = super().rows_to_score(groups)
+        for row in rows:
+            row.drop_sampling_info()
+        return rows
 
-    def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+    def prepare(self, groups: Sequence[Group]) -> list[Row]:
         import numpy as np
 
-        pairs, samples = best_and_worst(groups), []
+        pairs, rows = best_and_worst(groups), []
         distinct = [pair for pair in pairs if _token_ids(pair[0]) != _token_ids(pair[1])]
         self._n_identical = len(pairs) - len(distinct)
         for unit, pair in enumerate(distinct or pairs):  # a step of nothing else has a loss without a gradient
-            for trajectory, label in zip(pair, (1.0, 0.0), strict=True):
-                for sample in self.samples_of(trajectory):
-                    sample.objective, sample.microbatch_key = Objective.PREFERENCE, unit
-                    sample.arrays["chosen"] = np.full(len(sample), label, np.float32)
-                    samples.append(sample)
-        return samples
+            for episode, label in zip(pair, (1.0, 0.0), strict=True):
+                for row in self.rows_of(episode):
+                    row.arrays["chosen"] = np.full(len(row), label, np.float32)
+                    rows.append(row.copy_with(objective=Objective.PREFERENCE, microbatch_key=unit))
+        return rows
 
-    def samples_of(self, trajectory: Trajectory) -> list[TrainSample]:
-        """The samples of one side of a pair."""
-        return trajectory.samples
+    def rows_of(self, episode: Episode) -> list[Row]:
+        """The rows of one side of a pair."""
+        return episode.rows
 
-    def loss_normalizers(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        units = {sample.microbatch_key for sample in samples if sample.objective == Objective.PREFERENCE}
-        return super().loss_normalizers(samples) | {Objective.PREFERENCE: max(1.0, float(len(units)))}
+    def loss_normalizers(self, rows: Sequence[Row]) -> dict[str, float]:
+        units = {row.microbatch_key for row in rows if row.objective == Objective.PREFERENCE}
+        return super().loss_normalizers(rows) | {Objective.PREFERENCE: max(1.0, float(len(units)))}
 
-    def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+    def metrics(self, rows: Sequence[Row]) -> dict[str, float]:
         identical = {"preference/identical": float(self._n_identical)} if self._n_identical else {}
-        return {"preference/pairs": self.loss_normalizers(samples)[Objective.PREFERENCE], **identical}
+        return {"preference/pairs": self.loss_normalizers(rows)[Objective.PREFERENCE], **identical}
 
 
-def _token_ids(trajectory: Trajectory) -> list[list[int]]:
+def _token_ids(episode: Episode) -> list[list[int]]:
     """The tokens of an answer and its prompt: those of two answers may be equal after they were truncated."""
-    return [sample.token_ids.tolist() for sample in trajectory.samples]
+    return [row.token_ids.tolist() for row in episode.rows]
 
 
-def best_and_worst(groups: Sequence[Sequence[Trajectory]]) -> list[Pair]:
+def best_and_worst(groups: Sequence[Group]) -> list[Pair]:
     """The best and the worst of each group by reward, the first among equals; no pair if all rewards are equal."""
     pairs = []
     for group in groups:
-        rewards = {i: member.episode.reward for i, member in enumerate(group) if member.episode.reward is not None}
-        if len(set(rewards.values())) > 1:
-            best, worst = (pick(rewards, key=lambda index: rewards[index]) for pick in (max, min))
-            pairs.append((group[best], group[worst]))
+        rewarded = [(episode.reward, episode) for episode in group.episodes if episode.reward is not None]
+        if len({reward for reward, _ in rewarded}) > 1:
+            best, worst = (pick(rewarded, key=itemgetter(0))[1] for pick in (max, min))
+            pairs.append((best, worst))
     return pairs
 
 
-def chosen_rejected_sums(samples: Sequence[TrainSample], values: Sequence[FloatArray]) -> tuple[PairArray, PairArray]:
-    """[n pairs] each: sums of `values` ([T] per sample) over the chosen and over the rejected answers' tokens of
+def chosen_rejected_sums(rows: Sequence[Row], values: Sequence[FloatArray]) -> tuple[PairArray, PairArray]:
+    """[n pairs] each: sums of `values` ([T] per row) over the chosen and over the rejected answers' tokens of
     positive weight."""
     import numpy as np
 
     by_pair: dict[int, list[float]] = {}
-    for sample, array in zip(samples, values, strict=True):
-        totals = by_pair.setdefault(sample.microbatch_key, [0.0, 0.0])
-        totals[int(sample.arrays["chosen"][0])] += float(array[sample.loss_weights > 0].sum(dtype=np.float64))
+    for row, array in zip(rows, values, strict=True):
+        totals = by_pair.setdefault(row.microbatch_key, [0.0, 0.0])
+        totals[int(row.arrays["chosen"][0])] += float(array[row.loss_weights > 0].sum(dtype=np.float64))
     rejected_sums, chosen_sums = np.array(list(by_pair.values())).reshape(-1, 2).T
     return chosen_sums, rejected_sums

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from envgym.learner import Learner, LearnerConfig, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
-from envgym.types import Objective, Status
+from envgym.learner import Learner, LearnerConfig, Outputs, RoleSpec, RowBatch
+from envgym.types import Episode, Group, Objective, Row, Status
 
 from .advantages import (
     ActionTokens,
@@ -23,7 +23,7 @@ from .advantages import (
     shaped_reward,
     turn_advantages,
 )
-from .settings import PolicyGradientConfig
+from .settings import KLEstimator, PolicyGradientConfig
 
 if TYPE_CHECKING:
     from .advantages import Mask, TokenArray
@@ -36,6 +36,7 @@ class PolicyGradient(Learner):
     Config: ClassVar[type[LearnerConfig]] = PolicyGradientConfig
     config: PolicyGradientConfig
     needs_policy_samples = True
+    reads_outputs = True
 
     def __init__(self, config: LearnerConfig) -> None:
         super().__init__(config)
@@ -53,19 +54,19 @@ class PolicyGradient(Learner):
     def token_advantages(self, group: Sequence[ActionTokens]) -> list[TokenArray]:
         """[n] advantages of each episode of a group, one per action token."""
 
-    def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        rewarded = [[trajectory for trajectory in group if trajectory.episode.reward is not None] for group in groups]
+    def prepare(self, groups: Sequence[Group]) -> list[Row]:
+        rewarded = [[episode for episode in group.episodes if episode.reward is not None] for group in groups]
         # Members of smaller groups failed, so that the rest has no baseline.
         complete_groups = [group for group in rewarded if len(group) >= self.min_group_size]
-        members = [[self._action_tokens(trajectory) for trajectory in group] for group in complete_groups]
+        members = [[self._action_tokens(episode) for episode in group] for group in complete_groups]
         raw_advantages = [self.token_advantages(group) for group in members]
         no_signal = self._no_signal(members, raw_advantages)
         advantages = normalize_advantages(raw_advantages, self.config.advantage_norm, no_signal)
         episodes = [tokens for group in members for tokens in group]
         for tokens, values in zip(episodes, chain.from_iterable(advantages), strict=True):
             tokens.write("advantages", values)
-            self._apply_aggregation(tokens.samples)
-        return [sample for tokens in episodes for sample in tokens.samples]
+            self._apply_aggregation(tokens.rows)
+        return [row for tokens in episodes for row in tokens.rows]
 
     def _no_signal(
         self, groups: Sequence[Sequence[ActionTokens]], advantages: Sequence[Sequence[TokenArray]]
@@ -78,11 +79,11 @@ class PolicyGradient(Learner):
         turn_ends = [[tokens.turn_ends if by_turn else [len(tokens)] for tokens in group] for group in groups]
         return [no_signal_masks(group, ends) for group, ends in zip(advantages, turn_ends, strict=True)]
 
-    def _action_tokens(self, trajectory: Trajectory) -> ActionTokens:
-        if self.config.shaping.overlong_filter and trajectory.episode.outcome.status is Status.TRUNCATED:
-            for sample in trajectory.samples:
-                sample.loss_weights[:] = 0.0
-        return ActionTokens.from_trajectory(trajectory, shaped_reward(trajectory.episode, self.config.shaping))
+    def _action_tokens(self, episode: Episode) -> ActionTokens:
+        if self.config.shaping.overlong_filter and episode.outcome.status is Status.TRUNCATED:
+            for row in episode.rows:
+                row.loss_weights[:] = 0.0
+        return ActionTokens.from_episode(episode, shaped_reward(episode, self.config.shaping))
 
     @property
     def kl_in_reward(self) -> bool:
@@ -107,20 +108,20 @@ class PolicyGradient(Learner):
         result: TokenArray = rewards.numpy()
         return result
 
-    def _apply_aggregation(self, samples: Sequence[TrainSample]) -> None:
+    def _apply_aggregation(self, rows: Sequence[Row]) -> None:
         """Rescale an episode's loss weights for `sequence` aggregation; store an adaptive KL coefficient per token."""
         import numpy as np
 
-        total = sum(float(sample.loss_weights.sum()) for sample in samples)
-        for sample in samples:
+        total = sum(float(row.loss_weights.sum()) for row in rows)
+        for row in rows:
             if self.config.kl.target is not None and self.config.kl.applied_to == "loss":
-                sample.arrays["kl_coef"] = np.full(len(sample), self.kl_coef, np.float32)
+                row.arrays["kl_coef"] = np.full(len(row), self.kl_coef, np.float32)
             if self.config.aggregation == "sequence" and total > 0:  # an episode counts once
-                sample.loss_weights = sample.loss_weights / np.float32(total)
+                row.loss_weights = row.loss_weights / np.float32(total)
 
-    def loss_normalizers(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        totals = super().loss_normalizers(samples)
-        episodes = {sample.episode_index for sample in samples if sample.objective == Objective.POLICY_GRADIENT}
+    def loss_normalizers(self, rows: Sequence[Row]) -> dict[str, float]:
+        totals = super().loss_normalizers(rows)
+        episodes = {row.episode_index for row in rows if row.objective == Objective.POLICY_GRADIENT}
         if self.config.aggregation != "token" and episodes:
             length = self.config.constant_length if self.config.aggregation == "constant" else 1
             totals[Objective.POLICY_GRADIENT] = float(len(episodes) * length)
@@ -148,17 +149,18 @@ class PolicyGradient(Learner):
 
     # -- metrics and adaptation ---------------------------------------------------------------------------
 
-    def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        samples = [sample for sample in samples if sample.objective == Objective.POLICY_GRADIENT]
-        metrics = advantage_metrics(samples) | {"learner/episodes": float(len({s.episode_index for s in samples}))}
+    def metrics(self, rows: Sequence[Row]) -> dict[str, float]:
+        rows = [row for row in rows if row.objective == Objective.POLICY_GRADIENT]
+        metrics = advantage_metrics(rows) | {"learner/episodes": float(len({row.episode_index for row in rows}))}
         return metrics | ({"policy/kl_coef": self.kl_coef} if self.config.kl.coef > 0 else {})
 
-    def on_step_end(self, record: Mapping[str, Any]) -> None:
-        kl = self.config.kl
-        if kl.target is not None and "policy/kl" in record:
-            episodes = round(record["learner/episodes"])
+    def end_step(self, rows: Sequence[Row]) -> None:
+        """Adapt the KL coefficient to the KL that the first pass over the rows measured."""
+        config = self.config.kl
+        if config.target is not None and (kl := mean_kl(rows, config.estimator)) is not None:
+            episodes = len({row.episode_index for row in rows if row.objective == Objective.POLICY_GRADIENT})
             self.kl_coef = adapt_kl_coef(
-                self.kl_coef, record["policy/kl"], target=kl.target, horizon=kl.horizon, episodes=episodes
+                self.kl_coef, kl, target=config.target, horizon=config.horizon, episodes=episodes
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,16 +209,32 @@ def adapt_kl_coef(coef: float, kl: float, *, target: float, horizon: int, episod
     return coef * max(0.0, 1 + error * episodes / horizon)
 
 
-def advantage_metrics(samples: Sequence[TrainSample]) -> dict[str, float]:
+def mean_kl(rows: Sequence[Row], estimator: KLEstimator) -> float | None:
+    """The mean KL to the reference, in nats per token of positive weight, of the policy of the step's first pass over
+    each row; None if there was no pass."""
+    import torch
+
+    from .losses import kl_estimate
+
+    pairs = [
+        (row.first_outputs[row.loss_weights > 0], row.arrays["reference"][row.loss_weights > 0])
+        for row in rows
+        if row.first_outputs is not None and row.objective == Objective.POLICY_GRADIENT
+    ]
+    estimates = [kl_estimate(*map(torch.from_numpy, pair), estimator).double() for pair in pairs]
+    return float(torch.cat(estimates).mean()) if sum(map(len, estimates)) else None
+
+
+def advantage_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """`advantage/mean`, `std` and `max_abs` over tokens of positive weight, and `advantage/group_spread`: the biased
     standard deviation of the episodes' mean advantages within a group, averaged over groups."""
     import numpy as np
 
     by_group: dict[int, dict[int, list[np.ndarray]]] = {}
-    for sample in samples:
-        tokens = sample.arrays["advantages"][sample.loss_weights > 0]
+    for row in rows:
+        tokens = row.arrays["advantages"][row.loss_weights > 0]
         if len(tokens):
-            by_group.setdefault(sample.group_index, {}).setdefault(sample.episode_index, []).append(tokens)
+            by_group.setdefault(row.group_index, {}).setdefault(row.episode_index, []).append(tokens)
     if not by_group:
         return {}
     groups = [[np.concatenate(parts) for parts in episodes.values()] for episodes in by_group.values()]

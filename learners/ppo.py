@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch, TrainSample
-from envgym.types import Objective
+from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch
+from envgym.types import Objective, Row
 
 from .advantages import ActionTokens, gae_advantages
 from .policy_gradient import PolicyGradient
@@ -59,13 +59,13 @@ class PPO(PolicyGradient):
         values = tokens.read("critic", -1)
         next_value = 0.0
         if self.config.bootstrap_truncated and tokens.truncated and len(tokens):
-            next_value = float(tokens.samples[-1].arrays["critic"][-1])
+            next_value = float(tokens.rows[-1].arrays["critic"][-1])
         rewards = tokens.token_rewards(by_turn=self.config.credit == "turn") + self.kl_rewards(tokens)
         advantages = gae_advantages(
             rewards, values, next_value=next_value, gamma=self.config.gamma, gae_lambda=self.config.gae_lambda
         )
-        for sample in tokens.samples:
-            del sample.arrays["critic"]
+        for row in tokens.rows:
+            del row.arrays["critic"]
         tokens.write("values", values)
         tokens.write("returns", advantages + values)
         return advantages
@@ -83,13 +83,13 @@ class PPO(PolicyGradient):
         total, metrics = critic_loss(outputs, batch, self.config.value_clip)
         return total / normalizers[batch.objective], metrics
 
-    def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        metrics = super().metrics(samples)
-        explained = explained_variance(samples)
+    def metrics(self, rows: Sequence[Row]) -> dict[str, float]:
+        metrics = super().metrics(rows)
+        explained = explained_variance(rows)
         return metrics if explained is None else metrics | {"value/explained_variance": explained}
 
 
-def explained_variance(samples: Sequence[TrainSample]) -> float | None:
+def explained_variance(rows: Sequence[Row]) -> float | None:
     """1 - Var(R - V) / Var(R) over the tokens of positive weight, with returns R and the critic's values V before the
     update: 1 for a perfect critic, 0 for a constant one.
 
@@ -99,7 +99,7 @@ def explained_variance(samples: Sequence[TrainSample]) -> float | None:
     import numpy as np
 
     returns, values = (
-        np.concatenate([np.zeros(0), *(s.arrays[name][s.loss_weights > 0] for s in samples if name in s.arrays)])
+        np.concatenate([np.zeros(0), *(row.arrays[name][row.loss_weights > 0] for row in rows if name in row.arrays)])
         for name in ("returns", "values")
     )
     if not len(returns) or returns.std() <= max(1e-3 * abs(returns).max(), 1e-6 * abs(values).max()):

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from envgym.learner import Learner, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
-from envgym.types import Objective
+from envgym.learner import Learner, Outputs, RoleSpec, RowBatch
+from envgym.types import Group, Objective, Row
 
 if TYPE_CHECKING:
-    from envgym.learner import FloatArray
+    from envgym.types.episodes import FloatArray
 
     from .losses import LossAndMetrics
 
@@ -26,23 +26,21 @@ class ProcessRewardModel(Learner):
     def roles(self) -> Mapping[str, RoleSpec]:
         return {"actor": RoleSpec(trained=True, scored=False, head="scalar")}
 
-    def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+    def prepare(self, groups: Sequence[Group]) -> list[Row]:
         import numpy as np
 
-        samples = []
-        for trajectory in (trajectory for group in groups for trajectory in group):
-            for row, sample in zip(trajectory.episode.rows, trajectory.samples, strict=True):
-                ends = np.cumsum([len(segment) for segment in row.segments])
-                indices = [end - 1 for end, segment in zip(ends, row.segments, strict=True) if segment.role == "action"]
-                labels = np.full(len(sample), np.nan, np.float32)
-                for index, turn in zip(indices, row.turns, strict=True):
-                    labels[index] = np.nan if turn.reward is None else turn.reward
-                sample.objective = Objective.LABEL
-                sample.loss_weights = np.isfinite(labels).astype(np.float32)
-                sample.arrays["labels"] = labels
-                if sample.loss_weights.any():
-                    samples.append(sample)
-        return samples
+        labelled = []
+        for row in self.rows_to_score(groups):
+            ends = np.cumsum([len(segment) for segment in row.segments])
+            indices = [end - 1 for end, segment in zip(ends, row.segments, strict=True) if segment.role == "action"]
+            labels = np.full(len(row), np.nan, np.float32)
+            for index, turn in zip(indices, row.turns, strict=True):
+                labels[index] = np.nan if turn.reward is None else turn.reward
+            weights = np.isfinite(labels).astype(np.float32)
+            if weights.any():
+                row.arrays["labels"] = labels
+                labelled.append(row.copy_with(objective=Objective.LABEL, loss_weights=weights))
+        return labelled
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         from .losses import step_loss
@@ -55,15 +53,15 @@ class ProcessRewardModel(Learner):
         total = losses.sum() / normalizers[batch.objective]
         return total, {"loss": (float(losses.detach().sum()), n), "step/accuracy": (float(right), n)}
 
-    def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss` and `eval/accuracy` over steps; a probability above one half predicts a right step."""
         import numpy as np
         import torch
 
         from .losses import step_loss
 
-        masks = [sample.loss_weights > 0 for sample in samples]
+        masks = [row.loss_weights > 0 for row in rows]
         values = np.concatenate([output[mask] for output, mask in zip(outputs, masks, strict=True)])
-        labels = np.concatenate([sample.arrays["labels"][mask] for sample, mask in zip(samples, masks, strict=True)])
+        labels = np.concatenate([row.arrays["labels"][mask] for row, mask in zip(rows, masks, strict=True)])
         losses = step_loss(torch.from_numpy(values).double(), torch.from_numpy(labels).double())
         return {"eval/loss": float(losses.mean()), "eval/accuracy": float(((values > 0) == (labels > 0.5)).mean())}

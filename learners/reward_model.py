@@ -7,18 +7,19 @@ margin H. Touvron et al., "Llama 2" (2023), eq. 2.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch
+from envgym.types import Episode, Row
 
 from .pairs import PairLearner, chosen_rejected_sums
 from .settings import RewardModelConfig
 
 if TYPE_CHECKING:
-    from envgym.learner import FloatArray
+    from envgym.types.episodes import FloatArray
 
     from .losses import LossAndMetrics
+    from .pairs import PairArray
 
 
 class RewardModelLearner(PairLearner):
@@ -27,6 +28,7 @@ class RewardModelLearner(PairLearner):
 
     Config: ClassVar[type[LearnerConfig]] = RewardModelConfig
     config: RewardModelConfig
+    reads_outputs = True
 
     def __init__(self, config: LearnerConfig) -> None:
         super().__init__(config)
@@ -37,15 +39,15 @@ class RewardModelLearner(PairLearner):
     def roles(self) -> Mapping[str, RoleSpec]:
         return {"actor": RoleSpec(trained=True, scored=False, head="scalar")}
 
-    def samples_of(self, trajectory: Trajectory) -> list[TrainSample]:
+    def rows_of(self, episode: Episode) -> list[Row]:
         import numpy as np
 
-        last = trajectory.samples[-1]
+        last = episode.rows[-1]
         weights = np.zeros_like(last.loss_weights)
         weights[-1] = 1.0
-        margin = float(trajectory.episode.metrics.get("margin", 0.0)) if self.config.margin else 0.0
-        arrays = {**last.arrays, "margin": np.full(len(weights), margin, np.float32)}
-        return [replace(last, loss_weights=weights, arrays=arrays)]
+        margin = float(episode.metrics.get("margin", 0.0)) if self.config.margin else 0.0
+        last.arrays["margin"] = np.full(len(weights), margin, np.float32)
+        return [last.copy_with(loss_weights=weights)]
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         from .losses import pair_sums, ranking_loss
@@ -60,11 +62,10 @@ class RewardModelLearner(PairLearner):
             "preference/accuracy": (float((chosen_rewards > rejected_rewards).sum()), n),
             "preference/margin": (float((chosen_rewards - rejected_rewards).detach().sum()), n),
             "preference/reward_mean": (float(rewards.sum()), 2 * n),
-            "preference/reward_mean_square": (float(rewards.square().sum()), 2 * n),
         }
         return losses.sum() / normalizers[batch.objective], metrics
 
-    def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss`, `eval/accuracy` (share of pairs ranked correctly), `eval/margin` (their mean reward difference)
         and the rewards' mean and standard deviation."""
         import numpy as np
@@ -72,11 +73,11 @@ class RewardModelLearner(PairLearner):
 
         from .losses import ranking_loss
 
-        chosen_rewards, rejected_rewards = chosen_rejected_sums(samples, outputs)
-        margin, _ = chosen_rejected_sums(samples, [sample.arrays["margin"] for sample in samples])
+        chosen_rewards, rejected_rewards = chosen_rejected_sums(rows, outputs)
+        margin, _ = chosen_rejected_sums(rows, [row.arrays["margin"] for row in rows])
         losses = ranking_loss(torch.from_numpy(chosen_rewards - rejected_rewards), torch.from_numpy(margin))
         rewards = np.concatenate([chosen_rewards, rejected_rewards])
-        self._statistics, self._is_held_out = {"mean": float(rewards.mean()), "std": float(rewards.std())}, True
+        self._observe_rewards(rewards, is_held_out=True)
         return {
             "eval/loss": float(losses.mean()),
             "eval/accuracy": float((chosen_rewards > rejected_rewards).mean()),
@@ -85,11 +86,15 @@ class RewardModelLearner(PairLearner):
             "eval/reward_std": float(rewards.std()),
         }
 
-    def on_step_end(self, record: Mapping[str, Any]) -> None:
-        if not self._is_held_out:
-            mean = record["preference/reward_mean"]
-            variance = max(0.0, record["preference/reward_mean_square"] - mean * mean)
-            self._statistics = {"mean": mean, "std": variance**0.5}
+    def end_step(self, rows: Sequence[Row]) -> None:
+        import numpy as np
+
+        rewards = [row.first_outputs[row.loss_weights > 0] for row in rows if row.first_outputs is not None]
+        if rewards and not self._is_held_out:
+            self._observe_rewards(np.concatenate(rewards).astype(np.float64), is_held_out=False)
+
+    def _observe_rewards(self, rewards: PairArray, *, is_held_out: bool) -> None:
+        self._statistics, self._is_held_out = {"mean": float(rewards.mean()), "std": float(rewards.std())}, is_held_out
 
     def model_config_extras(self) -> Mapping[str, Any]:
         """`mean` and `std` of the rewards of held-out answers or, without an evaluation, of the last training step, for

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import Learner, LearnerConfig, Outputs, RowBatch, TrainSample, Trajectory
-from envgym.types import Objective
+from envgym.learner import Learner, LearnerConfig, Outputs, RowBatch
+from envgym.types import Episode, Group, Objective, Row
 
 from .settings import SFTConfig
 
 if TYPE_CHECKING:
-    from envgym.learner import FloatArray
+    from envgym.types.episodes import FloatArray
 
     from .losses import LossAndMetrics
 
@@ -22,14 +23,13 @@ class SFT(Learner):
     Config: ClassVar[type[LearnerConfig]] = SFTConfig
     config: SFTConfig
 
-    def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+    def prepare(self, groups: Sequence[Group]) -> list[Row]:
         best = self.config.select == "best"
-        selected = [trajectory for group in groups for trajectory in (best_of(group) if best else group)]
-        samples = [sample for trajectory in selected for sample in trajectory.samples]
-        for sample in samples:
-            sample.objective = Objective.CROSS_ENTROPY
-            sample.drop_sampling_info()
-        return samples
+        selected = [episode for group in groups for episode in (best_of(group) if best else group.episodes)]
+        rows = [row.copy_with(objective=Objective.CROSS_ENTROPY) for episode in selected for row in episode.rows]
+        for row in rows:
+            row.drop_sampling_info()
+        return rows
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         from .losses import cross_entropy
@@ -37,14 +37,14 @@ class SFT(Learner):
         total, metric = cross_entropy(outputs, batch)
         return total / normalizers[batch.objective], {"loss": metric}
 
-    def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss`: cross-entropy per token, in nats."""
-        total = sum(float(sample.loss_weights.sum()) for sample in samples)
-        nll = -sum(float((sample.loss_weights * output).sum()) for sample, output in zip(samples, outputs, strict=True))
+        total = sum(float(row.loss_weights.sum()) for row in rows)
+        nll = -sum(float((row.loss_weights * output).sum()) for row, output in zip(rows, outputs, strict=True))
         return {"eval/loss": nll / max(total, 1e-8)}
 
 
-def best_of(group: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """The trajectory of the highest reward, the first among equals; none if no trajectory has a reward."""
-    rewards = {i: member.episode.reward for i, member in enumerate(group) if member.episode.reward is not None}
-    return [group[max(rewards, key=lambda index: rewards[index])]] if rewards else []
+def best_of(group: Group) -> list[Episode]:
+    """The episode of the highest reward, the first among equals; none if no episode has a reward."""
+    rewarded = [(episode.reward, episode) for episode in group.episodes if episode.reward is not None]
+    return [max(rewarded, key=itemgetter(0))[1]] if rewarded else []

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envgym.disk import replacement_file
 from envgym.errors import DataError, needs
-from envgym.types import Episode
+from envgym.types import Episode, Group
 
 from .record import from_record, to_record
-
-if TYPE_CHECKING:
-    from envgym.learner import FloatArray, Trajectory
-
 
 ROW_GROUP_SIZE = 256
 """Episodes per row group, the smallest unit that a reader loads."""
@@ -36,29 +32,26 @@ def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
         pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP_SIZE)
 
 
-def write_learned(
-    path: Path, groups: Sequence[Sequence[Trajectory]], first: Mapping[int, FloatArray], last: Mapping[int, FloatArray]
-) -> None:
-    """Write the training values of a step's token sequences to `path` in one rename, one row per sequence: the
-    `episode`, the sequence's number in it (`row`), and one float32 per token in `advantages`, `logprobs` (the trainer's
-    before its first optimizer step on the sequence, in nats) and `ratios` (the trainer's policy of its last optimizer
-    step over the sampling policy).
-
-    `first` and `last` are the trainer's log-probabilities [T] by the `id` of the sample.
-    """
+def write_learned(path: Path, groups: Sequence[Group]) -> None:
+    """Write the training values of a step's rows to `path` in one rename, one line per row with advantages that was
+    trained on: the `episode`, the row's number in it (`row`), and one float32 per token in `advantages`, `logprobs`
+    (the trainer's before its first optimizer step on the row, in nats) and `ratios` (the trainer's policy of its last
+    optimizer step over the sampling policy). No file is written without such rows."""
     import numpy as np
 
     pa, pq = _pyarrow("writing rollouts")
     columns: dict[str, list[Any]] = {name: [] for name in ("episode", "row", "advantages", "logprobs", "ratios")}
-    for trajectory in (trajectory for group in groups for trajectory in group):
-        for number, sample in enumerate(trajectory.samples):
-            if id(sample) not in first or "advantages" not in sample.arrays:
+    for episode in (episode for group in groups for episode in group.episodes):
+        for number, row in enumerate(episode.rows):
+            if row.last_outputs is None or "advantages" not in row.arrays:
                 continue
-            sampled = np.isfinite(sample.old_logprobs)
-            ratios = np.exp(np.where(sampled, last[id(sample)] - sample.old_logprobs, 0.0))
-            values = (trajectory.episode.id, number, sample.arrays["advantages"], first[id(sample)], ratios)
+            sampled = np.isfinite(row.old_logprobs)
+            ratios = np.exp(np.where(sampled, row.last_outputs - row.old_logprobs, 0.0))
+            values = (episode.id, number, row.arrays["advantages"], row.first_outputs, ratios)
             for column, value in zip(columns.values(), values, strict=True):
                 column.append(value)
+    if not columns["row"]:
+        return
     floats = pa.list_(pa.float32())
     types = {"episode": pa.string(), "row": pa.int32(), "advantages": floats, "logprobs": floats, "ratios": floats}
     table = pa.table(columns, pa.schema(list(types.items())))

@@ -10,15 +10,15 @@ from envgym.config.schema import EvalConfig
 from envgym.engine import SamplingParams
 from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, RunError
-from envgym.learner import Learner, Trajectory, trajectories
+from envgym.learner import Learner
 from envgym.rollout.runner import SamplingPlan
 from envgym.tasks.cursor import tasks_at
-from envgym.types import Episode, Group, SeedScope, Task
+from envgym.types import Episode, Group, SeedScope, Task, number_rows
 from envgym.workers.group import WorkerGroup
 
 from .result import result_of, score_warning
 
-Scorer = Callable[[Sequence[Sequence[Trajectory]]], Awaitable[None]]
+Scorer = Callable[[Sequence[Group]], Awaitable[None]]
 RunGroups = Callable[[Sequence[Task], SamplingPlan], Awaitable[list[Group]]]
 
 
@@ -91,7 +91,7 @@ class HeldOut:
             replace(g, episodes=[e for e in g.episodes if e.is_counted])
             for g in await self._run_groups(await self.tasks(), plan)
         ]
-        trajectory_groups = trajectories([group for group in groups if len(group.episodes) == plan.samples])
-        await score(trajectory_groups)
-        samples = learner.prepare(trajectory_groups)
-        return {**learner.evaluate(samples, await actor.forward(samples)), "n_tasks": len(trajectory_groups)}
+        complete = number_rows([group for group in groups if len(group.episodes) == plan.samples])
+        await score(complete)
+        rows = learner.prepare(complete)
+        return {**learner.evaluate(rows, await actor.forward(rows)), "n_tasks": len(complete)}

@@ -12,9 +12,8 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from envgym.errors import RolloutFailed
-from envgym.learner import TrainSample
 from envgym.render.spelling import IN_APIS
-from envgym.types import Episode, Group, Status, StopReason
+from envgym.types import Episode, Group, Row, Status, StopReason
 
 from .failure_bias import failure_bias
 
@@ -121,10 +120,10 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def token_counts(samples: Sequence[TrainSample], text: Sequence[TrainSample], epochs: int) -> dict[str, int]:
+def token_counts(rows: Sequence[Row], text: Sequence[Row], epochs: int) -> dict[str, int]:
     """Numbers of tokens in a step's optimizer steps: processed, trained on, and (of these) pretraining text."""
-    trained, text_tokens = (sum(int((s.loss_weights > 0).sum()) for s in part) * epochs for part in (samples, text))
-    processed = sum(len(sample) for sample in [*samples, *text]) * epochs
+    trained, text_tokens = (sum(int((row.loss_weights > 0).sum()) for row in part) * epochs for part in (rows, text))
+    processed = sum(len(row.token_ids) for row in [*rows, *text]) * epochs
     counts = {"tokens/trained": trained + text_tokens, "tokens/processed": processed}
     return counts | ({"tokens/pretrain": text_tokens} if text else {})
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from envgym.learner import TrainSample
+    from envgym.types import Row
 
 IN_FLIGHT = 16
 SECONDS = 600.0
@@ -38,10 +38,10 @@ class ApiTeacher:
     async def close(self) -> None:
         await self._caller.close()
 
-    async def forward(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
-        """[T, k, 2] of each sample: log-probabilities of the most likely tokens, in nats and descending, and their ids.
+    async def forward(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        """[T, k, 2] of each row: log-probabilities of the most likely tokens, in nats and descending, and their ids.
         Raises `InvalidOutcome` where the server does not return them."""
-        return list(await asyncio.gather(*(self._ask(sample.token_ids.tolist()) for sample in samples)))
+        return list(await asyncio.gather(*(self._ask(row.token_ids.tolist()) for row in rows)))
 
     async def _ask(self, token_ids: list[int]) -> NDArray[np.float32]:
         """[T, k, 2]: (log-probability, id) of the most likely tokens at each position; zeros at the first. Raises

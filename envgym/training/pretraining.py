@@ -13,16 +13,15 @@ from envgym.config.schema import PretrainConfig, TextSource
 from envgym.env import TaskSet
 from envgym.errors import DataError, did_you_mean
 from envgym.hashing import derived_seed
-from envgym.learner import TrainSample
 from envgym.render import Renderer
 from envgym.tasks import Interleaved
 from envgym.tasks.cursor import TaskCursor
 from envgym.tasks.rows import Rows, TextLines, open_rows
-from envgym.types import Objective, Observation, Task
+from envgym.types import Objective, Observation, Row, Segment, Task, int_array
 
 
 class Pretraining:
-    """Samples of pre-training text, `config.rows` per training step: every pass over the data has each document once,
+    """Rows of pre-training text, `config.rows` per training step: every pass over the data has each document once,
     in a new order drawn by `seed`.
 
     Reads the whole file, and tokenises a document when its step needs it. Raises `DataError` for an unreadable file.
@@ -40,27 +39,21 @@ class Pretraining:
         documents = Interleaved(files, weights) if sources else files[0]
         self.cursor = TaskCursor(documents, derived_seed(seed, "pre-training"))
 
-    async def next(self) -> list[TrainSample]:
-        """The samples of the next training step. All tokens but the first have a loss weight. Micro-batch keys and
-        episodes are numbered from -1 downwards, so that they differ from those of other samples."""
+    async def next(self) -> list[Row]:
+        """The rows of the next training step. All tokens but the first have a loss weight. Micro-batch keys and
+        episodes are numbered from -1 downwards, so that they differ from those of other rows."""
         documents = await self.cursor.next(self._config.rows)
-        return [self._sample(str(document.prompt), -1 - index) for index, document in enumerate(documents)]
+        return [self._row(str(document.prompt), -1 - index) for index, document in enumerate(documents)]
 
-    def _sample(self, text: str, number: int) -> TrainSample:
-        import numpy as np
-
+    def _row(self, text: str, number: int) -> Row:
         token_ids = self._renderer.prompt(Observation(text=text))
         end = self._renderer.tokenizer.eos_token_id
         if end is not None and token_ids[-1] != end:
             token_ids = [*token_ids, end]
         token_ids = token_ids[: self._config.max_tokens]  # a truncated document has no end token
-        weights = np.ones(len(token_ids), np.float32)
-        weights[0] = 0.0  # nothing predicts the first token
-        return TrainSample(
-            token_ids=np.asarray(token_ids, np.int32),
-            loss_weights=weights,
-            old_logprobs=np.full(len(token_ids), np.nan, np.float32),
-            objective=Objective.CROSS_ENTROPY,
+        return Row(
+            [Segment("action", int_array(token_ids))],
+            Objective.CROSS_ENTROPY,
             microbatch_key=number,
             episode_index=number,
             group_index=number,
@@ -68,9 +61,9 @@ class Pretraining:
         )
 
 
-def deal_out(samples: Sequence[TrainSample], n_steps: int) -> list[list[TrainSample]]:
-    """Deal samples out to optimizer steps, as evenly as their number allows."""
-    return [list(samples[index::n_steps]) for index in range(n_steps)]
+def deal_out(rows: Sequence[Row], n_steps: int) -> list[list[Row]]:
+    """Deal rows out to optimizer steps, as evenly as their number allows."""
+    return [list(rows[index::n_steps]) for index in range(n_steps)]
 
 
 class _Documents(TaskSet):

@@ -30,7 +30,6 @@ from .stop import Stop
 from .update import Update
 
 if TYPE_CHECKING:
-    from envgym.learner import Trajectory
     from envgym.monitoring.display import Display
 
 
@@ -108,10 +107,9 @@ class StepGroups:
             record |= {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}
         self.progress.tokens["sampled"] += record.get("tokens/sampled", 0)
 
-    def write_learned(self, groups: Sequence[Sequence[Trajectory]], update: Update) -> None:
-        """Start writing the advantages and the trainer's log-probabilities of a step's samples."""
-        file = self.folder.learned_file(self.progress.step + 1)
-        writing = asyncio.to_thread(write_learned, file, groups, update.first_logprobs, update.last_logprobs)
+    def write_learned(self, groups: Sequence[Group]) -> None:
+        """Start writing the advantages and the trainer's log-probabilities of a step's rows."""
+        writing = asyncio.to_thread(write_learned, self.folder.learned_file(self.progress.step + 1), groups)
         self._writing_learned = asyncio.ensure_future(writing)
 
     async def wait_for_writes(self) -> None:

@@ -17,10 +17,10 @@ from envgym.config.schema import RunConfig, StageConfig
 from envgym.episodes.parquet import write_rollouts
 from envgym.errors import EnvgymError, InvalidOutcome, RolloutFailed, WorkerError
 from envgym.evaluation.held_out import HeldOut
-from envgym.learner import trajectories
 from envgym.monitoring.metrics import held_out_metrics, speed_metrics
 from envgym.monitoring.recorder import Recorder
 from envgym.run_folder import RunFolder
+from envgym.types import number_rows
 
 from .checkpoints import Checkpoints, Progress
 from .components import Components
@@ -99,14 +99,13 @@ class Trainer:
         self.progress.record = {"step": self.progress.step + 1}
         try:
             await self.components.wake_engines()
-            groups = trajectories(await self.groups.collect())
+            groups = number_rows(await self.groups.collect())
             await self.components.wake_models(for_new_weights=True)
             await self.update.score(groups)
             async with self.weights_locked():
                 self.checkpoints.discard_snapshot()
                 await self.update.learn(groups)
-                if self.update.first_logprobs:
-                    self.groups.write_learned(groups, self.update)
+                self.groups.write_learned(groups)
                 await self.groups.wait_for_writes()  # a step is complete once its episodes are on the disk
                 self.progress.step, self.progress.recorded = self.progress.step + 1, False
                 self.checkpoints.snapshot_step()

@@ -1,4 +1,4 @@
-"""The update of a training step: its samples are scored, prepared and split into optimizer steps."""
+"""The update of a training step: its rows are scored, prepared and split into optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from envgym.config.schema import StageConfig
 from envgym.errors import ConfigError, RunError
-from envgym.learner import LearnerConfig, TrainSample, Trajectory
+from envgym.learner import LearnerConfig
 from envgym.monitoring.metrics import computing_metrics, token_counts
+from envgym.types import Group, Row
 from envgym.workers.metrics import merge
 
 from .checkpoints import Progress
@@ -19,14 +20,14 @@ from .components import Components
 from .pretraining import deal_out
 
 if TYPE_CHECKING:
-    from envgym.learner import FloatArray
+    from envgym.types.episodes import FloatArray
 
 
-MEASURED_STEP, MEASURED_SAMPLES = 10, 8
+MEASURED_STEP, MEASURED_ROWS = 10, 8
 
 
 class Update:
-    """Trains on a training step's groups: scores their samples, prepares them and takes the optimizer steps."""
+    """Trains on a training step's groups: scores their rows, prepares them and takes the optimizer steps."""
 
     def __init__(self, components: Components, stage: StageConfig, progress: Progress, steps: int) -> None:
         self._components = components
@@ -34,82 +35,78 @@ class Update:
         """The learner's settings of the roles whose optimizer has settings of its own."""
         self._progress = progress
         self._steps = steps
-        self.first_logprobs: dict[int, FloatArray] = {}
-        self.last_logprobs: dict[int, FloatArray] = {}
-        """The trainer's log-probabilities [T] by `id(sample)`, from the first and the last pass over a sample."""
-        self._measured: list[TrainSample] = []
+        self._measured: list[Row] = []
         self._first: Sequence[FloatArray] = []
-        """The policy's log-probabilities [T] of the samples in `_measured`, before the first step."""
+        """The policy's log-probabilities [T] of the rows in `_measured`, before the first step."""
 
-    async def score(self, groups: Sequence[Sequence[Trajectory]]) -> None:
-        """Add the outputs of every role that scores samples (reference, critic) to their arrays."""
-        samples = self._components.learner.samples_to_score(groups)
+    async def score(self, groups: Sequence[Group]) -> None:
+        """Add the outputs of every role that scores rows (reference, critic) to their arrays."""
+        rows = self._components.learner.rows_to_score(groups)
         roles = [role for role, spec in self._components.learner.roles.items() if spec.scored]
         if not roles:
             return
         with self._progress.timed("score"):
             for role in roles:
                 scorer = self._components.apis.get(role) or self._components.workers[role]
-                outputs = await scorer.forward(samples)
-                for sample, output in zip(samples, outputs, strict=True):
-                    sample.arrays[role] = output
+                outputs = await scorer.forward(rows)
+                for row, output in zip(rows, outputs, strict=True):
+                    row.arrays[role] = output
 
-    async def learn(self, groups: Sequence[Sequence[Trajectory]]) -> None:
-        """Prepare the samples and take an optimizer step on each mini-batch, normalized over all of it."""
+    async def learn(self, groups: Sequence[Group]) -> None:
+        """Prepare the rows and take an optimizer step on each mini-batch, normalized over all of it."""
         progress, learner, pretraining = self._progress, self._components.learner, self._components.pretraining
-        self.first_logprobs, self.last_logprobs = {}, {}
         with progress.timed("prepare"):
-            samples = learner.prepare(groups)
-            if not samples:
-                raise RunError(f"step {progress.step + 1}: the learner prepared no samples to train on")
-            if not all(isinstance(sample, TrainSample) for sample in samples):
-                raise learner.wrong_return(learner.prepare, f"{samples!r:.60}, which must be a list of TrainSample")
-            progress.record |= learner.metrics(samples)
+            rows = learner.prepare(groups)
+            if not rows:
+                raise RunError(f"step {progress.step + 1}: the learner prepared no rows to train on")
+            if not all(isinstance(row, Row) for row in rows):
+                raise learner.wrong_return(learner.prepare, f"{rows!r:.60}, which must be a list of Row")
+            progress.record |= learner.metrics(rows)
             text = [] if pretraining is None else await pretraining.next()
         logged = []
         with progress.timed("learn"):
             role = learner.roles["actor"]
             is_measured = role.head == "lm" and not role.frozen_steps and self._steps >= MEASURED_STEP
             if progress.step == 0 and is_measured:
-                await self._measure_movement(samples)
-            for sample in samples:
-                sample.is_on_policy = sample.versions == (progress.step,)
+                await self._measure_movement(rows)
+            for row in rows:
+                row.is_on_policy = row.versions == (progress.step,)
             for _ in range(learner.config.update_epochs):
-                minibatches = split_minibatches(samples, learner.config.minibatches)
+                minibatches = split_minibatches(rows, learner.config.minibatches)
                 for batch, batch_text in zip(minibatches, deal_out(text, len(minibatches)), strict=True):
                     logged.append(await self.optimizer_step(batch, batch_text))
-                    for sample in samples:
-                        sample.is_on_policy = False
+                    for row in rows:
+                        row.is_on_policy = False
             if progress.step == MEASURED_STEP - 1:
-                await self._measure_movement(samples)
-        progress.record |= aggregate_steps(logged) | token_counts(samples, text, learner.config.update_epochs)
+                await self._measure_movement(rows)
+        progress.record |= aggregate_steps(logged) | token_counts(rows, text, learner.config.update_epochs)
         progress.max_mismatch = max(progress.max_mismatch, progress.record.get("mismatch/max", 0.0))
         progress.tokens["trained"] += progress.record["tokens/trained"]
-        learner.on_step_end(progress.record)
+        learner.end_step(rows)
 
-    async def _measure_movement(self, samples: Sequence[TrainSample]) -> None:
-        """Before the first step: store the log-probabilities of some of its samples. After the tenth: record by how
+    async def _measure_movement(self, rows: Sequence[Row]) -> None:
+        """Before the first step: store the log-probabilities of some of its rows. After the tenth: record by how
         much they differ on average (`policy/movement`), unless the warm-up lasts longer. A run that was resumed in
         between records nothing."""
         import numpy as np
 
         progress, actor, config = self._progress, self._components.workers["actor"], self._components.learner.config
         if progress.step == 0:
-            self._measured = copy.deepcopy(list(samples[:MEASURED_SAMPLES]))  # training changes them
+            self._measured = copy.deepcopy(list(rows[:MEASURED_ROWS]))  # training changes them
             self._first = await actor.forward(self._measured)
         elif self._measured and config.lr and progress.optimizer_steps >= config.warmup_steps:
             pairs = zip(await actor.forward(self._measured), self._first, strict=True)
-            weights = np.concatenate([sample.loss_weights != 0 for sample in self._measured])
+            weights = np.concatenate([row.loss_weights != 0 for row in self._measured])
             differences = np.abs(np.concatenate([last - first for last, first in pairs]))
             progress.record["policy/movement"] = float((differences * weights).sum() / max(1, weights.sum()))
 
-    async def optimizer_step(self, samples: Sequence[TrainSample], text: Sequence[TrainSample]) -> dict[str, float]:
+    async def optimizer_step(self, rows: Sequence[Row], text: Sequence[Row]) -> dict[str, float]:
         """Take one optimizer step of every trained role; the policy is also trained on `text`. Returns their metrics:
         the policy's without a prefix, another role's with `ROLE/`."""
         components, progress = self._components, self._progress
         sampling, sync = components.sampling, components.sync
         logged: dict[str, float] = {}
-        normalizers = components.learner.loss_normalizers([*samples, *text])
+        normalizers = components.learner.loss_normalizers([*rows, *text])
         for role, spec in components.learner.roles.items():
             if not spec.trained or progress.step < spec.frozen_steps:
                 continue
@@ -117,17 +114,18 @@ class Update:
                 self._role_configs.get(role, self._components.learner.config), progress.optimizer_steps, self._steps
             )
             worker, start = components.workers[role], time.monotonic()
-            role_samples = [*samples, *text] if role == "actor" else samples
-            metrics = await worker.accumulate(role_samples, normalizers)
-            if role == "actor" and components.learner.needs_policy_samples:
-                logprobs = {id(sample): line for sample, line in await worker.accumulated_logprobs()}
-                self.first_logprobs, self.last_logprobs = logprobs | self.first_logprobs, self.last_logprobs | logprobs
-            samples_all_tokens = sampling.top_p == 1 and not sampling.top_k  # else the sampler renormalizes
+            role_rows = [*rows, *text] if role == "actor" else rows
+            metrics = await worker.accumulate(role_rows, normalizers)
+            if role == "actor" and (components.learner.reads_outputs or sync is not None):
+                for row, outputs in await worker.accumulated_outputs():
+                    row.first_outputs = outputs if row.first_outputs is None else row.first_outputs
+                    row.last_outputs = outputs
             if role == "actor" and sync is not None:
+                samples_all_tokens = sampling.top_p == 1 and not sampling.top_k  # else the sampler renormalizes
                 # Before the update's first optimizer step, sampler and trainer must be the same policy.
-                sync.check_samples(metrics.get("mismatch/mean_abs") if samples_all_tokens else None)
+                sync.check_samples(sampling_difference(rows) if samples_all_tokens else None)
             metrics |= await worker.step(lr) | {"lr": lr}
-            flops, seconds = worker.info.flops(role_samples), time.monotonic() - start
+            flops, seconds = worker.info.flops(role_rows), time.monotonic() - start
             metrics |= computing_metrics(flops, worker.info.peak_flops, worker.settings.ranks, seconds)
             prefix = "" if role == "actor" else f"{role}/"
             logged |= {f"{prefix}{name}": value for name, value in metrics.items()}
@@ -135,13 +133,23 @@ class Update:
         return logged
 
 
-def split_minibatches(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
-    """Split samples into at most `count` consecutive mini-batches with about as many microbatch keys each; samples with
-    the same key stay together."""
-    keys = list(dict.fromkeys(sample.microbatch_key for sample in samples))
+def sampling_difference(rows: Sequence[Row]) -> float | None:
+    """The mean absolute difference, in nats, of the trainer's log-probabilities from the sampler's, over the tokens
+    that the weights of the last pass sampled; None if there are none."""
+    import numpy as np
+
+    pairs = [(row.last_outputs, row.old_logprobs) for row in rows if row.is_on_policy and row.last_outputs is not None]
+    differences = [np.abs(outputs - sampled)[np.isfinite(sampled)] for outputs, sampled in pairs]
+    return float(np.concatenate(differences).mean(dtype=np.float64)) if sum(map(len, differences)) else None
+
+
+def split_minibatches(rows: Sequence[Row], count: int) -> list[list[Row]]:
+    """Split rows into at most `count` consecutive mini-batches with about as many microbatch keys each; rows with the
+    same key stay together."""
+    keys = list(dict.fromkeys(row.microbatch_key for row in rows))
     count = min(count, len(keys))
     batch_of = {key: index * count // len(keys) for index, key in enumerate(keys)}
-    return [[sample for sample in samples if batch_of[sample.microbatch_key] == index] for index in range(count)]
+    return [[row for row in rows if batch_of[row.microbatch_key] == index] for index in range(count)]
 
 
 def fit_steps(stage: StageConfig, n_tasks: int | None, note: Callable[[str], None]) -> None:

@@ -12,7 +12,6 @@ from statistics import fmean
 from envgym.engines.client import EngineClient
 from envgym.engines.pool import EnginePool
 from envgym.errors import RunError, WorkerDied
-from envgym.learner import TrainSample
 from envgym.types import Row, Segment, int_array
 from envgym.workers.group import WorkerGroup
 
@@ -147,7 +146,7 @@ class WeightSync:
     async def _probe_logprobs(self) -> list[float]:
         """The actor's log-probabilities of the probe."""
         # As an action: workers compute no log-probabilities of other tokens.
-        [scored] = await self.actor.forward([TrainSample.from_row(Row([Segment("action", int_array(self.probe))]))])
+        [scored] = await self.actor.forward([Row([Segment("action", int_array(self.probe))])])
         logprobs: list[float] = scored[1:].tolist()
         return logprobs
 

@@ -20,6 +20,7 @@ from .episodes import (
     Turn,
     VersionSpan,
     float_array,
+    number_rows,
     timed,
 )  # fmt: skip
 from .messages import (
@@ -43,5 +44,5 @@ __all__ = [
     "Action", "Episode", "Group", "Limit", "Message", "Objective", "Observation", "Outcome", "Reward", "Role", "Row",
     "SeedScope", "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn",
     "VersionSpan", "add_instruction", "as_action", "as_messages", "as_observation", "float_array", "int_array",
-    "observed_messages", "timed",
+    "number_rows", "observed_messages", "timed",
 ]  # fmt: skip

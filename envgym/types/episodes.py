@@ -1,17 +1,25 @@
-"""The record of an episode: its token sequences (rows of segments), its outcome, its group."""
+"""The record of an episode: its token sequences (rows of segments), its outcome, its group. A learner learns from the
+rows."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from .messages import Message, StopReason, Task, int_array
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float32]
+    IntArray = NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +107,123 @@ class Objective(StrEnum):
     """Completions, or steps of them, labelled good or bad."""
 
 
-@dataclass(slots=True)
-class Row:
-    """One token sequence to train on: segments in order, their objective, and a turn per action segment.
+ROW_ARRAYS = ("token_ids", "loss_weights", "old_logprobs", "temperatures")
+"""The attributes of a row that are made from its segments."""
 
-    `len` is its number of tokens.
+
+@dataclass
+class Row:
+    """One token sequence of length T to train on: segments in order, their objective, and a turn per action segment.
+
+    Segments and turns are the record. Learners and workers use numpy arrays over the tokens, which are made from the
+    segments when they are first read, and may be replaced: the record does not change with them.
+
+    token_ids      [T] int32
+    loss_weights   [T] float32, weight of token t in the loss (predicted from the tokens before it); [0] is 0
+    old_logprobs   [T] float32 nats, the sampler's log-probabilities; NaN for tokens that were not sampled
+    temperatures   [T] float32, the sampling temperature of each action token; None: all 1
+    arrays         name -> [T] or [T, …] float32: outputs of scoring roles, by role; inputs of the learner's loss
+    microbatch_key rows with the same key (a pair, an episode) form a unit, which stays in one micro-batch
+    episode_index  index of the episode within the training step, for aggregation by episode
+    group_index    index of its group within the training step, for metrics of groups
+    is_on_policy   whether the weights about to be trained sampled all of its actions
+    first_outputs  [T] float32, outputs of the policy's model for it in the step's first pass over it, before that
+                   pass's optimizer step; None before the pass, and where nothing reads them (`Learner.reads_outputs`)
+    last_outputs   the same of the last pass
+
+    `len` is T.
     """
 
     segments: list[Segment]
     objective: Objective = Objective.POLICY_GRADIENT
     turns: list[Turn] = field(default_factory=list)
+    arrays: dict[str, FloatArray] = field(default_factory=dict, compare=False, repr=False)
+    microbatch_key: int = field(default=0, compare=False, repr=False)
+    episode_index: int = field(default=0, compare=False, repr=False)
+    group_index: int = field(default=0, compare=False, repr=False)
+    is_on_policy: bool = field(default=True, compare=False, repr=False)
+    first_outputs: FloatArray | None = field(default=None, compare=False, repr=False)
+    last_outputs: FloatArray | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        token_ids: IntArray,
+        loss_weights: FloatArray,
+        old_logprobs: FloatArray,
+        objective: Objective,
+        **fields: Any,
+    ) -> Row:
+        """A row without a record; `fields` are further ones of its attributes."""
+        arrays = {"token_ids": token_ids, "loss_weights": loss_weights, "old_logprobs": old_logprobs}
+        return cls([], objective).copy_with(**arrays, **{"temperatures": None, **fields})
+
+    @cached_property
+    def token_ids(self) -> IntArray:
+        import numpy as np
+
+        empty = np.zeros(0, np.int32)
+        return np.concatenate([empty, *(segment.token_ids for segment in self.segments)], dtype=np.int32)
+
+    @cached_property
+    def loss_weights(self) -> FloatArray:
+        import numpy as np
+
+        empty = np.zeros(0, np.float32)
+        weights = np.concatenate([empty, *(segment.loss_weights for segment in self.segments)], dtype=np.float32)
+        weights[:1] = 0.0  # nothing predicts the first token
+        return weights
+
+    @cached_property
+    def old_logprobs(self) -> FloatArray:
+        import numpy as np
+
+        result = np.full(len(self), np.nan, np.float32)
+        end = 0
+        for segment in self.segments:
+            end += len(segment.token_ids)
+            if segment.logprobs is not None:
+                result[end - len(segment.token_ids) : end] = segment.logprobs
+        return result
+
+    @cached_property
+    def temperatures(self) -> FloatArray | None:
+        import numpy as np
+
+        lengths = [len(segment.token_ids) for segment in self.segments]
+        return np.repeat(np.array([segment.temperature for segment in self.segments], np.float32), lengths)
 
     @property
-    def token_ids(self) -> array[int]:
-        """Its tokens [T], a new int32 array."""
-        return array("i", itertools.chain.from_iterable(segment.token_ids for segment in self.segments))
+    def versions(self) -> tuple[int, ...]:
+        """The policy versions that sampled its actions, ascending."""
+        return tuple(sorted({span.version for segment in self.segments for span in segment.versions}))
 
     @property
     def n_action_tokens(self) -> int:
-        return sum(len(segment) for segment in self.segments if segment.role == "action")
+        return sum([len(segment.token_ids) for segment in self.segments if segment.role == "action"])
 
     def __len__(self) -> int:
-        return sum(map(len, self.segments))
+        return sum([len(segment.token_ids) for segment in self.segments]) if self.segments else len(self.token_ids)
+
+    def copy_with(self, **attributes: Any) -> Row:
+        """A copy with other values of some attributes; all others are shared with this row."""
+        row: Row = object.__new__(type(self))
+        vars(row).update(vars(self), **attributes)
+        return row
+
+    def without_record(self, **attributes: Any) -> Row:
+        """A copy that holds its arrays alone, for workers, with other values of some attributes."""
+        for name in ROW_ARRAYS:
+            getattr(self, name)  # made from the segments, if they are not yet
+        return self.copy_with(segments=[], turns=[], first_outputs=None, last_outputs=None, **attributes)
+
+    def drop_sampling_info(self) -> None:
+        """Treat tokens that were sampled at another temperature than 1 as plain data: clear the temperatures and the
+        sampler's log-probabilities."""
+        import numpy as np
+
+        if self.temperatures is not None and (self.temperatures != 1).any():
+            self.temperatures, self.old_logprobs = None, np.full_like(self.old_logprobs, np.nan)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens, and the turns with at least one of them."""
@@ -135,6 +238,8 @@ class Row:
             n_turns += segment.role == "action"
             segments.append(segment)
         self.segments, self.turns = segments, self.turns[:n_turns]
+        for name in ROW_ARRAYS:
+            vars(self).pop(name, None)
 
 
 class Status(StrEnum):
@@ -285,3 +390,16 @@ class Group:
     episodes: list[Episode]
     superseded: list[Episode] = field(default_factory=list)
     refills: int = 0
+
+
+def number_rows(groups: Sequence[Group]) -> Sequence[Group]:
+    """Number the episodes and groups of a training step in their rows, in order. All rows of an episode share a
+    micro-batch. Returns the groups."""
+    number = 0
+    for index, group in enumerate(groups):
+        for episode in group.episodes:
+            for row in episode.rows:
+                row.microbatch_key = row.episode_index = number
+                row.group_index = index
+            number += 1
+    return groups

@@ -83,10 +83,12 @@ class Message:
 
     def __post_init__(self) -> None:
         parts: Any = self.content if isinstance(self.content, list | tuple) else (self.content,)
+        content = []
         for part in parts:
             if not isinstance(part, str | TextPart):
                 raise TypeError(f"the content of a message is text or a list of texts, not {type(part).__name__}")
-        object.__setattr__(self, "content", tuple(TextPart(part) if isinstance(part, str) else part for part in parts))
+            content.append(TextPart(part) if isinstance(part, str) else part)
+        object.__setattr__(self, "content", tuple(content))
 
     @classmethod
     def system(cls, text: str) -> Message:
@@ -102,7 +104,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.content)
+        return "".join([part.text for part in self.content])
 
     def as_dict(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
         """The form that chat templates and OpenAI-compatible APIs take, `{"role": …, "content": …}` at least.

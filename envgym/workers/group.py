@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from envgym.errors import WorkerDied, WorkerError
-from envgym.learner import TrainSample
 from envgym.processes.runtime import CALL_SECONDS, Runtime, WorkerHandle
+from envgym.types import Row
 
 from .metrics import merge
 from .micro_batches import micro_batches
@@ -17,7 +17,7 @@ from .prefixes import sort_by_prefix
 from .spec import RankInfo, WorkerSpec
 
 if TYPE_CHECKING:
-    from envgym.learner import FloatArray
+    from envgym.types.episodes import FloatArray
 
 GRACE_SECONDS = 1.0
 """Time after a rank's failure in which other ranks may report a root cause: a rank that lost its peer often fails
@@ -85,7 +85,7 @@ class WorkerGroup:
 
     # -- log-prob passes and training -----------------------------------------------------------------------------
 
-    async def forward(self, samples: Sequence[TrainSample]) -> list[FloatArray]:
+    async def forward(self, samples: Sequence[Row]) -> list[FloatArray]:
         """One float32 array [T] per sample, in order; see `ModelWorker.forward`."""
         if not samples:
             return []
@@ -94,32 +94,34 @@ class WorkerGroup:
             order = [index for index, _ in sort_by_prefix([sample.token_ids for sample in samples])]
             shares = [order[len(order) * k // n_shares : len(order) * (k + 1) // n_shares] for k in range(n_shares)]
         else:
-            by_length = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
+            lengths = [len(sample.token_ids) for sample in samples]
+            by_length = sorted(range(len(samples)), key=lengths.__getitem__, reverse=True)
             shares = [by_length[k::n_shares] for k in range(n_shares)]
         shares = [share or [0] for share in shares]  # with ZeRO 3 every rank must take part
-        inputs = [replace(sample, arrays={}) for sample in samples]
+        inputs = [sample.without_record(arrays={}) for sample in samples]
         results = await self._on_shares(self._forward, [([inputs[index] for index in share],) for share in shares])
         outputs: dict[int, FloatArray] = {}
         for share, result in zip(shares, results[:: self.settings.ranks_per_row], strict=True):
             outputs.update(zip(share, result, strict=True))
         return [outputs[index] for index in range(len(samples))]
 
-    async def accumulate(self, samples: Sequence[TrainSample], normalizers: Mapping[str, float]) -> dict[str, float]:
+    async def accumulate(self, samples: Sequence[Row], normalizers: Mapping[str, float]) -> dict[str, float]:
         """Compute the gradient of one optimizer step, over all ranks; `step` applies it. Returns the learner's metrics
         and `mismatch/…`, and `tokens/shared_share`, the share of tokens that shared prefixes save, if they are used."""
         layout = self.info.layout_of(samples)
         shares = micro_batches(samples, self.settings.budget, self._n_shares, layout=layout)
         self._accumulated = [[sample for batch in share for sample in batch] for share in shares]
-        results = await self._on_shares("accumulate", [(share, dict(normalizers), layout) for share in shares])
+        inputs = [[[sample.without_record() for sample in batch] for batch in share] for share in shares]
+        results = await self._on_shares("accumulate", [(share, dict(normalizers), layout) for share in inputs])
         return merge(
             # Ranks that split token sequences return the same sums, which must count once, but may differ in maxima.
             part if rank % self.settings.ranks_per_row == 0 else {n: v for n, v in part.items() if n.endswith("/max")}
             for rank, part in enumerate(results)
         )
 
-    async def accumulated_logprobs(self) -> list[tuple[TrainSample, FloatArray]]:
-        """The samples of the last `accumulate`, each with the log-probabilities [T] of its forward pass."""
-        results = (await self.on_all("accumulated_logprobs"))[:: self.settings.ranks_per_row]
+    async def accumulated_outputs(self) -> list[tuple[Row, FloatArray]]:
+        """The samples of the last `accumulate`, each with the log-probabilities or values [T] of its forward pass."""
+        results = (await self.on_all("accumulated_outputs"))[:: self.settings.ranks_per_row]
         shares = zip(self._accumulated, results, strict=True)
         return [pair for samples, lines in shares for pair in zip(samples, lines, strict=True)]
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from envgym.errors import RunError
-from envgym.learner import MetricSums, Outputs, RowBatch, TrainSample
+from envgym.learner import MetricSums, Outputs, RowBatch
+from envgym.types import Row
 
 from . import zero
 from .metrics import add, mismatch, peak_memory
@@ -20,17 +21,17 @@ from .state import ModelState
 from .step_checks import StepChecks
 
 if TYPE_CHECKING:
-    from envgym.learner import FloatArray
+    from envgym.types.episodes import FloatArray
 
 
 class ModelLearning(ModelState):
     """Training of a `ModelWorker`. All calls are collective."""
 
-    _logprobs: list[FloatArray]
+    _outputs: list[FloatArray]
     _row_layout: Layout
 
     def accumulate(
-        self, microbatches: Sequence[list[TrainSample]], normalizers: Mapping[str, float], layout: Layout = "padded"
+        self, microbatches: Sequence[list[Row]], normalizers: Mapping[str, float], layout: Layout = "padded"
     ) -> MetricSums:
         """Forward and backward over all of this rank's micro-batches of one optimizer step.
 
@@ -38,7 +39,7 @@ class ModelLearning(ModelState):
         load-balancing loss of experts does: it is averaged over micro-batches, weighted by their tokens.
         """
         self.engine.train()
-        self._logprobs = []
+        self._outputs = []
         self._row_layout = layout
         shares = self._shares_of_tokens(microbatches) if self.network.balance else [0.0] * len(microbatches)
         # DeepSpeed averages gradients over the ranks with the same weights, but losses here are shares of a sum.
@@ -51,10 +52,10 @@ class ModelLearning(ModelState):
             add(total, metrics)
         return total | {"memory/max": (peak_memory(self.device), 1.0)}
 
-    def accumulated_logprobs(self) -> list[FloatArray]:
-        """[T] float32 per sample of the last `accumulate`, in its order: the log-probabilities of its forward pass.
-        Empty without an `lm` head."""
-        return self._logprobs
+    def accumulated_outputs(self) -> list[FloatArray]:
+        """[T] float32 per sample of the last `accumulate`, in its order: the log-probabilities or values of its forward
+        pass."""
+        return self._outputs
 
     def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step with the accumulated gradient, and update the moving average of the weights. Raises
@@ -88,17 +89,17 @@ class ModelLearning(ModelState):
         return StepChecks(trained, adam_eps=self.learner.config.eps if is_adamw else None)
 
     def _loss(
-        self, samples: Sequence[TrainSample], normalizers: Mapping[str, float], share_of_tokens: float
+        self, samples: Sequence[Row], normalizers: Mapping[str, float], share_of_tokens: float
     ) -> tuple[torch.Tensor, MetricSums]:
-        """A micro-batch's share of the step's loss, over all its objectives. Appends the log-probabilities to
-        `_logprobs`. Raises `RunError` if the loss is not finite. One forward pass has all samples, sorted by objective:
-        `order` are their indexes."""
+        """A micro-batch's share of the step's loss, over all its objectives. Appends the log-probabilities or
+        values to `_outputs`. Raises `RunError` if the loss is not finite. One forward pass has all samples, sorted by
+        objective: `order` are their indexes."""
         assert self.learner is not None
         parts: dict[str, list[int]] = {}
         for index, sample in enumerate(samples):
             parts.setdefault(sample.objective, []).append(index)
         order = [index for part in parts.values() for index in part]
-        length = max(len(sample) for sample in samples)
+        length = max([len(sample.token_ids) for sample in samples])
         batches = [pad([samples[index] for index in part], self.device, length) for part in parts.values()]
         inputs = self._inputs([samples[index] for index in order], batches)
         outputs: dict[str, torch.Tensor] = self.engine(*inputs)
@@ -109,9 +110,9 @@ class ModelLearning(ModelState):
         if (prefixes := inputs[-1]) is not None:
             n_tokens = cost(samples, layout="packed")
             metrics["tokens/shared_share"] = (float(n_tokens - len(prefixes)), float(n_tokens))
-        if self.network.head == "lm":
-            lines = outputs["logprobs"].detach().float().cpu().numpy()[np.argsort(order)]
-            self._logprobs += [line[: len(sample)] for line, sample in zip(lines, samples, strict=True)]
+        output = outputs["logprobs" if self.network.head == "lm" else "values"]
+        lines = output.detach().float().cpu().numpy()[np.argsort(order)]
+        self._outputs += [line[: len(sample.token_ids)] for line, sample in zip(lines, samples, strict=True)]
         if balance is not None:
             loss = loss + self.learner.config.moe_aux_coef * share_of_tokens * balance
             metrics["moe/aux_loss"] = (share_of_tokens * float(balance.detach()), share_of_tokens)
@@ -134,13 +135,13 @@ class ModelLearning(ModelState):
             add(metrics, mismatch(outputs["logprobs"].detach(), old, current))
         return loss, metrics
 
-    def _inputs(self, samples: Sequence[TrainSample], batches: Sequence[RowBatch]) -> tuple[Any, ...]:
+    def _inputs(self, samples: Sequence[Row], batches: Sequence[RowBatch]) -> tuple[Any, ...]:
         """The network's arguments for a micro-batch. `batches` are its samples, in order, padded to one length."""
         name = self.spec.role_spec.extra_token_ids
         extra_ids = torch.cat([batch.arrays[name] for batch in batches]).long() if name else None
         return network_inputs(samples, batches, self.device, self._row_layout, extra_ids)
 
-    def _shares_of_tokens(self, microbatches: Sequence[list[TrainSample]]) -> list[float]:
+    def _shares_of_tokens(self, microbatches: Sequence[list[Row]]) -> list[float]:
         """Each micro-batch's share of the step's tokens, over all ranks; 0 for padding micro-batches."""
         tokens = [0.0 if is_padding(batch) else float(cost(batch, layout="packed")) for batch in microbatches]
         total = torch.tensor(sum(tokens), device=self.device)

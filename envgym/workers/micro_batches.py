@@ -11,22 +11,23 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envgym.learner import RowBatch, TrainSample
+from envgym.learner import RowBatch
+from envgym.types import Row
 
 from .prefixes import MIN_SHARED, SharedPrefixes, n_distinct, shared_share, sort_by_prefix
 
 if TYPE_CHECKING:
     import torch
 
-Unit = list[TrainSample]
-MicroBatch = list[TrainSample]
+Unit = list[Row]
+MicroBatch = list[Row]
 Layout = Literal["padded", "packed", "shared"]
 """Rows padded to the longest, end to end, or as `SharedPrefixes`."""
 
@@ -40,7 +41,7 @@ MIN_SAVING = 1 / 8
 """Padding that an extra micro-batch must save to be worth its overhead, as a fraction of the token budget."""
 
 
-def choose_layout(samples: Sequence[TrainSample], *, shares_prefixes: bool, packed: bool) -> Layout:
+def choose_layout(samples: Sequence[Row], *, shares_prefixes: bool, packed: bool) -> Layout:
     """The layout of samples in a model: shared prefixes, if it supports them and they save enough; else packed or
     padded."""
     if shares_prefixes and shared_share(samples) >= MIN_SHARED:
@@ -49,7 +50,7 @@ def choose_layout(samples: Sequence[TrainSample], *, shares_prefixes: bool, pack
 
 
 def micro_batches(
-    samples: Sequence[TrainSample], tokens_per_microbatch: int, n_ranks: int, *, layout: Layout = "padded"
+    samples: Sequence[Row], tokens_per_microbatch: int, n_ranks: int, *, layout: Layout = "padded"
 ) -> list[list[MicroBatch]]:
     """Split samples into micro-batches: `result[rank][k]` is a list of samples.
 
@@ -80,12 +81,12 @@ def micro_batches(
     return _deal_to_ranks(batches, n_ranks, layout)
 
 
-def cost(batch: Sequence[TrainSample], *, layout: Layout) -> int:
+def cost(batch: Sequence[Row], *, layout: Layout) -> int:
     """Cost of a micro-batch: the tokens that are computed, padding included; with shared prefixes at least an eighth of
     all tokens, whose keys and values each row has for itself."""
     if layout == "padded":
         return len(batch) * _longest(batch)
-    tokens = sum(len(sample) for sample in batch)
+    tokens = sum([len(sample.token_ids) for sample in batch])
     return max(n_distinct(batch), tokens // MAX_SHARING) if layout == "shared" else tokens
 
 
@@ -96,9 +97,9 @@ def _join_by_prefix(units: Sequence[Unit], max_tokens: int) -> list[Unit]:
     distinct = tokens = 0
     for index, shared in sort_by_prefix([unit[0].token_ids for unit in units]):
         unit = units[index]
-        unit_distinct, unit_tokens = n_distinct(unit), sum(map(len, unit))
+        unit_distinct, unit_tokens = n_distinct(unit), cost(unit, layout="packed")
         distinct, tokens = distinct + unit_distinct - shared, tokens + unit_tokens
-        if joined and 2 * shared >= len(unit[0]) and max(distinct, tokens // MAX_SHARING) <= max_tokens:
+        if joined and 2 * shared >= len(unit[0].token_ids) and max(distinct, tokens // MAX_SHARING) <= max_tokens:
             joined[-1] = joined[-1] + unit
         else:
             joined.append(unit)
@@ -109,18 +110,18 @@ def _join_by_prefix(units: Sequence[Unit], max_tokens: int) -> list[Unit]:
 def padding_samples(unit: Unit) -> Unit:
     """A copy of a unit that adds nothing to the loss: zero weights, no sampled log-probabilities."""
     return [
-        replace(s, loss_weights=np.zeros_like(s.loss_weights), old_logprobs=np.full_like(s.old_logprobs, np.nan))
+        s.copy_with(loss_weights=np.zeros_like(s.loss_weights), old_logprobs=np.full_like(s.old_logprobs, np.nan))
         for s in unit
     ]
 
 
-def is_padding(batch: Sequence[TrainSample]) -> bool:
+def is_padding(batch: Sequence[Row]) -> bool:
     """True for a padding micro-batch: all weights are zero."""
     return not any(sample.loss_weights.any() for sample in batch)
 
 
-def _longest(samples: Sequence[TrainSample]) -> int:
-    return max(len(sample) for sample in samples)
+def _longest(samples: Sequence[Row]) -> int:
+    return max([len(sample.token_ids) for sample in samples])
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,7 @@ def _deal_to_ranks(batches: list[MicroBatch], n_ranks: int, layout: Layout) -> l
     return ranks
 
 
-def pad(samples: Sequence[TrainSample], device: torch.device, length: int | None = None) -> RowBatch:
+def pad(samples: Sequence[Row], device: torch.device, length: int | None = None) -> RowBatch:
     """Pad samples of one objective on the right into tensors [B, T]; T is `length` or the longest sample's.
 
     Padding is 0, but NaN in `old_logprobs`.
@@ -271,7 +272,7 @@ def pad(samples: Sequence[TrainSample], device: torch.device, length: int | None
 
 
 def network_inputs(
-    samples: Sequence[TrainSample],
+    samples: Sequence[Row],
     batches: Sequence[RowBatch],
     device: torch.device,
     layout: Layout,
@@ -291,7 +292,7 @@ def network_inputs(
             scale[: len(sample.temperatures)] = sample.temperatures
     # Training treats greedy sampling (0) as sampling at temperature 1.
     scales[scales == 0] = 1.0
-    lengths = torch.tensor([len(sample) for sample in samples], device=device)
+    lengths = torch.tensor([len(sample.token_ids) for sample in samples], device=device)
     prefixes = SharedPrefixes(samples, device) if layout == "shared" else None
     mask = (weights != 0) | old.isfinite()
     return token_ids, lengths, mask, torch.from_numpy(scales).to(device), extra_ids, prefixes

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,8 @@ import transformers.modeling_utils  # noqa: F401  # imported early: loading may 
 from torch import nn
 
 from envgym.errors import ConfigError
-from envgym.learner import Learner, TrainSample
+from envgym.learner import Learner
+from envgym.types import Row
 
 from . import checkpoint, step_checks, tensor_parallel, zero
 from .adapter import Adapter
@@ -35,7 +35,7 @@ from .spec import RankInfo, WorkerSpec
 from .trials import obstacle_to_sharing, try_fused_head, try_fused_layers, try_kernel, use_packing
 
 if TYPE_CHECKING:
-    from envgym.learner import FloatArray
+    from envgym.types.episodes import FloatArray
 
 
 class ModelWorker(ModelLearning):
@@ -220,7 +220,7 @@ class ModelWorker(ModelLearning):
 
     # -- forward passes -----------------------------------------------------------------------------------
 
-    def forward_base(self, samples: Sequence[TrainSample]) -> list[FloatArray]:
+    def forward_base(self, samples: Sequence[Row]) -> list[FloatArray]:
         """`forward` without the adapter: as before training."""
         assert self.adapter is not None
         with self.adapter.disable():
@@ -228,7 +228,7 @@ class ModelWorker(ModelLearning):
         return outputs
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def forward(self, samples: Sequence[TrainSample]) -> list[FloatArray]:
+    def forward(self, samples: Sequence[Row]) -> list[FloatArray]:
         """One float32 array [T] per sample, in order. `arrays` are not read.
 
         `lm` head: log p(token t | tokens before t), in nats, at the token's temperature, of tokens that have a weight
@@ -236,17 +236,17 @@ class ModelWorker(ModelLearning):
         probability, id) of the most likely tokens at t. `scalar` head: values of all tokens.
         """
         self.engine.eval()
-        units = [replace(sample, arrays={}, microbatch_key=index) for index, sample in enumerate(samples)]
+        units = [sample.copy_with(arrays={}, microbatch_key=index) for index, sample in enumerate(samples)]
         layout = choose_layout(units, shares_prefixes=not self._not_shared, packed=self.network.packed)
         [batches] = micro_batches(units, self.settings.budget, 1, layout=layout)
         outputs: list[FloatArray] = [np.empty(0, np.float32)] * len(samples)
         for batch in self._pad_to_other_ranks(batches):
             [lines] = self.engine(*network_inputs(batch, [pad(batch, self.device)], self.device, layout)).values()
             for sample, line in zip(batch, lines.cpu().numpy(), strict=True):
-                outputs[sample.microbatch_key] = line[: len(sample)].copy()
+                outputs[sample.microbatch_key] = line[: len(sample.token_ids)].copy()
         return outputs
 
-    def _pad_to_other_ranks(self, batches: list[list[TrainSample]]) -> list[list[TrainSample]]:
+    def _pad_to_other_ranks(self, batches: list[list[Row]]) -> list[list[Row]]:
         """Repeat the last micro-batch: with partitioned parameters all ranks must make the same number of calls."""
         if self.settings.ranks == 1 or not self.settings.partitions(trained=self.trained):
             return batches

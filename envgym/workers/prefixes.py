@@ -19,7 +19,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from envgym.learner import IntArray, TrainSample
+    from envgym.types import Row
+    from envgym.types.episodes import IntArray
 
 MIN_SHARED = 0.1
 """Share of the tokens that must repeat for rows to be computed as shared prefixes: with less, plain rows are faster."""
@@ -42,16 +43,17 @@ def _common_prefix(a: IntArray, b: IntArray) -> int:
     return int(differ[0]) if len(differ) else length
 
 
-def n_distinct(samples: Sequence[TrainSample]) -> int:
+def n_distinct(samples: Sequence[Row]) -> int:
     """Number of distinct prefixes of the samples' rows: the tokens that are computed."""
-    if len(samples) == 1:
-        return len(samples[0])
-    return sum(map(len, samples)) - sum(shared for _, shared in sort_by_prefix([s.token_ids for s in samples]))
+    rows = [sample.token_ids for sample in samples]
+    if len(rows) == 1:
+        return len(rows[0])
+    return sum(map(len, rows)) - sum(shared for _, shared in sort_by_prefix(rows))
 
 
-def shared_share(samples: Sequence[TrainSample]) -> float:
+def shared_share(samples: Sequence[Row]) -> float:
     """Share of the samples' tokens that repeat a prefix of another sample."""
-    return 1 - n_distinct(samples) / max(1, sum(map(len, samples)))
+    return 1 - n_distinct(samples) / max(1, sum([len(sample.token_ids) for sample in samples]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class SharedPrefixes:
     index      [B, T] int64, the position in the flat sequence of each row's tokens; 0 at padding
     """
 
-    def __init__(self, samples: Sequence[TrainSample], device: torch.device) -> None:
+    def __init__(self, samples: Sequence[Row], device: torch.device) -> None:
         import torch
 
         rows = [np.asarray(sample.token_ids) for sample in samples]
@@ -118,22 +120,22 @@ class SharedPrefixes:
         return self.index[valid].bincount(minlength=len(self)).float()
 
 
-Row = tuple[int, int, int]
+Piece = tuple[int, int, int]
 """A row's index, the number of its tokens that are shared with an earlier one, and its length."""
 
 
-def _buckets(rows: Sequence[Row]) -> list[list[Row]]:
+def _buckets(rows: Sequence[Piece]) -> list[list[Piece]]:
     """Rows that have new tokens, in groups of like lengths, so that little is padding. Rows that share nothing are
     apart: their attention needs no mask."""
 
-    def by_length(row: Row) -> tuple[bool, int, int]:
+    def by_length(row: Piece) -> tuple[bool, int, int]:
         _, shared, length = row
         return shared > 0, shared - length, -length
 
-    buckets: list[list[Row]] = []
+    buckets: list[list[Piece]] = []
     with_new = sorted((row for row in rows if row[2] > row[1]), key=by_length)
     for _, group in groupby(with_new, lambda row: row[1] > 0):
-        members: list[Row] = []
+        members: list[Piece] = []
         n_queries = n_keys = pairs = 0
         for row in group:
             _, shared, length = row
@@ -147,7 +149,7 @@ def _buckets(rows: Sequence[Row]) -> list[list[Row]]:
     return buckets
 
 
-def _bucket(rows: Sequence[Row], paths: IntArray, device: torch.device) -> RowBucket:
+def _bucket(rows: Sequence[Piece], paths: IntArray, device: torch.device) -> RowBucket:
     """The bucket of some rows. paths [B, T]: the positions of all rows' tokens in the flat sequence."""
     import torch
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from envgym.learner import RoleSpec, TrainSample
+from envgym.learner import RoleSpec
+from envgym.types import Row
 
 from .config import WorkersConfig
 from .lora import LoraConfig
@@ -62,11 +63,11 @@ class RankInfo:
     flops_per_token: tuple[float, float]
     peak_flops: float | None
 
-    def layout_of(self, samples: Sequence[TrainSample]) -> Layout:
+    def layout_of(self, samples: Sequence[Row]) -> Layout:
         """The layout of these samples in the model; see `choose_layout`."""
         return choose_layout(samples, shares_prefixes=not self.not_shared, packed=self.packed)
 
-    def flops(self, samples: Sequence[TrainSample]) -> float:
+    def flops(self, samples: Sequence[Row]) -> float:
         """FLOPs of training on `samples` once."""
         a, b = self.flops_per_token
-        return sum(a * length + b * length**2 for length in (len(sample) for sample in samples))
+        return sum(a * length + b * length**2 for length in (len(sample.token_ids) for sample in samples))

@@ -14,8 +14,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from envgym.errors import ConfigError
-from envgym.learner import TrainSample
-from envgym.types import Objective
+from envgym.types import Objective, Row
 
 from .fused_layers import can_fuse, fuse
 from .head import LogprobHead, score
@@ -123,7 +122,7 @@ def _trial(network: TokenNetwork, engine: Any, device: torch.device, *, shared: 
     for row in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 9, 8]):
         token_ids = np.array(row) % network.model.get_input_embeddings().num_embeddings
         weights, no_logprobs = np.minimum(np.arange(len(row)), 1), np.full(len(row), np.nan)
-        samples.append(TrainSample(token_ids, weights, no_logprobs, Objective.CROSS_ENTROPY))
+        samples.append(Row.from_arrays(token_ids, weights, no_logprobs, Objective.CROSS_ENTROPY))
     inputs = network_inputs(samples, [pad(samples, device)], device, "shared" if shared else "padded")
     with torch.no_grad():
         outputs = engine(*inputs)

@@ -14,7 +14,7 @@ from envgym.engines import choose_engine
 from envgym.engines.incoming import read_bucket
 from envgym.engines.spec import EngineSpec
 from envgym.engines.transformers import TransformersEngine
-from envgym.learner import RoleSpec, TrainSample
+from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.types import Row, Segment, int_array
 from envgym.workers import export
@@ -65,7 +65,7 @@ def make_worker():
     def make(folder):
         worker = ModelWorker(WorkerSpec("actor", str(folder), RoleSpec(), settings=WorkersConfig(dtype="float32")))
         worker.load()
-        [scores] = worker.forward([TrainSample.from_row(Row([Segment("action", int_array(IDS))]))])
+        [scores] = worker.forward([Row([Segment("action", int_array(IDS))])])
         return worker, scores[1:]
 
     return make

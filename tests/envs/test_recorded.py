@@ -14,7 +14,6 @@ from envgym.cli import main
 from envgym.config.resolve import resolve
 from envgym.engine import SamplingParams
 from envgym.errors import ConfigError, DataError
-from envgym.learner import trajectories
 from envgym.monitoring.metrics import rollout_metrics
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
@@ -304,8 +303,7 @@ def test_a_turn_that_a_row_says_is_not_to_be_learned_is_context(flag, value, wri
     assert taught(row, renderer).count("[") == 2
     assert "assistant\n3<|im_end|>" in taught(row, renderer)
     assert taught(row, renderer).endswith("assistant\n[4<|im_end|>]")
-    [[trajectory]] = trajectories([group])
-    assert trajectory.samples[0].loss_weights.sum() == 4
+    assert group.episodes[0].rows[0].loss_weights.sum() == 4
 
 
 @pytest.mark.parametrize("flag", [{"weight": 1}, {"train": True}, {"loss": None}, {"weight": "heavy"}, {"masked": 0}])
@@ -587,8 +585,7 @@ def test_plain_text_is_taught_whole(write, tiny_model):
     [group], renderer = replayed(write({"text": "1 + 2 = 3"}), tiny_model)
     [row] = group.episodes[0].rows
     assert taught(row, renderer).replace("]", "").replace("[", "") == "1 + 2 = 3<|im_end|>"
-    [[trajectory]] = trajectories([group])
-    assert trajectory.samples[0].loss_weights.tolist() == [0.0] + [1.0] * (len(row.token_ids) - 1)
+    assert row.loss_weights.tolist() == [0.0] + [1.0] * (len(row.token_ids) - 1)
 
 
 def test_a_row_that_is_too_long_loses_its_end_or_is_left_out(write, tiny_model):

@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +13,7 @@ from envgym.episodes.record import to_record
 from envgym.errors import DataError
 from envgym.types import (
     Episode,
+    Group,
     Message,
     Objective,
     Outcome,
@@ -194,14 +194,14 @@ def test_a_row_that_is_no_episode_is_named(tmp_path, episode):
 
 
 def test_only_rows_with_an_advantage_that_were_learned_from_have_a_line(tmp_path):
-    def sample(**arrays):
-        return SimpleNamespace(old_logprobs=np.array([np.nan, -1.0]), arrays=arrays)
+    def row(**arrays):
+        return Row([Segment("prompt", [1]), Segment("action", [2], logprobs=[-1.0])], arrays=arrays)
 
-    learned, left, text = sample(advantages=np.array([0.0, 2.0])), sample(advantages=np.zeros(2)), sample()
-    trajectory = SimpleNamespace(episode=SimpleNamespace(id="a"), samples=[learned, left, text])
-    first = {id(each): np.array([0.0, -1.5]) for each in (learned, text)}
-    last = {id(each): np.array([0.0, -0.5]) for each in (learned, text)}
-    write_learned(tmp_path / "step.parquet", [[trajectory]], first, last)
+    learned, left, text = row(advantages=np.array([0.0, 2.0])), row(advantages=np.zeros(2)), row()
+    for each in (learned, text):
+        each.first_outputs, each.last_outputs = np.array([0.0, -1.5]), np.array([0.0, -0.5])
+    group = Group("g", Task("t"), [Episode("a", Task("t"), Outcome.finish(), [learned, left, text])])
+    write_learned(tmp_path / "step.parquet", [group])
     [line] = pq.read_table(tmp_path / "step.parquet").to_pylist()
     assert (line["episode"], line["row"], line["advantages"], line["logprobs"]) == ("a", 0, [0.0, 2.0], [0.0, -1.5])
     assert line["ratios"] == pytest.approx([1.0, math.exp(0.5)])

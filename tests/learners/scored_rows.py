@@ -1,11 +1,12 @@
 """Rows with what scoring roles say of them, for tests that have no models. The conftest makes it importable."""
 
+from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 
-from envgym.learner import Trajectory, trajectories
-from envgym.types import Group, Row
+from envgym.types import Group, Row, number_rows
 
 
 class ScoredRow(Row):
@@ -16,10 +17,9 @@ class ScoredRow(Row):
         self.outputs = outputs or {}
 
 
-def scored(groups: list[Group]) -> list[list[Trajectory]]:
-    """Trajectories whose samples hold what the rows' `outputs` say."""
-    made = trajectories(groups)
-    for trajectory in (trajectory for group in made for trajectory in group):
-        for row, sample in zip(trajectory.episode.rows, trajectory.samples, strict=True):
-            sample.arrays |= {role: np.array(numbers, np.float32) for role, numbers in row.outputs.items()}
+def scored(groups: list[Group]) -> Sequence[Group]:
+    """Copies of groups, whose rows' arrays hold what the rows' `outputs` say."""
+    made = number_rows(deepcopy(groups))
+    for row in (row for group in made for episode in group.episodes for row in episode.rows):
+        row.arrays |= {role: np.array(numbers, np.float32) for role, numbers in row.outputs.items()}
     return made

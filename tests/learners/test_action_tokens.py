@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from envgym.learner import TrainSample, Trajectory
 from envgym.learners.advantages import ActionTokens
 from envgym.types import Episode, Outcome, Row, Segment, Task, Turn
 
@@ -17,8 +16,7 @@ def action_tokens(*rows, reward=None, outcome=None):
     made = [Row(segments, turns=[Turn(paid, "stop") for paid in rewards]) for segments, rewards in rows]
     total = sum(paid or 0.0 for _, rewards in rows for paid in rewards)
     episode = Episode("e", Task("t"), outcome or Outcome.finish(), rows=made, reward=total)
-    samples = [TrainSample.from_row(row) for row in made]
-    return ActionTokens.from_trajectory(Trajectory(episode, samples), total if reward is None else reward)
+    return ActionTokens.from_episode(episode, total if reward is None else reward)
 
 
 TWO_ROWS = (
@@ -87,12 +85,12 @@ def test_an_episode_without_rows_has_no_steps():
 
 def test_arrays_are_read_and_written_at_the_steps():
     steps = action_tokens(*TWO_ROWS)
-    for sample, start in zip(steps.samples, (0, 100), strict=True):
-        sample.arrays["critic"] = np.arange(start, start + len(sample.token_ids), dtype=np.float32)
+    for row, start in zip(steps.rows, (0, 100), strict=True):
+        row.arrays["critic"] = np.arange(start, start + len(row), dtype=np.float32)
     assert steps.read("critic").tolist() == [2, 3, 8, 103, 104, 105]
     assert steps.read("critic", -1).tolist() == [1, 2, 7, 102, 103, 104]
     assert steps.read("old_logprobs").tolist() == [-1.0] * 6
     steps.write("mine", np.arange(1.0, 7.0))
-    assert steps.samples[0].arrays["mine"].tolist() == [0, 0, 1, 2, 0, 0, 0, 0, 3]
-    assert steps.samples[1].arrays["mine"].tolist() == [0, 0, 0, 4, 5, 6]
-    assert steps.samples[0].arrays["mine"].dtype == np.float32
+    assert steps.rows[0].arrays["mine"].tolist() == [0, 0, 1, 2, 0, 0, 0, 0, 3]
+    assert steps.rows[1].arrays["mine"].tolist() == [0, 0, 0, 4, 5, 6]
+    assert steps.rows[0].arrays["mine"].dtype == np.float32

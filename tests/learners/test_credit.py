@@ -2,10 +2,9 @@
 
 import pytest
 
-from envgym.learner import trajectories
 from envgym.learners.advantages import center, leave_one_out, standardize, turn_advantages
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn
+from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn, number_rows
 
 
 def test_a_turn_is_compared_with_the_members_that_reached_it():
@@ -56,7 +55,7 @@ def group(*members):
 
 def advantages(name, *members, **settings):
     kind = load_component("learner", name)
-    rows = kind(kind.Config(name=name, advantage_norm="none", **settings)).prepare(trajectories([group(*members)]))
+    rows = kind(kind.Config(name=name, advantage_norm="none", **settings)).prepare(number_rows([group(*members)]))
     return [row.arrays["advantages"][row.loss_weights > 0].tolist() for row in rows]
 
 

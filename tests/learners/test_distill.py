@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from envgym.learner import Outputs, trajectories
+from envgym.learner import Outputs
 from envgym.learners.distill import Distill
 from envgym.learners.losses import topk_forward_kl
 from envgym.learners.settings import DistillConfig
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
+from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, number_rows
 from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
@@ -51,11 +51,11 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn():
 def test_the_loss_mixes_answers_and_teacher(coef):
     learner = Distill(DistillConfig(name="distill", kd_coef=coef, top_k=2))
     row = Row([Segment("prompt", [1, 2]), Segment("action", [5, 6])], Objective.CROSS_ENTROPY)
-    found = trajectories([Group("g", Task("t"), [Episode("e", Task("t"), Outcome.finish(), [row])])])
+    found = number_rows([Group("g", Task("t"), [Episode("e", Task("t"), Outcome.finish(), [row])])])
     likeliest = np.zeros((4, 2, 2), np.float32)
     likeliest[2:, :, 0] = np.log([[0.75, 0.25], [0.5, 0.5]])
     likeliest[2:, :, 1] = [[5, 7], [6, 8]]
-    found[0][0].samples[0].arrays["teacher"] = likeliest
+    found[0].episodes[0].rows[0].arrays["teacher"] = likeliest
     rows = learner.prepare(found)
     batch = pad(rows, CPU)
     assert batch.arrays["teacher_ids"][0, 2:].tolist() == [[5, 7], [6, 8]]

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.learner import trajectories
 from envgym.learners.advantages import standardize
 from envgym.learners.grpo import GRPO, GRPOConfig
-from envgym.types import Episode, Group, Outcome, Row, Segment, Task
+from envgym.types import Episode, Group, Outcome, Row, Segment, Task, number_rows
 
 REWARDS = st.floats(-1e6, 1e6, allow_subnormal=False)
 
@@ -89,7 +88,7 @@ def test_rewards_next_to_the_largest_number_do_not_overflow(rewards, expected):
 
 def test_ragged_groups_are_standardised_each_by_itself():
     """Failed members have left; the others are compared with each other only."""
-    rows = GRPO(GRPOConfig(name="grpo")).prepare(trajectories([group(1, 0, 0, 0), group(10, 20, 30), group(5, 5)]))
+    rows = GRPO(GRPOConfig(name="grpo")).prepare(number_rows([group(1, 0, 0, 0), group(10, 20, 30), group(5, 5)]))
     assert advantages(rows) == pytest.approx([1.5, -0.5, -0.5, -0.5, -1, 0, 1, 0, 0], abs=1e-5)
     assert [row.group_index for row in rows] == [0] * 4 + [1] * 3 + [2] * 2
     assert [row.episode_index for row in rows] == [row.microbatch_key for row in rows] == list(range(9))
@@ -97,15 +96,15 @@ def test_ragged_groups_are_standardised_each_by_itself():
 
 def test_an_episode_without_a_reward_is_in_no_mean():
     learner = GRPO(GRPOConfig(name="grpo"))
-    assert advantages(learner.prepare(trajectories([group(1, None, 3, 2)]))) == advantages(
-        learner.prepare(trajectories([group(1, 3, 2)]))
+    assert advantages(learner.prepare(number_rows([group(1, None, 3, 2)]))) == advantages(
+        learner.prepare(number_rows([group(1, 3, 2)]))
     )
 
 
 def test_rows_of_an_episode_share_its_advantage_and_its_index():
     two = group(0.0, 1.0)
     two.episodes[1] = episode(1.0, n_rows=3)
-    rows = GRPO(GRPOConfig(name="grpo")).prepare(trajectories([two]))
+    rows = GRPO(GRPOConfig(name="grpo")).prepare(number_rows([two]))
     assert [row.episode_index for row in rows] == [0, 1, 1, 1]
     assert advantages(rows) == pytest.approx([-(2**-0.5)] + [2**-0.5] * 3, rel=1e-5)
 

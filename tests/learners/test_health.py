@@ -7,9 +7,10 @@ import pytest
 import torch
 from scored_rows import ScoredRow, scored
 
-from envgym.learner import Outputs, TrainSample
+from envgym.learner import Outputs
+from envgym.learners.policy_gradient import mean_kl
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Objective, Outcome, Segment, Task, Turn
+from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn
 from envgym.workers.metrics import merge
 from envgym.workers.micro_batches import pad
 
@@ -32,7 +33,7 @@ def row(ratios, *, advantages=None, sampled=None, reference=None, unit=0):
     arrays = {"advantages": tokens(advantages or [1.0] * n), "actor": old}
     if reference is not None:
         arrays["reference"] = tokens(reference)
-    return TrainSample(
+    return Row.from_arrays(
         token_ids=np.arange(n + 1),
         loss_weights=np.array([0.0] + [1.0] * n, np.float32),
         old_logprobs=tokens(old[1:] if sampled is None else sampled),
@@ -41,6 +42,12 @@ def row(ratios, *, advantages=None, sampled=None, reference=None, unit=0):
         microbatch_key=unit,
         episode_index=unit,
     )
+
+
+def measure(rows, logprob):
+    """Let the trainer's first pass over rows say `logprob` at each token that counts."""
+    for one in rows:
+        one.first_outputs = np.where(one.loss_weights > 0, np.float32(logprob), np.float32("nan"))
 
 
 def logged(learner, *batches):
@@ -144,11 +151,11 @@ def test_advantages_of_no_token():
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_an_adaptive_coefficient_follows_the_measured_kl(place):
     """It grows where the KL is above its target, is what the next step's rows carry, and is kept by a checkpoint."""
-    learner = make("grpo", kl={"coef": 0.5, "target": 0.1, "horizon": 100, "applied_to": place})
+    learner = make("grpo", kl={"coef": 0.5, "target": 0.1, "horizon": 100, "estimator": "k1", "applied_to": place})
     rows = learner.prepare(scored([group(0.0, 1.0)]))
-    record = learner.metrics(rows) | {"policy/kl": 0.3}
-    assert record["policy/kl_coef"] == 0.5
-    learner.on_step_end(record)
+    assert learner.metrics(rows)["policy/kl_coef"] == 0.5
+    measure(rows, -0.7)  # the reference is at -1: a KL of 0.3 by k1, 0.04 by k3
+    learner.end_step(rows)
     expected = 0.5 * (1 + 0.2 * 2 / 100)
     assert learner.kl_coef == pytest.approx(expected)
     again = make("grpo", kl={"coef": 0.5, "target": 0.1, "horizon": 100, "applied_to": place})
@@ -175,11 +182,28 @@ def test_the_loss_uses_the_coefficient_that_the_rows_carry():
 def test_a_step_that_measured_no_kl_leaves_the_coefficient_alone():
     """While the critic warms up, the actor is not asked."""
     learner = make("ppo", kl={"coef": 0.5, "target": 0.1}, critic_warmup_steps=3)
-    learner.on_step_end({"learner/episodes": 2.0})
+    learner.end_step([row([1.0], reference=[-9.0])])
     assert learner.kl_coef == 0.5
 
 
 def test_a_fixed_coefficient_stays():
     learner = make("grpo", kl={"coef": 0.5})
-    learner.on_step_end({"learner/episodes": 2.0, "policy/kl": 9.0})
+    rows = [row([1.0], reference=[-9.0])]
+    measure(rows, -1.0)
+    learner.end_step(rows)
     assert learner.kl_coef == 0.5
+
+
+def test_the_kl_is_that_of_the_first_pass_over_tokens_that_are_learned_from():
+    """By hand, by k1: (0.5 + 1 + 3) / 3 over two rows; a prompt's token, text and a later pass do not count."""
+    rows = [row([1.0, 1.0], reference=[-1.5, -2.0]), row([1.0], reference=[-4.0], unit=1), row([1.0], unit=2)]
+    measure(rows, -1.0)
+    rows[0].last_outputs = rows[0].first_outputs - 5
+    rows[2].objective = Objective.CROSS_ENTROPY
+    assert mean_kl(rows, "k1") == pytest.approx(1.5)
+    learner = make("grpo", kl={"coef": 0.5, "target": 1.5, "horizon": 1, "estimator": "k1"})
+    learner.end_step(rows)
+    assert learner.kl_coef == pytest.approx(0.5)
+    measure(rows, -0.9)  # 1.6: an error of 1/15, times two episodes
+    learner.end_step(rows)
+    assert learner.kl_coef == pytest.approx(0.5 * (1 + 2 / 15))

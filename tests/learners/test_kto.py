@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from envgym.learner import Outputs, trajectories
+from envgym.learner import Outputs
 from envgym.learners.kto import KTO
 from envgym.learners.settings import KTOConfig
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
+from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, number_rows
 from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
@@ -29,8 +29,8 @@ GROUPS = [answer([1, 2], [11, 12], 1.0), answer([3], [13], 0.0), answer([4, 5, 6
 
 def prepared(learner, groups, actor, reference):
     """Rows of which these functions of a token say the log-probabilities."""
-    found = trajectories(groups)
-    for row in learner.samples_to_score(found):
+    found = number_rows(groups)
+    for row in learner.rows_to_score(found):
         for name, says in (("actor", actor), ("reference", reference)):
             row.arrays[name] = np.array([says(token) for token in row.token_ids], np.float32)
     return learner.prepare(found)
@@ -38,7 +38,7 @@ def prepared(learner, groups, actor, reference):
 
 def test_each_prompt_is_followed_by_the_answer_before_it():
     learner = KTO(KTOConfig(name="kto"))
-    rows = learner.samples_to_score(trajectories(GROUPS))
+    rows = learner.rows_to_score(number_rows(GROUPS))
     assert [row.token_ids.tolist() for row in rows[1::2]] == [[1, 2, 14, 15, 16], [3, 11, 12], [4, 5, 6, 13]]
     assert [row.loss_weights.tolist() for row in rows[1::2]] == [[0, 0, 1, 1, 1], [0, 1, 1], [0, 0, 0, 1]]
 

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.learner import trajectories
 from envgym.learners.advantages import no_signal_masks, normalize_advantages
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
+from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn, number_rows
 
 GROUPS = [[np.array([1.0, 1.0]), np.array([3.0])], [np.array([5.0, 5.0, 5.0])]]
 
@@ -72,9 +71,7 @@ def prepared(name, *groups, **settings):
     """For each episode of each group its tokens' advantages."""
     kind = load_component("learner", name)
     learner = kind(kind.Config(name=name, **settings))
-    rows = iter(
-        learner.prepare(trajectories([Group(str(n), Task("t"), episodes) for n, episodes in enumerate(groups)]))
-    )
+    rows = iter(learner.prepare(number_rows([Group(str(n), Task("t"), episodes) for n, episodes in enumerate(groups)])))
     return [
         [own.arrays["advantages"][own.loss_weights > 0].tolist() for own in [next(rows) for _ in of]] for of in groups
     ]

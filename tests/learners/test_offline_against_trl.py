@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from envgym.learner import Outputs, trajectories
+from envgym.learner import Outputs
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
+from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, number_rows
 from envgym.workers.micro_batches import pad
 
 NUMBERS = json.loads((Path(__file__).parent / "trl" / "offline.json").read_text())
@@ -67,13 +67,13 @@ def numbers(sample, table):
 def step(trl, *, averaged=False):
     """Our loss and its derivative by each of the table's numbers, in float64. `averaged`: of means over tokens."""
     batch, learner = BATCHES[trl["batch"]], make(trl)
-    groups = trajectories(groups_of(trl, batch))
-    matched = [trajectory.samples[0] for group in groups for trajectory in group]
-    for sample in learner.samples_to_score(groups):
-        own = any(sample is one for one in matched)
-        sample.arrays["reference"] = numbers(sample, batch["reference" if own else "mismatched_reference"])
+    groups = number_rows(groups_of(trl, batch))
+    matched = [episode.rows[0] for group in groups for episode in group.episodes]
+    for row in learner.rows_to_score(groups):
+        own = any(row is one for one in matched)
+        row.arrays["reference"] = numbers(row, batch["reference" if own else "mismatched_reference"])
         if trl["case"] == "kto":
-            sample.arrays["actor"] = numbers(sample, batch["current" if own else "mismatched"])
+            row.arrays["actor"] = numbers(row, batch["current" if own else "mismatched"])
     rows = learner.prepare(groups)
     padded = pad(rows, torch.device("cpu"))
     padded.loss_weights, padded.arrays = padded.loss_weights.double(), {k: v.double() for k, v in padded.arrays.items()}

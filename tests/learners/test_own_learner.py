@@ -8,9 +8,9 @@ import torch
 
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, RunError
-from envgym.learner import LearnerConfig, Outputs, trajectories
+from envgym.learner import LearnerConfig, Outputs
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn
+from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn, number_rows
 from envgym.workers.micro_batches import pad
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def group(*members):
 
 def step(learner, groups):
     """(loss, gradients at sampled tokens) of one optimizer step whose model says -1 at every sampled token."""
-    rows = learner.prepare(trajectories(groups))
+    rows = learner.prepare(number_rows(groups))
     batch = pad(rows, CPU)
     logprobs = torch.where(batch.loss_weights > 0, -1.0, float("nan")).requires_grad_()
     outputs = Outputs(logprobs=logprobs, entropy=-logprobs)
@@ -83,7 +83,7 @@ def test_an_advantage_of_ones_own_gets_everything_else(own):
     assert loss == pytest.approx(-1.0)
     assert gradient == pytest.approx(np.repeat([0, 2, 1], 2) / 2 / 3)
     by_turn = kind(kind.Config(name=own, credit="turn", margin=0.5))
-    rows = by_turn.prepare(trajectories([group([1.0, 5.0], [2.0, 0.0])]))
+    rows = by_turn.prepare(number_rows([group([1.0, 5.0], [2.0, 0.0])]))
     tokens = [row.arrays["advantages"][row.loss_weights > 0].tolist() for row in rows]
     assert tokens == [[0.5, 0.5, 0.5, 0.5], [-3.5, -3.5, -4.5, -4.5]]
 
@@ -103,7 +103,7 @@ def test_its_roles_and_its_contradictions_are_those_of_ours(own):
 def test_its_rows_of_two_objectives_have_a_denominator_each(own):
     kind = load_component("learner", own)
     learner = kind(kind.Config(name=own))
-    rows = learner.prepare(trajectories([group([1.0], [0.0])]))
+    rows = learner.prepare(number_rows([group([1.0], [0.0])]))
     rows[1].objective = Objective.CROSS_ENTROPY
     assert learner.loss_normalizers(rows) == {Objective.POLICY_GRADIENT: 2.0, Objective.CROSS_ENTROPY: 2.0}
 
@@ -116,5 +116,21 @@ def test_advantages_that_are_too_few_are_told_with_the_authors_line(own, credit,
     kind = load_component("learner", own)
     line = text.splitlines().index("    def advantages(self, rewards):") + 1
     with pytest.raises(RunError) as error:
-        kind(kind.Config(name=own, credit=credit)).prepare(trajectories([group([1.0], [0.0], [2.0])]))
+        kind(kind.Config(name=own, credit=credit)).prepare(number_rows([group([1.0], [0.0], [2.0])]))
     assert str(error.value).startswith(f"{own}, line {line}: advantages returned {wrong} for 3 members of a group")
+
+
+@pytest.mark.parametrize("name", ["Trajectory", "TrainSample", "trajectories"])
+def test_a_learner_of_an_earlier_version_is_told_what_its_types_are_now(own, name):
+    Path(own).write_text(f"from envgym.learner import {name}\n{OWN}")
+    with pytest.raises(RunError, match=rf"^{name} was in envgym.learner in an earlier version: .*episode\.rows"):
+        load_component("learner", own)
+
+
+@pytest.mark.parametrize("name", ["samples_to_score", "on_step_end"])
+def test_a_method_of_an_earlier_version_is_not_left_uncalled(own, name):
+    Path(own).write_text(OWN + f"\n    def {name}(self, values):\n        return []\n")
+    with pytest.raises(
+        RunError, match=rf"^learner AgainstTheBest has the method {name}, of an earlier version.*end_step"
+    ):
+        load_component("learner", own)

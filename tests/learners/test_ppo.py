@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scored_rows import ScoredRow, scored
 
-from envgym.learner import Outputs, TrainSample
+from envgym.learner import Outputs
 from envgym.learners.ppo import PPO, PPOConfig
 from envgym.types import Episode, Group, Objective, Outcome, Segment, Task, Turn
 from envgym.workers.micro_batches import pad
@@ -54,7 +54,7 @@ def episode(values, rewards, *, feedback=0, outcome=None, end=NAN, logprobs=None
         for row in rows:
             row.outputs["reference"] = [NAN] * len(row.token_ids)
         [row] = rows
-        places = np.flatnonzero(np.isfinite(TrainSample.from_row(row).old_logprobs))
+        places = np.flatnonzero(np.isfinite(row.old_logprobs))
         for place, reference in zip(places, [x for own in references for x in own], strict=True):
             row.outputs["reference"][place] = reference
     return Episode("e", Task("t"), outcome or Outcome.finish(), rows=rows, reward=math.fsum(rewards))

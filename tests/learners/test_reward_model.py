@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from envgym.learner import LearnerConfig, Outputs, trajectories
+from envgym.learner import LearnerConfig, Outputs
 from envgym.learners.process_reward_model import ProcessRewardModel
 from envgym.learners.reward_model import RewardModelLearner
 from envgym.learners.settings import RewardModelConfig
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
+from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn, number_rows
 from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def values(rows, rewards):
 @pytest.mark.parametrize("margin", [False, True])
 def test_the_head_is_read_at_the_last_token_and_pairs_are_ranked(margin):
     learner = RewardModelLearner(RewardModelConfig(name="reward_model", margin=margin))
-    rows = learner.prepare(trajectories([pair(3, 1, 0.5), pair(1, 4, 1.0)]))
+    rows = learner.prepare(number_rows([pair(3, 1, 0.5), pair(1, 4, 1.0)]))
     batch, said = values(rows, [2.0, 0.5, -1.0, 1.0])
     normalizers = learner.loss_normalizers(rows)
     loss, metrics = learner.loss("actor", Outputs(values=said), batch, normalizers)
@@ -57,7 +57,7 @@ def test_the_head_is_read_at_the_last_token_and_pairs_are_ranked(margin):
 
 def test_held_out_pairs_give_accuracy_and_statistics():
     learner = RewardModelLearner(RewardModelConfig(name="reward_model"))
-    rows = learner.prepare(trajectories([pair(1, 1), pair(1, 1)]))
+    rows = learner.prepare(number_rows([pair(1, 1), pair(1, 1)]))
     found = learner.evaluate(rows, [np.array([9, 9, value], np.float32) for value in (2.0, 0.0, 1.0, 3.0)])
     assert (found["eval/accuracy"], found["eval/margin"]) == (0.5, 0.0)
     assert (found["eval/reward_mean"], found["eval/reward_std"]) == (1.5, pytest.approx(math.sqrt(1.25)))
@@ -72,7 +72,7 @@ def solution(*labels):
 
 def test_each_step_is_judged_at_its_end():
     learner = ProcessRewardModel(LearnerConfig(name="process_reward_model"))
-    rows = learner.prepare(trajectories([solution(1.0, None, 0.0), solution(0.25), solution(None)]))
+    rows = learner.prepare(number_rows([solution(1.0, None, 0.0), solution(0.25), solution(None)]))
     assert len(rows) == 2
     batch = pad(rows, CPU)
     assert batch.loss_weights.tolist() == [[0, 0, 0, 1, 0, 0, 0, 1], [0, 0, 0, 1, 0, 0, 0, 0]]
@@ -87,3 +87,18 @@ def test_each_step_is_judged_at_its_end():
     assert learner.evaluate(rows, outputs) == {
         "eval/loss": pytest.approx(expected / 3, rel=1e-6), "eval/accuracy": pytest.approx(2 / 3)
     }  # fmt: skip
+
+
+def test_without_held_out_pairs_the_statistics_are_those_of_the_last_step():
+    """The head's numbers at the answers' last tokens, in the first pass; an evaluation's are better."""
+    learner = RewardModelLearner(RewardModelConfig(name="reward_model"))
+    rows = learner.prepare(number_rows([pair(1, 1), pair(1, 1)]))
+    learner.end_step(rows)
+    assert learner.model_config_extras() == {}
+    for row, value in zip(rows, (2.0, 0.0, 1.0, 3.0), strict=True):
+        row.first_outputs = np.array([9, 9, value], np.float32)
+    learner.end_step(rows)
+    assert learner.model_config_extras() == {"mean": 1.5, "std": pytest.approx(math.sqrt(1.25))}
+    learner.evaluate(rows, [np.array([9, 9, value], np.float32) for value in (1.0, 1.0, 1.0, 1.0)])
+    learner.end_step(rows)
+    assert learner.model_config_extras() == {"mean": 1.0, "std": 0.0}

@@ -2,11 +2,10 @@
 
 import pytest
 
-from envgym.learner import trajectories
 from envgym.learners.advantages import overlong_penalty, shaped_reward, stopped_improperly
 from envgym.learners.grpo import GRPO, GRPOConfig
 from envgym.learners.settings import ShapingConfig
-from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn
+from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn, number_rows
 
 TRUNCATED = Outcome.truncate("length")
 
@@ -56,7 +55,7 @@ def test_penalties_come_before_the_clip():
 def test_the_clip_is_of_the_raw_reward_not_of_what_a_group_makes_of_it():
     """Rewards 0, 1 and 100, clipped to 1: two that are right, however far above the limit one of them is."""
     learner = GRPO(GRPOConfig(name="grpo", shaping={"clip": (0, 1)}, advantage_eps=0))
-    rows = learner.prepare(trajectories([Group("g", Task("t"), [episode(reward) for reward in (0.0, 1.0, 100.0)])]))
+    rows = learner.prepare(number_rows([Group("g", Task("t"), [episode(reward) for reward in (0.0, 1.0, 100.0)])]))
     std = (2 / 9 + 1 / 9) ** 0.5
     expected = [-2 / 3 / std, 1 / 3 / std, 1 / 3 / std]
     assert [row.arrays["advantages"][-1] for row in rows] == pytest.approx(expected)
@@ -65,7 +64,7 @@ def test_the_clip_is_of_the_raw_reward_not_of_what_a_group_makes_of_it():
 def test_overlong_episodes_are_compared_with_but_not_trained_on():
     learner = GRPO(GRPOConfig(name="grpo", shaping={"overlong_filter": True}, advantage_eps=0))
     episodes = [episode(0.0), episode(1.0), episode(2.0, outcome=TRUNCATED)]
-    rows = learner.prepare(trajectories([Group("g", Task("t"), episodes)]))
+    rows = learner.prepare(number_rows([Group("g", Task("t"), episodes)]))
     assert [float(row.arrays["advantages"][-1]) for row in rows] == [-1.0, 0.0, 0.0]
     assert [row.loss_weights.any() for row in rows] == [True, True, False]
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from envgym.learner import Outputs, trajectories
+from envgym.learner import Outputs
 from envgym.learners.settings import SFTConfig
 from envgym.learners.sft import SFT
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
+from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, number_rows
 from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def sft():
 
 def test_loss_is_the_token_mean_over_the_step(sft):
     """Four tokens at probability 1/2 and one at 1/4: (4 log 2 + log 4) / 5, not the mean of two row means."""
-    rows = sft.prepare(trajectories(groups(4, 1)))
+    rows = sft.prepare(number_rows(groups(4, 1)))
     normalizers = sft.loss_normalizers(rows)
     assert normalizers == {Objective.CROSS_ENTROPY: 5.0}
     outputs = torch.tensor([[0, 0, *[np.log(0.5)] * 4], [0, 0, np.log(0.25), 0, 0, 0]]).float()
@@ -39,7 +39,7 @@ def test_loss_is_the_token_mean_over_the_step(sft):
 
 
 def test_gradient_is_the_same_in_any_micro_batches(sft):
-    rows = sft.prepare(trajectories(groups(3, 1, 4)))
+    rows = sft.prepare(number_rows(groups(3, 1, 4)))
     normalizers = sft.loss_normalizers(rows)
 
     def gradients(cut, length):
@@ -56,7 +56,7 @@ def test_gradient_is_the_same_in_any_micro_batches(sft):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_nothing_at_a_masked_place_reaches_loss_or_gradient(sft, bad):
-    rows = sft.prepare(trajectories(groups(2, 1)))
+    rows = sft.prepare(number_rows(groups(2, 1)))
     batch = pad(rows, CPU, 6)
     outputs = torch.where(batch.loss_weights > 0, -1.0, bad).requires_grad_()
     loss, _ = sft.loss("actor", Outputs(outputs), batch, sft.loss_normalizers(rows))
@@ -66,13 +66,13 @@ def test_nothing_at_a_masked_place_reaches_loss_or_gradient(sft, bad):
 
 
 def test_prompts_are_not_taught(sft):
-    for row in sft.prepare(trajectories(groups(3))):
+    for row in sft.prepare(number_rows(groups(3))):
         assert row.loss_weights.tolist() == [0, 0, 1, 1, 1]
 
 
 def test_episodes_are_units_of_their_own(sft):
     """So that a step can be cut into micro-batches and mini-batches between any two of them."""
-    assert [(row.microbatch_key, row.episode_index) for row in sft.prepare(trajectories(groups(3, 1, 2)))] == [
+    assert [(row.microbatch_key, row.episode_index) for row in sft.prepare(number_rows(groups(3, 1, 2)))] == [
         (0, 0),
         (1, 1),
         (2, 2),
@@ -83,14 +83,14 @@ def test_weights_of_tokens_count(sft):
     """A token of weight 1/2 counts half in the sum and half in what it is divided by."""
     [group] = groups(2)
     group.episodes[0].rows[0].segments[1].loss_weights = [0.5, 1.0]
-    rows = sft.prepare(trajectories([group]))
+    rows = sft.prepare(number_rows([group]))
     outputs = torch.tensor([[0.0, 0.0, -4.0, -1.0]])
     loss, _ = sft.loss("actor", Outputs(outputs), pad(rows, CPU), sft.loss_normalizers(rows))
     assert loss.item() == pytest.approx((0.5 * 4 + 1) / 1.5)
 
 
 def test_evaluate_is_the_cross_entropy_of_a_token(sft):
-    rows = sft.prepare(trajectories(groups(4, 1)))
+    rows = sft.prepare(number_rows(groups(4, 1)))
     outputs = [np.array([0, -9, -1, -1, -1, -1], np.float32), np.array([0, -9, -2], np.float32)]
     assert sft.evaluate(rows, outputs) == {"eval/loss": pytest.approx(6 / 5)}
 

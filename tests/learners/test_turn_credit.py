@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import envgym
-from envgym.learner import Outputs, trajectories
+from envgym.learner import Outputs
 from envgym.registry import load_component
-from envgym.types import Action, Episode, Group, Outcome, Row, Segment, Task, Turn
+from envgym.types import Action, Episode, Group, Outcome, Row, Segment, Task, Turn, number_rows
 from envgym.workers.micro_batches import pad
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bandit.py"
@@ -59,7 +59,7 @@ async def train(name, credit, *, steps, seed):
                 pulls = torch.multinomial(table.softmax(1), 8, replacement=True, generator=generator).T.tolist()
             problem = (seed * steps + step) * 4 + task
             groups.append(Group("g", Task("t"), [await play(env, arms, problem) for arms in pulls]))
-        rows = learner.prepare(trajectories(groups))
+        rows = learner.prepare(number_rows(groups))
         batch = pad(rows, torch.device("cpu"))
         logprobs, entropy = said(table, batch.token_ids)
         batch.old_logprobs = torch.where(batch.old_logprobs.isnan(), batch.old_logprobs, logprobs.detach())

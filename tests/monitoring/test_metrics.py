@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from envgym.errors import RolloutFailed
-from envgym.learner import TrainSample
 from envgym.monitoring.metrics import (
     check_failures,
     computing_metrics,
@@ -137,7 +136,7 @@ def test_what_was_recorded_has_no_rewards_of_the_step():
 def learned(length, counted):
     weights = np.zeros(length, np.float32)
     weights[length - counted :] = 0.25  # of an aggregation that weighs tokens
-    return TrainSample(np.zeros(length, np.int64), weights, weights, Objective.POLICY_GRADIENT)
+    return Row.from_arrays(np.zeros(length, np.int64), weights, weights, Objective.POLICY_GRADIENT)
 
 
 def test_tokens_of_a_step_are_counted_once_an_epoch():

@@ -281,8 +281,8 @@ def test_raw_texts_are_judged_without_a_chat_template(tiny_reward_model, by_tran
 def test_a_critic_that_starts_from_it_begins_with_its_values(tiny_reward_model, worker):
     import numpy as np
 
-    from envgym.learner import RoleSpec, TrainSample
-    from envgym.types import Objective
+    from envgym.learner import RoleSpec
+    from envgym.types import Objective, Row
     from envgym.workers.model import ModelWorker
     from envgym.workers.spec import WorkerSpec
 
@@ -292,5 +292,5 @@ def test_a_critic_that_starts_from_it_begins_with_its_values(tiny_reward_model, 
     for text in TEXTS:
         ids = np.array(worker._encode(text), np.int32)
         zeros = np.zeros(len(ids), np.float32)
-        samples.append(TrainSample(ids, zeros, zeros, Objective.POLICY_GRADIENT))
+        samples.append(Row.from_arrays(ids, zeros, zeros, Objective.POLICY_GRADIENT))
     assert [float(values[-1]) for values in critic.forward(samples)] == pytest.approx(rewards(worker, TEXTS), abs=1e-5)

@@ -7,13 +7,12 @@ import pytest
 from aiohttp import web
 
 from envgym.errors import InvalidOutcome
-from envgym.learner import TrainSample
 from envgym.services.teacher import ApiTeacher
 from envgym.types import Row, Segment
 
 
 def sample(*token_ids):
-    return TrainSample.from_row(Row([Segment("prompt", token_ids[:1]), Segment("action", token_ids[1:])]))
+    return Row([Segment("prompt", token_ids[:1]), Segment("action", token_ids[1:])])
 
 
 def said(*places):

@@ -14,13 +14,13 @@ from envgym.config.schema import PretrainConfig
 from envgym.engine import SamplingParams
 from envgym.env import TaskList
 from envgym.errors import ConfigError, DataError
-from envgym.learner import LearnerConfig, RoleSpec, TrainSample
+from envgym.learner import LearnerConfig, RoleSpec
 from envgym.render import load_tokenizer, make_renderer
 from envgym.run_folder import RunFolder
 from envgym.training.components import Components
 from envgym.training.pretraining import Pretraining, deal_out
 from envgym.training.trainer import Trainer
-from envgym.types import Objective, Task
+from envgym.types import Objective, Row, Task
 from envgym.workers.config import WorkersConfig
 
 DOCUMENTS = [f"the answer is {number}." for number in range(10)]
@@ -161,7 +161,9 @@ def test_bytes_that_are_not_text(renderer, tmp_path):
 @given(st.integers(0, 20), st.integers(1, 8))
 def test_samples_are_dealt_out_evenly(count, n_steps):
     ids = np.zeros(1, np.int64)
-    samples = [TrainSample(ids, ids, ids, Objective.CROSS_ENTROPY, microbatch_key=number) for number in range(count)]
+    samples = [
+        Row.from_arrays(ids, ids, ids, Objective.CROSS_ENTROPY, microbatch_key=number) for number in range(count)
+    ]
     steps = deal_out(samples, n_steps)
     assert len(steps) == n_steps
     assert sorted(sample.microbatch_key for step in steps for sample in step) == list(range(count))
@@ -212,7 +214,7 @@ class Worker:
 
 def sample_of(key):
     weights = np.array([0, 1, 1], np.float32)
-    return TrainSample(np.arange(3), weights, -weights, Objective.POLICY_GRADIENT, microbatch_key=key, versions=(0,))
+    return Row.from_arrays(np.arange(3), weights, -weights, Objective.POLICY_GRADIENT, microbatch_key=key)
 
 
 def test_only_the_policy_is_trained_on_text_which_is_dealt_out_to_the_optimizer_steps(renderer, file, tmp_path):
@@ -227,7 +229,8 @@ def test_only_the_policy_is_trained_on_text_which_is_dealt_out_to_the_optimizer_
         prepare=lambda groups: [sample_of(key) for key in range(4)],
         metrics=lambda samples: {"rows": len(samples)},
         loss_normalizers=lambda samples: {name: len(samples) for name in {sample.objective for sample in samples}},
-        on_step_end=lambda record: None,
+        reads_outputs=False,
+        end_step=lambda rows: None,
         state_dict=dict,
     )
     spec = SimpleNamespace(tasks=lambda split: TaskList([Task("t")]))

@@ -16,7 +16,7 @@ from envgym.config.resolve import resolve
 from envgym.engine import SamplingParams
 from envgym.env import TaskList
 from envgym.errors import InvalidOutcome, RolloutFailed, RunError, WorkerDied
-from envgym.learner import LearnerConfig, RoleSpec, TrainSample
+from envgym.learner import LearnerConfig, RoleSpec
 from envgym.monitoring.display import Display
 from envgym.render import NoRenderer
 from envgym.run_folder import RunFolder
@@ -38,13 +38,14 @@ class Learner:
         "reference": RoleSpec(trained=False),
     }
     config = LearnerConfig(name="any")
-    samples_to_score = envgym.learner.Learner.samples_to_score
+    rows_to_score = envgym.learner.Learner.rows_to_score
+    reads_outputs = False
 
     def __init__(self) -> None:
         self.coefficient = 0.1
 
-    def prepare(self, groups: Any) -> list[TrainSample]:
-        return [sample for group in groups for trajectory in group for sample in trajectory.samples]
+    def prepare(self, groups: Any) -> list[Row]:
+        return [row for group in groups for episode in group.episodes for row in episode.rows]
 
     def loss_normalizers(self, samples: Any) -> dict[str, float]:
         return {}
@@ -52,7 +53,7 @@ class Learner:
     def metrics(self, samples: Any) -> dict[str, float]:
         return {}
 
-    def on_step_end(self, record: Any) -> None:
+    def end_step(self, rows: Any) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,6 +102,9 @@ class World:
         self.enter("learn")
         self.has_learned.set()
         return {"loss": 1.0}
+
+    async def accumulated_outputs(self) -> list[Any]:
+        return []
 
     async def step(self, lr: float) -> dict[str, float]:
         return {"grad_norm": 1.0}

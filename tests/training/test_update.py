@@ -8,22 +8,23 @@ from hypothesis import strategies as st
 from envgym.config.resolve import resolve
 from envgym.config.schema import StageConfig
 from envgym.errors import ConfigError
-from envgym.learner import LearnerConfig, TrainSample
+from envgym.learner import LearnerConfig
 from envgym.training.update import (
     aggregate_steps,
     evaluation_interval,
     fit_steps,
     learning_rate,
+    sampling_difference,
     split_minibatches,
     steps_of,
 )
-from envgym.types import Objective
+from envgym.types import Objective, Row, Segment
 
 
 def samples_of(keys):
     """A sample for each microbatch key."""
     ids, weights = np.zeros(1, np.int64), np.zeros(1, np.float32)
-    return [TrainSample(ids, weights, weights, Objective.POLICY_GRADIENT, microbatch_key=key) for key in keys]
+    return [Row.from_arrays(ids, weights, weights, Objective.POLICY_GRADIENT, microbatch_key=key) for key in keys]
 
 
 def keys_of(minibatches):
@@ -191,3 +192,16 @@ def test_evaluations_are_so_many_steps_apart_or_an_epoch():
     assert evaluation_interval(stage(5), None) == 5
     with pytest.raises(ConfigError, match=r"eval\.every=epoch"):
         evaluation_interval(stage("epoch"), None)
+
+
+def test_sampler_and_trainer_are_compared_where_the_weights_sampled():
+    """By hand: differences of 0.25 and 0.75; a prompt has no number, other rows are of older weights or not passed."""
+    current, older, unseen = (
+        Row([Segment("prompt", [1]), Segment("action", [2, 3], logprobs=[-1, -2])]) for _ in "abc"
+    )
+    assert sampling_difference([current]) is None
+    older.is_on_policy = False
+    current.last_outputs, older.last_outputs = np.float32([9, -1.25, -1.25]), np.float32([0, 9, 9])
+    assert sampling_difference([current, older, unseen]) == 0.5
+    current.last_outputs[1] = np.nan
+    assert np.isnan(sampling_difference([current]))

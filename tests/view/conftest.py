@@ -14,9 +14,20 @@ import pytest
 
 from envgym.episodes.files import write_episodes
 from envgym.episodes.parquet import write_learned, write_rollouts
-from envgym.learner import trajectories
 from envgym.run_folder import RunFolder
-from envgym.types import Episode, Group, Message, Outcome, Row, Segment, StopReason, Task, Turn, VersionSpan
+from envgym.types import (
+    Episode,
+    Group,
+    Message,
+    Outcome,
+    Row,
+    Segment,
+    StopReason,
+    Task,
+    Turn,
+    VersionSpan,
+    number_rows,
+)
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -56,13 +67,12 @@ def make_run(
         episodes[1].outcome, episodes[1].reward, episodes[1].score = Outcome.fail("timeout", "too slow"), None, None
         write_rollouts(folder.rollout_file(step), episodes)
         grouped = [Group(e.group_id, e.task, [e]) for e in episodes if not e.failed]
-        learned = trajectories(grouped)
-        first = {}
-        for number, trajectory in enumerate(t for group in learned for t in group):
-            sample = trajectory.samples[0]
-            sample.arrays["advantages"] = np.array([0, 0, 0.5, 0.5, -0.25 * (number + 1)], np.float32)
-            first[id(sample)] = np.nan_to_num(sample.old_logprobs) - np.float32(0.01)
-        write_learned(folder.learned_file(step), learned, first, first)
+        learned = number_rows(grouped)
+        for number, episode in enumerate(episode for group in learned for episode in group.episodes):
+            row = episode.rows[0]
+            row.arrays["advantages"] = np.array([0, 0, 0.5, 0.5, -0.25 * (number + 1)], np.float32)
+            row.first_outputs = row.last_outputs = np.nan_to_num(row.old_logprobs) - np.float32(0.01)
+        write_learned(folder.learned_file(step), learned)
         for n, episode in enumerate(episodes):
             spans = [
                 ["waiting", 100.0, 100.0 + n],

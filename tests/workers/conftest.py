@@ -55,8 +55,7 @@ def untied_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def make_rows():
     """make_rows(n, seed) -> n rows of different lengths, each its own unit, with two objectives."""
-    from envgym.learner import TrainSample
-    from envgym.types import Objective
+    from envgym.types import Objective, Row
 
     def make(n, seed=0, shortest=5, longest=20):
         rng = np.random.default_rng(seed)
@@ -66,7 +65,7 @@ def make_rows():
             weights = (rng.random(length) < 0.6).astype(np.float32)
             weights[0], weights[-1] = 0.0, 1.0
             rows.append(
-                TrainSample(
+                Row.from_arrays(
                     token_ids=rng.integers(0, VOCABULARY, length),
                     loss_weights=weights,
                     old_logprobs=np.full(length, np.nan, np.float32),

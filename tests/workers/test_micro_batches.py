@@ -5,14 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.learner import TrainSample
-from envgym.types import Objective
+from envgym.types import Objective, Row
 from envgym.workers.micro_batches import cost, is_padding, micro_batches, pad, padding_samples
 
 
 def row(length, unit=0, weight=1.0, **arrays):
     weights = np.full(length, weight, np.float32)
-    return TrainSample(
+    return Row.from_arrays(
         token_ids=np.arange(length),
         loss_weights=weights,
         old_logprobs=np.zeros(length, np.float32),

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from envgym.learner import RoleSpec, trajectories
+from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
+from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn, number_rows
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.model import ModelWorker
@@ -74,8 +74,8 @@ def learned(name, tmp_path, model, *, ranks=1, **settings):
                 )
                 worker_spec = WorkerSpec(role, model, spec, config.model_dump(), workers_config)
                 workers[role] = await WorkerGroup.start(runtime, worker_spec)
-            groups = trajectories(recorded(name))
-            samples = learner.samples_to_score(groups)
+            groups = number_rows(recorded(name))
+            samples = learner.rows_to_score(groups)
             for role, spec in learner.roles.items():
                 if spec.scored:
                     for sample, scores in zip(samples, await workers[role].forward(samples), strict=True):
@@ -151,7 +151,7 @@ def test_a_run_with_neftune_learns_from_noisy_rows_and_scores_clean_ones(tmp_pat
         worker = ModelWorker(WorkerSpec("actor", tied_model, RoleSpec(trained=True), config, settings))
         worker.load()
         try:
-            return worker.forward([sample for [first, *_] in trajectories(recorded("sft")) for sample in first.samples])
+            return worker.forward([row for group in recorded("sft") for row in group.episodes[0].rows])
         finally:
             worker.close()
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from envgym.learner import RoleSpec, TrainSample
+from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
-from envgym.types import Objective
+from envgym.types import Objective, Row
 from envgym.workers import prefix_attention
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
@@ -46,7 +46,9 @@ def sample(token_ids, index=0, seed=0, objective=Objective.POLICY_GRADIENT):
     old = np.where(rng.random(len(token_ids)) < 0.3, -1.0, np.nan).astype(np.float32)
     old[0] = np.nan
     temperatures = np.full(len(token_ids), rng.choice([0.7, 1.0, 1.3]), np.float32)
-    return TrainSample(np.asarray(token_ids), weights, old, objective, temperatures=temperatures, microbatch_key=index)
+    return Row.from_arrays(
+        np.asarray(token_ids), weights, old, objective, temperatures=temperatures, microbatch_key=index
+    )
 
 
 @st.composite

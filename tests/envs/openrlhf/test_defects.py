@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from envgym.learner import TrainSample
 from envgym.types import Status, StopReason
 
 AGENT = """
@@ -179,7 +178,7 @@ def test_9_what_the_environment_says_is_no_length_of_the_answer(play, ok, agent_
     [episode] = ok(groups, engine)
     [row] = episode.rows
     sampled = sum(len(action.token_ids) for action in actions(episode))
-    assert row.n_action_tokens == TrainSample.from_row(row).loss_weights.sum() == sampled
+    assert row.n_action_tokens == row.loss_weights.sum() == sampled
     assert sampled < len(row.token_ids) / 4
 
 
