@@ -221,7 +221,8 @@ def mean_kl(rows: Sequence[Row], estimator: KLEstimator) -> float | None:
         for row in rows
         if row.first_outputs is not None and row.objective == Objective.POLICY_GRADIENT
     ]
-    estimates = [kl_estimate(*map(torch.from_numpy, pair), estimator).double() for pair in pairs]
+    tensors = [(torch.from_numpy(logprobs), torch.from_numpy(reference)) for logprobs, reference in pairs]
+    estimates = [kl_estimate(logprobs, reference, estimator).double() for logprobs, reference in tensors]
     return float(torch.cat(estimates).mean()) if sum(map(len, estimates)) else None
 
 
