@@ -247,7 +247,7 @@ class Learner(ABC):
         the KL's. With `reads_outputs` the rows have the outputs of the policy's model, if it was trained."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State that `end_step` changes, for a checkpoint: numbers, text, lists, tuples and mappings of them."""
+        """State that `end_step` changes, for a checkpoint: numbers, text, lists, and mappings with keys of text."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import ByteSize, TypeAdapter
 
 from envgym.disk import flush_to_disk, replacement_file, write_atomically
-from envgym.episodes.record import decode, encode, from_record, to_record
+from envgym.episodes.record import from_record, to_record
 from envgym.errors import CheckpointDamaged, ConfigError, RunError
 from envgym.loading import short_name
-from envgym.types import Group
+from envgym.types import Group, check_json
 from envgym.yaml_files import read_yaml
 
 CONTROLLER = "controller.json"
@@ -246,20 +246,20 @@ class RunFolder:
 
 
 def state_to_json(state: Mapping[str, Any]) -> str:
-    """`Trainer.state` as text: exact, so that a resumed run continues as if uninterrupted, and safe to read from a
-    stranger. Raises `RunError` for values other than Python's plain types."""
+    """`Checkpoints.state` as text, safe to read from a stranger. Raises `RunError` for values that JSON lacks."""
     try:
-        return json.dumps(encode(state), default=_group_to_json)
+        check_json(state.get("learner"), "the learner's state_dict()")
+        return json.dumps(state, default=_group_to_json)
     except (TypeError, ValueError, RecursionError) as error:
         raise RunError(
-            f"a checkpoint cannot be saved: {error}. A learner's state_dict() may hold numbers, text, lists, tuples "
-            "and mappings"
+            f"a checkpoint cannot be saved: {error}. A learner's state_dict() may hold numbers, text, lists, and "
+            "mappings with keys of text"
         ) from None
 
 
 def state_from_json(text: str) -> dict[str, Any]:
     """The state in the text of `state_to_json`. Raises `ValueError`, `TypeError` or `KeyError` for any other text."""
-    state = decode(json.loads(text), {GROUP: _group_from_json})
+    state = _with_groups(json.loads(text))
     if not isinstance(state, dict) or not isinstance(state["progress"]["step"], int):
         raise ValueError("it holds no controller state")
     return state
@@ -273,10 +273,19 @@ def _group_to_json(value: Any) -> Any:
     return {GROUP: json.loads(json.dumps(record, default=str))}
 
 
-def _group_from_json(record: Mapping[str, Any]) -> Group:
-    """A buffered group: at least one episode, all of the same task."""
-    episodes = [from_record(episode) for episode in record["episodes"]]
-    return Group(record["id"], episodes[0].task, episodes)
+def _with_groups(value: Any) -> Any:
+    """The state with its buffered groups (at least one episode each, all of the same task), and lists in place of the
+    tuples of an earlier version."""
+    if isinstance(value, list):
+        return [_with_groups(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {GROUP}:
+        episodes = [from_record(episode) for episode in value[GROUP]["episodes"]]
+        return Group(value[GROUP]["id"], episodes[0].task, episodes)
+    if value.keys() == {"$tuple"}:
+        return _with_groups(value["$tuple"])
+    return {key: _with_groups(item) for key, item in value.items()}
 
 
 def files_by_step(folder: Path, suffix: str) -> dict[int, Path]:

@@ -13,7 +13,7 @@ from envgym.config.resolve import resolve
 from envgym.config.words import nest_keys
 from envgym.disk import unused_folder, write_atomically
 from envgym.errors import CheckpointDamaged, DataError, EnvgymError, RunError, WorkerDied
-from envgym.run_folder import RunFolder, stage_folders, state_to_json
+from envgym.run_folder import RunFolder, stage_folders, state_from_json, state_to_json
 from envgym.training.checkpoints import set_aside
 from envgym.training.resume import claimed_folder, resume_config
 
@@ -216,7 +216,7 @@ def test_a_kill_while_a_better_checkpoint_is_kept_leaves_one_that_is_whole(folde
 
 GARBAGE = [
     b"", b"{", b'{"progress": {"step": 1}}'[:-1], b"\xff\xfe", b"[]", b"{}", b'{"progress": {}}', b'{"progress": 3}',
-    b'{"$tuple": 1, "progress": {"step": 1}, "x": {"$items": 3}}', b'{"progress": {"step": 1}, "x": {"$group": {}}}',
+    b'{"progress": {"step": 1}, "x": {"$tuple": 1}, "y": {"$group": {}}}',
     b"[" * 100_000,
 ]  # fmt: skip
 
@@ -451,3 +451,17 @@ def test_folders_of_the_same_second_have_different_names(tmp_path, monkeypatch):
         folders[-1].mkdir()
     first = f"sums-grpo-20260101-000000-{os.getpid()}"
     assert [folder.name for folder in folders] == [first, f"{first}-2", f"{first}-3"]
+
+
+def test_a_state_of_an_earlier_version_has_lists_for_its_tuples():
+    """It wrote the spans of phases, and a learner's state, with tuples."""
+    text = '{"progress": {"step": 1, "spans": [{"$tuple": ["rollout", 1.0, {"$tuple": [2]}]}]}}'
+    assert state_from_json(text) == {"progress": {"step": 1, "spans": [["rollout", 1.0, [2]]]}}
+
+
+@pytest.mark.parametrize("state", [{"seen": (1, 2)}, {"counts": {3: 1}}, {"names": {"a"}}])
+def test_a_learners_state_that_would_come_back_changed_is_refused(state):
+    with pytest.raises(
+        RunError, match=r"^a checkpoint cannot be saved: .*numbers, text, lists, and mappings with keys"
+    ):
+        state_to_json({"progress": {"step": 1}, "learner": state})

@@ -1,13 +1,8 @@
-"""The encoding of an episode in JSON types, which journals, files, checkpoints and the wire share.
-
-JSON has no tuples, and its objects have only string keys; an answer `(1, 2)` that came back as `[1, 2]` would be
-different. In task values and options, tuples are written as `{"$tuple": […]}`, and mappings with other keys, or with a
-key that begins with `$`, as `{"$items": [[key, value], …]}`.
-"""
+"""The record of an episode in JSON types, which journals, files, checkpoints and the wire share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -26,7 +21,6 @@ from envgym.types import (
     as_messages,
 )
 
-TUPLE, ITEMS = "$tuple", "$items"
 PLAIN = (
     "id", "env", "group", "member", "seed", "attempt", "reward", "score", "score_is_reward", "answer", "seconds"
 )  # fmt: skip
@@ -49,60 +43,11 @@ def excerpt(messages: Iterable[tuple[str, str]]) -> tuple[str, str]:
     return prompt, completion
 
 
-def encode(value: Any) -> Any:
-    """Encode plain Python values in JSON types. Other values stay unchanged: the caller's JSON encoder decides."""
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: encode(item) for key, item in value.items()}
-        return {ITEMS: [[encode(key), encode(item)] for key, item in value.items()]}
-    if isinstance(value, tuple):
-        return {TUPLE: [encode(item) for item in value]}
-    if isinstance(value, list):
-        return [encode(item) for item in value]
-    return value
-
-
-def decode(value: Any, readers: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
-    """Decode a value from `encode`. Raises `ValueError` if `encode` cannot have written it.
-
-    `readers`: functions that decode further objects `{"$name": …}`, by that name.
-    """
-    if isinstance(value, list):
-        return [decode(item, readers) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {TUPLE}:
-        return tuple(decode(item, readers) for item in _list(value[TUPLE]))
-    if value.keys() == {ITEMS}:
-        try:
-            return {decode(key, readers): decode(item, readers) for key, item in map(_list, _list(value[ITEMS]))}
-        except TypeError as error:
-            raise ValueError(f"not keys and values: {error}") from None
-    if readers and len(value) == 1 and (read := readers.get(next(iter(value)))):
-        return read(next(iter(value.values())))
-    return {key: decode(item, readers) for key, item in value.items()}
-
-
-def decode_mapping(value: Any) -> dict[str, Any]:
-    """Like `decode`, but raises `ValueError` also if the value is no mapping."""
-    mapping = decode(value)
-    if not isinstance(mapping, dict):
-        raise ValueError("expected names and values, not a tuple")
-    return mapping
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{TUPLE} and {ITEMS} hold lists")
-    return value
-
-
 def to_record(episode: Episode) -> dict[str, Any]:
     """All data of an episode in JSON types, except the values that roles computed for its token sequences.
 
     Messages have the form of OpenAI-compatible APIs, except that the arguments of a tool call are a mapping, and that a
-    malformed call has an `error`. The task's answer and fields are encoded (`encode`); values that are not plain Python
-    become text when the JSON is written.
+    malformed call has an `error`. Values of a task that have no JSON type (a date) become text when it is written.
     """
     task = episode.task
     return {
@@ -110,8 +55,8 @@ def to_record(episode: Episode) -> dict[str, Any]:
         "task": {
             **_values(task, PLAIN_OF_TASK),
             "prompt": task.prompt if isinstance(task.prompt, str) else [_message(message) for message in task.prompt],
-            "answer": encode(task.answer),
-            "fields": encode(task.fields),
+            "answer": task.answer,
+            "fields": dict(task.fields),
         },
         "outcome": _values(episode.outcome),
         "metrics": dict(episode.metrics),
@@ -136,8 +81,8 @@ def from_record(record: Mapping[str, Any]) -> Episode:
         task=Task(
             **{name: task[name] for name in PLAIN_OF_TASK},
             prompt=task["prompt"] if isinstance(task["prompt"], str) else as_messages(task["prompt"]),
-            answer=decode(task["answer"]),
-            fields=decode_mapping(task["fields"]),
+            answer=task["answer"],
+            fields=task["fields"],
         ),
         outcome=Outcome(**{**outcome, "status": Status(outcome["status"])}),
         metrics=dict(record["metrics"]),

@@ -1,22 +1,18 @@
 """The protocol of server and client: JSON bodies over HTTP/1.1, version 4. `routes` has the requests.
 
 The client chooses a session's id and numbers its steps, so that every request can be sent again: the server
-answers a repeated one with its stored answer and does nothing twice. Tasks, observations and actions
-travel as the fields of their dataclasses, values that JSON lacks by `encode` of `envgym.episodes.record`, episodes by
-its `to_record`. Errors are RFC 9457 problem details (`Problem`). A reader ignores unknown
-fields: a newer peer may send more.
+answers a repeated one with its stored answer and does nothing twice. Tasks, observations and actions travel as the
+fields of their dataclasses, episodes as `envgym.episodes.record.to_record` writes them. Errors are RFC 9457 problem
+details (`Problem`). A reader ignores unknown fields: a newer peer may send more.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationInfo, WrapSerializer
+from pydantic import BaseModel, ConfigDict, Field
 
-from envgym.episodes.record import decode, decode_mapping, encode
 from envgym.net.problems import Line, ProblemBody
 from envgym.types import Action, Observation, Task
 
@@ -32,25 +28,6 @@ MAX_INDEX = 2**53
 
 Method = Literal["GET", "POST", "DELETE"]
 SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-
-
-def _encoded_task(task: Task, write: Callable[[Task], dict[str, Any]]) -> dict[str, Any]:
-    record = write(dataclasses.replace(task, answer=None, fields={}))
-    return {**record, "answer": encode(task.answer), "fields": encode(task.fields)}
-
-
-def _decoded_task(task: Task, info: ValidationInfo) -> Task:
-    if info.mode != "json":  # constructed, not parsed
-        return task
-    return dataclasses.replace(task, answer=decode(task.answer), fields=decode_mapping(task.fields))
-
-
-def _decoded_options(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    return decode_mapping(options) if info.mode == "json" else options
-
-
-ExactTask = Annotated[Task, AfterValidator(_decoded_task), WrapSerializer(_encoded_task)]
-ExactOptions = Annotated[dict[str, Any], AfterValidator(_decoded_options), PlainSerializer(encode)]
 
 
 class Wire(BaseModel):
@@ -116,13 +93,13 @@ class TaskPage(Wire):
 
     split: str
     start: int
-    tasks: tuple[ExactTask, ...]
+    tasks: tuple[Task, ...]
 
 
 class GroupToScore(Wire):
     """Finished episodes of one task, to be scored together; each as `envgym.episodes.record.to_record` writes it."""
 
-    task: ExactTask
+    task: Task
     episodes: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_GROUP)
 
 
@@ -154,14 +131,14 @@ class Opening(Wire):
     session_id: SessionId
     env: str = ""
     seed: int = Field(ge=-(2**63), lt=2**63)
-    task: ExactTask | None = None
-    options: ExactOptions = {}
+    task: Task | None = None
+    options: dict[str, Any] = {}
 
 
 class Opened(Wire):
     """The result of `reset`, and its task. `dropped` names the `info` entries JSON cannot carry."""
 
-    task: ExactTask
+    task: Task
     observation: Observation
     info: dict[str, Any]
     dropped: tuple[str, ...] = ()

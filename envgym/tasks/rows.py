@@ -137,6 +137,7 @@ class TableRows(Rows):
         self._table = table if limit is None else table.slice(0, limit)
         # Structs have every key of any row, with nulls where a row has none.
         self._calls = [column.name for column in table.schema if any(key in str(column.type) for key in CALL_KEYS)]
+        self._maps = [column.name for column in table.schema if "map<" in str(column.type)]
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -152,7 +153,8 @@ class TableRows(Rows):
             yield from map(self._clean, batch.to_pylist())
 
     def _clean(self, row: Row) -> Row:
-        return row | {name: _without_nulls(row[name]) for name in self._calls}
+        row = row | {name: _without_nulls(row[name]) for name in self._calls}
+        return row | {name: _without_tuples(row[name]) for name in self._maps}
 
 
 class ListedRows(Rows):
@@ -216,6 +218,13 @@ class SelectedRows(Rows):
 
     def origin(self, index: int) -> tuple[str, str, int]:
         return self._rows.origin(self._indices[index])
+
+
+def _without_tuples(value: Any) -> Any:
+    """A map's pairs as lists: the fields of a task hold no tuples."""
+    if isinstance(value, dict):
+        return {key: _without_tuples(item) for key, item in value.items()}
+    return [_without_tuples(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def locate(ends: Sequence[int], index: int) -> tuple[int, int]:

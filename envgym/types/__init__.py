@@ -36,6 +36,7 @@ from .messages import (
     as_action,
     as_messages,
     as_observation,
+    check_json,
     int_array,
     observed_messages,
 )  # fmt: skip
@@ -43,6 +44,7 @@ from .messages import (
 __all__ = [
     "Action", "Episode", "Group", "Limit", "Message", "Objective", "Observation", "Outcome", "Reward", "Role", "Row",
     "SeedScope", "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn",
-    "VersionSpan", "add_instruction", "as_action", "as_messages", "as_observation", "float_array", "int_array",
+    "VersionSpan", "add_instruction", "as_action", "as_messages", "as_observation", "check_json",
+    "float_array", "int_array",
     "number_rows", "observed_messages", "timed",
 ]  # fmt: skip

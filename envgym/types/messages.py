@@ -197,6 +197,29 @@ def _parsed(value: Any, tool: str) -> Any:
         raise ValueError(f"the arguments of {tool} are not JSON: {error.msg} at column {error.colno}") from None
 
 
+OLD_MARKS = ("$tuple", "$items")
+"""Keys with which an earlier version wrote tuples, and mappings whose keys are no text."""
+
+
+def check_json(value: Any, name: str) -> None:
+    """Raise `ValueError` for a value that JSON would silently change: it has no tuples, and its keys are text. Other
+    objects (a date) are not refused: where they are written, they become text.
+
+    `name` is the value's, for the message."""
+    if isinstance(value, tuple):
+        raise ValueError(f"{name} holds a tuple, {value!r:.60}, which JSON does not have: write a list")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{name} holds the key {key!r:.60}, and keys are text in JSON: write it as text")
+            if key in OLD_MARKS:
+                raise ValueError(f"{name} holds a {key}, which only earlier versions of envgym write and read")
+            check_json(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            check_json(item, name)
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One problem, as data.
@@ -204,6 +227,8 @@ class Task:
     `id` is unique within its task set; `prompt` is plain text or messages; `answer` is the reference answer; `fields`
     holds the row's other columns; `difficulty` has any scale; `seed` is the reset seed of environments that generate
     their problems; `env` is the member of a mixture that poses it.
+
+    Tasks are saved and sent as JSON. Raises `ValueError` for a tuple or a key that is no text in `answer` and `fields`.
     """
 
     id: str
@@ -213,6 +238,10 @@ class Task:
     difficulty: float | None = None
     seed: int | None = None
     env: str = ""
+
+    def __post_init__(self) -> None:
+        check_json(self.answer, f"the answer of task {self.id}")
+        check_json(self.fields, f"fields of task {self.id}")
 
     @property
     def key(self) -> str:

@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from datetime import date
 
 import pyarrow.parquet as pq
 import pytest
 
 from envgym.episodes.files import read_episodes, write_episodes
 from envgym.episodes.record import from_record, to_record
+from envgym.errors import DataError
 from envgym.types import (
     Episode,
     Message,
@@ -79,13 +81,41 @@ def test_an_episode_comes_back_from_json_as_it_was(episode):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_what_json_does_not_have_comes_back_from_a_file_as_it_was(tmp_path, suffix):
-    """An answer (1, 2) that came back as [1, 2] would be judged as another one."""
-    task = Task("t", "?", answer=(1, (2.5, "a")), fields={"grid": {(0, 1): [(), None]}, "$tuple": [3], "n": {4: True}})
+def test_a_task_comes_back_from_a_file_as_it_was(tmp_path, suffix):
+    task = Task("t", "?", answer=[1, [2.5, "a"]], fields={"grid": {"0": [[], None]}, "$ref": [3], "n": {"4": True}})
     path = tmp_path / f"episodes{suffix}"
     write_episodes(path, [replace(EPISODE, task=task)])
     (back,) = read_episodes(path)
     assert repr(back.task) == repr(task)  # equality alone takes 1 for True
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"answer": (1, 2)}, r"the answer of task t holds a tuple, \(1, 2\), which JSON does not have: write a list"),
+        ({"answer": [{"a": ()}]}, r"the answer of task t holds a tuple, \(\)"),
+        (
+            {"fields": {"grid": {4: True}}},
+            "fields of task t holds the key 4, and keys are text in JSON",
+        ),
+    ],
+)
+def test_what_json_would_change_is_no_task(values, said):
+    """An answer (1, 2) that came back from a file as [1, 2] would be judged as another one."""
+    with pytest.raises(ValueError, match=f"^{said}"):
+        Task("t", **values)
+    assert Task("t", answer=date(2026, 1, 2), fields={"a": {"b": [1, None, {2}]}}).answer == date(2026, 1, 2)
+
+
+@pytest.mark.parametrize("mark", [{"$tuple": [1, 2]}, {"$items": [[1, 2]]}])
+def test_a_tuple_that_an_earlier_version_wrote_is_refused_in_a_line(tmp_path, mark):
+    path = tmp_path / "episodes.jsonl"
+    record = to_record(EPISODE)
+    record["task"]["answer"] = [mark]
+    path.write_text(json.dumps(record) + "\n")
+    said = rf"line 1: this is not an episode \(.*: the answer of task sum-1 holds a \{next(iter(mark))}, which only"
+    with pytest.raises(DataError, match=said):
+        read_episodes(path)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

@@ -84,7 +84,7 @@ class Unruly(Env):
             self.spec.long_steps += 1
             await asyncio.sleep(float(action.text.removeprefix("take ")))
         info = INFO if action.text == "info" else {"steps": self.steps}
-        return "x" * 10_000, float(self.task.answer == (1, 2)), False, False, info
+        return "x" * 10_000, float(self.task.answer == [1, 2]), False, False, info
 
     async def hold(self, how: str) -> None:
         """Be at work until the test lets go."""
@@ -145,12 +145,12 @@ class UnrulySpec(EnvSpec):
             raise Nameless
         if self.config.page:
             return Odd(self.config.page)
-        fields = {"map": {1: "one", (2, 3): "two"}, "pair": (1, (2, [3])), "$ref": "a word"}
-        return TaskList([Task(f"t{number}", "?", (1, 2), fields) for number in range(3)])
+        fields = {"map": {"1": "one", "": "two"}, "pair": [1, [2, [3]]], "$ref": "a word"}
+        return TaskList([Task(f"t{number}", "?", [1, 2], fields) for number in range(3)])
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Reward | Exception | float]:
         self.judged += 1
         print("judging", flush=True)
         await misbehave(self.config.judge)
         await asyncio.sleep(self.config.judge_seconds)
-        return [float(task.answer == episode.task.answer == (1, 2)) for episode in episodes]
+        return [float(task.answer == episode.task.answer == [1, 2]) for episode in episodes]

@@ -145,7 +145,7 @@ def trainer_of(folder: RunFolder, world: World | None = None, *, engine: Any = N
 
 def finished_group(id: str) -> Group:
     """A group as a rollout returns it, with a value in every field that a learner may read."""
-    task = Task(id, "how many?", answer=(1, "$tuple"), fields={"odd": {1: (2.5, None)}}, difficulty=0.3, seed=7)
+    task = Task(id, "how many?", answer=[1, "$tuple"], fields={"odd": {"1": [2.5, None]}}, difficulty=0.3, seed=7)
     action = Segment("action", [5, 6], [1.0, 0.0], [-0.1, -1 / 3], (VersionSpan(2, 0, 2),), 0.7)
     row = Row([Segment("prompt", [3, 4]), action], turns=[Turn(1.0, StopReason.LENGTH)])
     return Group(
@@ -292,7 +292,7 @@ def save_checkpoint(trainer: Trainer, state: Any = None) -> Path:
 
 def test_a_loop_resumes_with_its_whole_state(folder):
     trainer = trainer_of(folder)
-    trainer.progress.step, trainer.progress.evals = 3, {"before": {"score": 1 / 3, "ci95": (0.1, 0.2)}}
+    trainer.progress.step, trainer.progress.evals = 3, {"before": {"score": 1 / 3, "ci95": [0.1, 0.2]}}
     trainer.progress.seconds["rollout"] = 0.1 + 0.2
     trainer.components.learner.coefficient = 1 / 7
     trainer.groups.buffer.add([finished_group("a"), finished_group("b")])

@@ -302,10 +302,10 @@ def test_a_worker_learns_the_same(options, tmp_path, tied_model, learner):
     assert_same(tmp_path, tied_model, group_of_rows(), learner, **options)
 
 
-def test_so_it_does_in_several_steps_on_rows_of_different_versions(tmp_path, tied_model, learner):
+def test_so_it_does_in_several_steps_on_rows_of_which_some_are_on_policy(tmp_path, tied_model, learner):
     rows = group_of_rows()
     for index, row in enumerate(rows):
-        row.versions, row.is_on_policy = ((3,), (2, 3), (1,))[index % 3], index % 3 == 0
+        row.is_on_policy = index % 3 == 0
         row.old_logprobs[12:] = np.random.default_rng(index).normal(-5.5, 0.2, len(row) - 12)
     assert_same(tmp_path, tied_model, rows, learner, steps=3)
 
