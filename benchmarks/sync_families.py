@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, store, table
 
+from envgym.engine import HostedEngine
 from envgym.engines import choose_engine
 from envgym.engines.spec import EngineSpec
 from envgym.errors import EnvgymError
@@ -233,7 +234,7 @@ async def engine_scores_with_adapter(
     async with running(kind, EngineSpec(str(base), dtype=dtype, max_model_len=512, lora_rank=4), root) as engine:
         (root / "adapter").mkdir()
         worker.export_adapter(str(root / "adapter"))
-        await engine.call("load_adapter", str(root / "adapter"), 1)
+        await engine.call(lambda engine: engine.load_adapter(str(root / "adapter"), 1))
         return await scores_of_engine(engine)
 
 
@@ -336,17 +337,17 @@ async def engine_scores(
         before = await scores_of_engine(engine)
         worker, count = load_worker(right, dtype), 0
         worker.begin_export(2**20, str(root / "bucket"), True)
-        await engine.call("begin_weights")
+        await engine.call(lambda engine: engine.begin_weights())
         while (bucket := worker.next_bucket()) is not None:
-            await engine.call("load_bucket", bucket)
+            await engine.call(lambda engine: engine.load_bucket(bucket))
             count += 1
         worker.end_export()
-        await engine.call("end_weights", count, 1)
+        await engine.call(lambda engine: engine.end_weights(count, 1))
         return before, await scores_of_engine(engine)
 
 
 @asynccontextmanager
-async def running(kind: str, spec: EngineSpec, root: Path) -> AsyncIterator[WorkerHandle]:
+async def running(kind: str, spec: EngineSpec, root: Path) -> AsyncIterator[WorkerHandle[HostedEngine]]:
     """An engine in a process of its own."""
     runtime = LocalRuntime(root / "logs")
     try:
@@ -356,9 +357,9 @@ async def running(kind: str, spec: EngineSpec, root: Path) -> AsyncIterator[Work
         await runtime.close()
 
 
-async def scores_of_engine(engine: WorkerHandle) -> np.ndarray[Any, Any]:
+async def scores_of_engine(engine: WorkerHandle[HostedEngine]) -> np.ndarray[Any, Any]:
     """Log-probabilities of all tokens but the first."""
-    scores = [score for score in await engine.call("score", IDS) if score is not None]
+    scores = [score for score in await engine.call(lambda engine: engine.score(IDS)) if score is not None]
     return np.array(scores[-(len(IDS) - 1) :])
 
 

@@ -20,8 +20,8 @@ def export(worker, path):
 
 async def export_group(group, path):
     """Write all of a `WorkerGroup`'s weights to `path`."""
-    await group.on_all("begin_export", ALL, str(path))
-    bucket, *_ = await group.on_all("next_bucket")
+    await group.on_all(lambda rank: rank.begin_export(ALL, str(path)))
+    bucket, *_ = await group.on_all(lambda rank: rank.next_bucket())
     os.replace(bucket.path, path)
 
 
@@ -32,6 +32,6 @@ def bucket_of(path, number=0):
 
 async def load(engine, path, version):
     """Give an engine, behind its handle, the weights of a file."""
-    await engine.call("begin_weights")
-    await engine.call("load_bucket", bucket_of(path))
-    await engine.call("end_weights", 1, version)
+    await engine.call(lambda engine: engine.begin_weights())
+    await engine.call(lambda engine: engine.load_bucket(bucket_of(path)))
+    await engine.call(lambda engine: engine.end_weights(1, version))

@@ -7,12 +7,13 @@ import contextlib
 import faulthandler
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from envgym.errors import ConfigError, EnvgymError, WorkerDied, WorkerError
 from envgym.loading import absolute_target, is_file_target, is_user_file
 from envgym.processes.local import LocalRuntime, LocalWorker
+from envgym.processes.runtime import Result
 from envgym.registry import spec
 from envgym.remote.client import RemoteEnvSpec
 from envgym.services.start import start_services, temporary_runtime
@@ -139,8 +140,8 @@ class _Examination:
         self._temporary = temporary
         self.can_play = False
         """True once the checks of single episodes found episodes on which the other checks can rely."""
-        self._worker: LocalWorker | None = None
-        self._workers: list[LocalWorker] = []
+        self._worker: LocalWorker[CheckHost] | None = None
+        self._workers: list[LocalWorker[CheckHost]] = []
 
     async def findings(self, checks: tuple[str, ...]) -> list[Finding]:
         """The findings of a group of checks, with their names."""
@@ -176,10 +177,10 @@ class _Examination:
         try:
             if checks == OTHER_PROCESS:
                 return [await self._compare_processes()]
-            findings: list[Finding] = await self._call("check", checks, self._report.verdicts())
+            findings = await self._call(lambda host: host.check(checks, self._report.verdicts()))
             if checks == episodes.CHECKS:
                 is_judged = findings[0].verdict is not CheckVerdict.NOT_APPLICABLE
-                self.can_play = is_judged and await self._call("can_continue")
+                self.can_play = is_judged and await self._call(lambda host: host.can_continue())
             return findings
         except WorkerDied:
             finding = failure(*self._describe_death())
@@ -194,20 +195,23 @@ class _Examination:
             self._worker = None
         return [finding, *(not_applicable(f"see {checks[0]}") for _ in checks[1:])]
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, call: Callable[[CheckHost], Coroutine[Any, Any, Result]]) -> Result:
         if self._worker is None:
             self._worker = await self._start("1")
         async with asyncio.timeout(GROUP_SECONDS):
-            return await self._worker.call(method, *args)
+            return await self._worker.call(call)
 
-    async def _start(self, hash_seed: str) -> LocalWorker:
+    async def _start(self, hash_seed: str) -> LocalWorker[CheckHost]:
         """Start a process and set the environment up in it. `hash_seed` makes hashes differ between processes. Its
         temporary files are in this process's folder, because it is killed and cannot delete them."""
         environ = {"PYTHONHASHSEED": hash_seed, "TMPDIR": self._temporary}
-        worker = await self._runtime.start("envgym.check.run:CheckHost", self._arguments, name="check", environ=environ)
+        target = "envgym.check.run:CheckHost"
+        worker: LocalWorker[CheckHost] = await self._runtime.start(
+            target, self._arguments, name="check", environ=environ
+        )
         self._workers.append(worker)
         try:
-            await worker.call("open")  # open has its own time limit
+            await worker.call(lambda host: host.open())  # open has its own time limit
         except WorkerDied:
             self._worker = worker
             problem, _ = self._describe_death()
@@ -217,10 +221,12 @@ class _Examination:
     async def _compare_processes(self) -> Finding:
         """The finding on the same episodes in the process of the checks and in a new one with another hash seed."""
         verdicts = self._report.verdicts()
-        first, second = await asyncio.gather(self._call("collect_records", verdicts), self._start("2"))
+        first, second = await asyncio.gather(self._call(lambda host: host.collect_records(verdicts)), self._start("2"))
         try:
             async with asyncio.timeout(GROUP_SECONDS):
-                return repeatability.compare_records(first, await second.call("collect_records", verdicts))
+                return repeatability.compare_records(
+                    first, await second.call(lambda host: host.collect_records(verdicts))
+                )
         finally:
             await second.kill()
 

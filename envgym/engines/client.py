@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from envgym.engine import EngineInfo, Generation, Request
+from envgym.engine import EngineInfo, Generation, HostedEngine, Request
 from envgym.errors import WorkerDied, WorkerError
-from envgym.processes.runtime import CALL_SECONDS, WorkerHandle
+from envgym.processes.runtime import CALL_SECONDS, Message, Result, WorkerHandle
 
 LOOK_SECONDS = 30.0
 """Seconds between two checks of the engine's step counter, while requests wait for it."""
@@ -20,10 +20,10 @@ PATIENCE_BESIDE_OTHERS = 3
 """Such checks where another engine has taken steps meanwhile: then this one hangs, and the machine is not slow."""
 
 
-class EngineClient:
+class EngineClient(WorkerHandle[HostedEngine]):
     """Implements `Engine` by calling an engine in a worker. Calls raise `WorkerDied` once that engine hangs."""
 
-    def __init__(self, handle: WorkerHandle) -> None:
+    def __init__(self, handle: WorkerHandle[HostedEngine]) -> None:
         self.moved_at = -math.inf
         """The loop's time of the last answer, or of the last check that saw a step."""
         self.others_moved_at: Callable[[], float] = lambda: -math.inf
@@ -34,51 +34,47 @@ class EngineClient:
         self._idle_since = 0.0
 
     async def info(self) -> EngineInfo:
-        info: EngineInfo = await self.call("info")
-        return info
+        return await self.call(lambda engine: engine.info())
 
     async def steps(self) -> int:
-        steps: int = await self.call("steps")
-        return steps
+        return await self.call(lambda engine: engine.steps())
 
     async def generate(self, request: Request) -> Generation:
-        generation: Generation = await self._wait_for("generate", request)
-        return generation
+        return await self._wait_for(self._handle.call(lambda engine: engine.generate(request)))
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        scores: list[float] = await self._wait_for("score", token_ids)
-        return scores
+        return await self._wait_for(self._handle.call(lambda engine: engine.score(token_ids)))
 
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
         await self._handle.close()
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of `HostedEngine`. Raises `WorkerDied` if it hangs: after `CALL_SECONDS`, or earlier if other
-        engines have moved meanwhile."""
+    async def send(self, message: Message) -> Any:
+        """Run a method. Raises `WorkerDied` if the engine hangs: after `CALL_SECONDS`, or earlier if other engines have
+        moved meanwhile."""
         time = asyncio.get_running_loop().time
         start, looks = time(), 0
-        calling = asyncio.create_task(self._handle.call(method, *args))
+        calling = asyncio.create_task(self._handle.send(message))
         try:
             while not (await asyncio.wait({calling}, timeout=min(LOOK_SECONDS, start + CALL_SECONDS - time())))[0]:
                 looks += self.others_moved_at() > start
                 if looks > PATIENCE_BESIDE_OTHERS or time() >= start + CALL_SECONDS:
-                    raise WorkerDied(f"the engine hangs: {method} did not end within {time() - start:.0f} s")
+                    raise WorkerDied(f"the engine hangs: {message[0]} did not end within {time() - start:.0f} s")
             answer = calling.result()
         finally:
             calling.cancel()
         self.moved_at = time()
         return answer
 
-    async def _wait_for(self, method: str, *args: Any) -> Any:
-        """Make a call that has no deadline as long as the engine takes steps; then it raises `WorkerDied`."""
+    async def _wait_for(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """Await a call that has no deadline as long as the engine takes steps; then it raises `WorkerDied`."""
         try:
             async with asyncio.timeout(None) as limit:
                 self._waiting.add(limit)
                 if self._watching is None or self._watching.done():
                     self._watching = asyncio.create_task(self._watch())
-                answer = await self._handle.call(method, *args)
+                answer = await call
                 self.moved_at = asyncio.get_running_loop().time()
                 return answer
         except TimeoutError:
@@ -105,7 +101,7 @@ class EngineClient:
             current, start = steps, time()
             try:
                 async with asyncio.timeout(LOOK_SECONDS):
-                    current = await self._handle.call("steps")
+                    current = await self._handle.call(lambda engine: engine.steps())
             except TimeoutError:
                 pass  # no answer counts as no step
             except WorkerError:

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from envgym.engine import EngineInfo, Generation, Request
+from envgym.engine import EngineInfo, Generation, HostedEngine, Request
 from envgym.errors import EnvgymError, InvalidOutcome, WorkerDied, WorkerError
 from envgym.processes.cancellation import start_task
 from envgym.processes.deadline import pause_timeouts
+from envgym.processes.runtime import Result, message_of
 
 from .client import EngineClient
 
@@ -24,9 +25,6 @@ MOST_DEATHS = 8
 """Deaths per engine of the pool after which no other engine is started."""
 UNEVEN = 1.5
 """Multiple of the mean load above which an engine is skipped though it has cached the group's prompt."""
-WEIGHTS = ("begin_weights", "load_bucket", "end_weights")
-FULLY_AWAKE = ("wake", "cache")
-"""The last call by which engines wake."""
 REMEMBERED = 2**16
 """Conversations and groups whose engine is remembered."""
 
@@ -88,7 +86,7 @@ class EnginePool:
         return await (await self._live_members())[0].client.info()
 
     async def steps(self) -> int:
-        return sum(await self._call_each("steps"))
+        return sum(await self._call_each(lambda client: client.steps()))
 
     async def generate(self, request: Request) -> Generation:
         """Send a request to one of the engines. Raises `InvalidOutcome`, retryable if the engine has died."""
@@ -115,25 +113,37 @@ class EnginePool:
 
     async def probe(self, token_ids: tuple[int, ...]) -> list[list[float]]:
         """The log-probs of `score` by every engine."""
-        return await self._call_each("score", token_ids)
+        return await self._call_each(lambda client: client.score(token_ids))
 
     @property
     def clients(self) -> list[EngineClient]:
         """The live engines."""
         return [member.client for member in self.members]
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `HostedEngine` on every engine. An engine that fails while loading weights is replaced like
-        one that died: half-loaded weights are unusable."""
-        if method == "sleep" and not self._asleep:
+    def on_all(self, call: Callable[[HostedEngine], Awaitable[Result]]) -> Coroutine[Any, Any, list[Result]]:
+        """Run a method of every engine; see `WorkerHandle.call`."""
+        message = message_of(call)
+        return self._call_each(lambda client: client.send(message))
+
+    def load(self, call: Callable[[HostedEngine], Awaitable[Result]]) -> Coroutine[Any, Any, list[Result]]:
+        """Run a method that loads weights, on every engine. An engine that fails is replaced like one that died:
+        half-loaded weights are unusable."""
+        message = message_of(call)
+        return self._call_each(lambda client: client.send(message), losing=WorkerError)
+
+    async def sleep(self, level: int) -> None:
+        """Let every engine release its device's memory; see `HostedEngine.sleep`."""
+        if not self._asleep:
             await self._starting.acquire()
             self._asleep = self._sleeps = True
-        losing = WorkerError if method in WEIGHTS else WorkerDied
-        answers = await self._call_each("call", method, *args, losing=losing)
-        if self._asleep and (method, *args) == FULLY_AWAKE:
+        await self.on_all(lambda engine: engine.sleep(level))
+
+    async def wake(self, part: str) -> None:
+        """Let every engine allocate a part of its memory again; see `HostedEngine.wake`."""
+        await self.on_all(lambda engine: engine.wake(part))
+        if self._asleep and part == "cache":  # the last part
             self._asleep = False
             self._starting.release()
-        return answers
 
     async def close(self) -> None:
         for task in self._replacing:
@@ -177,11 +187,12 @@ class EnginePool:
             self._assigned.popitem(last=False)
         return member
 
-    async def _call_each(self, method: str, *args: Any, losing: type[WorkerError] = WorkerDied) -> list[Any]:
+    async def _call_each(
+        self, call: Callable[[EngineClient], Awaitable[Result]], losing: type[WorkerError] = WorkerDied
+    ) -> list[Result]:
         """The live engines' answers, possibly none. An engine that raises an error of class `losing` is replaced."""
         members = list(self.members)
-        calls = [getattr(member.client, method)(*args) for member in members]
-        results = await asyncio.gather(*calls, return_exceptions=True)
+        results = await asyncio.gather(*(call(member.client) for member in members), return_exceptions=True)
         answers = []
         for member, result in zip(members, results, strict=True):
             if isinstance(result, losing):
@@ -222,12 +233,12 @@ class EnginePool:
             async with self._starting if self._sleeps else contextlib.nullcontext():
                 client = await self._start(member.number)
                 if self._sleeps:  # the actor whose weights it gets needs memory too
-                    await client.call("sleep", 1)
-                    await client.call("wake", "weights")
+                    await client.call(lambda engine: engine.sleep(1))
+                    await client.call(lambda engine: engine.wake("weights"))
                 if self.join is not None:
                     await self.join(client)
                 if self._sleeps:
-                    await client.call(*FULLY_AWAKE)
+                    await client.call(lambda engine: engine.wake("cache"))
         except EnvgymError as error:
             self._broken = WorkerDied(f"{reason}; another one could not be started: {error}")
         else:

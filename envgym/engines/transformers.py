@@ -13,12 +13,12 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
-from envgym.engine import Bucket, EngineInfo, Generation, Request, SamplingParams, check_fits
+from envgym.engine import Bucket, EngineInfo, Generation, HostedEngine, Request, SamplingParams, check_fits
 from envgym.errors import ConfigError, WorkerError
 from envgym.models import capped_attention
 from envgym.models.weights_file import checksum
@@ -240,6 +240,10 @@ class TransformersEngine:
             inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
             output = self._model(ids, **inputs, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float(), output.past_key_values, mask
+
+
+if TYPE_CHECKING:
+    _: type[HostedEngine] = TransformersEngine  # compares the methods
 
 
 def sample_token(

@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from envgym.engine import Bucket, EngineInfo, Generation, Request, check_fits
+from envgym.engine import Bucket, EngineInfo, Generation, HostedEngine, Request, check_fits
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.models.weights_file import checksum
 from envgym.types import StopReason, VersionSpan, float_array, int_array
@@ -241,6 +241,10 @@ class VLLMEngine:
     def _check(self) -> None:
         if self._broken is not None:
             raise WorkerError(self._broken)
+
+
+if TYPE_CHECKING:
+    _: type[HostedEngine] = VLLMEngine  # compares the methods
 
 
 class WeightReader:

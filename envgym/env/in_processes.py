@@ -8,7 +8,7 @@ import itertools
 import json
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from envgym.errors import CallTimeout, EnvgymError, InvalidOutcome, ResetNeeded
 from envgym.processes.cancellation import start_task
 from envgym.processes.deadline import call_in_time, pause_timeouts
 from envgym.processes.pool import Processes, ProcessSession
-from envgym.processes.runtime import describe_error
+from envgym.processes.runtime import Result, describe_error, message_of
 from envgym.types import Action, Observation, Task, as_action, timed
 
 from .checked import CheckedEnv, posed_task
@@ -24,11 +24,14 @@ from .marks import NONE, read_mark
 from .protocol import Info
 
 if TYPE_CHECKING:
+    from .host import EnvHost
     from .spec import EnvSpec
 
 HOST = "envgym.env.host:EnvHost"
 NO_LIMIT = 1e9
 """Seconds that no call takes."""
+HostCall = Callable[["EnvHost"], Awaitable[Any]]
+"""A call of an instance."""
 
 
 class EnvProcesses:
@@ -45,7 +48,7 @@ class EnvProcesses:
             "clients": [*spec.clients],
             "marks": self._marks.name,
         }
-        self.pool = Processes(HOST, kwargs, count=spec.config.processes, name="environment")
+        self.pool: Processes[EnvHost] = Processes(HOST, kwargs, count=spec.config.processes, name="environment")
         self._clients = spec.clients
         self._numbers = itertools.count()
 
@@ -53,7 +56,7 @@ class EnvProcesses:
         """A number for an instance."""
         return next(self._numbers)
 
-    def has_ended(self, session: ProcessSession, instance: int) -> bool:
+    def has_ended(self, session: ProcessSession[EnvHost], instance: int) -> bool:
         """True if a process may have died by the code of this instance: it ran then, or it is not known which did."""
         try:
             return read_mark(Path(self._marks.name), session.pid) in (instance, NONE)
@@ -64,12 +67,14 @@ class EnvProcesses:
         await self.pool.close()
         self._marks.cleanup()
 
-    async def call(self, session: ProcessSession, method: str, instance: int, *args: Any) -> Any:
+    async def call(
+        self, session: ProcessSession[EnvHost], instance: int, call: Callable[[EnvHost], Awaitable[Result]]
+    ) -> Result:
         """Call a method of an instance, and answer its calls of services meanwhile. These run in the caller's context,
         so that they can stop the clocks of its deadlines."""
         serving = asyncio.create_task(self._serve_clients(session, instance)) if self._clients else None
         try:
-            result = await session.call(method, instance, *args)
+            result = await session.call(call)
             if serving is not None:
                 await serving  # the host ends it
             return result
@@ -78,19 +83,19 @@ class EnvProcesses:
                 serving.cancel()
                 await asyncio.wait({serving})
 
-    async def _serve_clients(self, session: ProcessSession, instance: int) -> None:
+    async def _serve_clients(self, session: ProcessSession[EnvHost], instance: int) -> None:
         """Answer an instance's calls of services until its method has returned."""
         answering = set[asyncio.Task[None]]()
         try:
             with contextlib.suppress(InvalidOutcome):  # of a process that died: the method's own call raises it
-                while (request := await session.call("next_request", instance)) is not None:
+                while (request := await session.call(lambda host: host.next_request(instance))) is not None:
                     start_task(self._answer(session, *request), answering)
         finally:
             for task in answering:
                 task.cancel()
 
     async def _answer(
-        self, session: ProcessSession, number: int, client: str, method: str, args: Any, kwargs: Any
+        self, session: ProcessSession[EnvHost], number: int, client: str, method: str, args: Any, kwargs: Any
     ) -> None:
         error, result = None, None
         try:
@@ -98,7 +103,7 @@ class EnvProcesses:
         except Exception as raised:
             error = describe_error(raised)
         with contextlib.suppress(InvalidOutcome):
-            await session.call("answer", number, error, result)
+            await session.run(lambda host: host.answer(number, error, result))
 
 
 class ProcessEnv(CheckedEnv):
@@ -113,9 +118,9 @@ class ProcessEnv(CheckedEnv):
         super().__init__(self, spec)
         self._processes: EnvProcesses | None = None
         self._id = -1
-        self._session: ProcessSession | None = None
-        self._history: list[tuple[str, tuple[Any, ...], Any]] = []
-        """The calls of the running episode: method, arguments and result without its info."""
+        self._session: ProcessSession[EnvHost] | None = None
+        self._history: list[tuple[HostCall, Any]] = []
+        """The calls of the running episode, each with its result without its info."""
         self._n_repeated = 0
         """The first calls of the episode that the session's process has answered."""
 
@@ -128,26 +133,30 @@ class ProcessEnv(CheckedEnv):
             self._session, self._processes, self._id = None, processes, processes.new_id()
         self.task: Task = posed_task(options) or await self._draw_task(seed)
         self._history, self._n_repeated = [], 0
-        seed = random.getrandbits(31) if seed is None else seed
-        observation, info = await self._ask("reset", seed, {**(options or {}), "task": self.task})
+        instance_seed = random.getrandbits(31) if seed is None else seed
+        instance_options = {**(options or {}), "task": self.task}
+        observation, info = await self._ask(lambda host: host.reset(self._id, instance_seed, instance_options))
         self._playing = True
         return observation, info
 
     async def step(self, action: Action | str) -> tuple[Observation, float | None, bool, bool, Info]:
         if not self._playing:
             raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
-        result: tuple[Observation, float | None, bool, bool, Info] = await self._ask("step", as_action(action))
+        move = as_action(action)
+        result: tuple[Observation, float | None, bool, bool, Info] = await self._ask(
+            lambda host: host.step(self._id, move)
+        )
         self._playing = not (result[2] or result[3])
         return result
 
-    async def _ask(self, method: str, *args: Any) -> Any:
+    async def _ask(self, call: HostCall) -> Any:
         """Call a method of the instance, in a living process."""
         with timed(self.spans, "environment"):
             while True:
                 session = await self._living_session()
                 try:
                     await self._repeat_history(session)
-                    result = await self._call_in(session, method, *args)
+                    result = await self._call_in(session, call)
                     break
                 except (InvalidOutcome, CallTimeout) as failure:
                     if isinstance(failure, InvalidOutcome) and failure.kind != "crash":
@@ -155,7 +164,7 @@ class ProcessEnv(CheckedEnv):
                     await session.wait_for_check()  # after a timeout: a process that is stuck is killed
                     if session.alive or self._of_running.has_ended(session, self._id):
                         raise
-        self._history.append((method, args, result[:-1]))
+        self._history.append((call, result[:-1]))
         self._n_repeated += 1
         return result
 
@@ -164,7 +173,7 @@ class ProcessEnv(CheckedEnv):
         assert self._processes is not None, "reset was not called"
         return self._processes
 
-    async def _living_session(self) -> ProcessSession:
+    async def _living_session(self) -> ProcessSession[EnvHost]:
         """The instance's session; a new one if its process has died."""
         if self._session is not None:
             await self._session.wait_for_check()
@@ -174,21 +183,22 @@ class ProcessEnv(CheckedEnv):
         session = self._session = await self._of_running.pool.session()
         self._n_repeated = 0
         with pause_timeouts():  # the set-up of a process is not the episode's time
-            await session.call("setup")
+            await session.call(lambda host: host.setup())
         return session
 
-    async def _repeat_history(self, session: ProcessSession) -> None:
+    async def _repeat_history(self, session: ProcessSession[EnvHost]) -> None:
         """Repeat the calls of the episode that an earlier process had answered."""
-        for method, args, result in self._history[self._n_repeated :]:
-            if (await self._call_in(session, method, *args))[:-1] != result:
+        for call, result in self._history[self._n_repeated :]:
+            if (await self._call_in(session, call))[:-1] != result:
                 message = "its process died, and in another one the same actions gave another result"
                 raise InvalidOutcome("crash", f"{self.spec.id}: {message}", retryable=True)
             self._n_repeated += 1
 
-    async def _call_in(self, session: ProcessSession, method: str, *args: Any) -> Any:
+    async def _call_in(self, session: ProcessSession[EnvHost], call: HostCall) -> Any:
         """Call a method of the instance under the environment's deadline."""
-        call = self._of_running.call(session, method, self._id, *args)
-        return await call_in_time(call, self.spec.config.call_timeout, f"{self.spec.id}: {method}")
+        name = f"{self.spec.id}: {message_of(call)[0]}"
+        calling = self._of_running.call(session, self._id, call)
+        return await call_in_time(calling, self.spec.config.call_timeout, name)
 
     async def _close_instance(self) -> None:
         try:
@@ -203,6 +213,6 @@ class ProcessEnv(CheckedEnv):
         try:
             if session.alive:
                 with contextlib.suppress(EnvgymError):
-                    await self._call_in(session, "close_instance")
+                    await self._call_in(session, lambda host: host.close_instance(self._id))
         finally:
-            session.end()
+            await session.close()

@@ -151,7 +151,7 @@ async def start_sampling(
         config, stage, model, contexts[0].runtime, display, lora_rank, sleeps, cache_bytes
     )
     if sleeps:
-        await engine.call("sleep", 1)
+        await engine.sleep(1)
     for context in contexts:
         policy = PolicyEngine(agent.renderer, engine, max_model_len, config.deterministic, config.seed)
         context.services.bind_policy(policy)

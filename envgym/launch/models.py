@@ -210,6 +210,6 @@ async def _write_policy(
         with reported_as(ConfigError, problem, cause=EnvgymError):
             actor = await start_role(config, stage, "actor", base, runtime)
         with reported_as(ConfigError, f"checkpoint {checkpoint} cannot be read", cause=EnvgymError):
-            await actor.on_all("load_state", str(checkpoint / "actor"))
-        await actor.on_all("save", str(folder))
+            await actor.on_all(lambda rank: rank.load_state(str(checkpoint / "actor")))
+        await actor.on_all(lambda rank: rank.save(str(folder)))
         load_renderer(base, stage.render).tokenizer.save_pretrained(folder)

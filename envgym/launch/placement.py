@@ -265,7 +265,7 @@ class PlacedRuntime:
 
     async def start(
         self, target: str, kwargs: Mapping[str, Any], *, name: str, environ: Mapping[str, str] | None = None
-    ) -> WorkerHandle:
+    ) -> WorkerHandle[Any]:
         slot = self.plan.slots.get(name)
         if isinstance(self._runtime, RayRuntime):
             if slot is not None:

@@ -21,7 +21,7 @@ from typing import Any
 from envgym.errors import WorkerDied, WorkerError
 
 from .child import START, Outbox, read_frame
-from .runtime import CALL_SECONDS, UTF8, rebuild_error
+from .runtime import CALL_SECONDS, UTF8, Message, Worker, WorkerHandle, rebuild_error
 from .watchdog import CONTROLLER_LOG, CallWatch
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
@@ -35,7 +35,7 @@ CLOSE_TIMEOUT = 10.0
 """Seconds a worker may take to close, and again after SIGTERM, before it is killed."""
 
 
-class LocalWorker:
+class LocalWorker(WorkerHandle[Worker]):
     """The controller's end of one worker process. Made by `LocalRuntime.start`."""
 
     def __init__(
@@ -84,15 +84,15 @@ class LocalWorker:
             return 0, 0, 0
         return n_logged, n_read >> 20, int(100 * ticks / os.sysconf("SC_CLK_TCK") / START_TIMEOUT)
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def send(self, message: Message) -> Any:
         if self._end is not None:
             raise self._end
         self._last_call += 1
         call = self._last_call
-        self._outbox.post((call, method, args, kwargs))
+        self._outbox.post((call, *message))
         answer = self._expect(call)
         try:
-            with self._call_watch.watching(f"{self.name}: {method}"):
+            with self._call_watch.watching(f"{self.name}: {message[0]}"):
                 return await answer
         except asyncio.CancelledError:
             if self._pending.pop(call, None) is not None:
@@ -176,11 +176,11 @@ class LocalRuntime:
         self._log_dir = Path(log_dir)
         self._watch = CallWatch(self._log_dir / CONTROLLER_LOG)
         self._deterministic = deterministic
-        self._spawning: list[asyncio.Task[LocalWorker]] = []
+        self._spawning: list[asyncio.Task[LocalWorker[Any]]] = []
 
     async def start(
         self, target: str, kwargs: Mapping[str, Any], *, name: str, environ: Mapping[str, str] | None = None
-    ) -> LocalWorker:
+    ) -> LocalWorker[Any]:
         spawning = asyncio.create_task(self._spawn(name, environ or {}))
         self._spawning.append(spawning)
         worker = await asyncio.shield(spawning)  # else nothing would own a half-started process; `close` ends it
@@ -198,7 +198,7 @@ class LocalRuntime:
         spawned = await asyncio.gather(*self._spawning, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in spawned if isinstance(worker, LocalWorker)))
 
-    async def _spawn(self, name: str, environ: Mapping[str, str]) -> LocalWorker:
+    async def _spawn(self, name: str, environ: Mapping[str, str]) -> LocalWorker[Any]:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         log = self._log_dir / f"{name}.log"
         parent_end, child_end = socket.socketpair()

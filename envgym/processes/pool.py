@@ -10,21 +10,24 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from envgym.errors import CallTimeout, EnvgymError, InvalidOutcome, WorkerDied, WorkerError
 
 from .cancellation import start_task
 from .local import LocalRuntime, LocalWorker
+from .runtime import Message, Result, Worker, WorkerHandle, message_of
 
 PING_SECONDS = 10.0
 """Seconds a process may take to answer a ping after a cancelled call."""
+PING: Message = ("__repr__", (), {})
+"""A call that every object answers."""
 
 
-class Processes:
+class Processes(Generic[Worker]):
     """`count` processes with an object of one class in each; `target` is `package.module:Class`.
 
     Their output goes to one file per process in `logs`, or in a temporary folder that is deleted if nothing fails.
@@ -59,22 +62,32 @@ class Processes:
             await self.close()
             raise
 
-    async def call(self, method: str, *args: Any, timeout: float, tries: int = 1) -> Any:
-        """Run a method on the first free process, one call at a time in each. `timeout` (seconds) counts from the start
-        of the method; then the process is killed, and replaced for the next call. A crashed call is retried up to
-        `tries` tries in all: another program's memory use may have killed the process. See `Process.call`."""
+    def call(
+        self, call: Callable[[Worker], Awaitable[Result]], *, timeout: float, tries: int = 1
+    ) -> Coroutine[Any, Any, Result]:
+        """Run a coroutine method on the first free process, one call at a time in each; see `WorkerHandle.call` for
+        `call`, and `Process.send`. `timeout` (seconds) counts from the start of the method; then the process is killed,
+        and replaced for the next call. A crashed call is retried up to `tries` tries in all: another program's memory
+        use may have killed the process."""
+        return self._send(message_of(call), timeout, tries)
+
+    def run(self, call: Callable[[Worker], Result], *, timeout: float, tries: int = 1) -> Coroutine[Any, Any, Result]:
+        """`call` for a plain method."""
+        return self._send(message_of(call), timeout, tries)
+
+    async def _send(self, message: Message, timeout: float, tries: int) -> Any:
         while True:
             tries -= 1
             process = await self._idle.get()
             try:
-                return await process.call(method, *args, timeout=timeout)
+                return await process.send(message, timeout=timeout)
             except InvalidOutcome as failure:
                 if failure.kind != "crash" or not tries:
                     raise
             finally:
                 start_task(self._give_back(process), self._giving_back)  # the caller need not wait
 
-    async def session(self) -> ProcessSession:
+    async def session(self) -> ProcessSession[Worker]:
         """A session in the process with the fewest sessions."""
         process = min(self._processes, key=lambda process: process.sessions)
         process.sessions += 1
@@ -114,16 +127,16 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
 class Process:
     """One process of the pool. `start` starts it at the first call, and again after it died or was killed."""
 
-    def __init__(self, name: str, start: Callable[..., Awaitable[LocalWorker]]) -> None:
+    def __init__(self, name: str, start: Callable[..., Awaitable[LocalWorker[Any]]]) -> None:
         self.sessions = 0
         self.failed = False
         self._name = name
         self._start = start
-        self._worker: LocalWorker | None = None
+        self._worker: LocalWorker[Any] | None = None
         self._starting = asyncio.Lock()
         self._checking: asyncio.Task[None] | None = None
 
-    async def start(self) -> LocalWorker:
+    async def start(self) -> LocalWorker[Any]:
         async with self._starting:
             if self._worker is None:
                 self.failed, failed = True, self.failed  # until the start succeeds
@@ -131,8 +144,8 @@ class Process:
                 self.failed = failed
             return self._worker
 
-    async def call(
-        self, method: str, *args: Any, timeout: float | None = None, worker: LocalWorker | None = None
+    async def send(
+        self, message: Message, *, timeout: float | None = None, worker: LocalWorker[Any] | None = None
     ) -> Any:
         """Run a method in the process.
 
@@ -146,12 +159,12 @@ class Process:
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
-                return await worker.call(method, *args)
+                return await worker.send(message)
         except TimeoutError:
             if not deadline.expired():
                 raise
             await self._kill(worker)
-            raise CallTimeout(f"{self._name}: {method} took longer than {timeout:g} s") from None
+            raise CallTimeout(f"{self._name}: {message[0]} took longer than {timeout:g} s") from None
         except asyncio.CancelledError:
             if self._worker is worker and (self._checking is None or self._checking.done()):
                 self._checking = asyncio.create_task(self._check(worker))
@@ -165,7 +178,7 @@ class Process:
             self.failed = True
             raise InvalidOutcome("environment", str(error)) from None
 
-    async def restart(self) -> LocalWorker:
+    async def restart(self) -> LocalWorker[Any]:
         """The running process, started if necessary. A failed start is a `crash`, which does not end the run."""
         try:
             return await self.start()
@@ -183,30 +196,31 @@ class Process:
         if self._worker is not None:
             await self._worker.close()
 
-    async def _check(self, worker: LocalWorker) -> None:
+    async def _check(self, worker: LocalWorker[Any]) -> None:
         """Kill a process that does not respond."""
         try:
             async with asyncio.timeout(PING_SECONDS):
-                await worker.call("__repr__")  # every object has one
+                await worker.send(PING)
         except TimeoutError:
             await self._kill(worker)
         except WorkerError:
             self._forget(worker)
 
-    async def _kill(self, worker: LocalWorker) -> None:
+    async def _kill(self, worker: LocalWorker[Any]) -> None:
         self._forget(worker)
         await worker.kill()
 
-    def _forget(self, worker: LocalWorker) -> None:
+    def _forget(self, worker: LocalWorker[Any]) -> None:
         self.failed = True
         if self._worker is worker:
             self._worker = None
 
 
-class ProcessSession:
-    """State in one process for the duration of an episode; it is lost if the process ends."""
+class ProcessSession(WorkerHandle[Worker]):
+    """State in one process for the duration of an episode; it is lost if the process ends. Calls have no timeout; see
+    `Process.send`."""
 
-    def __init__(self, process: Process, worker: LocalWorker) -> None:
+    def __init__(self, process: Process, worker: LocalWorker[Worker]) -> None:
         self._process = process
         self._worker = worker
         self._is_closed = False
@@ -219,25 +233,20 @@ class ProcessSession:
     def alive(self) -> bool:
         return self._process._worker is self._worker
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Run a method in the session's process, without a timeout; see `Process.call`."""
-        return await self._process.call(method, *args, worker=self._worker)
+    async def send(self, message: Message) -> Any:
+        return await self._process.send(message, worker=self._worker)
 
     async def wait_for_check(self) -> None:
         """Wait until it is known whether the process still responds after a cancelled call."""
         await self._process.wait_for_check()
 
-    async def close(self, method: str, *args: Any) -> None:
-        """Run a last method if the process is alive, and end the session. A process that has died has no state left, so
+    async def close(self, call: Callable[[Worker], object] | None = None) -> None:
+        """End the session, with a last method if the process is alive. A process that has died has no state left, so
         errors are ignored."""
         try:
-            if self.alive:
+            if call is not None and self.alive:
                 with contextlib.suppress(EnvgymError):
-                    await self.call(method, *args)
+                    await self.run(call)
         finally:
-            self.end()
-
-    def end(self) -> None:
-        if not self._is_closed:
+            self._process.sessions -= not self._is_closed
             self._is_closed = True
-            self._process.sessions -= 1

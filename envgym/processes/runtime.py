@@ -1,8 +1,13 @@
 """The controller's interface to its workers, independent of where they run.
 
 A worker is an ordinary class. A runtime starts it (in a process on this machine, as an actor on Ray, or inline for
-debugging) and returns a handle whose `call` runs a method there. Methods may be coroutines; concurrent calls are
-started in the order they were made.
+debugging) and returns a handle, by which methods are called as on the object itself:
+
+    handle: WorkerHandle[Adder] = await runtime.start("adders:Adder", {}, name="adder")
+    total = await handle.run(lambda adder: adder.add(2, 3))
+
+Type checkers and editors see the worker's class in the lambda, whose module the controller need not import. `run` is
+for plain methods, `call` for coroutines. Concurrent calls are started in the order they were made.
 """
 
 from __future__ import annotations
@@ -10,10 +15,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from envgym import errors
 from envgym.errors import EnvgymError, WorkerError
@@ -26,16 +32,51 @@ CALL_SECONDS = 3600.0
 for a lost peer."""
 
 
-class WorkerHandle(Protocol):
+Worker = TypeVar("Worker")
+Result = TypeVar("Result")
+Args = ParamSpec("Args")
+Message = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""A call on the wire: the method's name, and its arguments."""
+
+
+class StandIn:
+    """In place of a worker: its methods return the message of their call."""
+
+    def __getattr__(self, method: str) -> Callable[..., Message]:
+        return lambda *args, **kwargs: (method, args, kwargs)
+
+
+STAND_IN = StandIn()
+
+
+def message_of(call: Callable[Concatenate[Worker, Args], object], *args: Args.args, **kwargs: Args.kwargs) -> Message:
+    """The message of the method that `call(worker, *args, **kwargs)` calls."""
+    return cast(Message, call(cast(Worker, STAND_IN), *args, **kwargs))
+
+
+class WorkerHandle(ABC, Generic[Worker]):
     """A handle to a running worker."""
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the worker and return its result.
+    def call(self, call: Callable[[Worker], Awaitable[Result]]) -> Coroutine[Any, Any, Result]:
+        """Run the coroutine method of the worker that `call` calls, and return its result.
+
+        `call` is evaluated at once with a stand-in for the worker, and may do nothing but this call. So it may use the
+        variables of a loop (`noqa: B023`).
 
         Raises `WorkerError` (one line with the path of the log) if the method raised, `WorkerDied` if the process
         is gone.
         """
+        return self.send(message_of(call))
 
+    def run(self, call: Callable[[Worker], Result]) -> Coroutine[Any, Any, Result]:
+        """`call` for a plain method, which holds everything else in the worker up."""
+        return self.send(message_of(call))
+
+    @abstractmethod
+    async def send(self, message: Message) -> Any:
+        """Run the method of a message; see `call`."""
+
+    @abstractmethod
     async def close(self) -> None:
         """End the worker: ask, then terminate, then kill. Safe to call twice and after its death."""
 
@@ -54,7 +95,7 @@ class Runtime(Protocol):
 
     async def start(
         self, target: str, kwargs: Mapping[str, Any], *, name: str, environ: Mapping[str, str] | None = None
-    ) -> WorkerHandle:
+    ) -> WorkerHandle[Any]:
         """Start `target` (`package.module:Class`) with `kwargs`; returns once its constructor has returned.
 
         `name` is for messages and log files; `environ` is added to the worker's environment before any import.
@@ -115,7 +156,7 @@ async def close_object(worker: Any) -> None:
 # Workers in the controller's own process, for `debug=true`, so that breakpoints in a worker work
 
 
-class InlineWorker:
+class InlineWorker(WorkerHandle[Any]):
     """A worker object with the interface of a worker process."""
 
     def __init__(self, name: str, worker: Any) -> None:
@@ -123,9 +164,10 @@ class InlineWorker:
         self._worker = worker
         self._closed = False
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def send(self, message: Message) -> Any:
         if self._closed:
             raise WorkerError(f"{self.name}: the worker has been closed")
+        method, args, kwargs = message
         try:
             result = getattr(self._worker, method)(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result

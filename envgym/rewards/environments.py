@@ -23,7 +23,7 @@ from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
 from envgym.tasks.config import SourceConfig
 from envgym.types import Action, Episode, Message, Observation, Reward, Task, as_messages
 
-from .functions import RewardFunction, as_reward, as_rewards, call, prompt_text, weighted_sum
+from .functions import FunctionHost, RewardFunction, as_reward, as_rewards, call, prompt_text, weighted_sum
 
 TEST_FRACTION = 0.1
 """Fraction of the prompts of a decorator's `tasks` list that is held out."""
@@ -173,7 +173,7 @@ class RewardSpec(DataEnvSpec):
     target: ClassVar[str] = ""
     """The target of an undecorated callable; empty for a decorated one, which its module names."""
 
-    _processes: Processes | None = None
+    _processes: Processes[FunctionHost] | None = None
 
     def __init__(self, id: str, env_class: type[Env] = RewardEnv, /, **kwargs: Any) -> None:
         super().__init__(id, env_class, **kwargs)
@@ -226,8 +226,7 @@ class RewardSpec(DataEnvSpec):
     async def reward_of(self, task: Task, action: Action) -> Reward:
         arguments = self.arguments(task, action)
         if self._processes is not None:
-            reward: Reward = await self._processes.call("score", arguments, timeout=self.config.call_timeout)
-            return reward
+            return await self._processes.call(lambda host: host.score(arguments), timeout=self.config.call_timeout)
         return as_reward(await self.function(**arguments), self.name)
 
     @functools.cached_property
@@ -273,10 +272,9 @@ class GroupRewardSpec(RewardSpec):
         rows = [self.arguments(task, last_action(episode)) for episode in episodes]
         columns = {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
         timeout = self.config.call_timeout
-        rewards: list[Reward | InvalidStep]
         if self._processes is not None:
-            rewards = await self._processes.call("group", columns, len(rows), seed_of(episodes), timeout=timeout)
-            return rewards
+            seed = seed_of(episodes)
+            return await self._processes.call(lambda host: host.group(columns, len(rows), seed), timeout=timeout)
         async with self._calls:
             return as_rewards(await self._call(columns, timeout), len(rows), self.name)
 

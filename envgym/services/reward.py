@@ -9,22 +9,22 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
-from envgym.learner import RoleSpec
 from envgym.net.client import JsonCaller, RequestRejected
 from envgym.net.tokens import read_secret
 from envgym.processes.runtime import Runtime
 from envgym.render.spelling import escape_for_api, mark_after_prompt, rewrite
 from envgym.types import as_messages
-from envgym.workers.config import WorkersConfig
-from envgym.workers.group import WorkerGroup
-from envgym.workers.spec import WorkerSpec
+from envgym.workers.group import Ranks
 
 from .batches import Batcher
 from .client import Assessment, Conversation, RewardClient, Scored, Text, preference
 from .declarations import RewardEndpoint, RewardModel
+
+if TYPE_CHECKING:
+    from .reward_worker import RewardWorker
 
 BATCHES_PER_ROUND = 8
 """Batches of a reward model per call of its worker, which sorts them by length."""
@@ -42,7 +42,7 @@ class RewardModelClient(RewardClient):
         self._name = name
         self._runtime = runtime
         self._deterministic = deterministic
-        self._starting: asyncio.Task[WorkerGroup] | None = None
+        self._starting: asyncio.Task[Ranks[RewardWorker]] | None = None
         self._batcher: Batcher[Text, Assessment] = Batcher(self._send, size=BATCHES_PER_ROUND * declared.batch_size)
 
     async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:
@@ -75,21 +75,19 @@ class RewardModelClient(RewardClient):
             if not isinstance(ranks, BaseException):
                 await ranks.close()
 
-    async def _ranks(self) -> WorkerGroup:
+    async def _ranks(self) -> Ranks[RewardWorker]:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
-    async def _start(self) -> WorkerGroup:
+    async def _start(self) -> Ranks[RewardWorker]:
         """Start the ranks, one after the other: each looks for the device with the most free memory."""
         count = self._declared.ranks
-        settings = WorkersConfig(ranks=count, zero_stage=3)
-        spec = WorkerSpec(self._name, self._declared.model, RoleSpec(trained=False, head="scalar"), settings=settings)
         # Sampling waits for rewards, so each may use every core.
         environ = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) // count or 1))
         }
-        ranks = WorkerGroup(spec, [])
+        ranks: Ranks[RewardWorker] = Ranks(self._name, [])
         try:
             for rank in range(count):
                 arguments = {"declared": self._declared, "deterministic": self._deterministic, "rank": rank}
@@ -97,7 +95,8 @@ class RewardModelClient(RewardClient):
                 target = "envgym.services.reward_worker:RewardWorker"
                 ranks.add(await self._runtime.start(target, arguments, name=name, environ=environ))
             if count > 1:
-                await ranks.on_all("join", await ranks.on_first("address"))
+                address = await ranks.on_first(lambda rank: rank.address())
+                await ranks.on_all(lambda rank: rank.join(address))
         except BaseException:
             await ranks.close()
             raise
@@ -111,7 +110,7 @@ class RewardModelClient(RewardClient):
         self.counters["rounds"] += 1
         try:
             async with asyncio.timeout(self._declared.timeout):
-                scored = await ranks.on_all("score", texts)
+                scored = await ranks.on_all(lambda rank: rank.score(texts))
         except WorkerDied:
             raise  # the run cannot continue without it
         except TimeoutError:

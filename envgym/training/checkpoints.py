@@ -116,8 +116,8 @@ class Checkpoints:
             folder = self._folder.new_checkpoint()
             try:
                 for role in self._components.trained_roles:
-                    worker = self._components.workers[role]
-                    await worker.on_all("save_state", str(folder / role), blocking=not self._background)
+                    path, worker = str(folder / role), self._components.workers[role]
+                    await worker.on_all(lambda rank: rank.save_state(path, blocking=not self._background))  # noqa: B023
             except (EnvgymError, OSError):
                 shutil.rmtree(folder, ignore_errors=True)  # it may have filled the disk
                 raise
@@ -129,7 +129,7 @@ class Checkpoints:
         """Wait for the workers' files, add `state` and `best` (the best evaluation), and make the checkpoint valid."""
         try:
             for role in self._components.trained_roles:
-                await self._components.workers[role].on_all("finish_save")
+                await self._components.workers[role].on_all(lambda rank: rank.finish_save())
             # In a thread: flushing to the disk must not block the event loop, which may also serve environments.
             await asyncio.to_thread(self._folder.add_checkpoint, folder, step, state, best, self._keep)
         except (EnvgymError, OSError):
@@ -166,7 +166,7 @@ class Checkpoints:
             ) from error
         progress.best = self._folder.mark_best(progress.best)
         for role in components.trained_roles:
-            await components.workers[role].on_all("load_state", str(checkpoint / role))
+            await self._load_state(role, checkpoint)
 
     async def load_models(self, checkpoint: Path) -> None:
         """Begin with the weights and optimizers in the checkpoint of another run. Raises `RunError` if it lacks one of
@@ -177,7 +177,10 @@ class Checkpoints:
         if missing := [role for role in roles if not (checkpoint / role).is_dir()]:
             raise RunError(f"{checkpoint} holds no {missing[0]}: it must be a checkpoint of a run with the same roles")
         for role in roles:
-            await self._components.workers[role].on_all("load_state", str(checkpoint / role))
+            await self._load_state(role, checkpoint)
+
+    async def _load_state(self, role: str, checkpoint: Path) -> None:
+        await self._components.workers[role].on_all(lambda rank: rank.load_state(str(checkpoint / role)))
 
     # -- snapshot of the last complete step ---------------------------------------------------------------
 

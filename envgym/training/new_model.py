@@ -56,7 +56,7 @@ async def make_model(name: str, display: Display, *, runtime: str = "local") -> 
             components = await start_components(config, stage, context, str(untrained), display)
             display.phase(f"making {name}: warming it up, once (stored in {final.parent})")
             await Trainer(config, stage, components, folder, display).run()
-            await components.workers["actor"].on_all("save", str(folder.model))
+            await components.workers["actor"].on_all(lambda rank: rank.save(str(folder.model)))
             components.runner.agent.renderer.tokenizer.save_pretrained(folder.model)
         shutil.copy(folder.metrics_file, folder.model / "warm_up_metrics.jsonl")
         publish(folder.model, final)

@@ -216,14 +216,14 @@ async def _save_models(stage: StageConfig, components: Components, folder: RunFo
         config_extras = dict(components.learner.model_config_extras()) if role == "actor" else {}
         if components.learner.roles[role].head == "scalar":
             config_extras["pad_token_id"] = tokenizer.pad_token_id
-        if words := (await worker.on_all("save", str(path), config_extras))[0]:
+        if words := (await worker.on_all(lambda rank: rank.save(str(path), config_extras)))[0]:  # noqa: B023
             display.note(f"{role}: {words}")
         tokenizer.save_pretrained(path)
         if stage.lora_of(role, components.learner.roles[role]).rank:
-            name = "adapter" if role == "actor" else f"{role}_adapter"
-            await worker.on_all("export_adapter", str(folder.path / name))
+            adapter = folder.path / ("adapter" if role == "actor" else f"{role}_adapter")
+            await worker.on_all(lambda rank: rank.export_adapter(str(adapter)))  # noqa: B023
     if components.learner.config.ema_decay:
-        await components.workers["actor"].on_all("save_average", str(folder.model_ema))
+        await components.workers["actor"].on_all(lambda rank: rank.save_average(str(folder.model_ema)))
         tokenizer.save_pretrained(folder.model_ema)
 
 

@@ -28,8 +28,8 @@ class GpuTimeshare:
         """Give the models the memory. `for_new_weights`: the engines need not save weights that will be replaced."""
         if not self._roles or not self._sampling:
             return
-        await self._pool.call("sleep", 2 if for_new_weights and not self._keeps_weights else 1)
-        await asyncio.gather(*(group.on_all("onload") for group in self._roles.values()))
+        await self._pool.sleep(2 if for_new_weights and not self._keeps_weights else 1)
+        await asyncio.gather(*(group.on_all(lambda rank: rank.onload()) for group in self._roles.values()))
         self._sampling = False
 
     async def give_to_engines(self) -> None:
@@ -40,14 +40,19 @@ class GpuTimeshare:
     async def hand_over(self, send: Callable[[], Awaitable[None]] | None) -> None:
         """Give the engines the memory, and new weights by `send`, if there are any."""
         if self._roles:
-            await asyncio.gather(*(group.on_all("offload", role == "actor") for role, group in self._roles.items()))
-            await self._pool.call("wake", "weights")
+            await asyncio.gather(
+                *(
+                    group.on_all(lambda rank: rank.offload(role == "actor"))  # noqa: B023
+                    for role, group in self._roles.items()
+                )
+            )
+            await self._pool.wake("weights")
         if send is not None:
             await send()
         if self._roles:
             if "actor" in self._roles:
-                await self._roles["actor"].on_all("offload", False)
-            await self._pool.call("wake", "cache")
+                await self._roles["actor"].on_all(lambda rank: rank.offload(False))
+            await self._pool.wake("cache")
             self._sampling = True
 
     @asynccontextmanager
@@ -55,9 +60,9 @@ class GpuTimeshare:
         """Context in which the actor's weights are on the device."""
         is_offloaded = self._sampling and "actor" in self._roles
         if is_offloaded:
-            await self._roles["actor"].on_all("onload")
+            await self._roles["actor"].on_all(lambda rank: rank.onload())
         try:
             yield
         finally:
             if is_offloaded:
-                await self._roles["actor"].on_all("offload", False)
+                await self._roles["actor"].on_all(lambda rank: rank.offload(False))

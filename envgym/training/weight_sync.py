@@ -138,10 +138,11 @@ class WeightSync:
     async def _send_adapter(self, engine: EnginePool, version: int) -> None:
         folder = await self.files.shared_path(engine, 8 * self.actor.info.n_trained)
         try:
-            sent = (await self.actor.on_all("export_adapter", str(folder)))[0]
-            check_arrival("the adapter", version, sent, await engine.call("load_adapter", str(folder), version))
+            sent = (await self.actor.on_all(lambda rank: rank.export_adapter(str(folder))))[0]
+            received = await engine.on_all(lambda engine: engine.load_adapter(str(folder), version))
+            check_arrival("the adapter", version, sent, received)
         finally:
-            await self.actor.on_first("withdraw", str(folder))
+            await self.actor.on_first(lambda rank: rank.withdraw(str(folder)))
 
     async def _probe_logprobs(self) -> list[float]:
         """The actor's log-probabilities of the probe."""

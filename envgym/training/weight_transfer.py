@@ -12,7 +12,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,12 +63,12 @@ class FileTransfer:
         start = time.monotonic()
         prefix = await self.shared_path(engines, MAX_BUCKETS * self._bucket_bytes)
         n_buckets = n_bytes = sent = 0
-        await engines.call("begin_weights")
-        await self._actor.on_all("begin_export", self._bucket_bytes, str(prefix), self._checkpoint)
+        await engines.load(lambda engine: engine.begin_weights())
+        await self._actor.on_all(lambda rank: rank.begin_export(self._bucket_bytes, str(prefix), self._checkpoint))
         try:
             bucket = await self._next_bucket()
             while bucket is not None:
-                loading = asyncio.ensure_future(engines.call("load_bucket", bucket))
+                loading = asyncio.ensure_future(_load(engines, bucket))
                 try:
                     following_bucket = await self._next_bucket()
                 finally:
@@ -77,13 +77,13 @@ class FileTransfer:
                 bucket = following_bucket
         finally:
             with contextlib.suppress(WorkerError):  # rank 0 may be dead
-                await self._actor.on_first("end_export")
-        check_arrival("the weights", version, sent, await engines.call("end_weights", n_buckets, version))
+                await self._actor.on_first(lambda rank: rank.end_export())
+        received = await engines.load(lambda engine: engine.end_weights(n_buckets, version))
+        check_arrival("the weights", version, sent, received)
         return Receipt(n_bytes, time.monotonic() - start)
 
     async def _next_bucket(self) -> Bucket | None:
-        bucket: Bucket | None = (await self._actor.on_all("next_bucket"))[0]
-        return bucket
+        return (await self._actor.on_all(lambda rank: rank.next_bucket()))[0]
 
     async def shared_path(self, engines: EnginePool, n_bytes: int) -> Path:
         """A prefix of file paths that rank 0 can write to and the engines can read."""
@@ -102,12 +102,12 @@ class FileTransfer:
 
     async def _is_shared(self, path: Path, engines: EnginePool, n_bytes: int) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not await self._actor.on_first("offer", str(path), n_bytes):
+        if not await self._actor.on_first(lambda rank: rank.offer(str(path), n_bytes)):
             return False
         try:
-            return all(await engines.call("can_read", str(path)))
+            return all(await engines.on_all(lambda engine: engine.can_read(str(path))))
         finally:
-            await self._actor.on_first("withdraw", str(path))
+            await self._actor.on_first(lambda rank: rank.withdraw(str(path)))
 
 
 class NcclTransfer:
@@ -123,22 +123,26 @@ class NcclTransfer:
         start = time.monotonic()
         if self._connected != engines.clients:
             await self._connect(engines)
-        await engines.call("begin_weights")
-        await asyncio.gather(self._actor.on_all("send_nccl"), engines.call("load_bucket", self._described))
-        received = await engines.call("end_weights", 1, version)
-        check_arrival("the weights", version, (await self._actor.on_all("sent_checksum"))[0], received)
+        await engines.load(lambda engine: engine.begin_weights())
+        await asyncio.gather(
+            self._actor.on_all(lambda rank: rank.send_nccl()),
+            _load(engines, self._described),
+        )
+        received = await engines.load(lambda engine: engine.end_weights(1, version))
+        check_arrival("the weights", version, await _sent_checksum(self._actor), received)
         return Receipt(_bytes_of(self._actor), time.monotonic() - start)
 
     async def _connect(self, engines: EnginePool) -> None:
-        address = (await self._actor.on_all("address"))[0]
+        address = await self._actor.on_first(lambda rank: rank.address())
         host, _, port = address.rpartition(":")
         world_size = 1 + self._workers_per_engine * len(engines.clients)
         shared = {"master_address": host, "master_port": int(port), "world_size": world_size, "packed": True}
         meeting = [
-            client.call("connect", {**shared, "rank_offset": 1 + number * self._workers_per_engine})
-            for number, client in enumerate(engines.clients)
+            client.call(lambda engine: engine.connect({**shared, "rank_offset": offset}))  # noqa: B023
+            for offset, client in zip(range(1, world_size, self._workers_per_engine), engines.clients, strict=True)
         ]
-        described, *_ = await asyncio.gather(self._actor.on_all("open_nccl", address, world_size), *meeting)
+        opening = self._actor.on_all(lambda rank: rank.open_nccl(address, world_size))
+        described, *_ = await asyncio.gather(opening, *meeting)
         self._connected, self._described = engines.clients, described[0]
 
 
@@ -154,17 +158,17 @@ class IpcTransfer:
     async def send(self, engines: EnginePool, version: int) -> Receipt:
         start = time.monotonic()
         if self._connected != engines.clients:
-            await engines.call("connect", {"packed": True})
+            await engines.on_all(lambda engine: engine.connect({"packed": True}))
             self._connected = engines.clients
-        await engines.call("begin_weights")
-        await self._actor.on_all("begin_ipc", self._bucket_bytes)
+        await engines.load(lambda engine: engine.begin_weights())
+        await self._actor.on_all(lambda rank: rank.begin_ipc(self._bucket_bytes))
         n_buckets = 0
-        while (chunks := await self._actor.on_all("next_ipc"))[0] is not None:
+        while chunks := [chunk for chunk in await self._actor.on_all(lambda rank: rank.next_ipc()) if chunk]:
             handles = {gpu: handle for chunk in chunks for gpu, handle in chunk["ipc_handles"].items()}
-            await engines.call("load_bucket", {**chunks[0], "ipc_handles": handles})
+            await _load(engines, {**chunks[0], "ipc_handles": handles})
             n_buckets += 1
-        received = await engines.call("end_weights", n_buckets, version)
-        check_arrival("the weights", version, (await self._actor.on_all("sent_checksum"))[0], received)
+        received = await engines.load(lambda engine: engine.end_weights(n_buckets, version))
+        check_arrival("the weights", version, await _sent_checksum(self._actor), received)
         return Receipt(_bytes_of(self._actor), time.monotonic() - start)
 
 
@@ -197,6 +201,14 @@ def check_arrival(subject: str, version: int, sent: int, received: Sequence[int 
 async def refuse_replacement(number: int) -> EngineClient:
     """Raise an error instead of starting a replacement, for an engine that dies while it joins the pool."""
     raise WorkerDied("it died while it was given the weights")
+
+
+def _load(engines: EnginePool, bucket: Bucket | Mapping[str, Any]) -> Coroutine[Any, Any, list[None]]:
+    return engines.load(lambda engine: engine.load_bucket(bucket))
+
+
+async def _sent_checksum(actor: WorkerGroup) -> int:
+    return (await actor.on_all(lambda rank: rank.sent_checksum()))[0]
 
 
 def _bytes_of(actor: WorkerGroup) -> int:

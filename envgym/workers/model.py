@@ -224,10 +224,8 @@ class ModelWorker(ModelLearning):
         """`forward` without the adapter: as before training."""
         assert self.adapter is not None
         with self.adapter.disable():
-            outputs: list[FloatArray] = self.forward(samples)
-        return outputs
+            return self.forward(samples)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def forward(self, samples: Sequence[Row]) -> list[FloatArray]:
         """One float32 array [T] per sample, in order. `arrays` are not read.
 
@@ -240,10 +238,11 @@ class ModelWorker(ModelLearning):
         layout = choose_layout(units, shares_prefixes=not self._not_shared, packed=self.network.packed)
         [batches] = micro_batches(units, self.settings.budget, 1, layout=layout)
         outputs: list[FloatArray] = [np.empty(0, np.float32)] * len(samples)
-        for batch in self._pad_to_other_ranks(batches):
-            [lines] = self.engine(*network_inputs(batch, [pad(batch, self.device)], self.device, layout)).values()
-            for sample, line in zip(batch, lines.cpu().numpy(), strict=True):
-                outputs[sample.microbatch_key] = line[: len(sample.token_ids)].copy()
+        with torch.no_grad():
+            for batch in self._pad_to_other_ranks(batches):
+                [lines] = self.engine(*network_inputs(batch, [pad(batch, self.device)], self.device, layout)).values()
+                for sample, line in zip(batch, lines.cpu().numpy(), strict=True):
+                    outputs[sample.microbatch_key] = line[: len(sample.token_ids)].copy()
         return outputs
 
     def _pad_to_other_ranks(self, batches: list[list[Row]]) -> list[list[Row]]:

@@ -28,7 +28,9 @@ from envgym.processes.runtime import (
     CALL_SECONDS,
     UTF8,
     ErrorRecord,
+    Message,
     Slot,
+    WorkerHandle,
     close_object,
     describe_error,
     load_target,
@@ -143,7 +145,7 @@ class Host:
         await close_object(self._worker)
 
 
-class RayWorker:
+class RayWorker(WorkerHandle[Any]):
     """The controller's handle of one actor. Made by `RayRuntime.start`."""
 
     def __init__(self, name: str, log: Path, actor: Any, watch: CallWatch | None = None) -> None:
@@ -171,17 +173,17 @@ class RayWorker:
             answer = await _future(self._actor.start.remote(target, dict(kwargs)))
         self.pid = self._result(answer)
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def send(self, message: Message) -> Any:
         if self._closing is not None:
             raise WorkerError(f"{self.name}: the worker has been closed")
         from ray.exceptions import RayTaskError
 
         with self._translated_errors():
             number = self._calls
-            reference = self._actor.call.remote(number, method, args, kwargs)
+            reference = self._actor.call.remote(number, *message)
             self._calls += 1
             try:
-                with self._call_watch.watching(f"{self.name}: {method}"):
+                with self._call_watch.watching(f"{self.name}: {message[0]}"):
                     answer = await _future(reference)
             except (asyncio.CancelledError, RayTaskError):  # cancelled, or never begun: later calls must not wait
                 self._actor.forget.remote(number)

@@ -8,13 +8,16 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from envgym.errors import CallTimeout, InvalidOutcome, WorkerDied
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.pool import Processes
 
 from .answers import looks_costly
+
+if TYPE_CHECKING:
+    from .worker import Worker
 
 WORKER_CLASS = "envgym.envs.math_verify.worker:Worker"
 CACHE_SIZE = 4096
@@ -61,7 +64,7 @@ class Grader:
         self._counts = (processes, 1, 1)
         self._turns = [asyncio.Semaphore(count) for count in self._counts]
         self._starting = [asyncio.Lock() for _ in self._counts]
-        self._pools: dict[int, Processes] = {}
+        self._pools: dict[int, Processes[Worker]] = {}
         self._grading: SharedCalls[Question, Grade] = SharedCalls()
         self._grades: dict[Question, Grade] = {}
         self._closed = False
@@ -133,7 +136,9 @@ class Grader:
         pool = await self._pool(lane)
         limit = PATIENCE * self._timeout
         try:
-            correct = await pool.call("grade", *question, cpu, limit, timeout=limit + GRACE_SECONDS, tries=2)
+            correct = await pool.call(
+                lambda worker: worker.grade(*question, cpu, limit), timeout=limit + GRACE_SECONDS, tries=2
+            )
         except CallTimeout:
             return LATE
         except InvalidOutcome as failure:
@@ -142,12 +147,14 @@ class Grader:
             return Grade(False, "crash")
         return None if correct is None else Grade(correct)
 
-    async def _pool(self, lane: int) -> Processes:
+    async def _pool(self, lane: int) -> Processes[Worker]:
         """The lane's processes, started at the first use."""
         async with self._starting[lane]:
             if lane not in self._pools:
                 settings = {"niceness": _LOW_PRIORITY if lane else 0}
-                pool = Processes(WORKER_CLASS, settings, count=self._counts[lane], name=f"math_verify-{lane}")
+                pool: Processes[Worker] = Processes(
+                    WORKER_CLASS, settings, count=self._counts[lane], name=f"math_verify-{lane}"
+                )
                 await pool.start()
                 self._pools[lane] = pool
             return self._pools[lane]

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -25,6 +25,9 @@ from envgym.rewards import Reward, prompt_text
 from envgym.rewards.environments import GroupRewardEnv, last_action, seed_of
 from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Episode, Message, Observation, Task, as_messages
+
+if TYPE_CHECKING:
+    from .host import AgentHost, RewardHost
 
 
 class OpenRLHFFileConfig(DataEnvConfig):
@@ -47,7 +50,7 @@ class OpenRLHFFile(DataEnvSpec):
     host: ClassVar[str]
     """Import path of the class that runs in the processes."""
 
-    processes: Processes
+    processes: Processes[Any]
 
     @classmethod
     def for_file(cls, path: Path, name: str, summary: str | None) -> type[Self]:
@@ -92,13 +95,16 @@ class RewardFile(OpenRLHFFile):
     env_class = GroupRewardEnv
     Config = RewardFileConfig
     config: RewardFileConfig
+    processes: Processes[RewardHost]
     host = "envgym.envs.openrlhf.host:RewardHost"
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Reward | InvalidStep]:
         prompt = prompt_text(task)
         queries = [prompt + last_action(episode).text for episode in episodes]
         columns = queries, [prompt] * len(queries), [task.answer] * len(queries)
-        return list(await self.processes.call("group", *columns, seed_of(episodes), timeout=self.config.call_timeout))
+        return await self.processes.call(
+            lambda host: host.group(*columns, seed_of(episodes)), timeout=self.config.call_timeout
+        )
 
 
 # -- agents -----------------------------------------------------------------------------------------------
@@ -138,7 +144,7 @@ class AgentEnv(Env):
         """Set by the run's agent before `reset`."""
         self.score: float | None = None
         """The last score of the file's agent, None if it was outside [0, 1]."""
-        self._session: ProcessSession | None = None
+        self._session: ProcessSession[AgentHost] | None = None
         self._key = uuid.uuid4().hex
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
@@ -150,14 +156,15 @@ class AgentEnv(Env):
         else:
             session = await self._open()
             prompt = last.text if self._is_chat else prompt_text(self.task)
-            text = await session.call("reset", self._key, prompt, self.task.answer, dict(self.policy.sampling))
+            sampling = dict(self.policy.sampling)
+            text = await session.call(lambda host: host.reset(self._key, prompt, self.task.answer, sampling))
         if self._is_chat:
             return Observation(messages=(*messages, Message(last.role, text))), {}
         return Observation(text=text), {}
 
     async def step(self, action: Action) -> StepResult:
         assert self._session is not None
-        result, metrics, sampling = await self._session.call("step", self._key, action.text)
+        result, metrics, sampling = await self._session.call(lambda host: host.step(self._key, action.text))
         self.score = result.score
         observation = Observation(text=result.feedback, sampling=sampling)
         return observation, result.reward, result.is_done, False, {"score": result.score, "metrics": metrics}
@@ -167,33 +174,35 @@ class AgentEnv(Env):
         `host.read_result`)."""
         session = await self._open()
         async with self.spec.sending_tokenizer:  # sent once per process, since it is large
-            if not await session.call("has_tokenizer"):
-                await session.call("set_tokenizer", self.policy.tokenizer)
+            if not await session.run(lambda host: host.has_tokenizer()):
+                await session.run(lambda host: host.set_tokenizer(self.policy.tokenizer))
         prompt: str | list[dict[str, Any]] = prompt_text(self.task)
         if self._is_chat:
             prompt = [message.as_dict() for message in as_messages(self.task.prompt)]
         limits = {"max_length": self.policy.max_length, "max_steps": self.policy.max_steps}
-        await session.call("start_execute", self._key, prompt, self.task.answer, dict(self.policy.sampling), limits)
+        run_sampling = dict(self.policy.sampling)
+        await session.call(lambda host: host.start_execute(self._key, prompt, self.task.answer, run_sampling, limits))
         while True:
-            kind, value = await session.call("next", self._key)
+            kind, value = await session.call(lambda host: host.next(self._key))
             if kind == "result":
                 return dict(value)
             number, token_ids, sampling = value
-            await session.call("answer", self._key, number, await sample(token_ids, sampling))
+            generation = await sample(token_ids, sampling)
+            await session.run(lambda host: host.answer(self._key, number, generation))  # noqa: B023
 
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            await session.close("close_episode", self._key)
+            await session.close(lambda host: host.close_episode(self._key))
 
     @property
     def _is_chat(self) -> bool:
         return self.config.chat or not isinstance(self.task.prompt, str)
 
-    async def _open(self) -> ProcessSession:
+    async def _open(self) -> ProcessSession[AgentHost]:
         if self._session is None or not self._session.alive:
             if self._session is not None:
-                self._session.end()
+                await self._session.close()
             self._session = await self.spec.processes.session()
         return self._session
 
@@ -209,6 +218,7 @@ class AgentFile(OpenRLHFFile):
     env_class = AgentEnv
     Config = AgentFileConfig
     config: AgentFileConfig
+    processes: Processes[AgentHost]
     host = "envgym.envs.openrlhf.host:AgentHost"
 
     executes = False
@@ -217,7 +227,7 @@ class AgentFile(OpenRLHFFile):
     async def setup(self) -> None:
         await super().setup()
         self.sending_tokenizer = asyncio.Lock()
-        self.executes = await self.processes.call("executes", timeout=self.config.call_timeout)
+        self.executes = await self.processes.run(lambda host: host.executes(), timeout=self.config.call_timeout)
 
 
 # -- recognition ------------------------------------------------------------------------------------------

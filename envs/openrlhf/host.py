@@ -180,7 +180,7 @@ class AgentHost:
         kind, value = await self._runs[key].next()
         return kind, read_result(value) if kind == "result" else value
 
-    def answer(self, key: str, number: int, generation: dict[str, Any] | None) -> None:
+    def answer(self, key: str, number: int, generation: Mapping[str, Any] | None) -> None:
         self._runs[key].answer(number, generation)
 
     def _make_executor(self, options: dict[str, Any]) -> Any:

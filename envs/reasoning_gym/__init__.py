@@ -13,7 +13,7 @@ from envgym.errors import CallTimeout, ConfigError, InvalidOutcome
 from envgym.processes.pool import Processes
 from envgym.types import Action, Message, Task, add_instruction
 
-from .datasets import TEST_START
+from .datasets import TEST_START, Datasets
 
 DATASETS_CLASS = "envgym.envs.reasoning_gym.datasets:Datasets"
 GENERATE_SECONDS = 120.0
@@ -124,7 +124,7 @@ class ReasoningGym(EnvSpec):
     Config = ReasoningGymConfig
     config: ReasoningGymConfig
 
-    processes: Processes
+    processes: Processes[Datasets]
 
     async def setup(self) -> None:
         settings, count = {"config": self.config}, self.config.processes
@@ -145,7 +145,7 @@ class ReasoningGym(EnvSpec):
 
     async def task(self, number: int) -> Task:
         """Item `number` as a task."""
-        item = await self.processes.call("item", number, timeout=GENERATE_SECONDS)
+        item = await self.processes.run(lambda datasets: datasets.item(number), timeout=GENERATE_SECONDS)
         return Task(
             id=f"{item.dataset}-{number}",
             prompt=item.question,
@@ -158,7 +158,9 @@ class ReasoningGym(EnvSpec):
         """The score of an answer, and the scorer's failure: "", or with a score of 0 `timeout` or `crash`."""
         number = task.fields["number"]
         try:
-            score = await self.processes.call("score", number, answer, timeout=self.config.score_timeout, tries=2)
+            score = await self.processes.run(
+                lambda datasets: datasets.score(number, answer), timeout=self.config.score_timeout, tries=2
+            )
         except CallTimeout:
             return 0.0, "timeout"
         except InvalidOutcome as failure:

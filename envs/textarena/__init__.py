@@ -16,7 +16,7 @@ from envgym.processes.pool import Processes, ProcessSession
 from envgym.services import ChatOrPolicy, Service
 from envgym.types import Action, Message
 
-from .games import Position
+from .games import Games, Position
 
 GAMES_CLASS = "envgym.envs.textarena.games:Games"
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
@@ -60,7 +60,7 @@ class TextArenaEnv(Env):
     spec: TextArenaGame
     config: TextArenaConfig
 
-    _session: ProcessSession | None = None
+    _session: ProcessSession[Games] | None = None
     _key = ""
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
@@ -73,11 +73,12 @@ class TextArenaEnv(Env):
         for start in range(STARTS):
             self._key = uuid.uuid4().hex
             self._conversations: dict[int, list[Message]] = {}
-            position = await self._call("start", self._seat, seed + start)
+            game_seed = seed + start
+            position = await self._game.run(lambda games: games.start(self._key, self._seat, game_seed))  # noqa: B023
             position = await self._play_opponents(position)
             if not position.is_over:
                 return [replace(Message("user", position.text), from_others=True)], {}
-            await self._call("end")
+            await self._game.run(lambda games: games.end(self._key))
         raise InvalidOutcome("opponent", "the opponent lost before the policy had a turn", retryable=True)
 
     async def step(self, action: Action) -> StepResult:
@@ -108,7 +109,7 @@ class TextArenaEnv(Env):
         """A move of the opponent, which as a model has a conversation per seat."""
         config = self.config
         if config.opponent == "random":
-            return str(await self._call("random_move"))
+            return await self._game.run(lambda games: games.random_move(self._key))
         conversation = self._conversations.setdefault(position.player, [])
         conversation.append(Message("user", position.text))
         sampling = {"max_tokens": config.opponent_max_tokens, "temperature": config.opponent_temperature}
@@ -117,19 +118,19 @@ class TextArenaEnv(Env):
         return str(move)
 
     async def _play(self, text: str) -> Position:
-        position: Position = await self._call("play", without_thoughts(text))
-        return position
+        return await self._game.run(lambda games: games.play(self._key, without_thoughts(text)))
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the process that holds the game."""
+    @property
+    def _game(self) -> ProcessSession[Games]:
+        """The session in the process that holds the game."""
         assert self._session is not None  # a reset came first
-        return await self._session.call(method, self._key, *args)
+        return self._session
 
     async def close(self) -> None:
         """End the game."""
         session, self._session = self._session, None
         if session is not None:
-            await session.close("end", self._key)
+            await session.close(lambda games: games.end(self._key))
 
     def _score(self, reward: float) -> float:
         """1 for a win, 0 for a loss; in a game for one player the reward itself, clipped to [0, 1]."""
@@ -144,7 +145,7 @@ class TextArenaGame(EnvSpec):
     Config = TextArenaConfig
     config: TextArenaConfig
 
-    processes: Processes
+    processes: Processes[Games]
     n_players: int
 
     @property
@@ -158,7 +159,7 @@ class TextArenaGame(EnvSpec):
         self.processes = Processes(GAMES_CLASS, settings, count=config.processes, name="textarena", environ=SAME_HASHES)
         await self.processes.start()
         self.closing.push_async_callback(self.processes.close)
-        self.n_players = await self.processes.call("number_of_players", timeout=config.call_timeout)
+        self.n_players = await self.processes.run(lambda games: games.number_of_players(), timeout=config.call_timeout)
         if config.seat is not None and config.seat >= self.n_players:
             raise ConfigError(f"{self.id}: {config.game} has the seats 0 to {self.n_players - 1}, not {config.seat}")
 

@@ -8,11 +8,12 @@ from envgym.engine import Request, SamplingParams
 from envgym.engines import client
 from envgym.engines.client import EngineClient
 from envgym.errors import WorkerDied, WorkerError
+from envgym.processes.runtime import WorkerHandle
 
 REQUEST = Request("r", (1, 2), SamplingParams(max_tokens=4))
 
 
-class Handle:
+class Handle(WorkerHandle):
     """A worker whose engine answers `generate` and `score` when `answered` is set, and meanwhile takes a step between
     two looks (`moves`), none, or does not say so (`silent`)."""
 
@@ -22,7 +23,11 @@ class Handle:
         self.cancelled = 0
         self.answered = asyncio.Event()
 
-    async def call(self, method, *args):
+    async def close(self):
+        pass
+
+    async def send(self, message):
+        method, *_ = message
         if method == "steps":
             self.looks += 1
             if self.looks == 5 * client.PATIENCE:
@@ -100,14 +105,20 @@ def test_a_call_given_up_by_its_caller_is_cancelled_as_ever(ask):
     ask("moves", body)
 
 
-@pytest.mark.parametrize("call", [("call", "end_weights", 1, 1), ("call", "begin_weights"), ("info",)])
-def test_other_calls_have_a_deadline(ask, call, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("end_weights", lambda client: client.call(lambda engine: engine.end_weights(1, 1))),
+        ("begin_weights", lambda client: client.call(lambda engine: engine.begin_weights())),
+        ("info", lambda client: client.info()),
+    ],
+)
+def test_other_calls_have_a_deadline(ask, method, call, monkeypatch):
     monkeypatch.setattr(client, "CALL_SECONDS", 0.0)
-    method, *args = call
 
     async def body(engine, handle):
-        with pytest.raises(WorkerDied, match=f"the engine hangs: {call[min(1, len(call) - 1)]} did not end"):
-            await getattr(engine, method)(*args)
+        with pytest.raises(WorkerDied, match=f"the engine hangs: {method} did not end"):
+            await call(engine)
 
     ask("paused", body)
 
@@ -122,14 +133,17 @@ class Pair:
 
 
 @pytest.mark.parametrize("kind", ["paused", "silent"])
-@pytest.mark.parametrize("ask_for", ["generate", "call"])
+@pytest.mark.parametrize(
+    "ask_for",
+    [lambda client: client.generate(REQUEST), lambda client: client.call(lambda engine: engine.end_weights(1, 1))],
+)
 def test_beside_an_engine_that_moves_little_patience_is_enough(kind, ask_for, monkeypatch):
     monkeypatch.setattr(client, "LOOK_SECONDS", 0.001)
 
     async def main():
         pair = Pair(kind, lambda looks: True)
         with pytest.raises(WorkerDied, match="the engine ha"):
-            await (pair.engine.generate(REQUEST) if ask_for == "generate" else pair.engine.call("end_weights", 1))
+            await ask_for(pair.engine)
         return pair.handle.looks
 
     assert asyncio.run(main()) <= client.PATIENCE_BESIDE_OTHERS + 1

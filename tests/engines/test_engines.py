@@ -35,12 +35,13 @@ class EngineProcess:
         start = self.runtime.start(choose_engine(kind)[0], kwargs, name=kind, environ={"OMP_NUM_THREADS": "1"})
         self.worker = self.runner.run(start)
 
-    def call(self, method, *args):
-        return self.runner.run(self.worker.call(method, *args))
+    def call(self, call):
+        return self.runner.run(self.worker.call(call))
 
     def generate(self, requests) -> list[Generation]:
         async def wave():
-            return await asyncio.gather(*(self.worker.call("generate", request) for request in requests))
+            calls = [self.worker.call(lambda engine: engine.generate(request)) for request in requests]
+            return await asyncio.gather(*calls)
 
         return self.runner.run(wave())
 
@@ -94,7 +95,7 @@ def requests(n, sampling, prefix="r"):
 
 
 def test_info(engine):
-    info = engine.call("info")
+    info = engine.call(lambda engine: engine.info())
     assert info.kind.split()[0] in entry_points("envgym.engines")
     assert info.max_model_len == CONTEXT
 
@@ -188,7 +189,7 @@ def test_what_an_engine_does_not_take_is_refused_alone_and_is_not_the_engines_fa
     expected = engine.generate(good)
 
     async def wave():
-        calls = [engine.worker.call("generate", request) for request in [*good, bad]]
+        calls = [engine.worker.call(lambda engine: engine.generate(request)) for request in [*good, bad]]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     *others, last = engine.runner.run(wave())
@@ -197,7 +198,7 @@ def test_what_an_engine_does_not_take_is_refused_alone_and_is_not_the_engines_fa
         assert (last.kind, last.retryable) == ("engine", False)
         assert str(last).startswith("vLLM refuses a request: ")
     else:
-        assert engine.call("info").kind.startswith("transformers")
+        assert engine.call(lambda engine: engine.info()).kind.startswith("transformers")
         assert len(last.token_ids) >= 1
 
 
@@ -206,7 +207,7 @@ def test_a_temperature_near_zero_leaves_the_others_of_its_batch(engine, temperat
     [greedy] = engine.generate([Request("greedy", (5, 6, 7), SamplingParams(max_tokens=6, temperature=0.0))])
     cold = Request("cold", (5, 6, 7), SamplingParams(max_tokens=6, temperature=temperature))
     *others, last = engine.generate([*requests(3, SamplingParams(max_tokens=6)), cold])
-    if engine.call("info").kind.startswith("transformers"):  # vLLM takes 0.01 for less
+    if engine.call(lambda engine: engine.info()).kind.startswith("transformers"):  # vLLM takes 0.01 for less
         assert list(last.token_ids) == list(greedy.token_ids)
     assert all(math.isfinite(logprob) for logprob in last.logprobs)
     assert all(generation.token_ids for generation in others)
@@ -215,7 +216,7 @@ def test_a_temperature_near_zero_leaves_the_others_of_its_batch(engine, temperat
 @pytest.mark.parametrize("length", [2, 100, CONTEXT])
 def test_score(engine, policy, length):
     token_ids = tuple((7 * i + 3) % 512 for i in range(length))
-    scored = torch.tensor(engine.call("score", token_ids))
+    scored = torch.tensor(engine.call(lambda engine: engine.score(token_ids)))
     assert scored.shape == (length - 1,)
     assert (scored - logprobs_of(policy, token_ids)).abs().max() < 1e-5
 
@@ -229,7 +230,9 @@ def test_new_weights_even_where_prefixes_were_cached(engine, new_policy):
         assert_exact(other, request, generation)
         assert {span.version for span in generation.versions} == {1}
     token_ids = tuple(range(3, 40))
-    assert (torch.tensor(engine.call("score", token_ids)) - logprobs_of(other, token_ids)).abs().max() < 1e-4
+    assert (
+        torch.tensor(engine.call(lambda engine: engine.score(token_ids))) - logprobs_of(other, token_ids)
+    ).abs().max() < 1e-4
 
 
 def test_new_weights_in_mid_flight(engine, policy, new_policy, tmp_path):
@@ -237,9 +240,11 @@ def test_new_weights_in_mid_flight(engine, policy, new_policy, tmp_path):
     wave = requests(8, SamplingParams(max_tokens=220), "flight")
 
     async def swap():
-        flying = [asyncio.create_task(engine.worker.call("generate", request)) for request in wave]
+        flying = [asyncio.create_task(engine.worker.call(lambda engine: engine.generate(request))) for request in wave]
         await asyncio.sleep(0)
-        await engine.worker.call("info")  # the engine has taken the wave up when it answers what came after
+        await engine.worker.call(
+            lambda engine: engine.info()
+        )  # the engine has taken the wave up when it answers what came after
         await load(engine.worker, path, 5)
         return await asyncio.gather(*flying)
 
@@ -269,12 +274,15 @@ def test_weights_in_several_buckets_that_part_a_layer(engine, new_policy, tmp_pa
     assert len(parts) > 4
 
     async def main():
-        await engine.worker.call("begin_weights")
+        await engine.worker.call(lambda engine: engine.begin_weights())
         for part in parts:
-            await engine.worker.call("load_bucket", part)
+            await engine.worker.call(lambda engine: engine.load_bucket(part))
             Path(part.path).unlink()
-        await engine.worker.call("end_weights", len(parts), 2)
-        return [await engine.worker.call("generate", request) for request in requests(2, SamplingParams(max_tokens=8))]
+        await engine.worker.call(lambda engine: engine.end_weights(len(parts), 2))
+        return [
+            await engine.worker.call(lambda engine: engine.generate(request))
+            for request in requests(2, SamplingParams(max_tokens=8))
+        ]
 
     for request, generation in zip(requests(2, SamplingParams(max_tokens=8)), engine.runner.run(main()), strict=True):
         assert_exact(other, request, generation, bound=1e-5)
@@ -285,7 +293,7 @@ def test_weights_that_are_not_those_that_were_sent_are_refused(engine, new_polic
     good = bucket_of(path)
 
     async def attempt(*calls):
-        await engine.worker.call("begin_weights")
+        await engine.worker.call(lambda engine: engine.begin_weights())
         for method, *args in calls:
             await engine.worker.call(method, *args)
 
@@ -301,16 +309,16 @@ def test_nothing_is_sampled_while_weights_come(engine, new_policy):
     request, token_ids = Request("paused", tuple(range(3, 20)), SamplingParams(max_tokens=8)), tuple(range(3, 40))
 
     async def main():
-        await engine.worker.call("begin_weights")
-        before = await engine.worker.call("steps")
-        tasks = [asyncio.create_task(engine.worker.call("generate", request))]
-        tasks += [asyncio.create_task(engine.worker.call("score", token_ids))]
+        await engine.worker.call(lambda engine: engine.begin_weights())
+        before = await engine.worker.call(lambda engine: engine.steps())
+        tasks = [asyncio.create_task(engine.worker.call(lambda engine: engine.generate(request)))]
+        tasks += [asyncio.create_task(engine.worker.call(lambda engine: engine.score(token_ids)))]
         await asyncio.sleep(0)
-        await engine.worker.call("load_bucket", bucket_of(path))
-        assert await engine.worker.call("steps") == before
-        await engine.worker.call("end_weights", 1, 3)
+        await engine.worker.call(lambda engine: engine.load_bucket(bucket_of(path)))
+        assert await engine.worker.call(lambda engine: engine.steps()) == before
+        await engine.worker.call(lambda engine: engine.end_weights(1, 3))
         results = await asyncio.gather(*tasks)
-        assert await engine.worker.call("steps") > before
+        assert await engine.worker.call(lambda engine: engine.steps()) > before
         return results
 
     generation, scored = engine.runner.run(main())
@@ -323,8 +331,8 @@ def test_a_cancelled_request_leaves_the_others(engine, policy):
     wave = requests(4, SamplingParams(max_tokens=60), "c")
 
     async def main():
-        tasks = [asyncio.create_task(engine.worker.call("generate", request)) for request in wave]
-        await engine.worker.call("info")
+        tasks = [asyncio.create_task(engine.worker.call(lambda engine: engine.generate(request))) for request in wave]
+        await engine.worker.call(lambda engine: engine.info())
         tasks[0].cancel()
         return await asyncio.gather(*tasks[1:])
 
@@ -336,18 +344,18 @@ def test_nothing_is_sampled_for_requests_that_were_given_up(engine, new_policy):
     _, path = new_policy
 
     async def main():
-        before = await engine.worker.call("steps")
-        await engine.worker.call("begin_weights")
+        before = await engine.worker.call(lambda engine: engine.steps())
+        await engine.worker.call(lambda engine: engine.begin_weights())
         wave = requests(4, SamplingParams(max_tokens=100), "g")
-        tasks = [asyncio.create_task(engine.worker.call("generate", request)) for request in wave]
-        await engine.worker.call("info")
+        tasks = [asyncio.create_task(engine.worker.call(lambda engine: engine.generate(request))) for request in wave]
+        await engine.worker.call(lambda engine: engine.info())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await engine.worker.call("load_bucket", bucket_of(path))
-        await engine.worker.call("end_weights", 1, 1)
-        await engine.worker.call("generate", Request("after", (5, 6), SamplingParams(max_tokens=1)))
-        return await engine.worker.call("steps") - before
+        await engine.worker.call(lambda engine: engine.load_bucket(bucket_of(path)))
+        await engine.worker.call(lambda engine: engine.end_weights(1, 1))
+        await engine.worker.call(lambda engine: engine.generate(Request("after", (5, 6), SamplingParams(max_tokens=1))))
+        return await engine.worker.call(lambda engine: engine.steps()) - before
 
     assert engine.runner.run(main()) < 10
 

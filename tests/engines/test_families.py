@@ -154,16 +154,16 @@ def test_vllm_samples_from_what_it_is_given(make_model, make_worker, tmp_path, k
             engine = await runtime.start(
                 choose_engine("vllm")[0], arguments, name="vllm", environ={"OMP_NUM_THREADS": "1"}
             )
-            scores = [await engine.call("score", IDS)]
+            scores = [await engine.call(lambda engine: engine.score(IDS))]
             for version, (worker, _) in enumerate((second, first), start=1):
-                await engine.call("begin_weights")
+                await engine.call(lambda engine: engine.begin_weights())
                 count = 0
                 for bucket in buckets(worker, tmp_path / "bucket", checkpoint=True):
-                    await engine.call("load_bucket", bucket)
+                    await engine.call(lambda engine: engine.load_bucket(bucket))
                     count += 1
                 assert count > 2
-                await engine.call("end_weights", count, version)
-                scores.append(await engine.call("score", IDS))
+                await engine.call(lambda engine: engine.end_weights(count, version))
+                scores.append(await engine.call(lambda engine: engine.score(IDS)))
             return scores
         finally:
             await runtime.close()

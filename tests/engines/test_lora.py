@@ -69,7 +69,7 @@ def engine(request, tiny_model, policy, tmp_path_factory):
 def load(engine, policy, folder: Path, seed: int, version: int) -> None:
     policy.draw(seed)
     policy.model.save_pretrained(folder)
-    engine.run(engine.call("load_adapter", str(folder), version))
+    engine.run(engine.call(lambda engine: engine.load_adapter(str(folder), version)))
     shutil.rmtree(folder)  # an engine reads it once
 
 
@@ -87,12 +87,12 @@ def test_each_adapter_is_the_policy_from_then_on(engine, policy, tmp_path):
         load(engine, policy, tmp_path / "adapter", seed=version, version=version)
 
         async def sample():
-            return await asyncio.gather(*(engine.call("generate", request) for request in wave))
+            return await asyncio.gather(*(engine.call(lambda engine: engine.generate(request)) for request in wave))
 
         for request, generation in zip(wave, engine.run(sample()), strict=True):
             assert_exact(policy, request, generation)
             assert {span.version for span in generation.versions} == {version}
-        scored = torch.tensor(engine.run(engine.call("score", token_ids)))
+        scored = torch.tensor(engine.run(engine.call(lambda engine: engine.score(token_ids))))
         torch.testing.assert_close(scored, policy.logprobs(token_ids), atol=1e-5, rtol=1e-5)
         answers.append(scored)
     assert (answers[1] - answers[0]).abs().max() > 0.1
@@ -102,10 +102,12 @@ def test_an_adapter_in_mid_flight(engine, policy, tmp_path):
     wave = [Request(f"flight{i}", tuple(range(3, 20 + i)), SamplingParams(max_tokens=200)) for i in range(4)]
 
     async def swap():
-        flying = [asyncio.create_task(engine.call("generate", request)) for request in wave]
+        flying = [asyncio.create_task(engine.call(lambda engine: engine.generate(request))) for request in wave]
         await asyncio.sleep(0)
-        await engine.call("info")  # the engine has taken the wave up when it answers what came after
-        await engine.call("load_adapter", str(tmp_path / "new"), 5)
+        await engine.call(
+            lambda engine: engine.info()
+        )  # the engine has taken the wave up when it answers what came after
+        await engine.call(lambda engine: engine.load_adapter(str(tmp_path / "new"), 5))
         return await asyncio.gather(*flying)
 
     policy.draw(5)
@@ -125,4 +127,4 @@ def test_an_adapter_in_mid_flight(engine, policy, tmp_path):
 def test_other_weights_under_an_adapter_are_refused(engine, policy, tmp_path):
     load(engine, policy, tmp_path / "adapter", seed=1, version=1)
     with pytest.raises(WorkerError, match="an engine that has an adapter takes no other weights"):
-        engine.run(engine.call("begin_weights"))
+        engine.run(engine.call(lambda engine: engine.begin_weights()))

@@ -15,10 +15,11 @@ from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
 from envgym.processes import local
 from envgym.processes.deadline import Deadline
 from envgym.processes.local import LocalRuntime
+from envgym.processes.runtime import WorkerHandle
 from envgym.types import StopReason
 
 
-class Fake:
+class Fake(WorkerHandle):
     """An engine that answers once it is let, and may die or fail."""
 
     def __init__(self, number):
@@ -39,7 +40,8 @@ class Fake:
             raise self.error
         return [float(self.number)]
 
-    async def call(self, method, *args):
+    async def send(self, message):
+        method, args, _ = message
         if isinstance(self.error, WorkerError):
             raise self.error
         self.loaded.append((method, *args))
@@ -157,16 +159,16 @@ def test_one_that_dies_while_models_have_the_gpus_is_replaced_when_the_others_ar
             events.extend([*engine.loaded, "weights"])
 
         world.pool.join = join
-        await world.pool.call("sleep", 1)
+        await world.pool.sleep(1)
         world.fakes[0].error = WorkerDied("engine-0 was killed by SIGKILL")
-        await world.pool.call("wake", "weights")
+        await world.pool.wake("weights")
         await asyncio.sleep(0.01)
         assert world.fakes[0].closed
         assert len(world.fakes) == 2  # there is no memory for a third
         world.may_start.clear()
-        await world.pool.call("wake", "cache")
+        await world.pool.wake("cache")
         await asyncio.sleep(0.01)
-        sleeping = asyncio.create_task(world.pool.call("sleep", 2))
+        sleeping = asyncio.create_task(world.pool.sleep(2))
         await asyncio.sleep(0.01)
         assert ("sleep", 2) not in world.fakes[1].loaded  # nor for the models, before the third sleeps too
         world.may_start.set()
@@ -229,7 +231,7 @@ def test_where_none_is_left_requests_wait_and_their_clocks_stand_still():
 def test_weights_go_to_all_and_all_are_probed():
     async def main():
         world = World(count=3)
-        await world.pool.call("load_bucket", 1)
+        await world.pool.load(lambda engine: engine.load_bucket(1))
         assert [fake.loaded for fake in world.fakes] == [[("load_bucket", 1)]] * 3
         world.fakes[1].error = WorkerDied("gone")
         assert await world.pool.probe((1, 2)) == [[0.0], [2.0]]
@@ -241,7 +243,7 @@ def test_an_engine_that_has_half_of_the_weights_leaves_the_pool():
     async def main():
         world = World(count=2)
         world.fakes[1].error = WorkerError("bucket 1 of the weights has changed on its way")
-        await world.pool.call("load_bucket", 1)
+        await world.pool.load(lambda engine: engine.load_bucket(1))
         await asyncio.sleep(0.01)
         assert [fake.loaded for fake in world.fakes] == [[("load_bucket", 1)], [], []]
         assert world.notes == ["bucket 1 of the weights has changed on its way; starting another"]
@@ -301,7 +303,7 @@ def test_a_frozen_engine_beside_one_that_moves_is_replaced_with_little_patience(
 
     async def main():
         pool = await EnginePool.start(start, 2, note=notes.append)
-        frozen = await pool.members[0].client.call("pid")
+        frozen = await pool.members[0].client.call(lambda engine: engine.pid())
         os.kill(frozen, signal.SIGSTOP)
 
         async def asked(group):
@@ -314,7 +316,7 @@ def test_a_frozen_engine_beside_one_that_moves_is_replaced_with_little_patience(
             asking = [asyncio.create_task(asked(group * 10 + number)) for number in range(2)]
             await asyncio.gather(*asking)
         assert [member.number for member in pool.members] == [0, 1]
-        assert await pool.members[0].client.call("pid") != frozen
+        assert await pool.members[0].client.call(lambda engine: engine.pid()) != frozen
         await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -44,7 +44,7 @@ def test_the_same_wave_gives_the_same_bits_after_a_restart(tiny_model, tmp_path)
     ]
 
     async def play(engine):
-        return await asyncio.gather(*(engine.call("generate", request) for request in wave))
+        return await asyncio.gather(*(engine.call(lambda engine: engine.generate(request)) for request in wave))
 
     first, second = (run_with_engine(tiny_model, tmp_path, play, deterministic=True) for _ in range(2))
     assert first == second
@@ -194,9 +194,8 @@ async def main():
     )
     print(worker.pid, flush=True)
     while True:
-        await asyncio.gather(*(
-            worker.call("generate", Request(str(i), (5, 6, 7), SamplingParams(max_tokens=500))) for i in range(64)
-        ))
+        wave = [Request(str(i), (5, 6, 7), SamplingParams(max_tokens=500)) for i in range(64)]
+        await asyncio.gather(*(worker.call(lambda engine: engine.generate(request)) for request in wave))
 
 asyncio.run(main())
 """

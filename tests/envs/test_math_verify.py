@@ -23,6 +23,7 @@ from envgym.envs.math_verify import grader, held_out_tasks, train_task
 from envgym.envs.math_verify.answers import grade_by_text, looks_costly
 from envgym.errors import CallTimeout, ConfigError, MissingDependency, WorkerError
 from envgym.processes.pool import Processes
+from envgym.processes.runtime import message_of
 from envgym.rewards.final_answers import boxed, reference
 from envgym.types import Task
 
@@ -355,8 +356,8 @@ def test_what_could_not_be_graded_is_graded_anew_and_what_could_is_kept(monkeypa
         async def start(self):
             pass
 
-        async def call(self, method, answer, *args, **limits):
-            asked.append(answer)
+        async def call(self, call, **limits):
+            asked.append(message_of(call)[1][0])
             if len(asked) == 1:
                 raise CallTimeout("busy")
             if len(asked) == 2:

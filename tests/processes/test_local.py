@@ -151,12 +151,12 @@ def wait_until_gone(pids, seconds=60.0):
 
 def test_calls_run_in_a_process_of_their_own(worker_module, tmp_path):
     async def body(worker):
-        assert await worker.call("add", 2, b=3) == 5
-        value, pid, parent = await worker.call("environment", "ENVGYM_X")
+        assert await worker.call(lambda worker: worker.add(2, b=3)) == 5
+        value, pid, parent = await worker.call(lambda worker: worker.environment("ENVGYM_X"))
         assert value == "y"
         assert pid == worker.pid != os.getpid() == parent
-        assert await worker.call("sigint") == "alive"
-        assert (await worker.call("array", 3_000_000)).sum() == 4499998500000
+        assert await worker.call(lambda worker: worker.sigint()) == "alive"
+        assert (await worker.call(lambda worker: worker.array(3_000_000))).sum() == 4499998500000
         return pid
 
     pid = with_worker(worker_module, tmp_path, body)
@@ -166,7 +166,7 @@ def test_calls_run_in_a_process_of_their_own(worker_module, tmp_path):
 
 def test_a_wave_is_one_frame_started_in_order_before_anything_else(worker_module, tmp_path):
     async def body(worker):
-        return await asyncio.gather(*(worker.call("wave", i) for i in range(512)))
+        return await asyncio.gather(*(worker.call(lambda worker: worker.wave(i)) for i in range(512)))
 
     assert with_worker(worker_module, tmp_path, body) == [list(range(512))] * 512
 
@@ -177,7 +177,7 @@ def test_a_worker_begins_while_there_is_more_to_come_where_waves_need_not_be_who
         try:
             for _ in range(20):  # a busy machine may not give a worker a core in time, but not twenty times
                 worker = await runtime.start(f"{worker_module}:Worker", {}, name="w")
-                found, *_ = await asyncio.gather(*(worker.call("wave", i) for i in range(512)))
+                found, *_ = await asyncio.gather(*(worker.call(lambda worker: worker.wave(i)) for i in range(512)))
                 if len(found) < 512:
                     return found
         finally:
@@ -189,18 +189,20 @@ def test_a_worker_begins_while_there_is_more_to_come_where_waves_need_not_be_who
 
 def test_what_a_worker_has_imported_is_left_out_of_garbage_collections(worker_module, tmp_path):
     async def body(worker):
-        return await worker.call("frozen")
+        return await worker.call(lambda worker: worker.frozen())
 
     assert with_worker(worker_module, tmp_path, body) > 10_000
 
 
 def test_coroutines_overlap_and_a_cancelled_call_is_cancelled_there(worker_module, tmp_path):
     async def body(worker):
-        waiting = asyncio.create_task(worker.call("wait"))
+        waiting = asyncio.create_task(worker.call(lambda worker: worker.wait()))
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(worker.call("wait"), 0.2)
-        await worker.call("add", 1)  # the cancelled coroutine has had its turn when this is answered
-        assert await worker.call("release") == ["cancelled"]
+            await asyncio.wait_for(worker.call(lambda worker: worker.wait()), 0.2)
+        await worker.call(
+            lambda worker: worker.add(1)
+        )  # the cancelled coroutine has had its turn when this is answered
+        assert await worker.call(lambda worker: worker.release()) == ["cancelled"]
         await waiting
 
     with_worker(worker_module, tmp_path, body)
@@ -209,22 +211,22 @@ def test_coroutines_overlap_and_a_cancelled_call_is_cancelled_there(worker_modul
 def test_an_exception_is_one_line_and_the_worker_lives_on(worker_module, tmp_path):
     async def body(worker):
         with pytest.raises(WorkerError) as failure:
-            await worker.call("fail", "other")
+            await worker.call(lambda worker: worker.fail("other"))
         before, place, after = str(failure.value).partition(f" ({tmp_path}/worker_")  # the line that raised it
         assert (before, bool(place)) == ("w: RuntimeError: two lines", True)
         assert after.endswith(f" (log: {tmp_path / 'logs' / 'w.log'})")
         with pytest.raises(ConfigError, match=r"^mend the key$"):
-            await worker.call("fail", "config")
+            await worker.call(lambda worker: worker.fail("config"))
         with pytest.raises(InvalidOutcome, match=r"^no judge$") as outcome:
-            await worker.call("fail", "outcome")
+            await worker.call(lambda worker: worker.fail("outcome"))
         assert (outcome.value.kind, outcome.value.retryable) == ("judge_down", True)
         with pytest.raises(WorkerError, match="CancelledError"):  # of a task of its own, which nobody asked for
-            await asyncio.wait_for(worker.call("lose"), 30)
+            await asyncio.wait_for(worker.call(lambda worker: worker.lose()), 30)
         with pytest.raises(WorkerError, match="no_such_method"):
-            await worker.call("no_such_method")
+            await worker.call(lambda worker: worker.no_such_method())
         with pytest.raises(WorkerError, match=r"pickle|local object"):  # the words of Python 3.11, and of 3.13
-            await worker.call("unpicklable")
-        assert await worker.call("add", 1) == 2
+            await worker.call(lambda worker: worker.unpicklable())
+        assert await worker.call(lambda worker: worker.add(1)) == 2
 
     with_worker(worker_module, tmp_path, body)
     assert "Traceback" in (tmp_path / "logs" / "w.log").read_text()
@@ -236,20 +238,23 @@ def test_libraries_read_utf_8_whatever_the_locale(worker_module, tmp_path, monke
     (tmp_path / "text").write_text("größer", encoding="utf-8")
 
     async def body(worker):
-        assert await worker.call("read", str(tmp_path / "text")) == "größer"
+        assert await worker.call(lambda worker: worker.read(str(tmp_path / "text"))) == "größer"
 
     with_worker(worker_module, tmp_path, body)
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments", "said"),
-    [("die", (), "was killed by SIGKILL"), ("leave", (3,), r"ended with exit status 3 .*last line: last words")],
+    ("end", "said"),
+    [
+        (lambda worker: worker.die(), "was killed by SIGKILL"),
+        (lambda worker: worker.leave(3), r"ended with exit status 3 .*last line: last words"),
+    ],
 )
-def test_death_fails_pending_and_later_calls(worker_module, tmp_path, method, arguments, said):
+def test_death_fails_pending_and_later_calls(worker_module, tmp_path, end, said):
     async def body(worker):
-        grandchild = await worker.call("grandchild")
-        pending = asyncio.create_task(worker.call("wait"))
-        for call in (worker.call(method, *arguments), pending, worker.call("add", 1)):
+        grandchild = await worker.call(lambda worker: worker.grandchild())
+        pending = asyncio.create_task(worker.call(lambda worker: worker.wait()))
+        for call in (worker.call(end), pending, worker.call(lambda worker: worker.add(1))):
             with pytest.raises(WorkerDied, match=rf"^w {said}") as failure:
                 await asyncio.wait_for(call, 10)
             assert "w.log" in str(failure.value)
@@ -273,7 +278,12 @@ def test_a_constructor_that_makes_progress_may_take_longer(worker_module, tmp_pa
     """One that logs, and one that computes, for three times the limit."""
     monkeypatch.setattr(local, "START_TIMEOUT", 1.0)
     for kind in ("logs", "computes"):
-        assert with_worker(worker_module, tmp_path, lambda worker: worker.call("add", 2, 3), start=kind) == 5
+        assert (
+            with_worker(
+                worker_module, tmp_path, lambda worker: worker.call(lambda worker: worker.add(2, 3)), start=kind
+            )
+            == 5
+        )
     monkeypatch.setattr(local, "CALL_SECONDS", 1.5)
     with pytest.raises(WorkerError, match="w is not ready, and has been starting for 2 s"):
         with_worker(worker_module, tmp_path, None, start="logs")
@@ -281,7 +291,9 @@ def test_a_constructor_that_makes_progress_may_take_longer(worker_module, tmp_pa
 
 def test_programs_beside_the_interpreter_come_first(worker_module, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin")
-    path, *_ = with_worker(worker_module, tmp_path, lambda worker: worker.call("environment", "PATH"))
+    path, *_ = with_worker(
+        worker_module, tmp_path, lambda worker: worker.call(lambda worker: worker.environment("PATH"))
+    )
     assert path == f"{Path(sys.executable).parent}:/usr/bin"
 
 
@@ -294,7 +306,7 @@ def test_a_worker_that_will_not_end_is_killed(worker_module, tmp_path, monkeypat
         await asyncio.gather(runtime.close(), worker.close())
         await runtime.close()
         with pytest.raises(WorkerError, match="closed"):
-            await worker.call("add", 1)
+            await worker.call(lambda worker: worker.add(1))
         return worker.pid
 
     wait_until_gone([asyncio.run(main())])
@@ -308,7 +320,7 @@ async def main():
     sys.path.insert(0, sys.argv[2])
     worker = await LocalRuntime(sys.argv[2]).start(sys.argv[1] + ":Worker", {}, name="w")
     print(worker.pid, flush=True)
-    await worker.call("wait")
+    await worker.call(lambda worker: worker.wait())
 
 asyncio.run(main())
 """
@@ -328,16 +340,16 @@ def test_inline_has_the_same_interface(worker_module):
     async def main():
         runtime = InlineRuntime()
         worker = await runtime.start(f"{worker_module}:Worker", {}, name="w")
-        assert await worker.call("add", 2, b=3) == 5
-        assert (await worker.call("environment", "PATH"))[1] == os.getpid()
-        waves = await asyncio.gather(*(worker.call("wave", i) for i in range(8)))
+        assert await worker.call(lambda worker: worker.add(2, b=3)) == 5
+        assert (await worker.call(lambda worker: worker.environment("PATH")))[1] == os.getpid()
+        waves = await asyncio.gather(*(worker.call(lambda worker: worker.wave(i)) for i in range(8)))
         assert waves[0] == list(range(8))
         with pytest.raises(WorkerError, match="w: RuntimeError: two lines"):
-            await worker.call("fail", "other")
+            await worker.call(lambda worker: worker.fail("other"))
         with pytest.raises(ConfigError, match=r"^mend the key$"):
-            await worker.call("fail", "config")
+            await worker.call(lambda worker: worker.fail("config"))
         with pytest.raises(InvalidOutcome, match=r"^no judge$") as outcome:
-            await worker.call("fail", "outcome")
+            await worker.call(lambda worker: worker.fail("outcome"))
         assert (outcome.value.kind, outcome.value.retryable) == ("judge_down", True)
         await runtime.close()
         await runtime.close()
@@ -357,8 +369,8 @@ def test_stacks_of_what_takes_long_are_in_the_logs(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
     async def the_controller_waits(worker):
-        await worker.call("hold")
-        await worker.call("linger")
+        await worker.call(lambda worker: worker.hold())
+        await worker.call(lambda worker: worker.linger())
 
     async def main():
         runtime = LocalRuntime(tmp_path / "logs")

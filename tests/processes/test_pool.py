@@ -81,7 +81,7 @@ def alive(pid):
 
 def test_one_call_at_a_time_in_each_and_nothing_is_left(run, tmp_path):
     async def body(pool):
-        pids = await asyncio.gather(*(pool.call("block", 0.1, timeout=60) for _ in range(6)))
+        pids = await asyncio.gather(*(pool.call(lambda worker: worker.block(0.1), timeout=60) for _ in range(6)))
         assert len(set(pids)) == 2
         return pids
 
@@ -92,11 +92,11 @@ def test_one_call_at_a_time_in_each_and_nothing_is_left(run, tmp_path):
 
 def test_a_call_past_its_deadline_is_killed_and_the_next_finds_a_new_process(run, tmp_path):
     async def body(pool):
-        before = await pool.call("pid", timeout=60)
+        before = await pool.call(lambda worker: worker.pid(), timeout=60)
         with pytest.raises(CallTimeout, match=r"test-pool-0: block took longer than 0\.3 s"):
-            await pool.call("block", 60, timeout=0.3)
+            await pool.call(lambda worker: worker.block(60), timeout=0.3)
         assert not alive(before)
-        assert await pool.call("pid", timeout=60) != before
+        assert await pool.call(lambda worker: worker.pid(), timeout=60) != before
 
     run(body, logs=str(tmp_path / "logs"))
 
@@ -104,12 +104,12 @@ def test_a_call_past_its_deadline_is_killed_and_the_next_finds_a_new_process(run
 def test_what_a_method_raises_and_a_death_are_outcomes(run, tmp_path):
     async def body(pool):
         with pytest.raises(InvalidOutcome, match=r"ValueError: two lines \(\S+_process.py, line \d+\) \(log") as failed:
-            await pool.call("fail", timeout=60)
+            await pool.call(lambda worker: worker.fail(), timeout=60)
         assert (failed.value.kind, failed.value.retryable) == ("environment", False)
         with pytest.raises(InvalidOutcome, match=r"exit status 3.*last line: last words") as died:
-            await pool.call("die", timeout=60)
+            await pool.call(lambda worker: worker.die(), timeout=60)
         assert (died.value.kind, died.value.retryable) == ("crash", True)
-        assert await pool.call("pid", timeout=60)
+        assert await pool.call(lambda worker: worker.pid(), timeout=60)
 
     run(body, logs=str(tmp_path / "logs"))
 
@@ -118,7 +118,7 @@ def test_one_that_does_not_start_again_is_no_end_of_the_run(run, tmp_path):
     async def body(pool):
         for _ in range(2):
             with pytest.raises(InvalidOutcome) as died:
-                await pool.call("die", timeout=60)
+                await pool.call(lambda worker: worker.die(), timeout=60)
             assert died.value.kind == "crash"
 
     run(body, logs=str(tmp_path / "logs"), mark=str(tmp_path / "mark"))
@@ -133,12 +133,12 @@ def test_a_caller_that_gives_up_has_the_process_checked(run, tmp_path):
     """One that only waits lives on; one that does not react is replaced. The pool is not held up by either."""
 
     async def body(pool):
-        first = await pool.call("pid", timeout=60)
-        for method in ("wait", "block"):
+        first = await pool.call(lambda worker: worker.pid(), timeout=60)
+        for call, waits in ((lambda worker: worker.wait(600), True), (lambda worker: worker.block(600), False)):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(pool.call(method, 600, timeout=1000), 0.2)
-            then = await pool.call("pid", timeout=60)
-            assert (then == first) == (method == "wait")
+                await asyncio.wait_for(pool.call(call, timeout=1000), 0.2)
+            then = await pool.call(lambda worker: worker.pid(), timeout=60)
+            assert (then == first) == waits
 
     run(body, logs=str(tmp_path / "logs"))
 
@@ -146,15 +146,15 @@ def test_a_caller_that_gives_up_has_the_process_checked(run, tmp_path):
 def test_sessions_keep_their_state_and_end_with_their_process(run, tmp_path):
     async def body(pool):
         sessions = [await pool.session() for _ in range(4)]
-        assert len({await session.call("pid") for session in sessions}) == 2
-        assert [await session.call("add") for session in sessions] == [1, 1, 2, 2]
+        assert len({await session.call(lambda worker: worker.pid()) for session in sessions}) == 2
+        assert [await session.call(lambda worker: worker.add()) for session in sessions] == [1, 1, 2, 2]
         with pytest.raises(InvalidOutcome, match="exit status 3"):
-            await sessions[0].call("die")
+            await sessions[0].call(lambda worker: worker.die())
         assert [session.alive for session in sessions] == [False, True, False, True]
         with pytest.raises(InvalidOutcome, match="exit status 3"):
-            await sessions[2].call("add")
+            await sessions[2].call(lambda worker: worker.add())
         for session in sessions:
-            session.end()
-        assert await (await pool.session()).call("add") == 1
+            await session.close()
+        assert await (await pool.session()).call(lambda worker: worker.add()) == 1
 
     run(body, count=2, logs=str(tmp_path / "logs"))

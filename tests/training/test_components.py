@@ -12,14 +12,16 @@ from envgym.engine import EngineInfo
 from envgym.errors import ConfigError
 from envgym.launch.components import max_concurrency
 from envgym.launch.placement import Node, PlacedRuntime, plan_of
+from envgym.processes.runtime import WorkerHandle
 from envgym.training.components import start_components
 
 
-class Handle:
+class Handle(WorkerHandle):
     def __init__(self, runtime, name):
         self.runtime, self.name = runtime, name
 
-    async def call(self, method, *args, **kwargs):
+    async def send(self, message):
+        method, *_ = message
         self.runtime.calls.append((self.name, method))
         if method == "load" and (problem := self.runtime.problems.get(self.name)):
             raise problem

@@ -18,6 +18,7 @@ from envgym.env import TaskList
 from envgym.errors import InvalidOutcome, RolloutFailed, RunError, WorkerDied
 from envgym.learner import LearnerConfig, RoleSpec
 from envgym.monitoring.display import Display
+from envgym.processes.runtime import message_of
 from envgym.render import NoRenderer
 from envgym.run_folder import RunFolder
 from envgym.training import step_groups
@@ -109,7 +110,8 @@ class World:
     async def step(self, lr: float) -> dict[str, float]:
         return {"grad_norm": 1.0}
 
-    async def on_all(self, method: str, *args: Any, **kwargs: Any) -> None:
+    async def on_all(self, call: Any) -> None:
+        method, *_ = message_of(call)
         assert method in ("save_state", "finish_save", "load_state")
         if method == "finish_save":
             await self.may_write.wait()
@@ -187,7 +189,7 @@ def test_no_checkpoint_is_saved_of_a_worker_that_died_while_it_learned(folder):
 
 def test_the_first_death_is_reported_if_the_policy_cannot_be_saved(folder):
     class Dead(World):
-        async def on_all(self, method: str, *args: Any, **kwargs: Any) -> None:
+        async def on_all(self, call: Any) -> None:
             raise WorkerDied("actor-0 has ended")
 
     with pytest.raises(WorkerDied, match="actor-0 was killed"):
@@ -228,8 +230,8 @@ def test_steps_are_taken_while_a_checkpoint_is_written_and_the_run_ends_once_it_
 
 def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(folder):
     class Full(World):
-        async def on_all(self, method: str, *args: Any, **kwargs: Any) -> None:
-            if method == "finish_save":
+        async def on_all(self, call: Any) -> None:
+            if message_of(call)[0] == "finish_save":
                 raise RunError("no space left on device")
 
     trainer = trainer_of(folder, Full())

@@ -2,20 +2,26 @@
 
 import asyncio
 
+from envgym.processes.runtime import message_of
 from envgym.training.turns import GpuTimeshare
 
 
 class Side:
-    """Engines, or a role's ranks, that record their calls."""
+    """A role's ranks, or engines, that record their calls."""
 
     def __init__(self, name, calls):
         self.name, self.calls = name, calls
 
-    async def on_all(self, method, *args):
+    def on_all(self, call):
+        method, args, _ = message_of(call)
         self.calls.append((self.name, method, *args))
+        return asyncio.sleep(0)
 
-    async def call(self, *call):
-        self.calls.append(("engines", *call))
+    async def sleep(self, level):
+        self.calls.append((self.name, "sleep", level))
+
+    async def wake(self, part):
+        self.calls.append((self.name, "wake", part))
 
 
 def make_timeshare(*roles, **settings):

@@ -18,6 +18,7 @@ from envgym.engine import SamplingParams
 from envgym.engines.pool import EnginePool
 from envgym.errors import RunError
 from envgym.learner import LearnerConfig, RoleSpec
+from envgym.processes.runtime import WorkerHandle, message_of
 from envgym.training.checkpoints import Progress
 from envgym.training.components import Components
 from envgym.training.turns import GpuTimeshare
@@ -29,6 +30,20 @@ from envgym.workers.metrics import merge
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TOLERANCE = 0.01
 INFO = {"adapter": False, "dtype": "float32", "n_parameters": 10, "n_trained": 2}
+
+
+class Client(WorkerHandle):
+    """The client of the engine of a pair."""
+
+    def __init__(self, pair):
+        self.pair, self.score = pair, pair.score
+
+    async def send(self, message):
+        method, args, _ = message
+        return Path(args[0]).exists() if method == "can_read" else await getattr(self.pair, method)(*args)
+
+    async def close(self):
+        pass
 
 
 class ActorAndEngine:
@@ -50,7 +65,8 @@ class ActorAndEngine:
         self.loaded.append(("", version, "weights"))
         return Receipt(10, 0.5)
 
-    async def on_first(self, method, path, *args):
+    async def on_first(self, call):
+        method, [path, *_], _ = message_of(call)
         if method == "offer":
             Path(path).touch()
         elif Path(path).is_dir():
@@ -59,10 +75,8 @@ class ActorAndEngine:
             Path(path).unlink()
         return True
 
-    async def call(self, method, *args):
-        return Path(args[0]).exists() if method == "can_read" else await getattr(self, method)(*args)
-
-    async def on_all(self, method, folder):
+    async def on_all(self, call):
+        method, [folder], _ = message_of(call)
         assert method == "export_adapter"
         Path(folder).mkdir()
         Path(folder, "adapter").write_text("adapter")
@@ -79,7 +93,7 @@ class ActorAndEngine:
         timeshare = GpuTimeshare(None, {}, keeps_weights=False)
         probe = tuple(range(len(self.differences) + 1))
         return WeightSync(
-            EnginePool(None, [pair]), pair, probe, tolerance, precision, pair, files, timeshare, **settings
+            EnginePool(None, [Client(pair)]), pair, probe, tolerance, precision, pair, files, timeshare, **settings
         )
 
 

@@ -17,6 +17,7 @@ from envgym.errors import ConfigError, RunError, WorkerError
 from envgym.learner import RoleSpec
 from envgym.models.weights_file import checksum
 from envgym.processes.local import LocalRuntime
+from envgym.processes.runtime import WorkerHandle, message_of
 from envgym.training import weight_transfer as module
 from envgym.training.weight_transfer import FileTransfer, NcclTransfer, make_transfer
 from envgym.workers.config import WorkersConfig
@@ -28,7 +29,7 @@ CHECKSUM = 7
 """Of what `Actor` sends between GPUs."""
 
 
-class Reader:
+class Reader(WorkerHandle):
     """An engine that stores the weights; `corrupt` changes a bucket on its way. `received`: the checksum of what vLLM's
     own transfers bring, None for a message that was lost."""
 
@@ -36,7 +37,8 @@ class Reader:
         self.folder, self.corrupt, self.received = folder, corrupt, received
         self.tensors, self.max_files, self.calls, self.version = {}, 0, [], None
 
-    async def call(self, method, *args):
+    async def send(self, message):
+        method, args, _ = message
         return await getattr(self, method)(*args)
 
     async def can_read(self, path):
@@ -176,7 +178,11 @@ class Actor:
     def __init__(self, full=()):
         self.full, self.calls, self.n_left = full, [], 2
 
-    async def on_first(self, method, *args):
+    async def on_first(self, call):
+        method, args, _ = message_of(call)
+        if method == "address":
+            self.calls.append((method,))
+            return "10.0.0.1:5000"
         if method == "offer":
             Path(args[0]).touch()
             return Path(args[0]).parent not in self.full
@@ -186,7 +192,8 @@ class Actor:
             for path in self.calls:
                 Path(path).unlink()
 
-    async def on_all(self, method, *args):
+    async def on_all(self, call):
+        method, args, _ = message_of(call)
         if method == "begin_export":
             self.n_left, self.prefix = 2, args[1]
             return [None]
@@ -198,7 +205,7 @@ class Actor:
             return [write_bucket(1 - self.n_left, self.calls[-1], {str(self.n_left): torch.ones(2)})]
         self.calls.append((method, *args))
         description = {"names": ["w"], "shapes": [[4]]}
-        answers = {"address": "10.0.0.1:5000", "open_nccl": description, "sent_checksum": CHECKSUM}
+        answers = {"open_nccl": description, "sent_checksum": CHECKSUM}
         if method == "next_ipc":
             self.n_left -= 1
             chunks = [{"names": ["w"], "ipc_handles": {f"GPU-{rank}": self.n_left}} for rank in range(2)]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from envgym.errors import EnvgymError, WorkerDied, WorkerError
 from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
-from envgym.processes.runtime import InlineRuntime
+from envgym.processes.runtime import InlineRuntime, WorkerHandle
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.spec import WorkerSpec
@@ -54,22 +54,22 @@ def test_what_goes_to_the_host_comes_back_as_it_was(with_group, make_rows, norma
     state = str(tmp_path / "state")
 
     async def two_steps(group, leaves):
-        await group.on_all("load_state", state)
+        await group.on_all(lambda rank: rank.load_state(state))
         for _ in range(2):
             await group.accumulate(rows, normalizers(rows))
             await group.step(1e-2)
             if leaves:
-                await group.on_all("offload", True)
+                await group.on_all(lambda rank: rank.offload(True))
                 await export_group(group, tmp_path / "meanwhile")
-                await group.on_all("offload", False)
-                await group.on_all("onload")
+                await group.on_all(lambda rank: rank.offload(False))
+                await group.on_all(lambda rank: rank.onload())
         await export_group(group, tmp_path / "after")
         return load_file(tmp_path / "after"), await group.forward(rows)
 
     async def run_both(group):
         await group.accumulate(rows, normalizers(rows))
         await group.step(1e-2)
-        await group.on_all("save_state", state)
+        await group.on_all(lambda rank: rank.save_state(state))
         return await two_steps(group, leaves=True), await two_steps(group, leaves=False)
 
     (tensors, scores), (expected, expected_scores) = with_group(run_both, ranks=2, zero_stage=zero_stage)
@@ -96,7 +96,7 @@ def test_two_ranks_learn_what_one_learns(
         scores_of_few = await group.forward(rows[:1])  # fewer rows than ranks
         metrics = await group.accumulate(rows, normalizers(rows)) | await group.step(1.0)
         await export_group(group, tmp_path / "weights")
-        await group.on_all("save", str(tmp_path / "model"))
+        await group.on_all(lambda rank: rank.save(str(tmp_path / "model")))
         return scores, scores_of_few, metrics, load_file(tmp_path / "weights")
 
     expected, _, expected_metrics, expected_weights = with_group(
@@ -148,9 +148,9 @@ def test_two_ranks_go_on_from_their_state(with_group, make_rows, normalizers, tm
             return load_file(tmp_path / "weights")
 
         await step(0)
-        await group.on_all("save_state", str(tmp_path / "state"))
+        await group.on_all(lambda rank: rank.save_state(str(tmp_path / "state")))
         straight = await step(1)
-        await group.on_all("load_state", str(tmp_path / "state"))
+        await group.on_all(lambda rank: rank.load_state(str(tmp_path / "state")))
         return straight, await step(1)
 
     straight, resumed = with_group(body, ranks=2, zero_stage=2)
@@ -183,14 +183,14 @@ def test_a_state_goes_on_on_other_ranks_and_stages(with_group, make_rows, normal
     async def save(group):
         await step(group, 0)
         await step(group, 1)
-        await group.on_all("save_state", str(tmp_path / "state"))
+        await group.on_all(lambda rank: rank.save_state(str(tmp_path / "state")))
         first = await weights(group)
         await step(group, 2)
         await step(group, 3)
         return first, await weights(group)
 
     async def load(group):
-        await group.on_all("load_state", str(tmp_path / "state"))
+        await group.on_all(lambda rank: rank.load_state(str(tmp_path / "state")))
         first = await weights(group)
         await step(group, 2)
         await step(group, 3)
@@ -231,14 +231,14 @@ def test_an_error_of_one_rank_does_not_wait_for_the_others(with_group, make_rows
     with_group(body, ranks=2, zero_stage=2)
 
 
-class Renamed:
+class Renamed(WorkerHandle):
     """A handle whose worker does not know what it is asked."""
 
     def __init__(self, handle):
         self.handle = handle
 
-    async def call(self, method, *args):
-        return await self.handle.call("no_such_method")
+    async def send(self, message):
+        return await self.handle.call(lambda rank: rank.no_such_method())
 
     async def close(self):
         await self.handle.close()

@@ -124,8 +124,8 @@ def test_what_ranks_leave_is_the_policy(
         for _ in range(3):
             await group.accumulate(rows, normalizers(rows))
             await group.step(0.3)
-        await group.on_all("save", str(tmp_path / "model"))
-        await group.on_all("export_adapter", str(tmp_path / "adapter"))
+        await group.on_all(lambda rank: rank.save(str(tmp_path / "model")))
+        await group.on_all(lambda rank: rank.export_adapter(str(tmp_path / "adapter")))
         final = await reference.forward(rows)
         await group.accumulate(rows, normalizers(rows))
         await group.step(0.0)  # what learns does so after a pass without the adapter

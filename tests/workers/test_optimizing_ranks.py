@@ -45,7 +45,7 @@ def step_weights(tmp_path, tied_model, learner, make_rows, normalizers):
             await group.accumulate(rows, normalizers(rows))
             await group.step(1e-3)
         await export_group(group, tmp_path / "weights")
-        await group.on_all("save_average", str(tmp_path / "average"))
+        await group.on_all(lambda rank: rank.save_average(str(tmp_path / "average")))
         return load_file(tmp_path / "weights"), load_file(tmp_path / "average" / "model.safetensors")
 
     def run(runtime, **settings):

@@ -15,7 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig, RoleSpec
 from envgym.processes.local import LocalRuntime
-from envgym.processes.runtime import InlineRuntime
+from envgym.processes.runtime import InlineRuntime, WorkerHandle
 from envgym.workers import tensor_parallel
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
@@ -130,12 +130,12 @@ def test_adam_learns_the_same_and_goes_on_from_its_state_and_what_is_saved_is_wh
             return load_file(tmp_path / "weights")
 
         await steps(0, 1)
-        await group.on_all("save_state", str(tmp_path / f"state-{group.settings.ranks}"))
+        await group.on_all(lambda rank: rank.save_state(str(tmp_path / f"state-{group.settings.ranks}")))
         straight = await steps(2)
-        await group.on_all("load_state", str(tmp_path / f"state-{group.settings.ranks}"))
+        await group.on_all(lambda rank: rank.load_state(str(tmp_path / f"state-{group.settings.ranks}")))
         resumed = await steps(2)
-        await group.on_all("save", str(tmp_path / "model"))
-        await group.on_all("save_average", str(tmp_path / "average"))
+        await group.on_all(lambda rank: rank.save(str(tmp_path / "model")))
+        await group.on_all(lambda rank: rank.save_average(str(tmp_path / "average")))
         return straight, resumed, *(load_file(tmp_path / name / "model.safetensors") for name in ("model", "average"))
 
     averaged = {"learner_config": {"ema_decay": 0.5}}
@@ -241,14 +241,18 @@ def test_other_architectures(
 # -- what needs no processes --------------------------------------------------------------------------------
 
 
-class Listed:
+class Listed(WorkerHandle):
     """A handle that notes what it is asked, and answers with its own number."""
 
     def __init__(self, rank):
         self.rank = rank
         self.calls = []
 
-    async def call(self, method, *args):
+    async def close(self):
+        pass
+
+    async def send(self, message):
+        method, args, _ = message
         self.calls.append((method, args))
         if method == "forward":
             return [np.full(len(row.token_ids), self.rank, np.float32) for row in args[0]]

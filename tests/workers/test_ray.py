@@ -68,18 +68,20 @@ async def parked_calls(worker):
     """Coroutine methods overlap, any number of them; they begin in the order in which they were made, some given up."""
     numbers = range(1200)
     loads = [bytes(200_000) if number % 100 == 0 else b"" for number in numbers]  # Ray is slower with the larger
-    calls = [asyncio.ensure_future(worker.call("park", number, loads[number])) for number in numbers]
-    cancelled_call = asyncio.ensure_future(worker.call("be_cancelled"))
+    calls = [
+        asyncio.ensure_future(worker.call(lambda worker: worker.park(number, loads[number]))) for number in numbers
+    ]
+    cancelled_call = asyncio.ensure_future(worker.call(lambda worker: worker.be_cancelled()))
     await asyncio.sleep(0)  # they have been made
     calls[700].cancel()
-    assert await worker.call("greet", name="everyone")
+    assert await worker.call(lambda worker: worker.greet(name="everyone"))
     cancelled_call.cancel()
     await asyncio.gather(cancelled_call, calls[700], return_exceptions=True)
-    await worker.call("wake")
+    await worker.call(lambda worker: worker.wake())
     with pytest.raises(asyncio.CancelledError):
         calls[700].result()
     assert await asyncio.gather(*calls[:700], *calls[701:]) == [number for number in numbers if number != 700]
-    parked = await worker.call("parking")
+    parked = await worker.call(lambda worker: worker.parking())
     assert parked[-1] == "cancelled"
     assert [number for number in parked[:-1] if number != 700] == [number for number in numbers if number != 700]
 
@@ -90,31 +92,31 @@ async def parked_calls(worker):
         patch.dict(sys.modules, only_here=module),
         pytest.raises(WorkerError, match=r"^polite: .*ModuleNotFoundError: .*only_here.* \(log: .*polite\.log\)$"),
     ):
-        await worker.call("park", 0, module.load)
-    assert await worker.call("wait") == "woken"
+        await worker.call(lambda worker: worker.park(0, module.load))
+    assert await worker.call(lambda worker: worker.wait()) == "woken"
 
 
 async def contract(runtime, tmp_path):
     worker = await runtime.start(TARGET, {"greeting": "hi"}, name="polite", environ={"MOOD": "good"})
     assert worker.name == "polite"
-    assert await worker.call("greet", name="Ray") == ("hi Ray", "good")
+    assert await worker.call(lambda worker: worker.greet(name="Ray")) == ("hi Ray", "good")
 
     await parked_calls(worker)
 
     with pytest.raises(ConfigError, match=r"^no such key$"):
-        await worker.call("fail", "user")
+        await worker.call(lambda worker: worker.fail("user"))
     with pytest.raises(
         WorkerError,
         match=r"polite: ZeroDivisionError: by zero and more \(.*polite_worker\.py, line \d+\) \(log: .*polite\.log\)",
     ):
-        await worker.call("fail", "bug")
+        await worker.call(lambda worker: worker.fail("bug"))
     assert "Traceback" in (tmp_path / "logs" / "polite.log").read_text()
     with pytest.raises(ConfigError, match="be polite"):
         await runtime.start(TARGET, {"greeting": "rude"}, name="rude")
 
-    asleep = asyncio.ensure_future((await runtime.start(TARGET, {}, name="victim")).call("wait"))
+    asleep = asyncio.ensure_future((await runtime.start(TARGET, {}, name="victim")).call(lambda worker: worker.wait()))
     victim = runtime._workers[-1]
-    await victim.call("greet", "it")
+    await victim.call(lambda worker: worker.greet("it"))
     os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="victim"):
         await asleep
@@ -123,7 +125,7 @@ async def contract(runtime, tmp_path):
     await worker.close()
     await worker.close()
     with pytest.raises(WorkerError, match="closed"):
-        await worker.call("greet", "nobody")
+        await worker.call(lambda worker: worker.greet("nobody"))
 
 
 class Unanswered:
@@ -159,7 +161,7 @@ def test_whatever_takes_an_actor_away_is_the_death_of_a_worker(error, message, t
 
     async def call(**options):
         actor = SimpleNamespace(call=Unanswered(error, **options), start=Unanswered(error, **options))
-        await RayWorker("engine", tmp_path / "engine.log", actor).call("generate", 1)
+        await RayWorker("engine", tmp_path / "engine.log", actor).call(lambda worker: worker.generate(1))
 
     for options in ({}, {"at_once": True}):
         with pytest.raises(WorkerDied, match=rf"^engine ended without being asked to \(.*{message}.*engine\.log\)$"):
@@ -193,7 +195,7 @@ def test_on_a_cluster_workers_are_where_the_plan_has_them(cluster, tmp_path, mon
         placed = PlacedRuntime(runtime, plan)
         variable = {"key": "CUDA_VISIBLE_DEVICES"}
         workers = [await placed.start("os:getenv", variable, name=name) for name in ("actor-0", "actor-1", "engine")]
-        names = [await worker.call("__str__") for worker in workers]
+        names = [await worker.call(lambda value: value.strip()) for worker in workers]
         assert [len(names[0]), len(names[1]), names[2]] == [1, 1, "0"]
         assert names[0] != names[1]
         assert ray.available_resources().get("GPU", 0.0) == 1.0  # held, though Ray gave them to no worker
@@ -220,7 +222,7 @@ def test_actors_get_the_controllers_variables_programs_and_gpus_by_their_names(c
         seen = {}
         for name in ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "UNRELATED", "PATH"):
             variable = await runtime.start("os:getenv", {"key": name, "default": ""}, name=name, slot=Slot(0, (0,)))
-            seen[name] = await variable.call("__str__")
+            seen[name] = await variable.call(lambda value: value.strip())
         await runtime.close()
         return seen
 
