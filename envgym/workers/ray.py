@@ -11,32 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import os
 import subprocess
 import sys
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, WorkerDied, WorkerError, needs
 from envgym.processes import family
+from envgym.processes.host import Answer, Host
 from envgym.processes.local import search_path
-from envgym.processes.runtime import (
-    CALL_SECONDS,
-    UTF8,
-    ErrorRecord,
-    Message,
-    Slot,
-    WorkerHandle,
-    close_object,
-    describe_error,
-    load_target,
-    rebuild_error,
-)
-from envgym.processes.watchdog import CONTROLLER_LOG, CallWatch, watched_thread
+from envgym.processes.runtime import CALL_SECONDS, UTF8, Message, Slot, WorkerHandle, describe_error, rebuild_error
+from envgym.processes.watchdog import CONTROLLER_LOG, CallWatch
 
 from .gpus import least_gpu_bytes
 
@@ -56,12 +45,11 @@ RESERVE_TIMEOUT = 600.0
 BUNDLE_CPUS = 0.001
 """CPUs of a node's bundle, which must not be empty. Workers decide how many cores they use."""
 
-Answer = tuple[ErrorRecord | None, Any]
-"""(error, result): errors cross as (class of `envgym.errors` or empty, one line), so no foreign class is unpickled."""
+CANCELLED: Answer = (describe_error(WorkerError("the call was cancelled")), None)
 
 
-class Host:
-    """The actor: one worker object and the calls that run on it."""
+class Actor:
+    """Brings the worker's `Host` its calls, in order."""
 
     def __init__(self, name: str, log: str, directory: str, path: list[str], keep_threads: bool) -> None:
         """Prepare the actor's process: output to the file `log`, the controller's folder and import path. Unless
@@ -79,70 +67,50 @@ class Host:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1; how many to use is the worker's decision
         os.environ["PATH"] = search_path()
         os.environ["ENVGYM_NODE_ADDRESS"] = ray.util.get_node_ip_address()
-        self._worker: Any = None
+        self._host = Host()
         self._next = 0
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._forgotten: set[int] = set()
-        self._calls_by_number: dict[int, asyncio.Future[Any]] = {}
-        self._watch = CallWatch()
+        self._arrived: dict[int, Callable[[], None]] = {}
+        """Calls that wait for an earlier one."""
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
 
     async def start(self, target: str, kwargs: dict[str, Any]) -> Answer:
-        try:
-            self._worker = load_target(target)(**kwargs)
-        except Exception as error:
-            return _failure(error), None
-        return None, os.getpid()
+        return self._host.start(target, kwargs)
 
     async def call(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
         """Run a method. Calls begin in the order of their numbers; Ray hands them over in any order."""
-        if number > self._next:
-            self._waiting[number] = asyncio.get_running_loop().create_future()
-            await self._waiting[number]
-        if number < self._next:  # forgotten before it arrived
-            return _cancelled_error(), None
+        if number < self._next or number in self._arrived:  # cancelled before it arrived
+            return CANCELLED
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = future
+        self._begin(number, partial(self._host.run, number, method, args, kwargs, partial(_settle, future)))
         try:
-            with watched_thread(function := getattr(self._worker, method)):
-                result = function(*args, **kwargs)
-            if not inspect.isawaitable(result):
-                return None, result
-            self._calls_by_number[number] = asyncio.ensure_future(result)
-        except Exception as error:
-            return _failure(error), None
+            return await future
         finally:
-            self._advance_past(number)
-        try:
-            with self._watch.watching(method):
-                return None, await self._calls_by_number[number]
-        except asyncio.CancelledError:
-            return _cancelled_error(), None
-        except Exception as error:
-            return _failure(error), None
-        finally:
-            del self._calls_by_number[number]
+            del self._answers[number]
 
-    async def forget(self, number: int) -> None:
+    async def cancel(self, number: int) -> None:
         """Cancel a call, whether it is running, waiting for its turn or not yet received."""
-        if number in self._calls_by_number:
-            self._calls_by_number[number].cancel()
-        elif number >= self._next:
-            self._forgotten.add(number)
-            if number == self._next:
-                self._advance_past(number - 1)
+        if number < self._next:
+            self._host.cancel(number)
+        else:
+            self._begin(number, lambda: None)
+        if number in self._answers:
+            _settle(self._answers[number], CANCELLED)
 
-    def _advance_past(self, number: int) -> None:
-        self._next = number + 1
-        while self._next in self._forgotten:
-            self._forgotten.remove(self._next)
-            self._wake(self._next)
+    def _begin(self, number: int, begin: Callable[[], None]) -> None:
+        """Begin a call once those before it have begun."""
+        self._arrived[number] = begin
+        while self._next in self._arrived:
             self._next += 1
-        self._wake(self._next)
-
-    def _wake(self, number: int) -> None:
-        if number in self._waiting:
-            self._waiting.pop(number).set_result(None)
+            self._arrived.pop(self._next - 1)()
 
     async def close(self) -> None:
-        await close_object(self._worker)
+        await self._host.close()
+
+
+def _settle(future: asyncio.Future[Answer], answer: Answer) -> None:
+    if not future.done():  # else the call was cancelled
+        future.set_result(answer)
 
 
 class RayWorker(WorkerHandle[Any]):
@@ -186,7 +154,7 @@ class RayWorker(WorkerHandle[Any]):
                 with self._call_watch.watching(f"{self.name}: {message[0]}"):
                     answer = await _future(reference)
             except (asyncio.CancelledError, RayTaskError):  # cancelled, or never begun: later calls must not wait
-                self._actor.forget.remote(number)
+                self._actor.cancel.remote(number)
                 raise
         return self._result(answer)
 
@@ -337,7 +305,7 @@ class RayRuntime:
                 visible = ",".join(node_gpus[gpu] for gpu in slot.gpus)
                 variables |= {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         actor = (
-            ray.remote(Host)
+            ray.remote(Actor)
             .options(num_cpus=0, max_concurrency=MAX_CALLS, runtime_env={"env_vars": variables}, **options)
             .remote(name, str(log), os.getcwd(), sys.path, keep_threads)
         )
@@ -411,12 +379,3 @@ async def _future(reference: Any) -> Any:
 
 def _last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-
-
-def _cancelled_error() -> ErrorRecord:
-    return describe_error(WorkerError("the call was cancelled"))
-
-
-def _failure(error: Exception) -> ErrorRecord:
-    traceback.print_exception(error)
-    return describe_error(error)
