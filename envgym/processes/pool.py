@@ -28,7 +28,8 @@ PING: Message = ("__repr__", (), {})
 
 
 class Processes(Generic[Worker]):
-    """`count` processes with an object of one class in each; `target` is `package.module:Class`.
+    """`count` processes with an object of one class in each; `target` is `package.module:Class`. Each takes `calls`
+    calls at a time.
 
     Their output goes to one file per process in `logs`, or in a temporary folder that is deleted if nothing fails.
     `environ` is added to their environment before any import.
@@ -40,6 +41,7 @@ class Processes(Generic[Worker]):
         kwargs: Mapping[str, Any],
         *,
         count: int,
+        calls: int = 1,
         name: str,
         logs: str | None = None,
         environ: Mapping[str, str] | None = None,
@@ -48,12 +50,12 @@ class Processes(Generic[Worker]):
         start = partial(LocalRuntime(logs or str(self._temporary)).start, target, kwargs, environ=environ)
         self._processes = [Process(f"{name}-{index}", start) for index in range(count)]
         self._idle: asyncio.Queue[Process] = asyncio.Queue()
-        for process in self._processes:
+        for process in self._processes * calls:
             self._idle.put_nowait(process)
         self._giving_back: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Start all processes. Raises the error of the class's constructor, after closing them all."""
+        """Start the processes that do not run. Raises the error of the class's constructor, after closing them all."""
         starting = [asyncio.create_task(process.start()) for process in self._processes]
         try:
             await asyncio.gather(*starting)
@@ -65,10 +67,10 @@ class Processes(Generic[Worker]):
     def call(
         self, call: Callable[[Worker], Awaitable[Result]], *, timeout: float, tries: int = 1
     ) -> Coroutine[Any, Any, Result]:
-        """Run a coroutine method on the first free process, one call at a time in each; see `WorkerHandle.call` for
-        `call`, and `Process.send`. `timeout` (seconds) counts from the start of the method; then the process is killed,
-        and replaced for the next call. A crashed call is retried up to `tries` tries in all: another program's memory
-        use may have killed the process."""
+        """Run a coroutine method on the first process that can take a call; see `WorkerHandle.call` for `call`, and
+        `Process.send`. `timeout` (seconds) counts from the start of the method; then the process is killed, and
+        replaced for the next call. A crashed call is retried up to `tries` tries in all: another program's memory use
+        may have killed the process."""
         return self._send(message_of(call), timeout, tries)
 
     def run(self, call: Callable[[Worker], Result], *, timeout: float, tries: int = 1) -> Coroutine[Any, Any, Result]:

@@ -30,7 +30,6 @@ PATIENCE = 12
 of one. It bounds how long hundreds of hostile answers delay a training step."""
 GRACE_SECONDS = 10.0
 """Seconds past the end of patience after which a process that does not report it is killed."""
-_LOW_PRIORITY = 10
 
 Question = tuple[str, str, str]
 """Answer, reference, problem."""
@@ -51,20 +50,18 @@ LATE = Grade(False, "timeout", is_late=True)
 
 
 class Grader:
-    """Pools of grading processes, started when first needed.
+    """Grades answers in the children of one process, which is started when first needed.
 
-    Three lanes grade answers: `processes` processes within one slice of CPU time, one process of low priority within a
-    longer slice, and another up to the deadline. So hundreds of hostile answers delay no other. `timeout`, the
-    deadline, is in seconds of CPU time per answer: the time before its turn does not count. The pools live on a
-    dedicated loop and thread, so that a grader outlives the loop that first used it.
+    At a time, `processes` answers are graded within one slice of CPU time, and at low priority one within a longer
+    slice and one up to the deadline. So hundreds of hostile answers delay no other. `timeout`, the deadline, is in
+    seconds of CPU time per answer: the time before its turn does not count. The process is called from a dedicated loop
+    and thread, so that a grader outlives the loop that first used it.
     """
 
     def __init__(self, processes: int, timeout: float) -> None:
         self._timeout = timeout
-        self._counts = (processes, 1, 1)
-        self._turns = [asyncio.Semaphore(count) for count in self._counts]
-        self._starting = [asyncio.Lock() for _ in self._counts]
-        self._pools: dict[int, Processes[Worker]] = {}
+        self._turns = [asyncio.Semaphore(count) for count in (processes, 1, 1)]
+        self._pool: Processes[Worker] = Processes(WORKER_CLASS, {}, count=1, calls=processes + 2, name="math_verify")
         self._grading: SharedCalls[Question, Grade] = SharedCalls()
         self._grades: dict[Question, Grade] = {}
         self._closed = False
@@ -97,7 +94,7 @@ class Grader:
 
     async def _end(self) -> None:
         await self._grading.close()
-        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+        await self._pool.close()
 
     async def _grade_once(self, key: Question) -> Grade:
         """The grade of a question: a cached one, that of an equal question in progress, or a new one."""
@@ -107,37 +104,39 @@ class Grader:
         return await self._grading.result(key, lambda: self._grade_and_cache(key))
 
     async def _grade_and_cache(self, key: Question) -> Grade:
-        grade = await self._grade_in_lanes(*key)
+        await self._pool.start()
+        grade = await self._grade_in_turn(*key)
         if not grade.failure:
             self._grades[key] = grade
             if len(self._grades) > CACHE_SIZE:
                 del self._grades[next(iter(self._grades))]
         return grade
 
-    async def _grade_in_lanes(self, answer: str, gold: str, problem: str) -> Grade:
+    async def _grade_in_turn(self, answer: str, gold: str, problem: str) -> Grade:
         """Grade an answer in one slice of CPU time, else in a longer one, else by the deadline."""
         give_up = math.inf
-        for lane, cpu in enumerate((SLICE, 4 * SLICE, math.inf)):
+        for tries, cpu in enumerate((SLICE, 4 * SLICE, math.inf)):
             cpu = min(cpu, self._timeout)
-            if lane == 0 and looks_costly(answer):
+            if tries == 0 and looks_costly(answer):
                 continue
-            if lane and math.isinf(give_up):
+            if tries and math.isinf(give_up):
                 give_up = time.monotonic() + PATIENCE * self._timeout
-            async with self._turns[lane]:
+            async with self._turns[tries]:
                 if time.monotonic() > give_up:
                     return LATE
-                grade = await self._ask(lane, (answer, gold, problem), cpu)
+                grade = await self._ask((answer, gold, problem), cpu, is_costly=tries > 0)
             if grade is not None or cpu == self._timeout:
                 break
         return grade or Grade(False, "timeout")
 
-    async def _ask(self, lane: int, question: Question, cpu: float) -> Grade | None:
+    async def _ask(self, question: Question, cpu: float, *, is_costly: bool) -> Grade | None:
         """The grade, or None if grading takes more than `cpu` seconds of CPU time."""
-        pool = await self._pool(lane)
         limit = PATIENCE * self._timeout
         try:
-            correct = await pool.call(
-                lambda worker: worker.grade(*question, cpu, limit), timeout=limit + GRACE_SECONDS, tries=2
+            correct = await self._pool.call(
+                lambda worker: worker.grade(*question, cpu, limit, is_costly=is_costly),
+                timeout=limit + GRACE_SECONDS,
+                tries=2,
             )
         except CallTimeout:
             return LATE
@@ -146,15 +145,3 @@ class Grader:
                 raise
             return Grade(False, "crash")
         return None if correct is None else Grade(correct)
-
-    async def _pool(self, lane: int) -> Processes[Worker]:
-        """The lane's processes, started at the first use."""
-        async with self._starting[lane]:
-            if lane not in self._pools:
-                settings = {"niceness": _LOW_PRIORITY if lane else 0}
-                pool: Processes[Worker] = Processes(
-                    WORKER_CLASS, settings, count=self._counts[lane], name=f"math_verify-{lane}"
-                )
-                await pool.start()
-                self._pools[lane] = pool
-            return self._pools[lane]

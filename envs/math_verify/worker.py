@@ -1,4 +1,4 @@
-"""A grading process: the class that `Processes` hosts.
+"""The process that grades: the class that `Processes` hosts.
 
 Sympy can run forever or use all memory. The memory limit is set here, and the limit of CPU time kills the process that
 computes. That process is a child, forked from the host with the library loaded: forking its successor takes
@@ -24,57 +24,60 @@ from envgym.processes.family import die_with
 from .forms import expressions
 
 MEMORY_BYTES = 2 * 2**30
+LOW_PRIORITY = 10
 WARM_UP = ((r"\frac{1}{2}", "0.5"), ("(x+1)^2", "x^2+2x+1"), (r"\{1, 2\}", r"\{2, 1\}"), ("[1, 2)", "[2, 3)"))
 
 
 class Worker:
-    """Grades one answer at a time, in a child."""
+    """Grades each answer in a child, which grades another one later."""
 
-    def __init__(self, niceness: int) -> None:
+    def __init__(self) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.nice(niceness)
         logging.disable()
         try:
             for answer, gold in WARM_UP:  # the first calls build the parser's tables, and import what they need
                 is_right(answer, gold)
         except Exception as error:
             raise WorkerError(f"grading processes do not start: {type(error).__name__}: {error}") from None
-        self._child: Child | None = None
+        self._idle: dict[int, list[Child]] = {0: [], LOW_PRIORITY: []}
+        """Children that wait for an answer, by niceness."""
 
-    async def grade(self, answer: str, gold: str, problem: str, cpu: float, timeout: float) -> bool | None:
-        """True for a right answer, or None if grading takes more than `cpu` seconds of CPU time.
+    async def grade(
+        self, answer: str, gold: str, problem: str, cpu: float, timeout: float, *, is_costly: bool
+    ) -> bool | None:
+        """True for a right answer, or None if grading takes more than `cpu` seconds of CPU time. Costly answers are
+        graded at low priority.
 
         Raises `CallTimeout` past `timeout` seconds, `InvalidOutcome` of kind `crash` if the child dies.
         """
-        child = self._child = self._child or Child()
+        niceness = LOW_PRIORITY if is_costly else 0
+        idle = self._idle[niceness]
+        child = idle.pop() if idle else Child(niceness)
         try:
             async with asyncio.timeout(timeout):
-                return await child.grade(answer, gold, problem, cpu)
+                correct = await child.grade(answer, gold, problem, cpu)
         except TimeoutError:
-            self.close()
+            child.end()
             raise CallTimeout("the answer took too long to grade") from None
         except (EOFError, OSError):
-            if self.close() == -signal.SIGPROF:
+            if child.end() == -signal.SIGPROF:
                 return None
             raise InvalidOutcome("crash", "the process that graded died", retryable=True) from None
         except asyncio.CancelledError:
-            self.close()
+            child.end()
             raise
-
-    def close(self) -> int | None:
-        """Kill the child and return its exit code: minus the signal that ended it."""
-        child, self._child = self._child, None
-        return None if child is None else child.end()
+        idle.append(child)
+        return correct
 
 
 class Child:
-    """The process that computes."""
+    """A process that computes. It dies with its parent."""
 
-    def __init__(self) -> None:
+    def __init__(self, niceness: int) -> None:
         context = multiprocessing.get_context("fork")
         self._connection, child_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child_end, self._connection, os.getpid()))
+        self._process = context.Process(target=_serve, args=(child_end, self._connection, os.getpid(), niceness))
         self._process.start()
         child_end.close()
 
@@ -90,17 +93,19 @@ class Child:
         return bool(self._connection.recv())
 
     def end(self) -> int | None:
+        """Kill the process and return its exit code: minus the signal that ended it."""
         self._process.kill()
         self._process.join()
         self._connection.close()
         return self._process.exitcode
 
 
-def _serve(connection: Connection, host_end: Connection, parent: int) -> None:
+def _serve(connection: Connection, host_end: Connection, parent: int, niceness: int) -> None:
     """Grade answers until killed: by the host (`Child.end`), by the death of its parent, or by SIGPROF after `cpu`
     seconds of CPU time for one answer."""
     host_end.close()
     die_with(parent)
+    os.nice(niceness)
     for stream in (1, 2):  # parsers print
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     while True:

@@ -519,7 +519,7 @@ def test_teardown_ends_every_process_at_once_also_those_that_hang():
 
     async def main(spec):
         async with spec:
-            await asyncio.gather(spec.grade("1+x", "x+1"), spec.grade("y^{1000}", "x"))  # a process of either kind
+            await asyncio.gather(spec.grade("1+x", "x+1"), spec.grade("y^{1000}", "x"))  # a child of either kind
             hanging = [asyncio.ensure_future(spec.grade(f"{n}{TOWER}", "x+5")) for n in range(5)]
             await spec.grade("2+x", "x+2")
             pids = [pid for pair in processes() for pid in pair]
@@ -528,7 +528,7 @@ def test_teardown_ends_every_process_at_once_also_those_that_hang():
         return pids
 
     pids = asyncio.run(main(envgym.spec("math_verify", grader_timeout=1000)))
-    assert len(pids) >= 4
+    assert len(pids) >= 3
     deadline = time.monotonic() + 60
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a grading process outlived the grader by a minute"
@@ -551,7 +551,7 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
-    assert len(pids) >= 4
+    assert len(pids) >= 3
     deadline = time.monotonic() + 60
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a grading process outlived its parent by a minute"

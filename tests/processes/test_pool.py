@@ -36,6 +36,11 @@ class Host:
     async def wait(self, seconds):
         await asyncio.sleep(seconds)
 
+    async def meet(self, count):
+        self.value += 1
+        while self.value < count:
+            await asyncio.sleep(0.01)
+
     def add(self):
         self.value += 1
         return self.value
@@ -57,9 +62,9 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "PING_SECONDS", 0.5)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def with_pool(body, count=1, logs=None, **kwargs):
+    def with_pool(body, count=1, calls=1, logs=None, **kwargs):
         async def main():
-            pool = Processes("host_in_a_process:Host", kwargs, count=count, name="test-pool", logs=logs)
+            pool = Processes("host_in_a_process:Host", kwargs, count=count, calls=calls, name="test-pool", logs=logs)
             await pool.start()
             try:
                 return await body(pool)
@@ -88,6 +93,13 @@ def test_one_call_at_a_time_in_each_and_nothing_is_left(run, tmp_path):
     pids = run(body, count=2)
     assert not any(map(alive, pids))
     assert not list(tmp_path.glob("envgym-test-pool-*")), "nothing went wrong, so no log is kept"
+
+
+def test_a_process_takes_several_calls_at_a_time(run):
+    async def body(pool):
+        await asyncio.gather(*(pool.call(lambda worker: worker.meet(3), timeout=30) for _ in range(3)))
+
+    run(body, calls=3)
 
 
 def test_a_call_past_its_deadline_is_killed_and_the_next_finds_a_new_process(run, tmp_path):
