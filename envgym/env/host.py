@@ -28,7 +28,8 @@ INSTANCE: ContextVar[int] = ContextVar("INSTANCE")
 
 
 class EnvHost:
-    """Makes, steps and closes instances, by their numbers, of the spec that `read` makes of its `description`.
+    """Makes, steps and closes instances, by their numbers, of the spec that `read` makes of its `description`. It is a
+    worker like others: a `processes.host.Host` runs its methods.
     `clients` are the names of the services that the run's own process calls for them; `marks` is the folder of the file
     that tells which instance's code ended the process."""
 
