@@ -27,7 +27,6 @@ from envgym.types import Episode, Group, Task
 from .checkpoints import Progress
 from .components import Components
 from .stop import Stop
-from .update import Update
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
