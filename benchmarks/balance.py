@@ -68,8 +68,9 @@ def measured(unit_size: int, n_ranks: int, packed: bool) -> dict[str, float]:
     import numpy as np
 
     from envgym.types import Objective, Row
-    from envgym.workers.micro_batches import cost, micro_batches
+    from envgym.workers.micro_batches import Layout, cost, micro_batches
 
+    layout: Layout = "packed" if packed else "padded"
     fullest, apart, computed, milliseconds = [], [], [], []
     for seed in range(STEPS):
         rng = np.random.default_rng(seed)
@@ -82,12 +83,12 @@ def measured(unit_size: int, n_ranks: int, packed: bool) -> dict[str, float]:
             )
             rows.append(row)
         began = time.perf_counter()
-        ranks = micro_batches(rows, BUDGET, n_ranks, packed=packed)
+        ranks = micro_batches(rows, BUDGET, n_ranks, layout=layout)
         milliseconds.append((time.perf_counter() - began) * 1000)
-        loads = [[cost(batch, packed=packed) for batch in share] for share in ranks]
+        loads = [[cost(batch, layout=layout) for batch in share] for share in ranks]
         units = [rows[start : start + unit_size] for start in range(0, ROWS, unit_size)]
         every = [load for share in loads for load in share]
-        bound = max(sum(every) / len(every), *(cost(unit, packed=packed) for unit in units))
+        bound = max(sum(every) / len(every), *(cost(unit, layout=layout) for unit in units))
         fullest.append(max(every) / bound)
         apart.append(max(map(sum, loads)) / (sum(every) / n_ranks))
         computed.append(sum(every) / lengths.sum())

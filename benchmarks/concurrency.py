@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import conditions, publish, table
+from record import conditions, conditions_in_words, publish, table
 
 STEPS = 10
 SECONDS = 1.0
@@ -53,7 +53,7 @@ def main() -> None:
 
 def markdown(result: dict[str, Any]) -> str:
     """The stored result as the text of the docs: the rows and the conditions."""
-    where, job = result["conditions"], result["job"]
+    job = result["job"]
     rows = [
         [
             kind,
@@ -67,15 +67,7 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     many = f"{job['episodes']:,}"
     header = ["environment", "one, s", f"{many}, s", f"{many} / one", "CPU per turn, ms", f"memory {FEW} to {many}, MB"]
-    return "\n\n".join(
-        [
-            table(header, rows),
-            f"Commit `{where['commit']}`, {where['date']}, {where['processor']}, {where['cores']} cores, load "
-            f"{where['load_1min']} before the start; Python {where['python']}, "
-            + ", ".join(f"{name} {number}" for name, number in where["versions"].items())
-            + ".",
-        ]
-    )
+    return f"{table(header, rows)}\n\n{conditions_in_words(result['conditions'])}"
 
 
 def case(kind: str, n: int) -> dict[str, float]:
