@@ -41,9 +41,6 @@ def new_evaluation(
         except NameNotFound as error:
             raise missing_part_error(f"suite {label}", parts_of(definition, size), error) from None
     config, model = parts[0].config, Path(parts[0].stage.model).name
-    if parts[0].stage.eval.inspect_logs:
-        with needs("inspect_ai", "inspect", "eval.inspect_logs"):
-            import envgym.evaluation.inspect_log  # noqa: F401
     parent = Path(config.evals_dir)
     path = parent / config.name if config.name else unused_folder(parent, Path(label).name.replace(":", "-"), model)
     if path.exists():
@@ -70,11 +67,12 @@ def run_evaluation(
     if result is not None and result["status"] == "completed" and not retry_failed:
         return result
     with folder.open():
+        if stage.eval.inspect_logs:
+            with needs("inspect_ai", "inspect", "eval.inspect_logs"):
+                from envgym.evaluation.inspect_log import write_inspect_logs
         result, groups = event_loop.run(run_job(folder, display, make_model, retry_failed=retry_failed))
         write_atomically(folder.path / "result.csv", csv_table(result))
         folder.write_result(result)
         if stage.eval.inspect_logs:
-            from envgym.evaluation.inspect_log import write_inspect_logs
-
             event_loop.run(write_inspect_logs(folder.path / "inspect", result, groups))
     return result

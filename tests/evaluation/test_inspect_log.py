@@ -12,10 +12,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from envgym.evaluation.policy import new_evaluation
 
 from envgym.errors import MissingDependency
 from envgym.evaluation.result import result_of
+from envgym.jobs.evaluation import new_evaluation, run_evaluation
+from envgym.monitoring.display import Display
 from envgym.types import Episode, Group, Message, Outcome, Row, Segment, StopReason, Task, TextPart, ToolCall, Turn
 
 CREATED, COMPLETED = "2026-01-02T03:04:05+00:00", "2026-01-02T03:14:05+00:00"
@@ -259,16 +260,30 @@ def test_an_evaluation_leaves_a_log_for_each_environment(tmp_path):
     assert log.eval.model_generate_config.temperature == 0.7
 
 
-def test_logs_that_are_asked_for_without_inspect_ai_are_refused_before_anything_is_made(tmp_path, monkeypatch):
+def test_logs_that_are_asked_for_without_inspect_ai_are_refused_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "inspect_ai", None)
     monkeypatch.delitem(sys.modules, "envgym.evaluation.inspect_log", raising=False)
-    settings = {"env": "math_verify", "model": "starter", "evals_dir": str(tmp_path / "evals")}
+    settings = {"env": "math_verify", "model": "starter", "evals_dir": str(tmp_path), "eval": {"inspect_logs": True}}
+    folder = new_evaluation(settings)
     with pytest.raises(
         MissingDependency, match=r"^eval\.inspect_logs needs the package 'inspect_ai'.*install.*inspect"
     ):
-        new_evaluation({**settings, "eval": {"inspect_logs": True}})
-    assert not (tmp_path / "evals").exists()
-    assert new_evaluation(settings).path.is_dir()
+        run_evaluation(folder, Display())
+    assert not folder.path.exists()
+
+
+def test_an_evaluation_that_is_asked_for_its_log_writes_it(tiny_model, tmp_path):
+    read_eval_log = pytest.importorskip("inspect_ai.log").read_eval_log
+    settings = {
+        "model": str(tiny_model), "env": "math_verify", "engine": {"kind": "transformers"}, "debug": True,
+        "rollout": {"max_tokens": 4}, "evals_dir": str(tmp_path), "name": "run",
+        "eval": {"tasks": 2, "greedy": False, "inspect_logs": True},
+    }  # fmt: skip
+    result = run_evaluation(new_evaluation(settings), Display())
+    [path] = (tmp_path / "run" / "inspect").iterdir()
+    log = read_eval_log(path)
+    assert log.results.scores[0].metrics["mean"].value == result["score"]
+    assert [sample.epoch for sample in log.samples] == [1, 1]
 
 
 @pytest.fixture
