@@ -59,14 +59,14 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     part = part_of_rollout(config, options.split, **options.tasks or {}, key=options.task, samples=samples)
     with open_display() as display:
         display.begin(config.name, f"{part.stage.env.name}, {part.stage.model}")
-        result, written = roll_out_to_file(
+        result, saved = roll_out_to_file(
             part, path, display, best=best, overwrite=options.overwrite, make_model=make_model
         )
     print(evaluation_text(result, path))
     if best:
-        n_empty = result["n_episodes"] // samples - len(written)
+        n_empty = result["n_episodes"] // samples - len(saved)
         suffix = f"; {n_empty} tasks have only failed ones" if n_empty else ""
-        print(f"kept   {len(written)} episodes, the best of {samples}{suffix}")
+        print(f"kept   {len(saved)} episodes, the best of {samples}{suffix}")
     return 0
 
 

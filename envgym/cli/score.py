@@ -86,14 +86,16 @@ def _lines(result: Mapping[str, Any], references: Sequence[tuple[str, str]]) -> 
     skipped = f"; {sum(result['skipped'].values())} failed earlier and are unchanged" if result["skipped"] else ""
     lines = [("judged", f"{result['judged']} of {result['episodes']} episodes{skipped}"), *references]
     for field in ("score", "reward"):
-        earlier, new = ({name: _mean(of, field) for name, of in result[side].items()} for side in ("earlier", "new"))
+        earlier, new = (
+            {name: _mean(part, field) for name, part in result[side].items()} for side in ("earlier", "new")
+        )
         if earlier["all"] or new["all"]:
             changes = {name: "  ->  ".join(filter(None, (earlier[name], new[name] or "none"))) for name in new}
             is_partial = result["compared"] < result["judged"]
             coverage = f", of the {result['compared']} episodes that have both" if is_partial else ""
             lines.append((field, f"{changes.pop('all')}   95% intervals{coverage}"))
             lines += [(f"  {name}", change) for name, change in changes.items() if len(changes) > 1]
-    if any(of["score"] is not None or "reward" in of for of in result["earlier"].values()):
+    if any(part["score"] is not None or "reward" in part for part in result["earlier"].values()):
         lines.append(("changed", f"{result['changed']} episodes"))
     if result["short"]:
         lines.append(("truncated", f"{result['short']} for which the environment wants more turns than were recorded"))

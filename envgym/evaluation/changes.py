@@ -30,17 +30,17 @@ def changes_of(before: Sequence[Episode], after: Sequence[Episode]) -> dict[str,
     episodes with a score, or with a reward, both times, or else of all that were judged).
     """
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if not old.failed]
-    judged = [pair for pair in pairs if not pair[1].failed]
-    scored = [pair for pair in judged if all(episode.score is not None for episode in pair)]
-    rewarded = [pair for pair in judged if all(episode.reward is not None for episode in pair)]
-    compared = scored or rewarded or judged
+    finished = [pair for pair in pairs if not pair[1].failed]
+    scored = [pair for pair in finished if all(episode.score is not None for episode in pair)]
+    rewarded = [pair for pair in finished if all(episode.reward is not None for episode in pair)]
+    compared = scored or rewarded or finished
     return {
         "episodes": len(before),
-        "judged": len(judged),
+        "judged": len(finished),
         "skipped": dict(Counter(old.outcome.reason for old in before if old.failed)),
-        "changed": sum((old.score, old.reward) != (new.score, new.reward) for old, new in judged),
-        "short": sum(new.outcome.reason == RECORDING for _, new in judged),
-        "unused": sum(UNUSED in new.metrics for _, new in judged),
+        "changed": sum((old.score, old.reward) != (new.score, new.reward) for old, new in finished),
+        "short": sum(new.outcome.reason == RECORDING for _, new in finished),
+        "unused": sum(UNUSED in new.metrics for _, new in finished),
         "failures": dict(Counter(new.outcome.reason for _, new in pairs if new.failed)),
         "compared": len(compared),
         "earlier": _results([old for old, _ in compared]),
@@ -55,7 +55,7 @@ def _results(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
         # A key alone does not identify a task: environments, and data files, use the same keys.
         part = part_of(episode)
         problem = f"{part}\0{task_hash(episode.task)}\0{episode.task.key}"
-        for name in (ALL, part):
+        for name in {ALL: None, part: None}:
             group = Group(problem, replace(episode.task, id=problem), [])
             groups.setdefault(name, {}).setdefault(problem, group).episodes.append(episode)
     return {name: result_of(list(of_part.values())) for name, of_part in groups.items()}

@@ -29,9 +29,9 @@ def roll_out_to_file(
 ) -> tuple[dict[str, Any], list[Episode]]:
     """Roll out the part's tasks with its model, and write the episodes to `path`, or with `best` the best one per task.
 
-    Returns the result of all episodes (see `run_evaluation`), and those written. Episodes of an earlier, interrupted
-    call for the same part are reused. Raises `EnvgymError`; on Ctrl-C a `KeyboardInterrupt` that names the folder of
-    the finished episodes.
+    Returns the result of all episodes (see `run_evaluation`), and those that are in the file. Episodes of an earlier,
+    interrupted call for the same part are reused. Raises `EnvgymError`; on Ctrl-C a `KeyboardInterrupt` that names the
+    folder of the finished episodes.
     """
     folder = UnfinishedFile(path, part, overwrite=overwrite)
     with folder.open():
@@ -39,9 +39,9 @@ def roll_out_to_file(
         members = [group.episodes for group in groups[part.name]]
         if best:
             members = [[episode] for episodes in members if (episode := best_of(episodes))]
-        written = [episode for episodes in members for episode in episodes]
-        folder.finish(written)
-    return {**result, "envs": {part.stage.env.name: result["envs"][part.name]}}, written
+        saved = [episode for episodes in members for episode in episodes]
+        folder.finish(saved)
+    return {**result, "envs": {part.stage.env.name: result["envs"][part.name]}}, saved
 
 
 def best_of(episodes: Sequence[Episode]) -> Episode | None:

@@ -96,17 +96,17 @@ def _write_episodes(config: RunConfig, stage: StageConfig, folder: RunFolder, di
     if stage.kind == "rollout":
         tasks, samples = stage.rollout.tasks_per_step, stage.rollout.group_size
         part = part_of_rollout(stage_run, tasks=tasks, samples=samples)
-        _, written = roll_out_to_file(part, folder.episodes, display, overwrite=True, make_model=make_model)
+        _, episodes = roll_out_to_file(part, folder.episodes, display, overwrite=True, make_model=make_model)
     else:
         source = Path(str(stage.data.get("path")))
-        _, written, _ = score_to_file(stage_run, source, folder.episodes, display, overwrite=True)
-    result = result_of(saved_groups(written))
+        _, episodes, _ = score_to_file(stage_run, source, folder.episodes, display, overwrite=True)
+    result = result_of(saved_groups(episodes))
     summary = {
         "status": "completed",
         "do": stage.kind,
         "seed": config.seed,
         "steps": 0,
-        "episodes": len(written),
+        "episodes": len(episodes),
         **{name: result[name] for name in ("score", "ci95", "truncated", "failures")},
         "eval": {},
         "seconds": {"total": time.monotonic() - start},

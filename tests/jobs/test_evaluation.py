@@ -277,7 +277,7 @@ def test_another_model_in_the_folder_is_no_way_to_go_on(tiny_model, folder):
     run_evaluation(evaluation, Display())
     config = json.loads(Path("model/config.json").read_text())
     Path("model/config.json").write_text(json.dumps({**config, "pad_token_id": 1}))
-    with pytest.raises(ConfigError, match=r"sampled before the model's weights changed: start a new evaluation"):
+    with pytest.raises(RunError, match=r"sampled before the model's weights changed: start a new evaluation"):
         run_evaluation(find_folder("first", "evals"), Display(), retry_failed=True)
 
 
