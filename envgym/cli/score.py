@@ -71,10 +71,10 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     start, env = time.monotonic(), config.stages[-1].env.name
     with open_display() as display:
         fields = GenerationFields(options.prompt, options.reference, options.completion)
-        before, after, gold = score_to_file(
+        earlier, new, gold = score_to_file(
             config, Path(source), Path(target), display, overwrite=options.overwrite, fields=fields
         )
-    result = changes_of(before, after)
+    result = changes_of(earlier, new)
     lines = [("env", env), *_lines(result, _lines_of_references(gold, env))]
     print(aligned([*lines, ("time", duration(time.monotonic() - start)), ("file", target)]))
     return 0 if result["judged"] or not result["episodes"] else 1

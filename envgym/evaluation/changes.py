@@ -21,7 +21,7 @@ turns."""
 ALL = "all"
 
 
-def changes_of(before: Sequence[Episode], after: Sequence[Episode]) -> dict[str, Any]:
+def changes_of(earlier: Sequence[Episode], new: Sequence[Episode]) -> dict[str, Any]:
     """The result of scoring episodes again.
 
     Keys: episodes, judged, skipped (failed earlier: kind -> count), changed, short (truncated for lack of turns),
@@ -29,22 +29,22 @@ def changes_of(before: Sequence[Episode], after: Sequence[Episode]) -> dict[str,
     following), earlier and new (`result_of` by part of an evaluation or a rollout, that of all parts first: of the
     episodes with a score, or with a reward, both times, or else of all that were judged).
     """
-    pairs = [(old, new) for old, new in zip(before, after, strict=True) if not old.failed]
+    pairs = [(old, rescored) for old, rescored in zip(earlier, new, strict=True) if not old.failed]
     finished = [pair for pair in pairs if not pair[1].failed]
     scored = [pair for pair in finished if all(episode.score is not None for episode in pair)]
     rewarded = [pair for pair in finished if all(episode.reward is not None for episode in pair)]
     compared = scored or rewarded or finished
     return {
-        "episodes": len(before),
+        "episodes": len(earlier),
         "judged": len(finished),
-        "skipped": dict(Counter(old.outcome.reason for old in before if old.failed)),
-        "changed": sum((old.score, old.reward) != (new.score, new.reward) for old, new in finished),
-        "short": sum(new.outcome.reason == RECORDING for _, new in finished),
-        "unused": sum(UNUSED in new.metrics for _, new in finished),
-        "failures": dict(Counter(new.outcome.reason for _, new in pairs if new.failed)),
+        "skipped": dict(Counter(old.outcome.reason for old in earlier if old.failed)),
+        "changed": sum((old.score, old.reward) != (e.score, e.reward) for old, e in finished),
+        "short": sum(e.outcome.reason == RECORDING for _, e in finished),
+        "unused": sum(UNUSED in e.metrics for _, e in finished),
+        "failures": dict(Counter(e.outcome.reason for _, e in pairs if e.failed)),
         "compared": len(compared),
         "earlier": _results([old for old, _ in compared]),
-        "new": _results([new for _, new in compared]),
+        "new": _results([rescored for _, rescored in compared]),
     }
 
 
@@ -55,7 +55,7 @@ def _results(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
         # A key alone does not identify a task: environments, and data files, use the same keys.
         part = part_of(episode)
         problem = f"{part}\0{task_hash(episode.task)}\0{episode.task.key}"
-        for name in {ALL: None, part: None}:
+        for name in dict.fromkeys((ALL, part)):
             group = Group(problem, replace(episode.task, id=problem), [])
             groups.setdefault(name, {}).setdefault(problem, group).episodes.append(episode)
     return {name: result_of(list(of_part.values())) for name, of_part in groups.items()}
