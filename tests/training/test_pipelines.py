@@ -129,6 +129,26 @@ stages:
     assert (run / "2-taught" / "model" / "config.json").is_file()
 
 
+@pytest.mark.timeout(600)
+def test_a_run_whose_last_stage_rolls_out_ends_with_its_numbers(folder, tiny_model, capsys):
+    (folder / "recipe.yaml").write_text(
+        """
+env: math_verify
+stages:
+  - {name: drawn, kind: rollout, learner: sft, rollout: {tasks_per_step: 3, group_size: 2}}
+"""
+    )
+    words = ["--recipe", "recipe.yaml", "--model", str(tiny_model), "--name", "run", *SMALL[1:], "debug=true"]
+    assert main(["train", *words]) == 0
+    summary = json.loads((folder / "runs/run/summary.json").read_text())
+    assert (summary["status"], summary["do"], summary["episodes"]) == ("completed", "rollout", 6)
+    assert summary["tokens"]["sampled"] > 0
+    printed = capsys.readouterr().out
+    assert "completed: 0 steps" in printed
+    assert main(printed.split("next ")[-1].split()[1:]) == 0
+    assert "Put the final answer in" in capsys.readouterr().out
+
+
 SLOW_ENV = """
 import asyncio, os
 import envgym
