@@ -72,7 +72,8 @@ def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, 
     summary: dict[str, Any] = {}
     for stage_folder, stage in stages:
         summary = stage_folder.read_summary() or {}
-        if summary.get("status") == "completed" and summary["steps"] >= (stage.steps or 0):
+        steps = (stage.steps or 0) if stage.kind == "train" else 0  # a resumed run may have more
+        if summary.get("status") == "completed" and summary["steps"] >= steps:
             continue
         resolved = with_results(stage, config, folder)
         if stage.kind == "train":

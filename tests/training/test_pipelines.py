@@ -147,6 +147,10 @@ stages:
     assert "completed: 0 steps" in printed
     assert main(printed.split("next ")[-1].split()[1:]) == 0
     assert "Put the final answer in" in capsys.readouterr().out
+    file = folder / "runs/run/episodes.parquet"
+    before = file.stat().st_mtime_ns
+    assert main(["train", "--resume", "run"]) == 0
+    assert file.stat().st_mtime_ns == before  # nothing is rolled out twice
 
 
 SLOW_ENV = """
