@@ -1,5 +1,4 @@
-"""The record of an episode: its token sequences (rows of segments), its outcome, its group. A learner learns from the
-rows."""
+"""The record of an episode: its token sequences (rows of segments, with arrays for learners), its outcome, its group."""
 
 from __future__ import annotations
 
@@ -162,15 +161,13 @@ class Row:
     def token_ids(self) -> IntArray:
         import numpy as np
 
-        empty = np.zeros(0, np.int32)
-        return np.concatenate([empty, *(segment.token_ids for segment in self.segments)], dtype=np.int32)
+        return np.concatenate([segment.token_ids for segment in self.segments], dtype=np.int32)
 
     @cached_property
     def loss_weights(self) -> FloatArray:
         import numpy as np
 
-        empty = np.zeros(0, np.float32)
-        weights = np.concatenate([empty, *(segment.loss_weights for segment in self.segments)], dtype=np.float32)
+        weights = np.concatenate([segment.loss_weights for segment in self.segments], dtype=np.float32)
         weights[:1] = 0.0  # nothing predicts the first token
         return weights
 

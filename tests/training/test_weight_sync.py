@@ -25,6 +25,7 @@ from envgym.training.turns import GpuTimeshare
 from envgym.training.update import Update
 from envgym.training.weight_sync import FACTOR, LARGEST, SMALLEST, WeightSync, policy_difference
 from envgym.training.weight_transfer import FileTransfer, Receipt
+from envgym.types import Row, Segment
 from envgym.workers.metrics import merge
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -211,8 +212,12 @@ class Actor:
         self.has_stepped = False
         self.mean_abs = mean_abs
 
-    async def accumulate(self, samples, normalizers):
-        return {"mismatch/mean_abs": self.mean_abs}
+    async def accumulate(self, rows, normalizers):
+        self.rows = rows
+        return {}
+
+    async def accumulated_outputs(self):
+        return [(row, row.old_logprobs + np.float32(self.mean_abs)) for row in self.rows]
 
     async def step(self, lr):
         self.has_stepped = True
@@ -220,14 +225,15 @@ class Actor:
 
 
 def take_step(actor, **sampling):
-    """An optimizer step of the actor without samples."""
+    """An optimizer step of the actor on a row that its weights sampled."""
     roles = {"actor": RoleSpec(trained=True)}
     learner: Any = SimpleNamespace(
-        roles=roles, loss_normalizers=lambda samples: {}, config=LearnerConfig(name="any"), needs_policy_samples=False
+        roles=roles, loss_normalizers=lambda rows: {}, config=LearnerConfig(name="any"), reads_outputs=False
     )
+    row = Row([Segment("prompt", [1]), Segment("action", [2, 3], logprobs=[-1.0, -2.0])])
     params = SamplingParams(max_tokens=4, **sampling)
     components = Components(learner, None, {"actor": actor}, params, sync=ActorAndEngine([0.0]).sync())
-    asyncio.run(Update(components, StageConfig(env="any", learner="any"), Progress(), 1).optimizer_step([], []))
+    asyncio.run(Update(components, StageConfig(env="any", learner="any"), Progress(), 1).optimizer_step([row], []))
 
 
 @pytest.mark.parametrize("mean_abs", [0.02, math.nan])

@@ -31,7 +31,6 @@ def test_its_arrays_are_those_of_its_segments():
     assert row.temperatures.tolist() == [1, 1, 0.5, 0.5, 1, 0.5]
     assert (row.versions, row.n_action_tokens, len(row)) == ((6, 7), 3, 6)
     assert Row([Segment("action", [8, 9])]).loss_weights.tolist() == [0, 1]  # nothing predicts the first token
-    assert len(Row([]).token_ids) == len(Row([]).loss_weights) == len(Row([]).temperatures) == 0
 
 
 def test_a_learner_changes_no_record():
