@@ -1,4 +1,4 @@
-"""The record of an episode: its token sequences (rows of segments, with arrays for learners), its outcome, its group."""
+"""The record of an episode: its token sequences (rows of segments, with arrays for learners), outcome and group."""
 
 from __future__ import annotations
 
