@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -22,6 +22,7 @@ from .types import Group, Objective, Row
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
     from .types.episodes import FloatArray
 
@@ -210,8 +211,6 @@ class Learner(ABC):
     """Minimum number of episodes in a group that is trained on."""
     needs_policy_samples: ClassVar[bool] = False
     """True if the learner trains only on episodes that the policy sampled, not on recordings."""
-    reads_outputs: ClassVar[bool] = False
-    """True if `end_step` reads the outputs of the policy's model (`Row.first_outputs`, `Row.last_outputs`)."""
 
     def rows_to_score(self, groups: Sequence[Group]) -> list[Row]:
         """The rows that scoring roles see, before `prepare`: those of the episodes, and others that a learner makes."""
@@ -243,8 +242,8 @@ class Learner(ABC):
         return {}
 
     def end_step(self, rows: Sequence[Row]) -> None:
-        """Called after each training step with the rows that it trained on; override to adapt coefficients such as
-        the KL's. With `reads_outputs` the rows have the outputs of the policy's model, if it was trained."""
+        """Called after each training step with the rows that it trained on, which have the outputs of the policy's
+        model if that was trained (`Row.first_outputs`); override to adapt coefficients such as the KL's."""
 
     def state_dict(self) -> dict[str, Any]:
         """State that `end_step` changes, for a checkpoint: numbers, text, lists, and mappings with keys of text."""
@@ -260,3 +259,25 @@ class Learner(ABC):
     def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """Metrics of held-out recorded rows from the actor's outputs for them ([T] each)."""
         return {}
+
+    def loss_metrics(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
+        """The metrics that `loss` logs for rows of one objective, from the actor's outputs for them ([T] each), for
+        `evaluate`. A loss that reads other outputs has none."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        def pad(arrays: Iterable[NDArray[Any]], fill: float = 0.0) -> torch.Tensor:
+            return pad_sequence([torch.from_numpy(array) for array in arrays], batch_first=True, padding_value=fill)
+
+        batch = RowBatch(
+            objective=rows[0].objective,
+            token_ids=pad(row.token_ids for row in rows),
+            loss_weights=pad(row.loss_weights for row in rows),
+            old_logprobs=pad((row.old_logprobs for row in rows), float("nan")),
+            arrays={name: pad(row.arrays[name] for row in rows) for name in rows[0].arrays},
+            episodes=torch.tensor([row.episode_index for row in rows]),
+            units=torch.tensor([row.microbatch_key for row in rows]),
+        )
+        numbers = Outputs(**{"logprobs" if self.roles["actor"].head == "lm" else "values": pad(outputs)})
+        _, sums = self.loss("actor", numbers, batch, self.loss_normalizers(rows))
+        return {name: total / count for name, (total, count) in sums.items() if count}

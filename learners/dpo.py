@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, ClassVar
 from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch
 from envgym.types import Row
 
-from .pairs import PairLearner, chosen_rejected_sums
+from .pairs import PairLearner
 from .settings import DPOConfig
 
 if TYPE_CHECKING:
-    from envgym.types.episodes import FloatArray
-
     from .losses import LossAndMetrics
 
 
@@ -58,21 +56,3 @@ class DPO(PairLearner):
             total = total + self.config.nll_coef * nll / normalizers["nll"]
             metrics["nll"] = (float(nll.detach()), weight)
         return total, metrics
-
-    def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
-        """`eval/loss`; `eval/accuracy`, the share of pairs with a positive margin; and `eval/margin`, the mean margin
-        (log-ratio of the chosen answer minus that of the rejected one) in nats times `beta`. `outputs` are the policy's
-        log-probabilities, [T] per row; rows with one `microbatch_key` are a pair."""
-        import torch
-
-        from .losses import dpo_loss
-
-        policy = chosen_rejected_sums(rows, outputs)
-        reference = chosen_rejected_sums(rows, [row.arrays["reference"] for row in rows])
-        chosen_rewards, rejected_rewards = (self.config.beta * (p - r) for p, r in zip(policy, reference, strict=True))
-        margins = torch.from_numpy(chosen_rewards - rejected_rewards)
-        return {
-            "eval/loss": float(dpo_loss(margins, self.config).mean()),
-            "eval/accuracy": float((margins > 0).double().mean()),
-            "eval/margin": float(margins.mean()),
-        }

@@ -90,26 +90,11 @@ class KTO(Learner):
         """`eval/loss`; `eval/accuracy`, the share of answers whose log-ratio is above the KL baseline if good and below
         it if bad; and, given answers of both kinds, `eval/margin`, the mean log-ratio of good answers minus that of bad
         ones, in nats times `beta`."""
-        import numpy as np
-        import torch
-
-        from .losses import kto_loss
-
-        by_episode: dict[int, float] = {}
-        constants = {}
-        for row, output in zip(rows, outputs, strict=True):
-            log_ratio = weighted_sum(row, output - row.arrays["reference"])
-            by_episode[row.episode_index] = by_episode.get(row.episode_index, 0.0) + log_ratio
-            constants[row.episode_index] = row.arrays["good"][0], row.arrays["baseline"][0]
-        log_ratios = torch.tensor(list(by_episode.values()), dtype=torch.float64)
-        labels, baseline = torch.tensor(np.array(list(constants.values()), np.float64)).T
-        losses = kto_loss(log_ratios, baseline, labels > 0, self.config)
-        right = (log_ratios > baseline) == (labels > 0)
-        metrics = {"eval/loss": float(losses.mean()), "eval/accuracy": float(right.double().mean())}
-        if labels.any() and not labels.all():
-            margin = log_ratios[labels > 0].mean() - log_ratios[labels == 0].mean()
-            metrics["eval/margin"] = self.config.beta * float(margin)
-        return metrics
+        metrics = self.loss_metrics(rows, outputs)
+        result = {"eval/loss": metrics["loss"], "eval/accuracy": metrics["preference/accuracy"]}
+        if {"reward/good", "reward/bad"} <= metrics.keys():
+            result["eval/margin"] = metrics["reward/good"] - metrics["reward/bad"]
+        return result
 
 
 def weighted_sum(row: Row, values: FloatArray) -> float:

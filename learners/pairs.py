@@ -14,12 +14,7 @@ from envgym.learner import Learner
 from envgym.types import Episode, Group, Objective, Row
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from envgym.types.episodes import FloatArray
-
-    PairArray = NDArray[np.float64]
 
 Pair = tuple[Episode, Episode]
 """The chosen episode and the rejected one."""
@@ -66,6 +61,13 @@ class PairLearner(Learner):
         identical = {"preference/identical": float(self._n_identical)} if self._n_identical else {}
         return {"preference/pairs": self.loss_normalizers(rows)[Objective.PREFERENCE], **identical}
 
+    def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
+        """`eval/loss`; `eval/accuracy`, the share of pairs with a positive margin; and `eval/margin`, the mean margin
+        of the chosen answer's reward over the rejected one's (of DPO: of the log-ratio times `beta`, in nats)."""
+        metrics = self.loss_metrics(rows, outputs)
+        names = ("loss", "preference/accuracy", "preference/margin")
+        return {f"eval/{name.removeprefix('preference/')}": metrics[name] for name in names}
+
 
 def _token_ids(episode: Episode) -> list[list[int]]:
     """The tokens of an answer and its prompt: those of two answers may be equal after they were truncated."""
@@ -81,16 +83,3 @@ def best_and_worst(groups: Sequence[Group]) -> list[Pair]:
             best, worst = (pick(rewarded, key=itemgetter(0))[1] for pick in (max, min))
             pairs.append((best, worst))
     return pairs
-
-
-def chosen_rejected_sums(rows: Sequence[Row], values: Sequence[FloatArray]) -> tuple[PairArray, PairArray]:
-    """[n pairs] each: sums of `values` ([T] per row) over the chosen and over the rejected answers' tokens of
-    positive weight."""
-    import numpy as np
-
-    by_pair: dict[int, list[float]] = {}
-    for row, array in zip(rows, values, strict=True):
-        totals = by_pair.setdefault(row.microbatch_key, [0.0, 0.0])
-        totals[int(row.arrays["chosen"][0])] += float(array[row.loss_weights > 0].sum(dtype=np.float64))
-    rejected_sums, chosen_sums = np.array(list(by_pair.values())).reshape(-1, 2).T
-    return chosen_sums, rejected_sums

@@ -36,7 +36,6 @@ class PolicyGradient(Learner):
     Config: ClassVar[type[LearnerConfig]] = PolicyGradientConfig
     config: PolicyGradientConfig
     needs_policy_samples = True
-    reads_outputs = True
 
     def __init__(self, config: LearnerConfig) -> None:
         super().__init__(config)

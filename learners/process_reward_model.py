@@ -55,13 +55,5 @@ class ProcessRewardModel(Learner):
 
     def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss` and `eval/accuracy` over steps; a probability above one half predicts a right step."""
-        import numpy as np
-        import torch
-
-        from .losses import step_loss
-
-        masks = [row.loss_weights > 0 for row in rows]
-        values = np.concatenate([output[mask] for output, mask in zip(outputs, masks, strict=True)])
-        labels = np.concatenate([row.arrays["labels"][mask] for row, mask in zip(rows, masks, strict=True)])
-        losses = step_loss(torch.from_numpy(values).double(), torch.from_numpy(labels).double())
-        return {"eval/loss": float(losses.mean()), "eval/accuracy": float(((values > 0) == (labels > 0.5)).mean())}
+        metrics = self.loss_metrics(rows, outputs)
+        return {"eval/loss": metrics["loss"], "eval/accuracy": metrics["step/accuracy"]}

@@ -6,20 +6,19 @@ margin H. Touvron et al., "Llama 2" (2023), eq. 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch
 from envgym.types import Episode, Row
 
-from .pairs import PairLearner, chosen_rejected_sums
+from .pairs import PairLearner
 from .settings import RewardModelConfig
 
 if TYPE_CHECKING:
     from envgym.types.episodes import FloatArray
 
     from .losses import LossAndMetrics
-    from .pairs import PairArray
 
 
 class RewardModelLearner(PairLearner):
@@ -28,7 +27,6 @@ class RewardModelLearner(PairLearner):
 
     Config: ClassVar[type[LearnerConfig]] = RewardModelConfig
     config: RewardModelConfig
-    reads_outputs = True
 
     def __init__(self, config: LearnerConfig) -> None:
         super().__init__(config)
@@ -66,35 +64,23 @@ class RewardModelLearner(PairLearner):
         return losses.sum() / normalizers[batch.objective], metrics
 
     def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
-        """`eval/loss`, `eval/accuracy` (share of pairs ranked correctly), `eval/margin` (their mean reward difference)
-        and the rewards' mean and standard deviation."""
-        import numpy as np
-        import torch
-
-        from .losses import ranking_loss
-
-        chosen_rewards, rejected_rewards = chosen_rejected_sums(rows, outputs)
-        margin, _ = chosen_rejected_sums(rows, [row.arrays["margin"] for row in rows])
-        losses = ranking_loss(torch.from_numpy(chosen_rewards - rejected_rewards), torch.from_numpy(margin))
-        rewards = np.concatenate([chosen_rewards, rejected_rewards])
-        self._observe_rewards(rewards, is_held_out=True)
-        return {
-            "eval/loss": float(losses.mean()),
-            "eval/accuracy": float((chosen_rewards > rejected_rewards).mean()),
-            "eval/margin": float((chosen_rewards - rejected_rewards).mean()),
-            "eval/reward_mean": float(rewards.mean()),
-            "eval/reward_std": float(rewards.std()),
+        """Besides the metrics of pairs, mean and standard deviation of the rewards."""
+        self._observe_rewards(zip(rows, outputs, strict=True))
+        self._is_held_out = True
+        return super().evaluate(rows, outputs) | {
+            f"eval/reward_{name}": value for name, value in self._statistics.items()
         }
 
     def end_step(self, rows: Sequence[Row]) -> None:
+        passed = [(row, row.first_outputs) for row in rows if row.first_outputs is not None]
+        if passed and not self._is_held_out:
+            self._observe_rewards(passed)
+
+    def _observe_rewards(self, rows: Iterable[tuple[Row, FloatArray]]) -> None:
         import numpy as np
 
-        rewards = [row.first_outputs[row.loss_weights > 0] for row in rows if row.first_outputs is not None]
-        if rewards and not self._is_held_out:
-            self._observe_rewards(np.concatenate(rewards).astype(np.float64), is_held_out=False)
-
-    def _observe_rewards(self, rewards: PairArray, *, is_held_out: bool) -> None:
-        self._statistics, self._is_held_out = {"mean": float(rewards.mean()), "std": float(rewards.std())}, is_held_out
+        rewards = np.concatenate([outputs[row.loss_weights > 0] for row, outputs in rows]).astype(np.float64)
+        self._statistics = {"mean": float(rewards.mean()), "std": float(rewards.std())}
 
     def model_config_extras(self) -> Mapping[str, Any]:
         """`mean` and `std` of the rewards of held-out answers or, without an evaluation, of the last training step, for

@@ -116,7 +116,7 @@ class Update:
             worker, start = components.workers[role], time.monotonic()
             role_rows = [*rows, *text] if role == "actor" else rows
             metrics = await worker.accumulate(role_rows, normalizers)
-            if role == "actor" and (components.learner.reads_outputs or sync is not None):
+            if role == "actor":
                 for row, outputs in await worker.accumulated_outputs():
                     row.first_outputs = outputs if row.first_outputs is None else row.first_outputs
                     row.last_outputs = outputs

@@ -127,7 +127,7 @@ class Row:
     group_index    index of its group within the training step, for metrics of groups
     is_on_policy   whether the weights about to be trained sampled all of its actions
     first_outputs  [T] float32, outputs of the policy's model for it in the step's first pass over it, before that
-                   pass's optimizer step; None before the pass, and where nothing reads them (`Learner.reads_outputs`)
+                   pass's optimizer step; None before the pass
     last_outputs   the same of the last pass
 
     `len` is T.

@@ -208,6 +208,9 @@ class Worker:
         self.steps.append(([sample.objective for sample in samples], normalizers))
         return {"loss": float(len(self.steps))}
 
+    async def accumulated_outputs(self):
+        return []
+
     async def step(self, lr):
         return {"grad_norm": 1.0}
 
@@ -229,7 +232,6 @@ def test_only_the_policy_is_trained_on_text_which_is_dealt_out_to_the_optimizer_
         prepare=lambda groups: [sample_of(key) for key in range(4)],
         metrics=lambda samples: {"rows": len(samples)},
         loss_normalizers=lambda samples: {name: len(samples) for name in {sample.objective for sample in samples}},
-        reads_outputs=False,
         end_step=lambda rows: None,
         state_dict=dict,
     )

@@ -40,7 +40,6 @@ class Learner:
     }
     config = LearnerConfig(name="any")
     rows_to_score = envgym.learner.Learner.rows_to_score
-    reads_outputs = False
 
     def __init__(self) -> None:
         self.coefficient = 0.1

@@ -227,9 +227,7 @@ class Actor:
 def take_step(actor, **sampling):
     """An optimizer step of the actor on a row that its weights sampled."""
     roles = {"actor": RoleSpec(trained=True)}
-    learner: Any = SimpleNamespace(
-        roles=roles, loss_normalizers=lambda rows: {}, config=LearnerConfig(name="any"), reads_outputs=False
-    )
+    learner: Any = SimpleNamespace(roles=roles, loss_normalizers=lambda rows: {}, config=LearnerConfig(name="any"))
     row = Row([Segment("prompt", [1]), Segment("action", [2, 3], logprobs=[-1.0, -2.0])])
     params = SamplingParams(max_tokens=4, **sampling)
     components = Components(learner, None, {"actor": actor}, params, sync=ActorAndEngine([0.0]).sync())
