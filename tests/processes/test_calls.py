@@ -86,6 +86,5 @@ def test_the_type_checker_compares_both_sides(tmp_path):
         (tmp_path / file).write_text(text.replace(old, new, 1), encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache")]
     output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
-    assert {line.partition(":")[0] for line in output.splitlines() if ": error:" in line} == {
-        f"envgym/{file}" for *_, file in CHANGES
-    }, output
+    wrong = {line.partition(":")[0] for line in output.splitlines() if ": error:" in line}
+    assert {f"envgym/{file}" for *_, file in CHANGES} <= wrong, output
