@@ -332,6 +332,7 @@ def test_every_component_is_configured_without_a_heavy_import():
     program = f"""
 import sys
 from envgym import registry
+from envgym.config.resolve import resolve
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import entry_points
 for name in registry.list_ids():
@@ -339,6 +340,9 @@ for name in registry.list_ids():
 for kind in ("learner", "agent"):
     for entry in entry_points(group=f"envgym.{{kind}}s"):
         registry.load_component(kind, entry.name).Config.model_json_schema()
+for group, setting in (("engines", "engine"), ("policy_losses", "learner.policy_loss")):
+    for entry in entry_points(group=f"envgym.{{group}}"):
+        resolve({{"env": "math_verify", setting: entry.name}})
 import envgym.config.schema, envgym.env, envgym.render, envgym.rollout.runner
 import envgym.remote.client, envgym.processes.local
 print(*sorted({HEAVY!r} & set(sys.modules)))

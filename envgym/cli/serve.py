@@ -30,7 +30,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "envs", metavar="E", nargs="+", help="environment: id, file.py[:Name] or import path; NAME=E names it"
     )
     names = ", ".join(entry_points("envgym.dialects"))
-    parser.add_argument("--dialect", metavar="D", help=f"use another protocol ({names}), which has options of its own")
+    parser.add_argument("--dialect", metavar="D", help=f"use another protocol ({names}); D --help lists its options")
     dialect = chosen_dialect(arguments)
     dialect.add_options(parser)
     options, words = parser.parse_with_words(arguments)
