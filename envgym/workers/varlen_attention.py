@@ -11,13 +11,9 @@ import inspect
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
 
 VARLEN = "torch_varlen"
 """The name of this attention in a model's config."""
@@ -50,14 +46,13 @@ def not_covered(config: Any, model_class: Any) -> str:
     must hand its attention over to transformers' interface and must not need a mask beyond causality and a window.
     """
     text = config.get_text_config()
-    takes = inspect.signature(varlen_attn).parameters if varlen_attn else {}
+    takes = inspect.signature(varlen_attn).parameters
     kinds = set(getattr(text, "layer_types", None) or ())
     n_heads = getattr(text, "num_attention_heads", None) or 1
     width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // n_heads
     widths = {getattr(text, name, None) or width for name in ("qk_head_dim", "v_head_dim", "global_head_dim")}
     has_windows = getattr(text, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
     table = {
-        "this torch has no varlen_attn": not takes,
         "a soft cap of attention": getattr(text, "attn_logit_softcapping", None),
         "layers other than full and sliding attention": kinds - {"full_attention", "sliding_attention"},
         "attention of its own": not (
@@ -94,7 +89,6 @@ def attend(
     rows of the batch are N long. `sliding_window`: the number of keys that a query sees, its own among them. Raises
     `ValueError` for what the kernel has not.
     """
-    assert varlen_attn is not None
     takes = inspect.signature(varlen_attn).parameters
     changes = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if attention_mask is not None or dropout or changes:
