@@ -23,7 +23,7 @@ RUNS = {"synchronous": 2, "asynchronous": 2, "lora": 2, "ppo": 2, "pipeline": 1,
 """The runs of an archive, and the steps that each took."""
 
 
-@pytest.fixture(scope="module", params=["1cddc31"])
+@pytest.fixture(scope="module", params=["d1a8625"])
 def unpacked(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("old_folders")
     with tarfile.open(ARCHIVES / f"{request.param}.tar.xz") as archive:
@@ -96,7 +96,7 @@ def test_they_are_viewed_and_exported(folder, capsys):
         assert answers(f"metrics|runs/{name}|0")["records"]
         assert name == "epochs" or answers(f"list|runs/{name}|1|0|9")["total"] == 8  # a replay keeps no rollouts
     assert main(["export", "runs/synchronous", "--out", "run.html"]) == 0
-    assert "16 of 16 episodes with their tokens" in capsys.readouterr().out
+    assert "24 of 24 episodes with their tokens" in capsys.readouterr().out
     assert main(["export", "episodes.parquet", "--out", "episodes.html"]) == 0
     assert "16 of 16 episodes" in capsys.readouterr().out
 
@@ -114,7 +114,7 @@ def test_their_episodes_are_scored_again_as_they_were(folder, source, capsys):
 def test_evaluations_are_compared(folder, capsys):
     assert main(["compare", "before", "after"]) == 0
     printed = capsys.readouterr().out
-    assert "-0.079 [-0.219, +0.061]" in printed
+    assert "-0.058 [-0.196, +0.080]" in printed
     assert "note" not in printed
 
 
