@@ -1,7 +1,7 @@
 """GRPO on one page: several answers to each question, each compared with its group; the better ones become more likely.
 
-`python examples/grpo_in_one_file.py` runs it with envgym's environment, renderer, engine and worker. `envgym train` is
-this loop with failures, checkpoints and processes; `--learner examples/grpo_in_one_file.py:GRPO` takes this learner.
+`VLLM_LOGGING_LEVEL=ERROR python examples/grpo_in_one_file.py` runs it with envgym's environment, renderer, engine and
+worker; `envgym train --learner examples/grpo_in_one_file.py:GRPO` trains with this learner in many processes.
 """
 
 import asyncio
@@ -63,6 +63,8 @@ async def main(steps=STEPS):
                 tasks = [await spec.tasks("test").get(n) for n in range(HELD_OUT)]
                 groups = await roll_out(spec, renderer, engine, tasks)
                 print(f"step {step}: score {fmean(e.reward for group in groups for e in group.episodes):.2f}")
+            if step == steps:
+                break
             tasks = [await spec.tasks("train").get(step * TASKS + n) for n in range(TASKS)]
             samples = worker.learner.prepare(number_rows(await roll_out(spec, renderer, engine, tasks)))
             worker.accumulate([samples], worker.learner.loss_normalizers(samples))  # as one micro-batch
