@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from envgym.env.spec import first_sentence
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "step.md"
 SOURCES = ("envgym", "envs", "agents", "learners")
@@ -117,8 +119,8 @@ def page(trace: Trace) -> str:
 
 
 def subject(file: str) -> str:
-    """The first line of a module's docstring."""
-    return (ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    """The first sentence of a module's docstring."""
+    return first_sentence(ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or "")
 
 
 def room(file: str) -> str:
