@@ -15,7 +15,7 @@ from envgym.engines.spec import EngineSpec
 from envgym.engines.vllm import VLLMEngine
 from envgym.learner import Learner, RoleSpec
 from envgym.render import RenderConfig, load_renderer
-from envgym.types import Action, Episode, Group, Outcome, Row, Segment, int_array, number_rows
+from envgym.types import Action, Episode, Group, Outcome, Row, Segment, int_array
 from envgym.workers.model import ModelWorker
 from envgym.workers.spec import WorkerSpec
 
@@ -26,12 +26,12 @@ STEPS, TASKS, GROUP, HELD_OUT, LR = 40, 16, 8, 64, 4e-4
 class GRPO(Learner):
     def prepare(self, groups):
         for group in groups:
-            rewards = [member.episode.reward for member in group]
-            for member in group:
-                advantage = (member.episode.reward - fmean(rewards)) / (stdev(rewards) + 1e-6)
-                for sample in member.samples:
-                    sample.arrays["advantages"] = advantage * sample.loss_weights  # 0 at the prompt's tokens
-        return [sample for group in groups for member in group for sample in member.samples]
+            rewards = [episode.reward for episode in group.episodes]
+            for episode in group.episodes:
+                advantage = (episode.reward - fmean(rewards)) / (stdev(rewards) + 1e-6)
+                for row in episode.rows:
+                    row.arrays["advantages"] = advantage * row.loss_weights  # 0 at the prompt's tokens
+        return [row for group in groups for episode in group.episodes for row in episode.rows]
 
     def loss(self, role, outputs, batch, normalizers):
         # The weights to be updated sampled the answers, so all ratios are 1, and clipping would change nothing.
@@ -66,8 +66,8 @@ async def main(steps=STEPS):
             if step == steps:
                 break
             tasks = [await spec.tasks("train").get(step * TASKS + n) for n in range(TASKS)]
-            samples = worker.learner.prepare(number_rows(await roll_out(spec, renderer, engine, tasks)))
-            worker.accumulate([samples], worker.learner.loss_normalizers(samples))  # as one micro-batch
+            rows = worker.learner.prepare(await roll_out(spec, renderer, engine, tasks))
+            worker.accumulate([rows], worker.learner.loss_normalizers(rows))  # as one micro-batch
             worker.step(LR)
             await engine.begin_weights()
             with tempfile.TemporaryDirectory() as folder:
