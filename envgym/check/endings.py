@@ -12,7 +12,7 @@ from pathlib import Path
 
 from envgym.env import CheckedEnv
 from envgym.errors import CallTimeout
-from envgym.processes.deadline import call_in_time
+from envgym.processes.cancellation import call_in_time
 from envgym.processes.family import descendants, stat
 from envgym.registry import spec
 from envgym.rollout.scripted import ScriptedEpisode, script_of

@@ -12,8 +12,7 @@ from typing import Any
 
 from envgym.engine import EngineInfo, Generation, HostedEngine, Request
 from envgym.errors import EnvgymError, InvalidOutcome, WorkerDied, WorkerError
-from envgym.processes.cancellation import start_task
-from envgym.processes.deadline import pause_timeouts
+from envgym.processes.cancellation import pause_timeouts, start_task
 from envgym.processes.runtime import Result, message_of
 
 from .client import EngineClient

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.loading import user_line
-from envgym.processes.cancellation import is_shutdown
-from envgym.processes.deadline import call_in_time
+from envgym.processes.cancellation import call_in_time, is_shutdown
 from envgym.processes.threads import DedicatedThread
 from envgym.types import Action, Observation, Span, Task, as_action, as_observation
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.errors import CallTimeout, EnvgymError, InvalidOutcome, ResetNeeded
-from envgym.processes.cancellation import start_task
-from envgym.processes.deadline import call_in_time, pause_timeouts
+from envgym.processes.cancellation import call_in_time, pause_timeouts, start_task
 from envgym.processes.pool import Processes, ProcessSession
 from envgym.processes.runtime import Result, describe_error, message_of
 from envgym.types import Action, Observation, Task, as_action, timed

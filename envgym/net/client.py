@@ -18,7 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from envgym.errors import InvalidOutcome
-from envgym.processes.deadline import pause_timeouts
+from envgym.processes.cancellation import pause_timeouts
 
 from .retries import LONGEST_PAUSE, RETRY_STATUSES, pauses, retry_after
 from .tokens import hide_secret

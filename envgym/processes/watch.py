@@ -15,7 +15,7 @@ import traceback
 from envgym.loading import is_user_file
 
 from . import cancellation
-from .deadline import Deadline
+from .cancellation import Deadline
 from .signals import interrupt
 
 BEAT_SECONDS = 0.5

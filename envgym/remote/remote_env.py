@@ -16,7 +16,7 @@ from envgym.env import CheckedEnv, Info, TaskSet
 from envgym.env.checked import check_numbers, posed_task
 from envgym.errors import ResetNeeded
 from envgym.net.shared_calls import SharedCalls
-from envgym.processes.deadline import pause_timeouts
+from envgym.processes.cancellation import pause_timeouts
 from envgym.types import Action, Observation, Task, as_action, timed
 
 from .encoding import encode

@@ -17,8 +17,7 @@ from envgym.net.problems import ProblemBody
 from envgym.net.retries import WAITS, pauses
 from envgym.net.server import MAX_BODY
 from envgym.net.shared_calls import SharedCalls
-from envgym.processes.cancellation import start_task
-from envgym.processes.deadline import Deadline
+from envgym.processes.cancellation import Deadline, start_task
 
 from .access import DIAL_SECONDS, Access, connection_failure
 from .channel import CHANNEL_BODY, CHANNEL_PATH, MAX_MESSAGE, PING_SECONDS, ChannelClient

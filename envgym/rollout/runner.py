@@ -24,8 +24,7 @@ from envgym.episodes.scores import reward_as_score, reward_failure, withdraw_sco
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from envgym.hashing import derived_seed, task_hash
 from envgym.processes import cancellation
-from envgym.processes.cancellation import StillRunning, run_to_end
-from envgym.processes.deadline import Deadline
+from envgym.processes.cancellation import Deadline, StillRunning, run_to_end
 from envgym.services.policy import LOCKSTEP
 from envgym.types import Episode, Group, Limit, Outcome, Reward, SeedScope, Span, Task, timed
 

@@ -20,8 +20,7 @@ from envgym.engine import ChatEngine, ChatReply, ChatRequest, Engine, Generation
 from envgym.episodes.scores import reward_as_score
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.hashing import derived_seed
-from envgym.processes.cancellation import start_task
-from envgym.processes.deadline import pause_timeouts
+from envgym.processes.cancellation import pause_timeouts, start_task
 from envgym.types import (
     Episode,
     Limit,

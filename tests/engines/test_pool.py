@@ -13,7 +13,7 @@ from envgym.engines.client import EngineClient
 from envgym.engines.pool import MOST_DEATHS, MOST_FAILURES, EnginePool
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
 from envgym.processes import local
-from envgym.processes.deadline import Deadline
+from envgym.processes.cancellation import Deadline
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import WorkerHandle
 from envgym.types import StopReason

@@ -11,7 +11,7 @@ import envgym
 from envgym.env import EnvSpec
 from envgym.errors import CallTimeout, ConfigError, InvalidOutcome, InvalidStep, WorkerDied
 from envgym.processes import event_loop
-from envgym.processes.deadline import pause_timeouts
+from envgym.processes.cancellation import pause_timeouts
 from envgym.types import Task
 
 SOURCE = """

@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 
-from envgym.processes.deadline import Deadline, pause_timeouts
+from envgym.processes.cancellation import Deadline, pause_timeouts
 
 
 class Skipping(selectors.DefaultSelector):
