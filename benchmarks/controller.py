@@ -87,7 +87,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     from envgym import Env, EnvSpec
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
     from envgym.engine import SamplingParams
-    from envgym.engines.client import EngineClient
+    from envgym.engines.pool import EngineClient
     from envgym.episodes.parquet import write_rollouts
     from envgym.learners.grpo import GRPO
     from envgym.models.fresh import FreshModelConfig, make_fresh_model

@@ -186,7 +186,7 @@ async def ours(job: dict[str, Any], folder: Path) -> None:
     """Run rollouts, and save the engine's requests for the other side."""
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
     from envgym.engine import SamplingParams
-    from envgym.engines.client import EngineClient
+    from envgym.engines.pool import EngineClient
     from envgym.engines.spec import EngineSpec
     from envgym.envs.math_verify import MathVerify, MathVerifyEnv
     from envgym.processes.local import LocalRuntime

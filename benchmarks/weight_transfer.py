@@ -59,8 +59,7 @@ async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> di
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from envgym.engines import choose_engine
-    from envgym.engines.client import EngineClient
-    from envgym.engines.pool import EnginePool
+    from envgym.engines.pool import EngineClient, EnginePool
     from envgym.engines.spec import EngineSpec
     from envgym.learner import RoleSpec
     from envgym.processes.local import LocalRuntime

@@ -14,8 +14,7 @@ from envgym.agent import Agent
 from envgym.config.schema import API_SETTINGS, Component, RoleConfig, RunConfig, StageConfig
 from envgym.engine import ChatEngine, Engine
 from envgym.engines import choose_engine
-from envgym.engines.client import EngineClient
-from envgym.engines.pool import EnginePool
+from envgym.engines.pool import EngineClient, EnginePool
 from envgym.engines.spec import EngineSpec
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError

@@ -61,11 +61,6 @@ class Pretraining:
         )
 
 
-def deal_out(rows: Sequence[Row], n_steps: int) -> list[list[Row]]:
-    """Deal rows out to optimizer steps, as evenly as their number allows."""
-    return [list(rows[index::n_steps]) for index in range(n_steps)]
-
-
 class _Documents(TaskSet):
     """The documents of a file or folder."""
 

@@ -17,7 +17,6 @@ from envgym.workers.metrics import merge
 
 from .checkpoints import Progress
 from .components import Components
-from .pretraining import deal_out
 
 if TYPE_CHECKING:
     from envgym.types.episodes import FloatArray
@@ -73,7 +72,8 @@ class Update:
                 row.is_on_policy = row.versions == (progress.step,)
             for _ in range(learner.config.update_epochs):
                 minibatches = split_minibatches(rows, learner.config.minibatches)
-                for batch, batch_text in zip(minibatches, deal_out(text, len(minibatches)), strict=True):
+                text_shares = [text[index :: len(minibatches)] for index in range(len(minibatches))]
+                for batch, batch_text in zip(minibatches, text_shares, strict=True):
                     logged.append(await self.optimizer_step(batch, batch_text))
                     for row in rows:
                         row.is_on_policy = False

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from envgym.engines.client import EngineClient
-from envgym.engines.pool import EnginePool
+from envgym.engines.pool import EngineClient, EnginePool
 from envgym.errors import RunError, WorkerDied
 from envgym.types import Row, Segment, int_array
 from envgym.workers.group import WorkerGroup

@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from envgym.config.schema import SyncConfig
 from envgym.engine import Bucket
-from envgym.engines.client import EngineClient
-from envgym.engines.pool import EnginePool
+from envgym.engines.pool import EngineClient, EnginePool
 from envgym.errors import ConfigError, RunError, WorkerDied, WorkerError
 from envgym.workers.group import WorkerGroup
 

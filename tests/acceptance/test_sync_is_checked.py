@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import envgym
-from envgym.engines.client import EngineClient
+from envgym.engines.pool import EngineClient
 from envgym.errors import RunError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

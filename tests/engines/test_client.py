@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from envgym.engine import Request, SamplingParams
-from envgym.engines import client
-from envgym.engines.client import EngineClient
+from envgym.engines import pool as engines
+from envgym.engines.pool import EngineClient
 from envgym.errors import WorkerDied, WorkerError
 from envgym.processes.runtime import WorkerHandle
 
@@ -30,7 +30,7 @@ class Handle(WorkerHandle):
         method, *_ = message
         if method == "steps":
             self.looks += 1
-            if self.looks == 5 * client.PATIENCE:
+            if self.looks == 5 * engines.PATIENCE:
                 self.answered.set()
             if self.kind == "gone":
                 raise WorkerError("the worker has been closed")
@@ -49,7 +49,7 @@ class Handle(WorkerHandle):
 @pytest.fixture
 def ask(monkeypatch):
     """ask(kind, body) -> what `body(client, handle)` gives, over an engine of that kind; looking takes no time."""
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.001)
 
     async def main(kind, body):
         handle = Handle(kind)
@@ -73,7 +73,7 @@ def test_an_engine_that_stands_still_is_as_good_as_dead(ask, kind):
 def test_an_answer_may_take_as_long_as_it_needs_while_the_engine_moves(ask):
     async def body(engine, handle):
         answers = await asyncio.gather(engine.generate(REQUEST), engine.score((1, 2)))
-        assert handle.looks >= 5 * client.PATIENCE
+        assert handle.looks >= 5 * engines.PATIENCE
         return answers
 
     assert ask("moves", body) == ["generate", "score"]
@@ -114,7 +114,7 @@ def test_a_call_given_up_by_its_caller_is_cancelled_as_ever(ask):
     ],
 )
 def test_other_calls_have_a_deadline(ask, method, call, monkeypatch):
-    monkeypatch.setattr(client, "CALL_SECONDS", 0.0)
+    monkeypatch.setattr(engines, "CALL_SECONDS", 0.0)
 
     async def body(engine, handle):
         with pytest.raises(WorkerDied, match=f"the engine hangs: {method} did not end"):
@@ -138,7 +138,7 @@ class Pair:
     [lambda client: client.generate(REQUEST), lambda client: client.call(lambda engine: engine.end_weights(1, 1))],
 )
 def test_beside_an_engine_that_moves_little_patience_is_enough(kind, ask_for, monkeypatch):
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.001)
 
     async def main():
         pair = Pair(kind, lambda looks: True)
@@ -146,11 +146,11 @@ def test_beside_an_engine_that_moves_little_patience_is_enough(kind, ask_for, mo
             await ask_for(pair.engine)
         return pair.handle.looks
 
-    assert asyncio.run(main()) <= client.PATIENCE_BESIDE_OTHERS + 1
+    assert asyncio.run(main()) <= engines.PATIENCE_BESIDE_OTHERS + 1
 
 
 def test_an_engine_that_moves_is_never_given_up_for_another_that_does(monkeypatch):
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.001)
 
     async def main():
         pair = Pair("moves", lambda looks: True)
@@ -160,7 +160,7 @@ def test_an_engine_that_moves_is_never_given_up_for_another_that_does(monkeypatc
 
 
 def test_what_another_did_before_this_one_stood_still_says_nothing(monkeypatch):
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.001)
 
     async def main():
         handle = Handle("paused")
@@ -171,4 +171,4 @@ def test_what_another_did_before_this_one_stood_still_says_nothing(monkeypatch):
             await engine.generate(REQUEST)
         return handle.looks
 
-    assert asyncio.run(main()) >= client.PATIENCE
+    assert asyncio.run(main()) >= engines.PATIENCE

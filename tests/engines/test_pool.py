@@ -8,9 +8,8 @@ import signal
 import pytest
 
 from envgym.engine import Generation, Request, SamplingParams
-from envgym.engines import client
-from envgym.engines.client import EngineClient
-from envgym.engines.pool import MOST_DEATHS, MOST_FAILURES, EnginePool
+from envgym.engines import pool as engines
+from envgym.engines.pool import MOST_DEATHS, MOST_FAILURES, EngineClient, EnginePool
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
 from envgym.processes import local
 from envgym.processes.cancellation import Deadline
@@ -293,8 +292,8 @@ class Stepping:
 
 
 def test_a_frozen_engine_beside_one_that_moves_is_replaced_with_little_patience(tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(client, "PATIENCE", 10**9)  # alone it would be waited for as good as for ever
+    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(engines, "PATIENCE", 10**9)  # alone it would be waited for as good as for ever
     monkeypatch.setattr(local, "CLOSE_TIMEOUT", 0.2)
     runtime, notes = LocalRuntime(tmp_path), []
 

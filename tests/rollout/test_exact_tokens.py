@@ -13,7 +13,7 @@ from envgym import Env, EnvSpec
 from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
 from envgym.engine import SamplingParams
 from envgym.engines import choose_engine
-from envgym.engines.client import EngineClient
+from envgym.engines.pool import EngineClient
 from envgym.engines.spec import EngineSpec
 from envgym.processes.local import LocalRuntime
 from envgym.render import load_tokenizer, make_renderer

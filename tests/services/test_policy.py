@@ -7,7 +7,7 @@ import pytest
 
 import envgym
 from envgym.engine import Request, SamplingParams
-from envgym.engines.client import EngineClient
+from envgym.engines.pool import EngineClient
 from envgym.engines.spec import EngineSpec
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.processes.runtime import InlineRuntime
