@@ -210,7 +210,7 @@ def speed(size: str) -> dict[str, Any]:
     import torch
 
     from envgym.types import Objective
-    from envgym.workers.parameters import flops_per_token
+    from envgym.workers.export import flops_per_token
 
     result: dict[str, Any] = {
         "matmul_tflops": _matmul_rate("cuda" if gpus() else "cpu", 8192 if gpus() else 512) / 1e12

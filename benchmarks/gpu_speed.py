@@ -104,7 +104,7 @@ def run_part(part: str, options: argparse.Namespace) -> dict[str, Any]:
 def learn(_: Path, toy: bool) -> dict[str, Any]:
     """Tokens per second of our worker and of the plain loop, and their shares of the products' rate."""
     from envgym.types import Objective
-    from envgym.workers.parameters import flops_per_token
+    from envgym.workers.export import flops_per_token
 
     budget, length = (256, 64) if toy else (TOKENS, LENGTH)
     products = _matmul_rate("cuda" if gpus() else "cpu", 8192 if gpus() else 512)

@@ -6,7 +6,6 @@ Source: the PPO-ptx objective of L. Ouyang et al., "Training language models to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from envgym.config.schema import PretrainConfig, TextSource

@@ -72,8 +72,7 @@ class Update:
                 row.is_on_policy = row.versions == (progress.step,)
             for _ in range(learner.config.update_epochs):
                 minibatches = split_minibatches(rows, learner.config.minibatches)
-                text_shares = [text[index :: len(minibatches)] for index in range(len(minibatches))]
-                for batch, batch_text in zip(minibatches, text_shares, strict=True):
+                for batch, batch_text in zip(minibatches, deal_out(text, len(minibatches)), strict=True):
                     logged.append(await self.optimizer_step(batch, batch_text))
                     for row in rows:
                         row.is_on_policy = False
@@ -150,6 +149,11 @@ def split_minibatches(rows: Sequence[Row], count: int) -> list[list[Row]]:
     count = min(count, len(keys))
     batch_of = {key: index * count // len(keys) for index, key in enumerate(keys)}
     return [[row for row in rows if batch_of[row.microbatch_key] == index] for index in range(count)]
+
+
+def deal_out(rows: Sequence[Row], n_steps: int) -> list[list[Row]]:
+    """Deal rows of pre-training text out to optimizer steps, as evenly as their number allows."""
+    return [list(rows[index::n_steps]) for index in range(n_steps)]
 
 
 def fit_steps(stage: StageConfig, n_tasks: int | None, note: Callable[[str], None]) -> None:

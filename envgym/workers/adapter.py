@@ -19,8 +19,8 @@ from envgym.errors import ConfigError, missing_package, needs
 from envgym.models.rounding import WeightChange
 from envgym.models.weights_file import write_weights
 
+from .export import full_tensor
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN, LoraConfig
-from .parameters import full_tensor
 
 NAME = "default"
 """The adapter's name for peft, in the names of modules and parameters."""

@@ -164,7 +164,7 @@ def _round_to_4_bits(model: Any, base: str, origin: Mapping[str, str]) -> Any:
     import torch
 
     from .adapter import quantization
-    from .parameters import full_tensor
+    from .export import full_tensor
 
     dtype = getattr(torch, origin["dtype"])
     quantized = type(model).from_pretrained(

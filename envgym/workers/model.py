@@ -23,13 +23,13 @@ from envgym.types import Row
 
 from . import checkpoint, step_checks, tensor_parallel, zero
 from .adapter import Adapter
+from .export import flops_per_token, n_numbers
 from .gpus import check_visible_gpu
 from .learning import ModelLearning
 from .metrics import peak_flops
 from .micro_batches import choose_layout, micro_batches, network_inputs, pad
 from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model
 from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
-from .parameters import flops_per_token, n_numbers
 from .sequence_parallel import Slices
 from .spec import RankInfo, WorkerSpec
 from .trials import obstacle_to_sharing, try_fused_head, try_fused_layers, try_kernel, use_packing

@@ -20,8 +20,8 @@ from envgym.errors import ConfigError, EnvgymError
 from envgym.models import capped_attention, is_path
 
 from .adapter import quantization, tame_quantized
+from .export import n_experts
 from .head import LogprobHead, Rescaling, configure_scalar_head, scalar_head
-from .parameters import n_experts
 from .prefix_attention import attention_over, gather
 from .prefixes import SharedPrefixes
 from .sequence_parallel import Slices

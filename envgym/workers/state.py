@@ -17,8 +17,7 @@ from envgym.models.weights_file import checksum, save_model
 
 from . import checkpoint, reshard, zero
 from .config import WorkersConfig, number_format
-from .export import WeightExport
-from .parameters import averaged_parameters
+from .export import WeightExport, averaged_parameters
 
 if TYPE_CHECKING:
     from envgym.learner import Learner
