@@ -110,9 +110,6 @@ def is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-T = TypeVar("T")
-
-
 class Deadline:
     """`async with Deadline(seconds)`: like `asyncio.timeout`, but `pause_timeouts` stops the clock, in the block and in
     tasks created there, and `run_to_end` is notified of work that ignores it. Enter it once."""
