@@ -18,7 +18,7 @@ from . import zero
 from .metrics import add, mismatch, peak_memory
 from .micro_batches import Layout, cost, is_padding, network_inputs, pad
 from .state import ModelState
-from .step_checks import StepChecks
+from .step_checks import StepCheck
 
 if TYPE_CHECKING:
     from envgym.types.episodes import FloatArray
@@ -68,25 +68,20 @@ class ModelLearning(ModelState):
         assert self.learner is not None
         zero.set_learning_rate(self.engine, lr)
         scale = zero.loss_scale(self.engine)
-        self._checks.begin()
         norm = zero.take_step(self.engine)
         metrics = {} if scale is None else {"loss_scale": scale, "overflow": float(norm is None)}
         if norm is None:
             return metrics
         if not math.isfinite(norm):
             raise RunError(f"the gradient of {self.spec.role} is not finite: lower learner.lr, or look at the rewards")
-        limit = self.learner.config.max_grad_norm
-        self._checks.finish(lr, min(1.0, limit / norm if limit and norm else 1.0) / (scale or 1.0))
+        self._check.run()
         if self.average is not None:
             self.average.update()
         return metrics if self.learner.config.optimizer == "muon" else {"grad_norm": norm, **metrics}
 
     @cached_property
-    def _checks(self) -> StepChecks:
-        assert self.learner is not None
-        trained = [item for item in self.network.named_parameters() if item[1].requires_grad]
-        is_adamw = self.learner.config.optimizer == "adamw" and "optimizer" not in self.settings.deepspeed
-        return StepChecks(trained, adam_eps=self.learner.config.eps if is_adamw else None)
+    def _check(self) -> StepCheck:
+        return StepCheck(self.network)
 
     def _loss(
         self, samples: Sequence[Row], normalizers: Mapping[str, float], share_of_tokens: float

@@ -21,7 +21,7 @@ from envgym.errors import ConfigError
 from envgym.learner import Learner
 from envgym.types import Row
 
-from . import checkpoint, step_checks, tensor_parallel, zero
+from . import checkpoint, tensor_parallel, zero
 from .adapter import Adapter
 from .export import flops_per_token, n_numbers
 from .gpus import check_visible_gpu
@@ -210,7 +210,6 @@ class ModelWorker(ModelLearning):
     def onload(self) -> None:
         """Undo `offload`."""
         zero.onload(self.engine, self.device)
-        step_checks.check_buffers(self.engine)
         if self.average is not None:
             self.average.move(self._average_device)
 

@@ -2,7 +2,6 @@
 its host, and is not written where nobody reads."""
 
 import contextlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -212,80 +211,3 @@ def test_small_steps_and_adapters_are_no_fault(make_worker, make_rows, normalize
 def test_a_parameter_of_many_weights_is_sampled_within_it():
     """Indices in float32 would leave one of 2**25."""
     step_checks.check_weights("embedding", torch.nn.Parameter(torch.zeros(2**25)))
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_step_that_moves_nothing_ends_the_run(make_worker, learn, monkeypatch, zero_stage, dtype):
-    worker = make_worker(zero_stage=zero_stage, dtype=dtype)
-    learn(worker, 0)
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
-
-    def learn_nothing():
-        for seed in range(1, 4):  # all parameters have their turn; norms move too little to be sure of
-            learn(worker, seed)
-
-    with pytest.raises(RunError, match=r"did not move the weights of \S+, which have a gradient"):
-        learn_nothing()
-
-
-def test_no_gradient_no_alarm(make_worker, make_rows, normalizers, monkeypatch):
-    """An idle expert, a critic that is not asked, advantages that are all zero."""
-    worker = make_worker(zero_stage=2, dtype="bfloat16")
-    rows = [replace(row, loss_weights=np.zeros_like(row.loss_weights)) for row in make_rows(6)]
-    before = numbers(worker)
-    worker.accumulate(micro_batches(rows, 60, 1)[0], normalizers(make_rows(6)))
-    worker.step(1e-2)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in numbers(worker).items())
-
-
-@pytest.mark.parametrize(
-    ("size", "gradient", "n_with_gradient", "lr", "alarm"),
-    [
-        (0.02, 1e-3, 16, 1e-6, True),
-        (0.02, 1e-3, 4, 1e-6, True),
-        (0.02, 1e-3, 3, 1e-6, False),  # an idle expert, or an embedding of rare tokens
-        (1.0, 1e-3, 16, 1e-6, False),  # a norm, whose float32 may not hold so small an update
-        (0.02, 1e-12, 16, 1e-6, False),  # far below AdamW's eps
-        (0.02, 1e-3, 16, 0.0, False),
-    ],
-)
-def test_a_parameter_must_move_if_its_gradients_and_the_learning_rate_can_move_it(
-    size, gradient, n_with_gradient, lr, alarm
-):
-    parameter = torch.nn.Parameter(torch.full((16,), size))
-    gradients = torch.zeros(16)
-    gradients[:n_with_gradient] = gradient
-    sample = step_checks.WeightSample("experts", parameter, parameter.detach().clone(), gradients)
-    with pytest.raises(RunError, match="did not move") if alarm else contextlib.nullcontext():
-        step_checks.check_moved(sample, lr, 1.0, 1e-8)
-    step_checks.check_moved(sample, lr, 1.0, 1.0)  # AdamW's eps is far above the gradients
-    parameter.data[0] += 1e-6
-    step_checks.check_moved(sample, lr, 1.0, 1e-8)
-
-
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_sampled_gradients_are_those_of_the_sampled_weights(make_worker, make_rows, normalizers, zero_stage):
-    samples = {}
-    for stage in (0, zero_stage):
-        worker, rows = make_worker(zero_stage=stage, dtype="float32"), make_rows(6)
-        worker.accumulate(micro_batches(rows, 60, 1)[0], normalizers(rows))
-        named = [item for item in worker.network.named_parameters() if item[1].requires_grad]
-        samples[stage] = [step_checks.sample_before(*item) for item in named]
-    assert len(samples[0]) == len(samples[zero_stage]) > 10
-    for expected, sample in zip(samples[0], samples[zero_stage], strict=True):
-        torch.testing.assert_close(sample.gradients, expected.gradients, rtol=1e-4, atol=1e-7)
-        assert torch.equal(sample.weights, expected.weights)
-
-
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_a_parameter_that_comes_back_outside_of_its_buffer_ends_the_run(make_worker, learn, zero_stage):
-    worker = make_worker(zero_stage=zero_stage, dtype="bfloat16")
-    learn(worker, 0)
-    worker.offload(False)
-    worker.onload()
-    parameter = next(worker.network.parameters())
-    held = getattr(parameter, "ds_tensor", parameter)
-    held.data = held.data.clone()
-    with pytest.raises(RunError, match="came back from the host outside of the buffer that the optimizer updates"):
-        step_checks.check_buffers(worker.engine)
