@@ -15,7 +15,6 @@ from envgym.engine import SamplingParams
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, DataError, did_you_mean, reported_as
 from envgym.evaluation.suite import Sampling, Suite, SuiteEnv
-from envgym.launch.memory import check_episode_memory
 from envgym.registry import task_set_of
 from envgym.tasks.cursor import tasks_at
 from envgym.types import Task
@@ -72,10 +71,9 @@ class Part(BaseModel):
 
     async def tasks(self, spec: EnvSpec) -> list[Task]:
         """The tasks to roll out. Raises `EnvgymError` if there are none, or no end to them."""
-        split, first, purpose = self.env.split, self.first, f"{self.name}: a rollout"
+        split, first = self.env.split, self.first
         tasks = spec.tasks(split)
         if self.key is not None:
-            check_episode_memory(purpose, 1, self.samples)
             for index in range(MAX_SEARCHED if tasks.size is None else tasks.size):
                 [task] = await tasks_at(tasks, [index])
                 if task.key == self.key:
@@ -90,7 +88,6 @@ class Part(BaseModel):
             )
         if end <= first:
             raise DataError(f"environment {spec.id} has {tasks.size or 'no'} {split} tasks, none from {first} on")
-        check_episode_memory(purpose, end - first, self.samples)
         chosen = await tasks_at(tasks, range(first, end))
         field = self.env.cluster
         if field is not None and not any(field in task.fields for task in chosen):

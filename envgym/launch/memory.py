@@ -9,7 +9,6 @@ commit `d1a86251`).
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +19,6 @@ from envgym import hub
 from envgym.config.recipes import makes_model, recipe_model_folder
 from envgym.config.schema import STAGE, RoleConfig, StageConfig
 from envgym.disk import regular_file
-from envgym.env import EnvSpec
 from envgym.errors import ConfigError, reported_as
 from envgym.learner import LearnerConfig
 from envgym.limits import limits
@@ -42,9 +40,6 @@ DEEPSPEED = 40 * 2**20
 """Bytes that DeepSpeed itself takes."""
 GATHER_OVERHEAD = 1.2
 """Factor on the activations in ZeRO stage 3, for gathered parameters that are held at the same time."""
-EPISODE_BYTES = 3_400
-"""Host memory of the smallest episode, one turn of one token, as `tests/agents/test_multi_turn.py` measures it. Each
-further token takes 15 to 35 bytes, and training on the episode 2,000 and more."""
 LIBRARIES = {"rank": 0.6 * GIB, "engine": 1.0 * GIB}
 """Host memory of a process before it loads a model."""
 CPU_CACHE = 2 * GIB
@@ -334,43 +329,6 @@ def with_micro_batches(
         if models_are_known and all(total.fits for total in needs.totals()):
             return candidate
     return stage
-
-
-def check_episodes(stage: StageConfig, spec: EnvSpec) -> None:
-    """Raise `ConfigError` for a stage whose step or evaluation would hold too many episodes (`check_episode_memory`).
-    Groups that a filter drops stay in memory until the step is saved, so every round counts."""
-    config, samples = stage.rollout, stage.agent_config()[0].uses_policy
-    per_task = config.group_size if samples else spec.recordings_per_task
-    rounds = config.filter.max_rounds if samples and config.filter.is_on else 1
-    names = f"rollout.tasks_per_step, rollout.group_size{', rollout.filter.max_rounds' if rounds > 1 else ''}"
-    check_episode_memory(f"a step ({names})", config.tasks_per_step * (rounds + config.max_staleness), per_task)
-    if stage.eval.every:
-        size, per_task = spec.tasks("test").size, stage.eval.samples if samples else spec.recordings_per_task
-        count = stage.eval.tasks if size is None else min(stage.eval.tasks, size)
-        check_episode_memory("an evaluation (eval.tasks, eval.samples)", count, per_task)
-
-
-def check_episode_memory(purpose: str, tasks: int, per_task: int) -> None:
-    """Raise `ConfigError` if `per_task` episodes of each of `tasks` tasks would take more than half of the free memory,
-    even if they are as small as episodes can be. `purpose` begins the message.
-
-    Tokens are not counted: most completions are far shorter than `rollout.max_tokens`, and at that limit recipes that
-    run would be rejected. So memory can still run out with long completions.
-    """
-    available, required = free_memory(), tasks * per_task * EPISODE_BYTES
-    if 2 * required > available:
-        raise ConfigError(
-            f"{purpose} of {tasks:,} tasks, {per_task:,} episodes of each, would take {required / GIB:,.1f} GiB of "
-            f"memory or more, {EPISODE_BYTES:,} bytes per episode: it may take half of the {available / GIB:.1f} GiB "
-            f"that are free, {available // 2 // EPISODE_BYTES:,} episodes"
-        )
-
-
-def free_memory() -> int:
-    """Free bytes of this machine's memory; all of its memory if the system does not report them."""
-    total, info = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), Path("/proc/meminfo")
-    lines = info.read_text(encoding="ascii").splitlines() if info.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), total)
 
 
 def model_folder(name: str) -> Path:

@@ -27,7 +27,7 @@ from envgym.errors import (
 )
 from envgym.evaluation.held_out import check_held_out
 from envgym.launch.components import StageContext, stage_context
-from envgym.launch.memory import check_episodes, model_folder
+from envgym.launch.memory import model_folder
 from envgym.launch.models import fetch_model
 from envgym.monitoring.report import plot
 from envgym.monitoring.trackers import RunInfo, Trackers, run_id
@@ -116,7 +116,6 @@ async def _set_up(
     fit_steps(stage, n_tasks, display.note)
     steps_of(stage, n_tasks)  # these reject epochs of endless tasks early
     evaluation_interval(stage, n_tasks)
-    check_episodes(stage, spec)
     model = await fetch_model(stage.model, config, display, make_model)
     for role in stage.roles.values():
         if role.model and role.base_url is None:
