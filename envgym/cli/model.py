@@ -66,20 +66,18 @@ def _merge(arguments: Sequence[str]) -> int:
 
 
 def _export(arguments: Sequence[str]) -> int:
-    """Write MODEL (a model folder or a run) with its weights in their own number format or in another: as the folder
-    OUT or, if OUT ends with .gguf, by a converter such as llama.cpp's, which is called as COMMAND FOLDER --outfile OUT
-    --outtype TYPE. A format of fewer digits can undo a training: how much of it is left is said.
+    """Write MODEL (a model folder or a run) as the folder OUT, with its weights in their own number format or in
+    another. A format of fewer digits can undo a training: how much of it is left is said.
 
-    usage: MODEL OUT [--dtype T] [--converter COMMAND]
-    example: envgym model export runs/first first.gguf --converter "python convert_hf_to_gguf.py"
+    usage: MODEL OUT [--dtype T]
+    example: envgym model export runs/first first_16_bit --dtype bfloat16
     """
     parser = Parser.from_docstring("model export", _export)
     parser.add_argument("model", metavar="MODEL", help="model folder, or the folder of a run")
-    parser.add_argument("out", metavar="OUT", help="folder to make, or a file that ends with .gguf")
+    parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], help="number format (default: that of the weights)"
     )
-    parser.add_argument("--converter", metavar="COMMAND", help="program that writes GGUF files")
     options = parser.parse_without_words(arguments, "a model is exported as it is")
 
     from envgym.launch.models import base_of_model
@@ -87,6 +85,5 @@ def _export(arguments: Sequence[str]) -> int:
     from envgym.run_folder import policy_of_run
 
     model = policy_of_run(Path(options.model).expanduser())
-    target, base = Path(options.out).expanduser(), base_of_model(model)
-    print(export_model(model, target, options.dtype, options.converter, print, base))
+    print(export_model(model, Path(options.out).expanduser(), options.dtype, print, base_of_model(model)))
     return 0
