@@ -184,8 +184,8 @@ class LayeredStage:
                 if kind == "learner":
                     self.optional_roles.update(settings.get("roles", {}))
         if isinstance(roles := layer.get("roles"), Mapping):
-            others = self.optional_roles.difference(roles)
-            self.optional_roles = others.union(roles) if of_model else others
+            self.optional_roles.difference_update(roles)
+            self.optional_roles.update(roles if of_model else ())
         self.settings = merged
 
     def _note_dropped(self, kind: str, old: str, new: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -116,7 +116,7 @@ class LiveDisplay(Display):
         """The panel with the latest state."""
         waits = [(url, end - time.monotonic()) for url, end in list(WAITS.items())]
         lines = [Text(f"{url} cannot be reached: {wait:.0f} s left", "red") for url, wait in waits if wait > 0]
-        tables: list[Text | Table] = [self._phases.make_tasks_table(self._phases.tasks), *lines]
+        tables: list[RenderableType] = [self._phases.make_tasks_table(self._phases.tasks), *lines]
         tables += [self._progress.make_tasks_table(self._progress.tasks), self._table()]
         parts = [part for part in tables if not isinstance(part, Table) or part.row_count]
         return Panel(Group(*parts), title=self._title, title_align="left", border_style="blue", padding=(0, 1))
