@@ -85,14 +85,16 @@ def other_names() -> dict[str, list[str]]:
     return read_yaml(Path(__file__).with_name("other_names.yaml"))
 
 
-def similar_keys(key: str, known_keys: Sequence[str]) -> list[str]:
+def similar_keys(key: str, known_keys: Sequence[str], *, has_neighbor: bool = False) -> list[str]:
     """The `known_keys` that an unknown key most likely stands for, 3 at most: settings with this name in other
-    programs, then keys with the same last part."""
+    programs, then keys with the same last part, unless it is spelled like a neighbor in its own group."""
     group, _, last_part = key.replace("-", "_").lower().rpartition(".")
     groups = {name.rpartition(".")[0] for name in known_keys}
     choices = groups.union(known_keys, StageConfig.model_fields)
     synonyms = [name for name, aliases in other_names().items() if last_part in aliases and name in choices]
     namesakes = [name for name in known_keys if name.rpartition(".")[2] == last_part and name != key]
+    if has_neighbor or group.startswith("roles."):
+        namesakes = []
     if group in groups - {""}:  # the same word in another group's subgroup, or for a kind of thing, means another thing
         namesakes = [name for name in namesakes if name.startswith(f"{group}.") or name.count(".") < 2]
         namesakes = [] if last_part in ("kind", "name") else namesakes
@@ -108,7 +110,7 @@ def with_suggestion(error: UnknownKey, stage: Mapping[str, Any]) -> UnknownKey:
     keys = known_keys(stage)
     scope = error.message.partition(" ")[0].replace("environment", "env")  # within a component the key is its own
     group, dot, name = (f"{scope}.{error.key}" if scope in COMPONENTS else error.key).rpartition(".")
-    suggestions = similar_keys(f"{group}{dot}{name}", keys)
+    suggestions = similar_keys(f"{group}{dot}{name}", keys, has_neighbor=bool(error.hint))
     if not suggestions and not error.hint:
         for match in get_close_matches(name, [key.rpartition(".")[2] for key in keys], 1, 0.7):
             suggestions = similar_keys(f"{group}{dot}{match}", keys)

@@ -267,7 +267,7 @@ def test_a_roles_optimizer_has_settings_of_its_own():
     [
         ("roles.critic.learner.minibatches=2", r"roles\.critic\.learner: unknown key 'minibatches'"),
         ("roles.critic.learner.lr=fast", r"roles\.critic\.learner: key 'lr': must be a number"),
-        ("roles.critic.lr=1", r"unknown key 'roles\.critic\.lr'"),
+        ("roles.critic.lr=1", r"unknown key 'roles\.critic\.lr'\. There is api_key_env, .*, learner, "),
         ("roles.reference.learner.lr=1", "the reference is not trained, so it has no optimizer"),
     ],
 )
@@ -436,6 +436,8 @@ REFUSED = {
     # wherever it is, and whatever others call it
     "lr=1": "unknown key 'lr'. Did you mean 'learner.lr'?",
     "tasks=4": "unknown key 'tasks'. Did you mean 'eval.tasks'?",
+    "rollout.tasks=4": "unknown key 'rollout.tasks'. Did you mean 'rollout.tasks_per_step'?",
+    "learner.epochs=4": "learner grpo: unknown key 'epochs'. Did you mean 'update_epochs'?",
     "temperature=1": "unknown key 'temperature'. Did you mean 'rollout.temperature' or 'eval.temperature'?",
     "group_size=4": "unknown key 'group_size'. Did you mean 'rollout.group_size'?",
     "batch_size=4": "unknown key 'batch_size'. Did you mean 'learner.minibatches' or 'rollout.tasks_per_step'?",
