@@ -93,8 +93,8 @@ def _next_command(summary: Mapping[str, Any]) -> str:
     """The command that looks at what a run has changed: an evaluation or, without held-out tasks or rewards, answers of
     the policy; of a reward model, its rewards; of a rollout or of scoring, the episodes."""
     run = summary["run"]
-    if "do" in summary:  # the last stage trains no policy
-        return f"envgym show {run}"
+    if "file" in summary:
+        return f"envgym show {summary['file']}"
     if summary.get("head") == "scalar":
         return f"envgym serve-reward-model --model {run}"
     if summary.get("held_out_tasks") != 0 and summary.get("gives_rewards") is not False:

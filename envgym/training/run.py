@@ -107,6 +107,7 @@ def _write_episodes(config: RunConfig, stage: StageConfig, folder: RunFolder, di
         "do": stage.kind,
         "seed": config.seed,
         "steps": 0,
+        "file": str(folder.episodes),
         "episodes": len(episodes),
         **{name: result[name] for name in ("score", "ci95", "truncated", "failures")},
         "eval": {},
