@@ -79,7 +79,11 @@ def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, 
         if stage.kind == "train":
             summary = _run_training(config, resolved, stage_folder, display)
         else:
-            summary = _write_episodes(config, resolved, stage_folder, display)
+            try:
+                summary = _write_episodes(config, resolved, stage_folder, display)
+            except KeyboardInterrupt as error:
+                problem = str(error).partition(";")[0] or f"run {config.name} was stopped"
+                raise KeyboardInterrupt(f"{problem}; resume with: envgym train --resume {folder}") from None
     if len(stages) > 1:
         folders = [stage_folder.path.name for stage_folder, _ in stages]
         summary |= {"stages": folders}

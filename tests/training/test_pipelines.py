@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import time
@@ -151,6 +152,45 @@ stages:
     before = file.stat().st_mtime_ns
     assert main(["train", "--resume", "run"]) == 0
     assert file.stat().st_mtime_ns == before  # nothing is rolled out twice
+
+
+STOPPING_ENV = """
+import os, signal
+import envgym
+
+class Env(envgym.Env):
+    async def reset(self, *, seed=None, options=None):
+        self.id = options["task"].id
+        return "say something", {}
+
+    async def step(self, action):
+        with open("steps", "a") as file:
+            file.write(self.id + "\\n")
+        if os.path.getsize("steps") > 2 * len(self.id) and not os.path.exists("stopped"):
+            open("stopped", "w").close()
+            os.kill(os.getpid(), signal.SIGINT)
+        return (), 0.5, True, False, {}
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_rollout_stage_that_is_stopped_names_the_command_that_resumes_it(folder, tiny_model, capsys):
+    (folder / "stopping.py").write_text(STOPPING_ENV)
+    (folder / "recipe.yaml").write_text(
+        """
+env: stopping.py
+stages:
+  - {name: drawn, kind: rollout, learner: sft, rollout: {tasks_per_step: 5, group_size: 1, concurrency: 1}}
+"""
+    )
+    words = ["--recipe", "recipe.yaml", "--model", str(tiny_model), "--name", "run", *SMALL[2:], "debug=true"]
+    assert main(["train", *words]) == 130
+    line = capsys.readouterr().err.splitlines()[-1]
+    saved = "episodes are saved in runs/run/episodes.parquet.unfinished"
+    assert re.search(rf"\d {saved}; resume with: envgym train --resume runs/run$", line)
+    assert main(["train", "--resume", "run"]) == 0
+    assert len(read_episodes(folder / "runs/run/episodes.parquet")) == 5
+    assert 5 <= len((folder / "steps").read_text().split()) <= 6  # at most the one in flight again
 
 
 SLOW_ENV = """
