@@ -235,7 +235,11 @@ class Row:
             n_turns += segment.role == "action"
             segments.append(segment)
         self.segments, self.turns = segments, self.turns[:n_turns]
-        for name in ROW_ARRAYS:
+        self.reset_arrays()
+
+    def reset_arrays(self) -> None:
+        """Make the arrays from the segments again when they are next read: the segments have changed."""
+        for name in ROW_ARRAYS if self.segments else ():
             vars(self).pop(name, None)
 
 
@@ -396,6 +400,7 @@ def number_rows(groups: Sequence[Group]) -> Sequence[Group]:
     for index, group in enumerate(groups):
         for episode in group.episodes:
             for row in episode.rows:
+                row.reset_arrays()  # an agent may have read them before the episode's end
                 row.microbatch_key = row.episode_index = number
                 row.group_index = index
             number += 1

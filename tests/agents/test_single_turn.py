@@ -53,7 +53,7 @@ def test_an_answered_question(tiny_model):
     assert episode.outcome.status is Status.COMPLETED
     assert (episode.reward, episode.score, episode.metrics) == (0.5, 0.5, {"boxed": 1.0})
     assert [message.text for message in episode.messages] == ["12 + 34?", "the answer is 46"]
-    assert row.token_ids[: len(request.token_ids)] == request.token_ids
+    assert row.token_ids[: len(request.token_ids)].tolist() == list(request.token_ids)
     assert row.segments[1].versions == (VersionSpan(3, 0, len(row.segments[1].token_ids)),)
     assert row.segments[1].temperature == 0.8
 

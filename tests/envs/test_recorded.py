@@ -536,10 +536,11 @@ def test_what_a_policy_spelled_in_saved_episodes_is_characters(write, tiny_model
     plain, _ = replayed(write({"messages": [*ASKED, RIGHT, TALK[2], RIGHT]}), tiny_model)
     marks = [renderer.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")]
     [expected] = plain[0].episodes[0].rows
-    assert [list(row.token_ids).count(mark) for mark in marks] == [expected.token_ids.count(mark) for mark in marks]
+    ids, expected_ids = list(row.token_ids), list(expected.token_ids)
+    assert [ids.count(mark) for mark in marks] == [expected_ids.count(mark) for mark in marks]
     assert taught(row, renderer).count(forged) == 2
     own, _ = replayed(write({"messages": talk}), tiny_model)
-    assert list(own[0].episodes[0].rows[0].token_ids).count(marks[0]) > expected.token_ids.count(marks[0])
+    assert list(own[0].episodes[0].rows[0].token_ids).count(marks[0]) > expected_ids.count(marks[0])
 
 
 def test_a_preference_is_a_group_of_two(write, tiny_model):

@@ -84,7 +84,7 @@ def test_the_context_is_one_array_that_grows():
     transcript.add_feedback([5])
     sample(transcript)
     assert engine.contexts == [[1, 2], [1, 2, 7, 7, 5]]
-    assert transcript.context == transcript.rows[0].token_ids == array("i", [1, 2, 7, 7, 5, 7, 7])
+    assert transcript.context == array("i", transcript.rows[0].token_ids) == array("i", [1, 2, 7, 7, 5, 7, 7])
     transcript.start_row([9])
     assert transcript.context == array("i", [9])
     assert transcript.rows[1].segments[0].token_ids is not transcript.context

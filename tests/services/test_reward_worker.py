@@ -191,7 +191,7 @@ def row_of(folder, messages):
 
     agent = Replay(make_renderer("auto", load_tokenizer(str(folder))), ReplayConfig())
     episode = asyncio.run(agent.run(Shown("Shown-v0", Poses).make(), Task("t"), None, seed=0))
-    return episode.rows[0].token_ids
+    return episode.rows[0].token_ids.tolist()
 
 
 @pytest.mark.parametrize("pad", ["<|endoftext|>", "<|im_end|>"])

@@ -57,6 +57,14 @@ def test_a_shorter_row_has_shorter_arrays():
     assert (row.token_ids.tolist(), len(row), len(row.turns)) == ([1, 2, 3], 3, 1)
 
 
+def test_arrays_that_were_read_during_the_episode_are_made_again_for_training():
+    row = Row([Segment("prompt", [1, 2])])
+    assert (row.token_ids.tolist(), row.loss_weights.tolist()) == ([1, 2], [0, 0])
+    row.segments.append(Segment("action", [3]))
+    number_rows([Group("g", Task("t"), [Episode("e", Task("t"), Outcome.finish(), [row])])])
+    assert (row.token_ids.tolist(), row.loss_weights.tolist()) == ([1, 2, 3], [0, 0, 1])
+
+
 def test_a_worker_gets_the_arrays_alone():
     row = made()
     row.first_outputs = np.ones(6, np.float32)
