@@ -242,9 +242,8 @@ def test_new_weights_in_mid_flight(engine, policy, new_policy, tmp_path):
     async def swap():
         flying = [asyncio.create_task(engine.worker.call(lambda engine: engine.generate(request))) for request in wave]
         await asyncio.sleep(0)
-        await engine.worker.call(
-            lambda engine: engine.info()
-        )  # the engine has taken the wave up when it answers what came after
+        # The engine has taken the wave up when it answers the next call.
+        await engine.worker.call(lambda engine: engine.info())
         await load(engine.worker, path, 5)
         return await asyncio.gather(*flying)
 
@@ -294,13 +293,13 @@ def test_weights_that_are_not_those_that_were_sent_are_refused(engine, new_polic
 
     async def attempt(*calls):
         await engine.worker.call(lambda engine: engine.begin_weights())
-        for method, *args in calls:
-            await engine.worker.call(method, *args)
+        for call in calls:
+            await engine.worker.call(call)
 
     with pytest.raises(WorkerError, match="has changed on its way"):
-        engine.runner.run(attempt(("load_bucket", replace(good, checksum=good.checksum ^ 1))))
+        engine.runner.run(attempt(lambda engine: engine.load_bucket(replace(good, checksum=good.checksum ^ 1))))
     with pytest.raises(WorkerError, match="1 of 2 buckets of the weights came"):
-        engine.runner.run(attempt(("load_bucket", good), ("end_weights", 2, 9)))
+        engine.runner.run(attempt(lambda engine: engine.load_bucket(good), lambda engine: engine.end_weights(2, 9)))
 
 
 def test_nothing_is_sampled_while_weights_come(engine, new_policy):
