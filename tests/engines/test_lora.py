@@ -104,9 +104,8 @@ def test_an_adapter_in_mid_flight(engine, policy, tmp_path):
     async def swap():
         flying = [asyncio.create_task(engine.call(lambda engine: engine.generate(request))) for request in wave]
         await asyncio.sleep(0)
-        await engine.call(
-            lambda engine: engine.info()
-        )  # the engine has taken the wave up when it answers what came after
+        # The engine has taken the wave up when it answers the next call.
+        await engine.call(lambda engine: engine.info())
         await engine.call(lambda engine: engine.load_adapter(str(tmp_path / "new"), 5))
         return await asyncio.gather(*flying)
 
