@@ -53,6 +53,12 @@ def test_on_a_gpu_decoding_is_launched_as_graphs_that_take_no_compiling(model):
     assert "compilation_config" not in vllm._arguments(EngineSpec(model(512)), cpu=True)
 
 
+def test_an_engine_on_several_gpus_places_its_own_ranks(model):
+    settings = vllm._arguments(EngineSpec(model(512), tensor_parallel=2), cpu=False)
+    assert (settings["tensor_parallel_size"], settings["distributed_executor_backend"]) == (2, "mp")
+    assert "tensor_parallel_size" not in vllm._arguments(EngineSpec(model(512)), cpu=False)
+
+
 def test_ranks_of_an_engine_are_spawned(model, monkeypatch):
     """A fork would copy the event loop that runs."""
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)

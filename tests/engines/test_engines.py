@@ -97,6 +97,7 @@ def requests(n, sampling, prefix="r"):
 def test_info(engine):
     info = engine.call(lambda engine: engine.info())
     assert info.kind.split()[0] in entry_points("envgym.engines")
+    assert info.checkpoint_names == info.kind.startswith("vllm")
     assert info.max_model_len == CONTEXT
 
 
