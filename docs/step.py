@@ -26,7 +26,7 @@ STEP = 3
 """The step that is traced. The first ones also look at the first answers, and the last one saves the model."""
 JOB = (
     "train", "--env", "math_verify", "--name", "traced", "debug=true", f"steps={STEP + 1}", "eval.every=0",
-    "rollout.tasks_per_step=4", "rollout.group_size=4", "deterministic=true",
+    "rollout.tasks_per_step=4", "rollout.group_size=4",
 )  # fmt: skip
 TIMERS = ("envgym/processes/watch.py",)
 """Files that run by the clock, whatever the step does."""

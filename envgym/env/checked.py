@@ -1,5 +1,4 @@
-"""The checks between every environment and its caller, and the boundary to users' code, which tells its errors from a
-cancellation of the code around it."""
+"""The checks between every environment and its caller."""
 
 from __future__ import annotations
 
@@ -11,12 +10,11 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from numbers import Real
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.loading import user_line
-from envgym.processes.cancellation import call_in_time, is_shutdown
+from envgym.processes.cancellation import call_in_time
 from envgym.processes.threads import DedicatedThread
 from envgym.types import Action, Observation, Span, Task, as_action, as_observation
 
@@ -98,7 +96,7 @@ class CheckedEnv(Env):
     async def step(self, action: Action | str) -> tuple[Observation, float | None, bool, bool, Info]:
         if not self._playing:
             raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
-        action = as_action(action)
+        action = action if isinstance(action, Action) else as_action(action)
         result = await self._timed_call(self.env.step, action)
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
             raise InvalidStep(
@@ -263,31 +261,6 @@ def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
                 numbers[str(name)] = number
     n_invalid = len(metrics) - len(numbers)
     return numbers | {"invalid_metrics": float(n_invalid)} if n_invalid else numbers
-
-
-class UsersCode:
-    """Context manager around users' code: `with UsersCode() as call:`.
-
-    It catches every exception, `SystemExit` included, and stores it in `call.error`. Two kinds pass: errors of the
-    classes `passing`, and shutdown (a cancellation of the surrounding task, Ctrl-C).
-    """
-
-    error: BaseException
-    """The error that ended the block; unset if there was none."""
-
-    def __init__(self, *passing: type[BaseException]) -> None:
-        self._passing = passing
-
-    def __enter__(self) -> UsersCode:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        if error is None or isinstance(error, self._passing) or is_shutdown(error):
-            return False
-        self.error = error
-        return True
 
 
 def environment_failure(error: BaseException) -> InvalidOutcome:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from envgym.errors import EnvgymError
+from envgym.processes.cancellation import UsersCode
 from envgym.processes.event_loop import in_loop
 from envgym.processes.runtime import ErrorRecord, rebuild_error
 from envgym.types import Action
 
-from .checked import CheckedEnv, UsersCode, environment_failure
+from .checked import CheckedEnv, environment_failure
 from .marks import Marked, Marks
 
 if TYPE_CHECKING:

@@ -97,7 +97,7 @@ def _columns(episode: Episode, tasks: dict[int, str]) -> dict[str, Any]:
     sampled = [value for row in episode.rows for segment in row.segments for value in segment.logprobs or ()]
     summary = {
         "key": episode.task.key,
-        "tokens": sum(row.n_action_tokens for row in episode.rows),
+        "tokens": sum([row.n_action_tokens for row in episode.rows]),
         "turns": sum(len(row.turns) for row in episode.rows),
         "surprise": -math.fsum(sampled) / len(sampled) if sampled else None,
     }

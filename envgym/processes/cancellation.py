@@ -1,4 +1,4 @@
-"""Users' code that takes too long: a deadline that pauses while the code waits for others, and its cancellation.
+"""The boundary to users' code: its errors, its cancellation, and a deadline that pauses while it waits for a service.
 
 Cancelling a task is a request, which code may ignore: it swallows the `CancelledError`, or raises `SystemExit`. A task
 that continues is abandoned after `GRACE_SECONDS`, so that it delays neither concurrent episodes nor the end of the run;
@@ -108,6 +108,31 @@ def is_being_cancelled() -> bool:
     that it waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+class UsersCode:
+    """Context manager around users' code: `with UsersCode() as call:`.
+
+    It catches every exception, `SystemExit` included, and stores it in `call.error`. Two kinds pass: errors of the
+    classes `passing`, and shutdown (a cancellation of the surrounding task, Ctrl-C).
+    """
+
+    error: BaseException
+    """The error that ended the block; unset if there was none."""
+
+    def __init__(self, *passing: type[BaseException]) -> None:
+        self._passing = passing
+
+    def __enter__(self) -> UsersCode:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if error is None or isinstance(error, self._passing) or is_shutdown(error):
+            return False
+        self.error = error
+        return True
 
 
 class Deadline:

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from prometheus_client import Histogram
 
 from envgym.env import EnvSpec, TaskSet
-from envgym.env.checked import UsersCode
 from envgym.episodes.record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep, printable_line
 from envgym.loading import is_file_target
 from envgym.net.problems import Problem
+from envgym.processes.cancellation import UsersCode
 from envgym.rollout.runner import as_reward
 from envgym.types import Episode
 

@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 
 from envgym.env import CheckedEnv
-from envgym.env.checked import UsersCode
 from envgym.net.problems import Problem, ProblemKind
 from envgym.net.server import RETRY_SECONDS
 from envgym.net.tokens import ServerClient
-from envgym.processes.cancellation import is_shutdown, start_task
+from envgym.processes.cancellation import UsersCode, is_shutdown, start_task
 from envgym.types import Action
 
 from .admission import ServerLimits

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
-from envgym.env.checked import UsersCode, describe, environment_failure
+from envgym.env.checked import describe, environment_failure
 from envgym.episodes.scores import reward_as_score, reward_failure, withdraw_scores
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from envgym.hashing import derived_seed, task_hash
 from envgym.processes import cancellation
-from envgym.processes.cancellation import Deadline, StillRunning, run_to_end
+from envgym.processes.cancellation import Deadline, StillRunning, UsersCode, run_to_end
 from envgym.services.policy import LOCKSTEP
 from envgym.types import Episode, Group, Limit, Outcome, Reward, SeedScope, Span, Task, timed
 
@@ -251,7 +251,8 @@ class Runner:
             return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), recording_index=member)
 
         episode = await run_episode(members.spec, task, run, self.config.episode_timeout, sampler)
-        reward_failure(episode, self.config.failed_reward)
+        if episode.failed:
+            reward_failure(episode, self.config.failed_reward)
         episode.id, episode.env, episode.group_id = episode_id, task.env or members.spec.id, group.id
         episode.member, episode.attempt, episode.seed = member, attempt, seed
         episode.fingerprints = {**self._fingerprint(members.spec), "task": members.task_hash}

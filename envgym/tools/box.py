@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from envgym.env.checked import UsersCode
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
-from envgym.processes.cancellation import abandon
+from envgym.processes.cancellation import UsersCode, abandon
 from envgym.types import Message, ToolCall, ToolSpec
 
 from .schema import WrongArguments
