@@ -54,14 +54,14 @@ def to_record(episode: Episode) -> dict[str, Any]:
         **{name: getattr(episode, field) for name, field in FIELDS.items()},
         "task": {
             **_values(task, PLAIN_OF_TASK),
-            "prompt": task.prompt if isinstance(task.prompt, str) else [_message(message) for message in task.prompt],
+            "prompt": task.prompt if isinstance(task.prompt, str) else _messages(task.prompt),
             "answer": task.answer,
             "fields": dict(task.fields),
         },
         "outcome": _values(episode.outcome),
         "metrics": dict(episode.metrics),
         "fingerprints": dict(episode.fingerprints),
-        "messages": [_message(message) for message in episode.messages],
+        "messages": _messages(episode.messages),
         "rows": [
             {
                 "objective": row.objective.value,
@@ -99,12 +99,8 @@ def from_record(record: Mapping[str, Any]) -> Episode:
     )
 
 
-def _message(message: Message) -> dict[str, Any]:
-    result = message.as_dict()
-    for call_record, call in zip(result.get("tool_calls", ()), message.tool_calls, strict=True):
-        if call.error:
-            call_record["error"] = call.error
-    return result
+def _messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    return [message.as_dict(with_errors=True) for message in messages]
 
 
 def _segment(segment: Segment) -> dict[str, Any]:

@@ -264,7 +264,8 @@ class Dialogue(ABC):
     def start(self, observation: Observation) -> list[int]:
         """Begin with the first observation. Returns its token ids, up to where the policy's turn begins."""
         self.tools = observation.tools
-        escaped = replace(observation, messages=self.renderer.escape(observation.messages))
+        messages = self.renderer.escape(observation.messages)
+        escaped = observation if messages == observation.messages else replace(observation, messages=messages)
         text, token_ids = self.renderer.opening(escaped)
         self._on_begin(escaped, text)
         self._append_observation(observation, token_ids)

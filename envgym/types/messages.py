@@ -106,11 +106,12 @@ class Message:
     def text(self) -> str:
         return "".join([part.text for part in self.content])
 
-    def as_dict(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
+    def as_dict(self, *, arguments_as_text: bool = False, with_errors: bool = False) -> dict[str, Any]:
         """The form that chat templates and OpenAI-compatible APIs take, `{"role": …, "content": …}` at least.
 
         A call's arguments are a mapping, which templates expect, or JSON text, which APIs expect. The key `from_others`
-        appears only if it is true; templates and APIs get escaped messages, where it is false.
+        appears only if it is true; templates and APIs get escaped messages, where it is false. `with_errors` adds the
+        `error` of a malformed call, for records.
         """
         result: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
@@ -119,6 +120,8 @@ class Message:
                 arguments = json.dumps(dict(call.arguments)) if arguments_as_text else dict(call.arguments)
                 function = {"name": call.name, "arguments": arguments}
                 result["tool_calls"].append({"id": call.id, "type": "function", "function": function})
+                if with_errors and call.error:
+                    result["tool_calls"][-1]["error"] = call.error
         if self.tool_call_id:
             result["tool_call_id"] = self.tool_call_id
         if self.name:
