@@ -52,7 +52,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 def _detected_nodes(config: RunConfig) -> list[Node]:
     """This machine, or the nodes of the Ray cluster."""
     from envgym.launch.placement import nodes_of
-    from envgym.workers.ray import RayRuntime
+    from envgym.processes.ray import RayRuntime
 
     if config.runtime != "ray" or "RAY_ADDRESS" not in os.environ:
         return nodes_of()

@@ -22,9 +22,9 @@ from envgym.engine import Bucket, EngineInfo, Generation, HostedEngine, Request,
 from envgym.errors import ConfigError, WorkerError
 from envgym.models import capped_attention
 from envgym.models.weights_file import checksum
+from envgym.processes.gpus import check_visible_gpu
 from envgym.types import StopReason, VersionSpan
 from envgym.workers.config import number_format
-from envgym.workers.gpus import check_visible_gpu
 from envgym.workers.lora import ADAPTER_WEIGHTS
 
 from .incoming import IncomingWeights

@@ -19,6 +19,7 @@ from envgym.engines.spec import EngineSpec
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.processes.local import LocalRuntime
+from envgym.processes.ray import RayRuntime
 from envgym.processes.runtime import InlineRuntime, Runtime
 from envgym.render import NoRenderer, load_renderer
 from envgym.rollout.runner import Runner
@@ -28,7 +29,6 @@ from envgym.services.policy import PolicyEngine
 from envgym.services.start import refuse_policies
 from envgym.types import ToolSpec
 from envgym.workers.group import WorkerGroup
-from envgym.workers.ray import RayRuntime
 from envgym.workers.spec import WorkerSpec
 
 from .placement import ENGINE_SHARES, PlacedRuntime, placed_runtime

@@ -12,11 +12,11 @@ from typing import Any
 from envgym.config.schema import PlacementConfig, RoleConfig, StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, did_you_mean
+from envgym.processes.gpus import least_gpu_bytes, visible_gpus
 from envgym.processes.local import LocalRuntime
+from envgym.processes.ray import RayRuntime
 from envgym.processes.runtime import InlineRuntime, Runtime, Slot, WorkerHandle
 from envgym.services.start import local_models
-from envgym.workers.gpus import least_gpu_bytes, visible_gpus
-from envgym.workers.ray import RayRuntime
 
 ENGINE, REWARD = "engine", "reward"
 

@@ -14,9 +14,7 @@ from .sizes import number_format_of
 from .weights_file import save_model
 
 
-def export_model(
-    model: Path, target: Path, dtype: str | None, note: Callable[[str], None], base: Path | None
-) -> Path:
+def export_model(model: Path, target: Path, dtype: str | None, note: Callable[[str], None], base: Path | None) -> Path:
     """Write `model`, a Hugging Face folder, with its weights in `dtype`, as the folder `target`.
 
     By default weights keep their number format, because one with fewer digits may undo a training. `note` is called

@@ -10,13 +10,13 @@ from envgym.errors import ConfigError, needs, printable_line
 from envgym.hub import find_on_hub
 from envgym.limits import limits
 from envgym.models import check_no_file
+from envgym.processes.gpus import check_visible_gpu
 from envgym.render import TextRenderer, load_tokenizer, make_renderer
 from envgym.render.chat import RENDERING
 from envgym.render.spelling import mark_after_prompt
 from envgym.run_folder import policy_of_run
 from envgym.types import Message, Observation, as_messages
 from envgym.workers.config import WorkersConfig, number_format
-from envgym.workers.gpus import check_visible_gpu
 
 from .client import Scored, Text
 from .declarations import RewardModel

@@ -19,12 +19,12 @@ from torch import nn
 
 from envgym.errors import ConfigError
 from envgym.learner import Learner
+from envgym.processes.gpus import check_visible_gpu
 from envgym.types import Row
 
 from . import checkpoint, tensor_parallel, zero
 from .adapter import Adapter
 from .export import flops_per_token, n_numbers
-from .gpus import check_visible_gpu
 from .learning import ModelLearning
 from .metrics import peak_flops
 from .micro_batches import choose_layout, micro_batches, network_inputs, pad

@@ -12,9 +12,9 @@ from envgym.launch.components import start_engine
 from envgym.launch.memory import ModelSizes, engine_memory
 from envgym.launch.placement import Node, PlacedRuntime, Plan, StagePart, nodes_of, place_parts, plan_of, this_machine
 from envgym.monitoring.display import Display
+from envgym.processes import gpus
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime, Slot
-from envgym.workers import gpus
 
 
 def stage(**settings):

@@ -12,9 +12,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from envgym.errors import ConfigError
 from envgym.learner import RoleSpec
+from envgym.processes.gpus import check_visible_gpu
 from envgym.workers import head as head_module
 from envgym.workers.config import WorkersConfig
-from envgym.workers.gpus import check_visible_gpu
 from envgym.workers.micro_batches import padding_samples
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import TokenNetwork, check_experts, flash_attention, packs

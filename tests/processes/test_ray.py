@@ -19,11 +19,11 @@ from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, WorkerDied, WorkerError
 from envgym.launch.placement import Node, PlacedRuntime, StagePart, place_parts, placed_runtime
 from envgym.learner import RoleSpec
+from envgym.processes import ray as ray_module
+from envgym.processes.ray import RayRuntime, RayWorker
 from envgym.processes.runtime import InlineRuntime, Slot
-from envgym.workers import ray as ray_module
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
-from envgym.workers.ray import RayRuntime, RayWorker
 from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export_group
 
