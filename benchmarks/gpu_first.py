@@ -67,7 +67,7 @@ def placement(size: str) -> dict[str, Any]:
     """The plan and torch count the same GPUs, and both know their memory."""
     import torch
 
-    from envgym.launch.placement import this_machine
+    from envgym.placement.plan import this_machine
 
     machine, count = this_machine(), gpus()
     names = [torch.cuda.get_device_name(number) for number in range(count)]

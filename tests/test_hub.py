@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from envgym import hub
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, DataError
-from envgym.launch.models import fetch_model
+from envgym.jobs.models import fetch_model
 from envgym.monitoring.display import Display
 from envgym.openrlhf.rows import write_rows
 from envgym.tasks.rows import open_rows

@@ -80,7 +80,7 @@ def _export(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_without_words(arguments, "a model is exported as it is")
 
-    from envgym.launch.models import base_of_model
+    from envgym.jobs.models import base_of_model
     from envgym.models.export import export_model
     from envgym.run_folder import policy_of_run
 

@@ -13,7 +13,7 @@ from .parser import Parser, add_run_options, resolve_options
 
 if TYPE_CHECKING:
     from envgym.config.schema import RunConfig
-    from envgym.launch.placement import Node
+    from envgym.placement.plan import Node
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
             raise ConfigError(f"--{name} must be at least 1, not {value}")
     config = resolve_options(options, words, invocation)
 
-    from envgym.launch.memory import GIB
-    from envgym.launch.placement import Node
+    from envgym.placement.memory import GIB
+    from envgym.placement.plan import Node
 
     if options.gpus is None:
         nodes = _detected_nodes(config)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 def _detected_nodes(config: RunConfig) -> list[Node]:
     """This machine, or the nodes of the Ray cluster."""
-    from envgym.launch.placement import nodes_of
+    from envgym.placement.plan import nodes_of
     from envgym.processes.ray import RayRuntime
 
     if config.runtime != "ray" or "RAY_ADDRESS" not in os.environ:
@@ -67,9 +67,9 @@ def _detected_nodes(config: RunConfig) -> list[Node]:
 
 def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[str]:
     """Print a stage's plan; return the problems of parts that do not fit."""
-    from envgym.launch.memory import GIB, MemoryNeeds, with_micro_batches
-    from envgym.launch.placement import plan_of
     from envgym.monitoring.report import aligned
+    from envgym.placement.memory import GIB, MemoryNeeds, with_micro_batches
+    from envgym.placement.plan import plan_of
     from envgym.services.start import local_models
 
     stage = config.stages[number]

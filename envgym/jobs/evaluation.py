@@ -11,12 +11,12 @@ from envgym.disk import unused_folder, write_atomically
 from envgym.errors import NameNotFound, RunError, needs
 from envgym.evaluation.suite import Suite, find_suite, parts_of
 from envgym.evaluation.table import csv_table
-from envgym.launch.models import MakeModel, cached_recipe_model
 from envgym.loading import short_name
 from envgym.processes import event_loop
 
 from .folder import JobFolder
 from .job import run_job
+from .models import MakeModel, cached_recipe_model
 from .parts import parts_of_env, parts_of_suite
 
 if TYPE_CHECKING:

@@ -19,7 +19,16 @@ from envgym.episodes.journal import episode_line
 from envgym.evaluation.result import mean_score, result_of, score_warning
 from envgym.evaluation.statistics import suite_mean
 from envgym.hashing import task_hash, text_hash
-from envgym.launch.components import (
+from envgym.monitoring.metrics import failure_line
+from envgym.placement.plan import placed_runtime
+from envgym.rollout.runner import Runner, SamplingPlan, run_episode
+from envgym.rollout.transcript import EMPTY_ANSWERS
+from envgym.run_folder import RunFolder
+from envgym.services.start import refuse_policies
+from envgym.tasks import DataEnvSpec
+from envgym.types import Group, Outcome, Task, ToolSpec
+
+from .components import (
     StageContext,
     check_api,
     make_agent,
@@ -29,19 +38,10 @@ from envgym.launch.components import (
     start_environment_services,
     start_sampling,
 )
-from envgym.launch.models import MakeModel, cached_recipe_model, fetch_model, with_own_format
-from envgym.launch.placement import placed_runtime
-from envgym.launch.prompts import PromptSummary, announce, survey
-from envgym.monitoring.metrics import failure_line
-from envgym.rollout.runner import Runner, SamplingPlan, run_episode
-from envgym.rollout.transcript import EMPTY_ANSWERS
-from envgym.run_folder import RunFolder
-from envgym.services.start import refuse_policies
-from envgym.tasks import DataEnvSpec
-from envgym.types import Group, Outcome, Task, ToolSpec
-
 from .folder import JobFolder
+from .models import MakeModel, cached_recipe_model, fetch_model, with_own_format
 from .parts import Part
+from .prompts import PromptSummary, announce, survey
 
 if TYPE_CHECKING:
     from envgym.engines.openai import OpenAIEngine

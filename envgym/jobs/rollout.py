@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.launch.models import MakeModel, cached_recipe_model
 from envgym.processes import event_loop
 from envgym.types import Episode
 
 from .folder import UnfinishedFile
 from .job import run_job
+from .models import MakeModel, cached_recipe_model
 from .parts import Part
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from envgym.config.schema import RoleConfig, RunConfig, StageConfig
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError
-from envgym.launch.components import StageContext, make_agent, make_runner, start_role, start_sampling
-from envgym.launch.memory import MemoryNeeds, with_micro_batches
-from envgym.launch.models import base_of_model
-from envgym.launch.placement import ENGINE, PlacedRuntime
-from envgym.launch.prompts import announce, survey
+from envgym.jobs.components import StageContext, make_agent, make_runner, start_role, start_sampling
+from envgym.jobs.models import base_of_model
+from envgym.jobs.prompts import announce, survey
 from envgym.learner import Learner
 from envgym.models.export import rounding_in_words
+from envgym.placement.memory import MemoryNeeds, with_micro_batches
+from envgym.placement.plan import ENGINE, PlacedRuntime
 from envgym.processes.runtime import Runtime
 from envgym.render import Renderer, load_tokenizer
 from envgym.rollout.runner import Runner

@@ -10,7 +10,7 @@ from envgym.config.recipes import load_recipe, recipe_model_folder
 from envgym.config.resolve import resolve
 from envgym.disk import publish, work_folder
 from envgym.errors import ConfigError, EnvgymError, reported_as
-from envgym.launch.components import stage_context
+from envgym.jobs.components import stage_context
 from envgym.models.fresh import FreshModelConfig, make_fresh_model, sample_texts
 from envgym.run_folder import RunFolder
 from envgym.settings import Settings, validate_settings

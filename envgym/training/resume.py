@@ -19,7 +19,7 @@ from envgym.config.schema import RunConfig
 from envgym.config.words import LENGTHS, dotted_keys
 from envgym.disk import folder_lock, unused_folder, write_atomically
 from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, reported_as
-from envgym.launch.models import with_results
+from envgym.jobs.models import with_results
 from envgym.loading import session_source, short_name
 from envgym.run_folder import CONTROLLER, STOP, RunFolder, run_of_checkpoint, stage_folders
 from envgym.yaml_files import read_yaml

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.errors import CheckpointDamaged, ConfigError, RunError
 from envgym.evaluation.result import result_of
+from envgym.jobs.models import with_results
 from envgym.jobs.parts import part_of_rollout
 from envgym.jobs.rollout import roll_out_to_file
 from envgym.jobs.score import saved_groups, score_to_file
-from envgym.launch.models import with_results
 from envgym.monitoring.report import PICTURE
 from envgym.monitoring.trackers import check_installed
 from envgym.processes import event_loop

@@ -26,11 +26,11 @@ from envgym.errors import (
     report_full_disk,
 )
 from envgym.evaluation.held_out import check_held_out
-from envgym.launch.components import StageContext, stage_context
-from envgym.launch.memory import model_folder
-from envgym.launch.models import fetch_model
+from envgym.jobs.components import StageContext, stage_context
+from envgym.jobs.models import fetch_model
 from envgym.monitoring.report import plot
 from envgym.monitoring.trackers import RunInfo, Trackers, run_id
+from envgym.placement.memory import model_folder
 from envgym.registry import task_set_of
 from envgym.run_folder import RunFolder
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from envgym.cli import main
-from envgym.launch import memory
+from envgym.placement import memory
 
 QWEN_7B = {
     "hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 152064, "num_attention_heads": 28,

@@ -25,7 +25,7 @@ from envgym.engines.openai import OpenAIEngine
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
-from envgym.launch.components import make_agent, make_runner, open_runtime, stage_context_in, start_sampling
+from envgym.jobs.components import make_agent, make_runner, open_runtime, stage_context_in, start_sampling
 from envgym.net import client as http
 from envgym.rollout.runner import SamplingPlan
 from envgym.run_folder import RunFolder

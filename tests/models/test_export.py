@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from envgym.cli import main
 from envgym.config.resolve import resolve
-from envgym.launch.models import base_of_model, with_own_format
+from envgym.jobs.models import base_of_model, with_own_format
 from envgym.models.rounding import WeightChange
 
 

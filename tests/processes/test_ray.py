@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, WorkerDied, WorkerError
-from envgym.launch.placement import Node, PlacedRuntime, StagePart, place_parts, placed_runtime
 from envgym.learner import RoleSpec
+from envgym.placement.plan import Node, PlacedRuntime, StagePart, place_parts, placed_runtime
 from envgym.processes import ray as ray_module
 from envgym.processes.ray import RayRuntime, RayWorker
 from envgym.processes.runtime import InlineRuntime, Slot

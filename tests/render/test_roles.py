@@ -11,8 +11,8 @@ from envgym.agents.replay import Replay, ReplayConfig
 from envgym.config.resolve import resolve
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, DataError, InvalidStep
-from envgym.launch.components import make_agent
-from envgym.launch.prompts import survey
+from envgym.jobs.components import make_agent
+from envgym.jobs.prompts import survey
 from envgym.types import Observation, as_messages
 
 RULE, ASKED, SAID = {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "1 + 2?"}, "3 it is"

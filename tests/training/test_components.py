@@ -10,8 +10,8 @@ import pytest
 from envgym.config.resolve import resolve
 from envgym.engine import EngineInfo
 from envgym.errors import ConfigError
-from envgym.launch.components import max_concurrency
-from envgym.launch.placement import Node, PlacedRuntime, plan_of
+from envgym.jobs.components import max_concurrency
+from envgym.placement.plan import Node, PlacedRuntime, plan_of
 from envgym.processes.runtime import WorkerHandle
 from envgym.training.components import start_components
 

@@ -34,8 +34,8 @@ async def preview(env: str, words: Sequence[str], task: tuple[str, int] | None, 
 
     Raises `ConfigError` if a recording has no trained token, or if all tokens of one with a prompt are trained.
     """
-    from envgym.launch.components import make_agent
-    from envgym.launch.models import fetch_model
+    from envgym.jobs.components import make_agent
+    from envgym.jobs.models import fetch_model
     from envgym.monitoring.terminal import open_display
     from envgym.training.new_model import make_model
 

@@ -7,9 +7,9 @@ import pytest
 
 from envgym.config.resolve import resolve
 from envgym.config.words import nest_keys
-from envgym.launch.memory import GIB, MemoryNeeds, ModelSizes, rank_memory, with_micro_batches
-from envgym.launch.placement import Node, plan_of
 from envgym.learner import LearnerConfig
+from envgym.placement.memory import GIB, MemoryNeeds, ModelSizes, rank_memory, with_micro_batches
+from envgym.placement.plan import Node, plan_of
 from envgym.workers.config import WorkersConfig
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -7,7 +7,7 @@ import pytest
 
 import envgym
 from envgym.config.resolve import resolve
-from envgym.launch.prompts import announce, survey
+from envgym.jobs.prompts import announce, survey
 from envgym.render import RenderConfig, load_tokenizer, make_renderer
 from envgym.types import Message, Observation, ToolSpec
 

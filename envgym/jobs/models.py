@@ -17,6 +17,7 @@ from envgym.errors import ConfigError, EnvgymError, reported_as
 from envgym.models import check_no_file, is_path
 from envgym.models.export import rounding_in_words
 from envgym.models.sizes import number_format_of
+from envgym.placement.memory import model_folder
 from envgym.render import load_renderer
 from envgym.run_folder import (
     CONTROLLER,
@@ -32,7 +33,6 @@ from envgym.workers.lora import ADAPTER_CONFIG
 from envgym.yaml_files import read_yaml
 
 from .components import open_runtime, start_role
-from .memory import model_folder
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display

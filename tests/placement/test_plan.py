@@ -8,10 +8,10 @@ import pytest
 from envgym.config.resolve import resolve
 from envgym.config.words import nest_keys
 from envgym.errors import ConfigError
-from envgym.launch.components import start_engine
-from envgym.launch.memory import ModelSizes, engine_memory
-from envgym.launch.placement import Node, PlacedRuntime, Plan, StagePart, nodes_of, place_parts, plan_of, this_machine
+from envgym.jobs.components import start_engine
 from envgym.monitoring.display import Display
+from envgym.placement.memory import ModelSizes, engine_memory
+from envgym.placement.plan import Node, PlacedRuntime, Plan, StagePart, nodes_of, place_parts, plan_of, this_machine
 from envgym.processes import gpus
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime, Slot

@@ -18,6 +18,7 @@ from envgym.engines.pool import EngineClient, EnginePool
 from envgym.engines.spec import EngineSpec
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
+from envgym.placement.plan import ENGINE_SHARES, PlacedRuntime, placed_runtime
 from envgym.processes.local import LocalRuntime
 from envgym.processes.ray import RayRuntime
 from envgym.processes.runtime import InlineRuntime, Runtime
@@ -30,8 +31,6 @@ from envgym.services.start import refuse_policies
 from envgym.types import ToolSpec
 from envgym.workers.group import WorkerGroup
 from envgym.workers.spec import WorkerSpec
-
-from .placement import ENGINE_SHARES, PlacedRuntime, placed_runtime
 
 if TYPE_CHECKING:
     from envgym.engines.openai import OpenAIEngine

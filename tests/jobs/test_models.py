@@ -14,7 +14,7 @@ import envgym as library
 from envgym.config.recipes import recipe_model_folder
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, EnvgymError, RunError
-from envgym.launch.models import fetch_model
+from envgym.jobs.models import fetch_model
 from envgym.monitoring.display import Display
 from envgym.run_folder import policy_of_run
 from envgym.training.new_model import make_model

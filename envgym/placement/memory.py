@@ -29,7 +29,7 @@ from envgym.run_folder import policy_of_run
 from envgym.services.declarations import RewardModel
 from envgym.workers.config import GPU_SHARE, MAX_LOGITS, WorkersConfig, number_format
 
-from .placement import ENGINE, Plan, name_of_service
+from .plan import ENGINE, Plan, name_of_service
 
 GIB = 2**30
 BUFFER_NUMBERS = 5e8

@@ -16,7 +16,7 @@ import pytest
 
 from envgym.config.resolve import resolve, settings_of_model
 from envgym.errors import ConfigError
-from envgym.launch.models import fetch_model
+from envgym.jobs.models import fetch_model
 from envgym.monitoring.display import Display
 
 ENVGYM = Path(sys.executable).with_name("envgym")

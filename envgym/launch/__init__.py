@@ -1,1 +1,0 @@
-"""Startup shared by training and evaluation: components, their placement, and the memory that they need."""
