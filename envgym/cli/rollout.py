@@ -63,10 +63,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
             part, path, display, best=best, overwrite=options.overwrite, make_model=make_model
         )
     print(evaluation_text(result, path))
-    if best:
-        n_empty = result["n_episodes"] // samples - len(saved)
-        suffix = f"; {n_empty} tasks have only failed ones" if n_empty else ""
-        print(f"kept   {len(saved)} episodes, the best of {samples}{suffix}")
+    n_empty = result["n_episodes"] // samples - len(saved) if best else 0
+    suffix = f"; {n_empty} tasks have only failed ones" if n_empty else ""
+    print(f"saved  {len(saved)} episodes{f', the best of {samples}' if best else ''}{suffix}")
     return 0
 
 

@@ -98,22 +98,22 @@ def make_task(id: str, family: Family, parameters: Mapping[str, Any], n_tests: i
     if tests is None:
         return None
     # The first cases are the edges (nothing, one of something); the prompt shows others.
-    calls = ((", ".join(map(repr, test["args"])), test["expected"]) for test in tests[-SHOWN_TESTS:])
-    examples = "\n".join(f"{family.name}({arguments}) == {expected!r}" for arguments, expected in calls)
+    examples = "\n".join(tests[-SHOWN_TESTS:])
     text = Template(family.text).substitute(filled)
     prompt = f"Write a Python function `{signature}` that {text}\n\nFor example:\n{examples}"
-    fields = {"tests": tests, "entry_point": family.name, "family": family.name}
+    fields = {"tests": [f"assert {test}" for test in tests], "entry_point": family.name, "family": family.name}
     return Task(id=id, prompt=prompt, answer=code, fields=fields)
 
 
-def _tests(family: Family, solve: Callable[..., Any], n_tests: int, rng: random.Random) -> list[dict[str, Any]] | None:
-    """Tests with drawn arguments; None if too many results are equal in every draw."""
+def _tests(family: Family, solve: Callable[..., Any], n_tests: int, rng: random.Random) -> list[str] | None:
+    """Calls with drawn arguments and their results, `f(…) == …`; None if too many results are equal in every draw."""
     for _ in range(_TRIES):
         arguments = [[_KINDS[kind](case, rng) for kind in family.inputs.values()] for case in range(n_tests)]
-        tests = [{"call": family.name, "args": args, "expected": solve(*_copy(args))} for args in arguments]
-        [(_, n_equal)] = Counter(repr(test["expected"]) for test in tests).most_common(1)
+        results = [repr(solve(*_copy(args))) for args in arguments]
+        [(_, n_equal)] = Counter(results).most_common(1)
         if n_equal <= MAX_EQUAL_SHARE * n_tests:
-            return tests
+            calls = [f"{family.name}({', '.join(map(repr, args))})" for args in arguments]
+            return [f"{call} == {result}" for call, result in zip(calls, results, strict=True)]
     return None
 
 

@@ -326,4 +326,4 @@ def test_an_episode_takes_as_many_bytes_as_is_counted_for_it(chatml):
         finally:
             tracemalloc.stop()
 
-    assert asyncio.run(held(300)) / 300 == pytest.approx(3_400, rel=0.3)  # as docs/training/train.md says
+    assert asyncio.run(held(300)) / 300 == pytest.approx(4_500, rel=0.3)  # as docs/training/train.md says

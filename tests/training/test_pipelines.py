@@ -62,7 +62,7 @@ def test_a_policy_that_does_not_move_is_told_of(folder, tiny_model, capsys, lr, 
         engine = ["engine.kind=transformers", "rollout.max_tokens=4", "debug=true"] if "rollout" in command else []
         assert main([*command.split()[1:], *engine]) == 0
     printed = capsys.readouterr().out
-    assert "4 of test, 4 episodes" in printed
+    assert "saved  4 episodes" in printed
     assert "user:\nwhat is " in printed
 
 

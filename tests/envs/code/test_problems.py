@@ -1,7 +1,7 @@
 """The problems that are made up: the same everywhere, disjoint, and with tests that tell right from wrong."""
 
-import ast
 import hashlib
+import json
 from collections import Counter
 
 from envgym.envs.code.cases import read_cases
@@ -43,18 +43,18 @@ def test_the_tasks_are_the_same_everywhere():
     ]  # fmt: skip
     assert question(held_out_tasks(10)[0]).endswith(" decimal digits of n, each raised to the power 2, modulo 13.")
     posed = "".join(repr(train(index).fields["tests"]) for index in range(100))
-    assert hashlib.sha256(posed.encode()).hexdigest()[:12] == "75f1aa79dbd5"
+    assert hashlib.sha256(posed.encode()).hexdigest()[:12] == "9781e3761461"
 
 
 def test_no_constant_passes_most_tests():
     for task in [*(train(index) for index in range(300)), *held_out_tasks(10)]:
-        [(_, alike)] = Counter(repr(test["expected"]) for test in task.fields["tests"]).most_common(1)
+        [(_, alike)] = Counter(repr(case.expected) for case in read_cases(task.fields["tests"])).most_common(1)
         assert alike <= 6, task.prompt
 
 
 def test_tests_are_data_and_two_of_them_are_shown():
     for task in held_out_tasks(6):
-        assert ast.literal_eval(repr(task.fields["tests"])) == task.fields["tests"]
+        assert json.loads(json.dumps(task.fields["tests"])) == task.fields["tests"]
         cases = read_cases(task.fields["tests"])
         assert len(cases) == 6
         assert all(f"{case.text} == {case.result}" in task.prompt for case in cases[-2:])
