@@ -9,7 +9,7 @@ from envgym.agent import Agent, AgentConfig, OutOfBudget, Sampler
 from envgym.engine import ChatReply
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidStep, PromptTooLong
-from envgym.rollout.transcript import EMPTY_ANSWERS, Transcript
+from envgym.transcript import EMPTY_ANSWERS, Transcript
 from envgym.types import Action, Episode, Limit, Outcome, StopReason, Task, Turn, observed_messages
 
 from .multi_turn import ToolCallingConfig

@@ -11,7 +11,7 @@ from pydantic import Field
 from envgym.agent import AgentConfig
 from envgym.env import CheckedEnv
 from envgym.render.renderer import sampling_of
-from envgym.rollout.transcript import Transcript
+from envgym.transcript import Transcript
 from envgym.types import Action, Outcome, Task, observed_messages
 
 from .token_level import TokenLevel, TokenLevelConfig, extend

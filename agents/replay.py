@@ -12,7 +12,7 @@ from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome
 from envgym.rollout.scripted import action_of
-from envgym.rollout.transcript import Transcript
+from envgym.transcript import Transcript
 from envgym.types import Episode, Limit, Message, Observation, Outcome, Task
 
 from .token_level import extend

@@ -12,7 +12,7 @@ from envgym.agent import Agent, AgentConfig, OutOfBudget, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import TurnRefused
 from envgym.render import Extension
-from envgym.rollout.transcript import Transcript
+from envgym.transcript import Transcript
 from envgym.types import Episode, Limit, Outcome, Row, Segment, Task
 
 

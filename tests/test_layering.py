@@ -30,13 +30,13 @@ ALLOWED = {
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engine", "envgym.agent", "envgym.env", "envgym.errors",
-        "envgym.rollout.scripted", "envgym.rollout.transcript", "envgym.net", "envgym.processes",
+        "envgym.rollout.scripted", "envgym.transcript", "envgym.net", "envgym.processes",
     },
     "learners": {"envgym.types", "envgym.learner", "envgym.settings", "envgym.loading"},
 }  # fmt: skip
 FOREIGN = {
     "envs/nemo_gym": {"envgym.agent", "envgym.agents", "envgym.render", "envgym.rollout.scripted"},
-    "envs/openrlhf": {"envgym.agent", "envgym.agents", "envgym.rollout.transcript"},
+    "envs/openrlhf": {"envgym.agent", "envgym.agents", "envgym.transcript"},
 }
 """What another framework's folder imports beside: it holds their agents, and servers that speak as theirs do."""
 SEE_THE_RUN = ("api.py", "cli", "config", "jobs", "placement", "training")

@@ -12,7 +12,7 @@ from envgym.engine import Generation
 from envgym.errors import InvalidOutcome, TurnRefused
 from envgym.render import Renderer
 from envgym.render.spelling import mark_after_prompt
-from envgym.rollout.transcript import Transcript
+from envgym.transcript import Transcript
 from envgym.types import Episode, Limit, Message, Observation, Outcome, Row, Task, ToolSpec, Turn
 
 Answer = tuple[Message, Generation, list[int]]

@@ -22,10 +22,10 @@ from envgym.hashing import task_hash, text_hash
 from envgym.monitoring.metrics import failure_line
 from envgym.placement.plan import placed_runtime
 from envgym.rollout.runner import Runner, SamplingPlan, run_episode
-from envgym.rollout.transcript import EMPTY_ANSWERS
 from envgym.run_folder import RunFolder
 from envgym.services.start import refuse_policies
 from envgym.tasks import DataEnvSpec
+from envgym.transcript import EMPTY_ANSWERS
 from envgym.types import Group, Outcome, Task, ToolSpec
 
 from .components import (

@@ -26,11 +26,11 @@ from envgym.hashing import derived_seed, task_hash
 from envgym.processes import cancellation
 from envgym.processes.cancellation import Deadline, StillRunning, UsersCode, run_to_end
 from envgym.services.policy import LOCKSTEP
+from envgym.transcript import EpisodeSampler, LockstepBatcher
 from envgym.types import Episode, Group, Limit, Outcome, Reward, SeedScope, Span, Task, timed
 
 from .config import RolloutConfig
 from .first_answers import FirstAnswers
-from .transcript import EpisodeSampler, LockstepBatcher
 
 T = TypeVar("T")
 Progress = Callable[[int, int, Mapping[str, int]], None]

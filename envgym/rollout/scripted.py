@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv, Info
 from envgym.render import NoRenderer
+from envgym.transcript import Transcript
 from envgym.types import Action, Episode, Limit, Message, Observation, Outcome, Task, observed_messages
-
-from .transcript import Transcript
 
 Script = Callable[[int, Observation], Action | None]
 """A function of the turn's number (from 0) and the last observation. Returns an action, or None at the end of the

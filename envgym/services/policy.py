@@ -17,7 +17,7 @@ from .client import ChatClient, Conversation
 
 if TYPE_CHECKING:
     from envgym.render import Renderer
-    from envgym.rollout.transcript import LockstepBatcher
+    from envgym.transcript import LockstepBatcher
 
 LOCKSTEP: ContextVar[LockstepBatcher | None] = ContextVar("LOCKSTEP", default=None)
 """In a deterministic run, the batcher that holds an episode's requests until those of the other episodes have come. The

@@ -11,7 +11,7 @@ from envgym.agents.multi_turn import MultiTurn
 from envgym.agents.token_level import actions_of
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
-from envgym.rollout.transcript import Transcript
+from envgym.transcript import Transcript
 from envgym.types import Episode, Limit, Message, Outcome, Row, StopReason, Task, float_array
 
 from . import PolicyView

@@ -23,7 +23,7 @@ from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
-from envgym.rollout.transcript import EpisodeSampler
+from envgym.transcript import EpisodeSampler
 from envgym.types import Message, Observation, StopReason, Task, ToolSpec, VersionSpan
 
 LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})

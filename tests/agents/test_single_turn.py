@@ -9,7 +9,7 @@ from envgym import Env, EnvSpec
 from envgym.agents.multi_turn import SingleTurn
 from envgym.engine import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.transcript import EpisodeSampler
+from envgym.transcript import EpisodeSampler
 from envgym.types import Message, Observation, Status, StopReason, Task, VersionSpan
 
 

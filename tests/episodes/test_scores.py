@@ -19,10 +19,10 @@ from envgym.monitoring.report import score, tasks_behind
 from envgym.rollout.buffer import Buffer
 from envgym.rollout.config import FilterConfig, RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
-from envgym.rollout.transcript import Transcript
 from envgym.run_folder import RunFolder
 from envgym.training.checkpoints import Checkpoints, Progress
 from envgym.training.components import Components
+from envgym.transcript import Transcript
 from envgym.types import Action, Outcome, Row, Segment, StopReason, Task, Turn
 
 PLAN = SamplingPlan("p", SamplingParams(max_tokens=1), 1)

@@ -12,9 +12,9 @@ from envgym.engines.spec import EngineSpec
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.processes.runtime import InlineRuntime
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.transcript import LockstepBatcher
 from envgym.services import Policy, start_services
 from envgym.services.policy import LOCKSTEP, PolicyEngine
+from envgym.transcript import LockstepBatcher
 
 MESSAGES = [{"role": "system", "content": "Play."}, {"role": "user", "content": "what is 12 + 34?"}]
 

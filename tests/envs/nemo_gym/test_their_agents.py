@@ -20,7 +20,7 @@ from envgym.errors import InvalidOutcome, WorkerError
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
-from envgym.rollout.transcript import EpisodeSampler
+from envgym.transcript import EpisodeSampler
 from envgym.types import StopReason, Task, VersionSpan
 
 ENVGYM = Path(sys.executable).with_name("envgym")

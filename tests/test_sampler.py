@@ -12,7 +12,7 @@ from envgym.agent import OutOfBudget
 from envgym.engine import ChatEngine, Generation, Request, SamplingParams
 from envgym.errors import ConfigError, InvalidStep, PromptTooLong, WorkerDied
 from envgym.hashing import derived_seed
-from envgym.rollout.transcript import EpisodeSampler, LockstepBatcher
+from envgym.transcript import EpisodeSampler, LockstepBatcher
 from envgym.types import StopReason
 
 SAMPLING = SamplingParams(max_tokens=8)

@@ -8,7 +8,7 @@ import pytest
 from envgym.agent import OutOfBudget
 from envgym.engine import Generation, SamplingParams
 from envgym.errors import PromptTooLong
-from envgym.rollout.transcript import EpisodeSampler, Transcript
+from envgym.transcript import EpisodeSampler, Transcript
 from envgym.types import Outcome, StopReason, Task
 
 
