@@ -1,5 +1,5 @@
-"""A room can be taken out: a folder of `envs/`, a file of `agents/` or `learners/` that is no base of another, and
-`openrlhf/`, each in a copy, with its entry points and its own tests."""
+"""A component can be taken out: a folder of `envs/`, a file of `agents/` or `learners/` that is no base of another,
+each in a copy, with its entry points and its own tests."""
 
 import ast
 import configparser
@@ -25,8 +25,6 @@ QUICK = [
 ]  # fmt: skip
 """Tests that need no learner, agent or environment of ours, so that they hold whatever is taken out."""
 LISTS = ["--help", "envs list", "config recipes"]
-COLUMNS = ("envs", "commands")
-"""Entry points that those list at the beginning of a line; of learners and agents the kind comes first."""
 REFUSED = {
     "envs/math_verify": [
         ("eval --suite smoke --model x", "suite smoke needs environment math_verify"),
@@ -100,7 +98,7 @@ def parts():
     """All that can be taken out, as paths."""
     inner = [path for folder in LINKED for path in sorted((ROOT / folder).iterdir()) if path.name[0] != "_"]
     names = [str(path.relative_to(ROOT)) for path in inner]
-    return ["envgym/openrlhf", *(n for n in names if n.startswith("envs/") or not importers(n, LINKED))]
+    return [name for name in names if name.startswith("envs/") or not importers(name, LINKED)]
 
 
 PARTS = parts()
@@ -166,7 +164,7 @@ def said(tmp_path_factory):
 
 
 def test_what_can_be_taken_out():
-    assert {"envs/math_verify", "agents/replay.py", "learners/ppo.py", "envgym/openrlhf"} <= set(PARTS)
+    assert {"envs/math_verify", "agents/replay.py", "learners/ppo.py"} <= set(PARTS)
     assert {"learners/advantages.py", "learners/policy_gradient.py", "agents/multi_turn.py"}.isdisjoint(PARTS)
     assert entry_points("envs/nemo_gym") == {("envs", "nemo_gym-v0"), ("agents", "nemo_gym"), ("dialects", "nemo_gym")}
 
@@ -182,9 +180,7 @@ def test_what_is_left_imports_and_lists_its_components(part, said):
     assert statuses == [0 for _ in LISTS] + [2 for _ in REFUSED.get(part, ())], said[part]
     assert "cannot be used" not in said[part]
     lines = [[*line.split(), ""] for line in said[part].splitlines() if line]
-    listed = {(f"{kind}s", name) for kind, name, *_ in lines} | {
-        (group, name) for name, *_ in lines for group in COLUMNS
-    }
+    listed = {(f"{kind}s", name) for kind, name, *_ in lines} | {("envs", name) for name, *_ in lines}
     assert listed & entry_points(part) == set()
 
 

@@ -1,5 +1,6 @@
-"""The command line: `envgym COMMAND …`. Each command is a file here, or an entry point of the group `envgym.commands`
-in another package: a module with `SUMMARY` and `main(arguments, invocation)`. This file finds and runs it.
+"""The command line: `envgym COMMAND …`. Each command is a file here with `main(arguments, invocation)`. Other packages
+add theirs as entry points of the group `envgym.commands`: modules with `main`, and `SUMMARY`, its line in
+`envgym --help`, which imports them; so they import nothing heavy at the top. This file finds and runs commands.
 
 Exit status: 0 success, 2 a mistake that the user can fix, 130 Ctrl-C, 1 an error in envgym, or a failed check of `envs
 check`.
@@ -33,7 +34,11 @@ COMMANDS = {
     "plan": "print the placement of a run's processes, and their memory",
     "model": "make a model from a recipe, or from an adapter and its base",
     "stop": "stop a run in another terminal",
+    "runs": "list run folders with their results",
     "show": "print readable transcripts of episodes",
+    "view": "look at runs, evaluations and episodes in a browser",
+    "export": "write a run as one self-contained HTML file",
+    "openrlhf": "run a command line of OpenRLHF",
 }
 
 HELP = """usage: envgym COMMAND …

@@ -74,6 +74,22 @@ def test_version(run):
     assert run("--version").stdout == f"envgym {version('envgym')}\n"
 
 
+def test_another_package_adds_a_command(start, tmp_path):
+    info = tmp_path / "package" / "stranger-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[envgym.commands]\nsay = stranger\nworse = stranger_without_module\n")
+    (info.parent / "stranger.py").write_text(
+        'SUMMARY = "print words"\ndef main(arguments, invocation):\n    print(*arguments)\n    return 3\n'
+    )
+    path = os.pathsep.join([str(info.parent), os.environ.get("PYTHONPATH", "")])
+    shown = start("--help", PYTHONPATH=path).stdout
+    assert re.search(r"^  say +print words$", shown, re.MULTILINE)
+    assert re.search(r"^  worse +\(cannot be used: ", shown, re.MULTILINE)
+    done = start("say", "a", "b", PYTHONPATH=path)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "a b\n", "")
+
+
 def test_help_imports_nothing_heavy():
     program = f"""
 import contextlib, io, sys

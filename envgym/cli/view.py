@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from envgym.cli.errors import Invocation
-from envgym.cli.parser import Parser, find_path, run_folders
 from envgym.errors import ConfigError
 
-SUMMARY = "look at runs, evaluations and episodes in a browser"
+from .errors import Invocation
+from .parser import Parser, find_path, run_folders
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from envgym.cli.errors import Invocation
-from envgym.cli.parser import Parser
 from envgym.disk import lock_holder
 from envgym.errors import printable_line
 
-SUMMARY = "list run folders with their results"
+from .errors import Invocation
+from .parser import Parser
+
 UNFINISHED = "unfinished"
 """Status of a run that was killed."""
 

@@ -10,18 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envgym.cli import load_command
-from envgym.cli.errors import Invocation
-from envgym.cli.parser import Parser
 from envgym.errors import ConfigError
 
+from . import load_command
+from .errors import Invocation
+from .parser import Parser
+
 if TYPE_CHECKING:
-    from .translation import Translation
+    from envgym.openrlhf.translation import Translation
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that launchers set for their ranks, and that the ranks of a run must not inherit."""
-
-SUMMARY = "run a command line of OpenRLHF"
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -33,9 +32,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: PROGRAM [--dry-run] flags…
     example: envgym openrlhf train_dpo --pretrain M --dataset preferences.jsonl --apply_chat_template --dry-run
     """
-    from .rlhf import entry_point, translate_file
-    from .table import PROGRAMS, help_of
-    from .translate import translate
+    from envgym.openrlhf.rlhf import entry_point, translate_file
+    from envgym.openrlhf.table import PROGRAMS, help_of
+    from envgym.openrlhf.translate import translate
 
     parser = Parser.from_docstring("openrlhf", main, programs=", ".join(PROGRAMS))
     if arguments[:1] in ([], ["--help"], ["-h"]):

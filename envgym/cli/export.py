@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from envgym.cli.errors import Invocation
-from envgym.cli.parser import Parser, find_path
 from envgym.errors import ConfigError, printable_line
 
-SUMMARY = "write a run as one self-contained HTML file"
+from .errors import Invocation
+from .parser import Parser, find_path
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:

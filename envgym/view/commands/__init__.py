@@ -1,1 +1,0 @@
-"""Commands of `envgym` that look at runs: `view`, `export`, `runs`. Each has a file."""
