@@ -20,12 +20,11 @@ from envgym.errors import ConfigError, EnvgymError
 from envgym.models import capped_attention, is_path
 
 from .adapter import quantization, tame_quantized
+from .attention import VARLEN, attention_over, gather, not_covered, runs_here, takes_ends
 from .export import n_experts
 from .head import LogprobHead, Rescaling, configure_scalar_head, scalar_head
-from .prefix_attention import attention_over, gather
 from .prefixes import SharedPrefixes
 from .sequence_parallel import Slices
-from .varlen_attention import VARLEN, not_covered, runs_here, takes_ends
 
 
 class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here

@@ -16,12 +16,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from envgym.errors import ConfigError
 from envgym.types import Objective, Row
 
+from .attention import VARLEN, install
 from .fused_layers import can_fuse, fuse
 from .head import LogprobHead, score
 from .micro_batches import network_inputs, pad
 from .network import TokenNetwork, packs
-from .prefix_attention import install
-from .varlen_attention import VARLEN
 
 
 def try_kernel(network: TokenNetwork, engine: Any, device: torch.device) -> str:

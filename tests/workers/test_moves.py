@@ -9,7 +9,7 @@ import torch
 
 from envgym.errors import RunError
 from envgym.learner import RoleSpec
-from envgym.workers import step_checks
+from envgym.workers import learning
 from envgym.workers.config import WorkersConfig
 from envgym.workers.lora import LoraConfig
 from envgym.workers.micro_batches import micro_batches
@@ -210,4 +210,4 @@ def test_small_steps_and_adapters_are_no_fault(make_worker, make_rows, normalize
 
 def test_a_parameter_of_many_weights_is_sampled_within_it():
     """Indices in float32 would leave one of 2**25."""
-    step_checks.check_weights("embedding", torch.nn.Parameter(torch.zeros(2**25)))
+    learning.check_weights("embedding", torch.nn.Parameter(torch.zeros(2**25)))

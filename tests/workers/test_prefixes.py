@@ -21,7 +21,7 @@ from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from envgym.types import Objective, Row
-from envgym.workers import prefix_attention
+from envgym.workers import attention
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.lora import LoraConfig
@@ -180,7 +180,7 @@ def test_rows_that_see_each_other_are_noticed():
     samples = [sample([1, 2, 3, 4, 5]), sample([1, 2, 3, 6, 7], 1)]
     network = TokenNetwork(make_model("qwen2"), "lm", entropy=True)
     expected, _ = results(network, samples, "padded")
-    prefix_attention.install(network.model)
+    attention.install(network.model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("envgym.workers.network.attention_over", contextlib.nullcontext)
         wrong, _ = results(network, samples, "shared")
@@ -194,7 +194,7 @@ def test_a_flash_kernel_is_told_where_new_tokens_and_paths_end(architecture):
     expected = results(TokenNetwork(make_model(architecture), "lm", entropy=True), samples, "padded")
     network = TokenNetwork(make_model(architecture), "lm", entropy=True)
     network.model.config._attn_implementation_internal = BY_ENDS
-    prefix_attention.install(network.model)
+    attention.install(network.model)
     torch.testing.assert_close(results(network, samples, "shared"), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -16,15 +16,15 @@ from torch.nn.attention.varlen import varlen_attn as torchs_kernel
 from envgym.errors import ConfigError
 from envgym.learner import RoleSpec
 from envgym.types import Objective
+from envgym.workers import attention
 from envgym.workers import network as networks
-from envgym.workers import varlen_attention
+from envgym.workers.attention import VARLEN, not_covered
 from envgym.workers.config import WorkersConfig
 from envgym.workers.micro_batches import micro_batches
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import TokenNetwork, flash_attention, load_model
 from envgym.workers.spec import WorkerSpec
 from envgym.workers.trials import obstacle_to_sharing, try_kernel
-from envgym.workers.varlen_attention import VARLEN, not_covered
 from tests.workers.conftest import PLAIN_GRADIENT_DESCENT
 from tests.workers.test_network import answers, batch, make_model
 from tests.workers.test_prefixes import CPU, assert_same, group_of_rows, results, sample
@@ -65,7 +65,7 @@ def kernel(monkeypatch):
     stand_in = Kernel()
     parameters = set(inspect.signature(torchs_kernel).parameters)
     assert set(inspect.signature(stand_in).parameters) <= parameters
-    monkeypatch.setattr(varlen_attention, "varlen_attn", stand_in)
+    monkeypatch.setattr(attention, "varlen_attn", stand_in)
     monkeypatch.setattr(networks, "runs_here", lambda dtype: True)
     return stand_in
 
@@ -175,7 +175,7 @@ def test_an_older_torch_has_no_windows(monkeypatch):
         seen["heads"], seen["causal"] = (query.shape[1], key.shape[1]), is_causal
         return Kernel()(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=(-1, 0))
 
-    monkeypatch.setattr(varlen_attention, "varlen_attn", older)
+    monkeypatch.setattr(attention, "varlen_attn", older)
     assert not_covered(*llama) == ""
     assert not_covered(*mistral) == "windows, which this torch's varlen_attn does not take"
     expected = answers(TokenNetwork(make_model("qwen3"), "lm"), batch(), packed=False)
@@ -186,13 +186,13 @@ def test_an_older_torch_has_no_windows(monkeypatch):
 
 
 def test_the_kernel_is_for_16_bits_on_a_gpu_from_ampere_on(monkeypatch):
-    assert not varlen_attention.runs_here(torch.bfloat16)
+    assert not attention.runs_here(torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert varlen_attention.runs_here(torch.bfloat16)
-    assert not varlen_attention.runs_here(torch.float32)
+    assert attention.runs_here(torch.bfloat16)
+    assert not attention.runs_here(torch.float32)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert not varlen_attention.runs_here(torch.float16)
+    assert not attention.runs_here(torch.float16)
 
 
 def test_named_for_a_model_that_it_does_not_cover_it_is_refused(tmp_path):
