@@ -63,7 +63,7 @@ async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> di
     from envgym.engines.spec import EngineSpec
     from envgym.learner import RoleSpec
     from envgym.processes.local import LocalRuntime
-    from envgym.training.weight_transfer import FileTransfer
+    from envgym.training.weight_sync import FileTransfer
     from envgym.workers.group import WorkerGroup
     from envgym.workers.spec import WorkerSpec
 

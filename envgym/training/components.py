@@ -27,9 +27,7 @@ from envgym.types import Observation
 from envgym.workers.group import WorkerGroup
 
 from .pretraining import Pretraining
-from .turns import GpuTimeshare
-from .weight_sync import PROBE, PROBE_TOKENS, WeightSync
-from .weight_transfer import FileTransfer, make_transfer
+from .weight_sync import PROBE, PROBE_TOKENS, FileTransfer, GpuTimeshare, WeightSync, make_transfer
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display

@@ -62,14 +62,14 @@ def test_a_call_is_evaluated_at_once():
 
 
 CHANGES = [
-    ("envgym/workers/export.py", "def send_nccl(self)", "def send_by_nccl(self)", "training/weight_transfer.py"),
+    ("envgym/workers/export.py", "def send_nccl(self)", "def send_by_nccl(self)", "training/weight_sync.py"),
     ("envgym/services/reward_worker.py", "address: str | None)", "address: int)", "services/reward.py"),
     ("envgym/env/host.py", "-> tuple[Any, ...] | None:", "-> float:", "env/in_processes.py"),
     ("envgym/engines/transformers.py", "async def can_read(", "async def is_readable(", "engines/transformers.py"),
-    ("envgym/training/turns.py", 'rank.offload(role == "actor")', "rank.offload(role)", "training/turns.py"),
+    ("envgym/training/weight_sync.py", 'rank.offload(role == "actor")', "rank.offload(role)", "training/weight_sync.py"),
     ("envgym/training/checkpoints.py", "rank.load_state(", "rank.load_states(", "training/checkpoints.py"),
-    ("envgym/training/weight_transfer.py", "engine.end_weights(n_buckets, version))\n        check_arrival(",
-     "engine.end_weights(n_buckets, version, 1))\n        check_arrival(", "training/weight_transfer.py"),
+    ("envgym/training/weight_sync.py", "engine.end_weights(n_buckets, version))\n        check_arrival(",
+     "engine.end_weights(n_buckets, version, 1))\n        check_arrival(", "training/weight_sync.py"),
 ]  # fmt: skip
 """What is changed on one side, and the file that does not fit then."""
 

@@ -25,7 +25,7 @@ from envgym.training import step_groups
 from envgym.training.components import Components
 from envgym.training.stop import Stopped
 from envgym.training.trainer import Trainer
-from envgym.training.turns import GpuTimeshare
+from envgym.training.weight_sync import GpuTimeshare
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn, VersionSpan
 
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from envgym.processes.runtime import message_of
-from envgym.training.turns import GpuTimeshare
+from envgym.training.weight_sync import GpuTimeshare
 
 
 class Side:

@@ -21,10 +21,17 @@ from envgym.learner import LearnerConfig, RoleSpec
 from envgym.processes.runtime import WorkerHandle, message_of
 from envgym.training.checkpoints import Progress
 from envgym.training.components import Components
-from envgym.training.turns import GpuTimeshare
 from envgym.training.update import Update
-from envgym.training.weight_sync import FACTOR, LARGEST, SMALLEST, WeightSync, policy_difference
-from envgym.training.weight_transfer import FileTransfer, Receipt
+from envgym.training.weight_sync import (
+    FACTOR,
+    LARGEST,
+    SMALLEST,
+    FileTransfer,
+    GpuTimeshare,
+    Receipt,
+    WeightSync,
+    policy_difference,
+)
 from envgym.types import Row, Segment
 from envgym.workers.metrics import merge
 

@@ -18,8 +18,8 @@ from envgym.learner import RoleSpec
 from envgym.models.weights_file import checksum
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import WorkerHandle, message_of
-from envgym.training import weight_transfer as module
-from envgym.training.weight_transfer import FileTransfer, NcclTransfer, make_transfer
+from envgym.training import weight_sync as module
+from envgym.training.weight_sync import FileTransfer, NcclTransfer, make_transfer
 from envgym.workers.config import WorkersConfig
 from envgym.workers.export import write_bucket
 from envgym.workers.group import WorkerGroup
