@@ -25,7 +25,7 @@ from envgym.processes import family
 from envgym.settings import Settings
 from envgym.types import ToolSpec
 
-from .schema import WrongArguments, argument_check, to_line, without_titles
+from .schema import WrongArguments, to_line, without_titles
 from .tool import Tool, ToolFailure
 
 if TYPE_CHECKING:
@@ -231,10 +231,8 @@ class McpSession:
 
     def _tool(self, tool: Any) -> Tool:
         spec = ToolSpec(tool.name, tool.description or "", without_titles(tool.input_schema))
-        check = argument_check(tool.input_schema)
 
         async def run(arguments: Mapping[str, Any]) -> Any:
-            check(arguments)
             return await self._call(tool.name, arguments)
 
         return Tool(spec, run)

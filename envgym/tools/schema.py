@@ -7,8 +7,6 @@ docstring in Google, NumPy or reST style.
 from __future__ import annotations
 
 import inspect
-import json
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -20,12 +18,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from envgym.errors import ConfigError, did_you_mean
-from envgym.limits import limits
 
 _MAPS_OF_SCHEMAS = ("properties", "$defs", "patternProperties", "dependentSchemas")
 _VALUES = ("default", "const", "enum", "examples")
-CHECKING = 1.0, 2**30
-"""Limits of the check of a call's arguments, in seconds and in bytes of memory. Usual checks take microseconds."""
 _SHOWN_PROBLEMS = 3
 _ERROR_LENGTH = 300
 
@@ -185,48 +180,6 @@ def _culprit(hints: Mapping[str, Any]) -> tuple[str, Any]:
         except PydanticUserError:
             return name, hint
     return next(iter(hints.items()))
-
-
-def argument_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
-    """A check that raises `WrongArguments` for arguments that do not match `schema`; a no-op for an invalid schema.
-
-    The schema may be a stranger's, with regular expressions or references that take any time. After a check beyond the
-    limits `CHECKING` no call is checked: servers check their arguments themselves.
-    """
-    from jsonschema.exceptions import SchemaError, best_match
-    from jsonschema.validators import validator_for
-    from referencing import Registry
-    from referencing.exceptions import Unresolvable
-
-    kind = validator_for(schema)
-    try:
-        with limits(*CHECKING):
-            kind.check_schema(schema)
-    except (SchemaError, TimeoutError, RecursionError):
-        return lambda arguments: None
-    validator = kind(schema, registry=Registry())  # with an empty registry it downloads nothing
-
-    is_checked, has_patterns = True, "pattern" in json.dumps(schema)
-
-    def check(arguments: Mapping[str, Any]) -> None:
-        nonlocal is_checked
-        if not is_checked:
-            return
-        if has_patterns and threading.current_thread() is not threading.main_thread():  # it could not end its matching
-            return
-        try:
-            with limits(*CHECKING):
-                problem = best_match(validator.iter_errors(dict(arguments)))
-        except Unresolvable:
-            return
-        except (TimeoutError, RecursionError):
-            is_checked = False
-            return
-        if problem is not None:
-            location = ".".join(map(str, problem.absolute_path))
-            raise WrongArguments(to_line((f"argument {location!r}: " if location else "") + problem.message))
-
-    return check
 
 
 def to_line(text: str) -> str:

@@ -138,14 +138,12 @@ def test_its_tools_are_called_like_any_other(server):
         return texts, box.metrics
 
     texts, metrics = with_session(server, play)
-    assert texts == [
-        "3",
-        "-1",
-        "Error: add: 'b' is a required property",
-        "Error: add: argument 'a': 'one' is not of type 'integer'",
-        "Error: Error executing tool fail: there is no key\nand never was",
-    ]
-    assert metrics == {"tool_calls": 5, "tool_errors": 1, "tool_malformed": 2, "tool_timeouts": 0}
+    assert texts[:2] == ["3", "-1"]
+    for text, why in zip(texts[2:4], ("b\n  Field required", "a\n  Input should be a valid integer"), strict=True):
+        assert text.startswith("Error: Error executing tool add:")
+        assert why in text, "the server's own check"
+    assert texts[4] == "Error: Error executing tool fail: there is no key\nand never was"
+    assert metrics == {"tool_calls": 5, "tool_errors": 3, "tool_malformed": 0, "tool_timeouts": 0}
 
 
 def test_calls_run_at_the_same_time(server):
@@ -481,7 +479,7 @@ def test_a_server_dies_with_a_parent_that_is_killed(tmp_path):
 
 
 def test_regular_expressions_of_a_server_freeze_nothing():
-    """Neither those of a call's arguments nor those of its result, which the library would match."""
+    """Those of its result, which the library would match."""
     slow = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}}}
     tool = {"name": "read", "inputSchema": slow, "outputSchema": slow}
     text = "a" * 40 + "!"

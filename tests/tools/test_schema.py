@@ -4,7 +4,6 @@ import asyncio
 import enum
 import inspect
 import json
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Optional
@@ -15,7 +14,7 @@ from typing_extensions import TypedDict
 
 from envgym.errors import ConfigError
 from envgym.tools import Tool
-from envgym.tools.schema import Parameters, WrongArguments, argument_check
+from envgym.tools.schema import Parameters, WrongArguments
 
 
 class Colour(enum.Enum):
@@ -347,62 +346,3 @@ def test_a_long_or_hostile_value_stays_in_one_short_line():
         Parameters(look, "tool 'look'").read({"n": "a\nb" * 10_000, "x\ny" * 1000: 1})
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
-
-
-# -- schemas of strangers ---------------------------------------------------------------------------------
-
-
-def nested_references(depth):
-    """A schema of a kilobyte that is checked `2 ** depth` times."""
-    definitions = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(depth)}
-    return {"$defs": {**definitions, f"d{depth}": {"type": "null"}}, "properties": {"text": {"$ref": "#/$defs/d0"}}}
-
-
-SLOW = r"^(a+)+$"
-FREEZING = {
-    "pattern": {"properties": {"text": {"type": "string", "pattern": SLOW}}},
-    "patternProperties": {"patternProperties": {SLOW: {"type": "integer"}}},
-    "additionalProperties": {"patternProperties": {SLOW: {}}, "additionalProperties": False},
-    "propertyNames": {"propertyNames": {"pattern": SLOW}},
-    "unevaluatedProperties": {"allOf": [{"patternProperties": {SLOW: {}}}], "unevaluatedProperties": False},
-    "another draft": {"allOf": [{
-        "$schema": "http://json-schema.org/draft-07/schema#", "properties": {"text": {"pattern": SLOW}},
-    }]},
-    "by reference": {"$defs": {"x": {"pattern": SLOW}}, "properties": {"text": {"$ref": "#/$defs/x"}}},
-    "references": nested_references(40),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", FREEZING)
-def test_a_schema_that_takes_any_time_is_left_to_the_server(kind):
-    """Also where calls are made on another thread, as in notebooks."""
-    arguments = {"text": "a" * 40 + "!", "a" * 40 + "!": 1}
-
-    def call_often():
-        check = argument_check({"type": "object", **FREEZING[kind]})
-        for _ in range(50):
-            check(arguments)
-        finished.append(True)
-
-    finished = []
-    call_often()
-    thread = threading.Thread(target=call_often, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert finished == [True, True]
-
-
-def test_patterns_are_still_checked():
-    schema = {
-        "type": "object", "properties": {"code": {"type": "string", "pattern": "^[A-Z]{2}(?!0)[0-9]+$"}},
-        "patternProperties": {"^n_": {"type": "integer"}}, "additionalProperties": False,
-    }  # fmt: skip
-    check = argument_check(schema)
-    check({"code": "AB12", "n_tasks": 3})
-    for wrong, why in (
-        ({"code": "AB0"}, "argument 'code': 'AB0' does not match"),
-        ({"n_tasks": "3"}, "argument 'n_tasks': '3' is not of type 'integer'"),
-        ({"tasks": 3}, "does not match any of the regexes"),
-    ):
-        with pytest.raises(WrongArguments, match=why):
-            check(wrong)
