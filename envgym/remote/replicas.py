@@ -18,7 +18,7 @@ from envgym.processes.cancellation import start_task
 
 from .access import Address
 from .encoding import encode
-from .transport import ENVS, RemoteError, ServerFull, Transport
+from .transport import RemoteError, ServerFull, Transport
 from .wire import MAX_HEARTBEAT, VERSION, Alive, EnvDescription, EnvList, Heartbeat, Method
 
 CONNECT_SECONDS = 30.0
@@ -133,12 +133,12 @@ class Replica:
         if self.description is not None:
             return self.description
         closed = RemoteError("connection", f"{self.address}: the connection was closed here")
-        return await self._asking.result(ENVS, lambda: self._describe(seconds + patience, patience), closed=closed)
+        return await self._asking.result("", lambda: self._describe(seconds + patience, patience), closed=closed)
 
     async def _describe(self, seconds: float, patience: float) -> EnvDescription:
         """Ask the server for its description, and store it, the duration of leases and the capacity. `seconds` limits
         one try, `patience` all tries. Raises `EnvgymError` if it is unusable or differs from the expected one."""
-        served = await self.transport.ask(EnvList, "GET", ENVS, seconds=seconds, patience=patience)
+        served = await self.transport.ask(EnvList, "GET", "/v1/envs", seconds=seconds, patience=patience)
         description = self._choose(served)
         if self.expected is not None:
             check_same(self.expected, description, self.address)

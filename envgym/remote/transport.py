@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import json
 import logging
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,10 +31,6 @@ UNTRIED_SECONDS = 60.0
 """Seconds without a request after which the wait for a lost server begins anew: it may have come back meanwhile."""
 NO_CHANNEL_SECONDS = 60.0
 """Seconds after which a server without a WebSocket is tried with one again."""
-
-ENVS = "/v1/envs"
-"""Path of the first request to a server."""
-OPENENV_PATHS = {"/reset", "/step", "/state", "/schema"}
 
 _SAME_HERE = (CallTimeout, ConfigError, DataError, InvalidStep, ResetNeeded)
 ENVIRONMENT_ERRORS = {error.__name__: error for error in _SAME_HERE}
@@ -212,7 +207,7 @@ class Transport:
                     WAITS.pop(self.url, None)
                 if answer.status < 400:
                     return answer.content
-                failure = await self._error_of(method, path, answer)
+                failure = self._error_of(method, path, answer)
                 if answer.status != 429 or isinstance(failure, ServerFull):
                     raise failure
                 wait = answer.retry_after  # a proxy's 429, which may come as often as the deadline allows
@@ -234,19 +229,8 @@ class Transport:
             self.counters.retries += 1
             await asyncio.sleep(wait)
 
-    async def _is_openenv(self) -> bool:
-        """Tell whether a server without envgym's routes is one of OpenEnv."""
-        try:
-            document = json.loads((await self._send("GET", "/openapi.json", None)).content)
-            return set(document["paths"]) >= OPENENV_PATHS
-        except (RemoteError, ValueError, TypeError, KeyError):
-            return False
-
-    async def _error_of(self, method: Method, path: str, answer: Answer) -> EnvgymError:
+    def _error_of(self, method: Method, path: str, answer: Answer) -> EnvgymError:
         """The exception for an answer of status 400 or above."""
-        if answer.status == 404 and path == ENVS and await self._is_openenv():
-            message = "this is a server of OpenEnv, whose protocol is not spoken here: write an Env that calls its"
-            return RemoteError("refused", f"{self.url}: {message} own client")
         if answer.content_type == "application/problem+json":
             try:
                 return as_error(self.url, ProblemBody.model_validate_json(answer.content))

@@ -427,22 +427,3 @@ def test_a_page_that_nobody_waits_for_any_more_may_fail(caplog):
     asyncio.run(main())
     gc.collect()
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
-
-
-@pytest.mark.parametrize("paths", [["/reset", "/step", "/state", "/schema", "/health"], ["/reset", "/step"]])
-def test_a_server_of_openenv_is_said_to_be_one(serving, paths):
-    async def openenv(request):
-        if request.path == "/openapi.json":
-            return web.json_response({"paths": {path: {} for path in paths}})
-        return web.json_response({"detail": "Not Found"}, status=404)
-
-    async def main() -> tuple[str, str]:
-        async with serving(openenv) as url:
-            with pytest.raises(RemoteError) as raised:
-                async with registry.spec(url):
-                    pass
-        return raised.value.kind, str(raised.value)
-
-    kind, message = asyncio.run(main())
-    is_one = "this is a server of OpenEnv, whose protocol is not spoken here" in message
-    assert is_one == (len(paths) > 2) == (kind == "refused")
