@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 import uuid
-from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,11 +30,8 @@ CLOSE_SECONDS = 10.0
 CLOSE_PATIENCE = 2.0
 PAGE = 100
 """Tasks in a page."""
-PAGES = 100
-"""Pages kept in memory. The longest unused goes first."""
-RECENT = 64
-"""Number of tasks read last whose indices are remembered: neighbours among them show that a split too large for memory
-is read in order."""
+MAX_STORED = 10_000
+"""Tasks of the largest split that is stored in memory."""
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
@@ -191,8 +187,8 @@ class RemoteEnv(CheckedEnv):
 
 
 class RemoteTasks(TaskSet):
-    """A split on a server, read in pages on demand; the last `PAGES` stay in memory. Tasks of a larger split are
-    read one by one, unless they are read in order.
+    """A split on a server, read on demand: in pages that stay in memory, or task by task if it is larger than
+    `MAX_STORED` or endless.
 
     `ask(TaskPage, "GET", path)` answers requests below the environment's own path.
     """
@@ -201,10 +197,9 @@ class RemoteTasks(TaskSet):
         self._ask = ask
         self._split = split
         self._size = size
-        self._pages: OrderedDict[int, tuple[Task, ...]] = OrderedDict()
-        self._recent: deque[int] = deque(maxlen=RECENT)
-        self._reading: SharedCalls[tuple[int, int], tuple[Task, ...]] = SharedCalls()
-        """Reads in flight, by the first task's index and the number of tasks."""
+        self._pages: dict[int, tuple[Task, ...]] = {}
+        self._reading: SharedCalls[int, tuple[Task, ...]] = SharedCalls()
+        """Reads in flight, by the page's number."""
 
     @property
     def size(self) -> int | None:
@@ -213,28 +208,17 @@ class RemoteTasks(TaskSet):
     async def get(self, index: int) -> Task:
         if index < 0 or (self._size is not None and index >= self._size):
             raise IndexError(f"task {index} of {self._size} in split {self._split!r}")
-        in_order = index - 1 in self._recent or index + 1 in self._recent
-        self._recent.append(index)
+        if self._size is None or self._size > MAX_STORED:
+            return (await self._read(index, 1))[0]
         number, offset = divmod(index, PAGE)
-        if number in self._pages:
-            self._pages.move_to_end(number)
-            return self._pages[number][offset]
-        fits_cache = self._size is not None and self._size <= PAGE * PAGES
-        if fits_cache or in_order:
-            return (await self._read(number * PAGE, PAGE))[offset]
-        return (await self._read(index, 1))[0]
+        if number not in self._pages:
+            self._pages[number] = await self._reading.result(number, lambda: self._read(number * PAGE, PAGE))
+        return self._pages[number][offset]
 
     async def _read(self, start: int, count: int) -> tuple[Task, ...]:
-        return await self._reading.result((start, count), lambda: self._fetch(start, count))
-
-    async def _fetch(self, start: int, count: int) -> tuple[Task, ...]:
-        """Read tasks from a server; a full page is cached. Raises `RemoteError` if it sends too few."""
+        """Read tasks from a server. Raises `RemoteError` if it sends too few."""
         page = await self._ask(TaskPage, "GET", f"/tasks?split={self._split}&start={start}&count={count}")
         expected = count if self._size is None else min(count, self._size - start)
         if len(page.tasks) < expected:
             raise RemoteError("server", f"the server sent {len(page.tasks)} of {expected} tasks from {start} on")
-        if count == PAGE:
-            self._pages[start // PAGE] = page.tasks
-            if len(self._pages) > PAGES:
-                self._pages.popitem(last=False)
         return page.tasks
