@@ -6,7 +6,6 @@ Written for vLLM 0.32. The controller calls the engines, so the trainer's side m
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import nn
 from envgym.engine import Bucket
 from envgym.models.weights_file import checksum, write_weights
 
-from . import tensor_parallel, zero
+from . import zero
 
 if TYPE_CHECKING:
     from .adapter import Adapter
@@ -30,7 +29,7 @@ def full_tensor(parameter: nn.Parameter, *, discarded: bool = False) -> torch.Te
     host). A 4-bit parameter is returned in the number format that it is computed with. `discarded`: this rank only
     takes part, and gets a tensor on the meta device."""
     with zero.gathered_parameter(parameter):
-        numbers: torch.Tensor = tensor_parallel.gather_parts(parameter, parameter.detach())
+        numbers: torch.Tensor = zero.gather_parts(parameter, parameter.detach())
         if discarded:
             return numbers.to("meta")
         if hasattr(parameter, "ds_id") or numbers.data_ptr() != parameter.data_ptr():
@@ -41,14 +40,6 @@ def full_tensor(parameter: nn.Parameter, *, discarded: bool = False) -> torch.Te
 
     numbers = bitsandbytes.functional.dequantize_4bit(parameter.detach(), state)
     return numbers
-
-
-def n_numbers(parameter: nn.Parameter) -> int:
-    """Number of numbers in a parameter, also if it is partitioned or stored in 4 bits."""
-    state = getattr(parameter, "quant_state", None)
-    if state is not None:
-        return math.prod(state.shape)
-    return tensor_parallel.n_numbers(parameter)
 
 
 def full_parameters(
@@ -112,7 +103,7 @@ def flops_per_token(model: nn.Module) -> tuple[float, float]:
         if parameter is embedding.weight and not is_tied:
             continue
         fraction = share if ".experts." in name else 1.0
-        a += fraction * (6 if parameter.requires_grad else 4) * n_numbers(parameter)
+        a += fraction * (6 if parameter.requires_grad else 4) * zero.n_numbers(parameter)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return a, 12.0 * config.num_attention_heads * width * kinds.count("full_attention")

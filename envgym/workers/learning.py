@@ -1,4 +1,4 @@
-"""A worker's optimizer steps: loss and gradient per micro-batch, DeepSpeed's step, and a check of the weights after it."""
+"""A worker's optimizer steps: loss and gradient per micro-batch, DeepSpeed's step, and a check of its weights."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from envgym.learner import Learner
 from envgym.processes.gpus import check_visible_gpu
 from envgym.types import Row
 
-from . import checkpoint, tensor_parallel, zero
+from . import checkpoint, zero
 from .adapter import Adapter
-from .export import flops_per_token, n_numbers
+from .export import flops_per_token
 from .learning import ModelLearning
 from .metrics import peak_flops
 from .micro_batches import choose_layout, micro_batches, network_inputs, pad
@@ -120,7 +120,7 @@ class ModelWorker(ModelLearning):
         """Let each of the ranks that split token sequences attend with a share of the heads."""
         size = self.settings.tensor_parallel
         if size > 1:
-            tensor_parallel.check(model, size)
+            zero.check_split(model, size)
         slices = Slices.create(self.settings.sequence_parallel, stride=size)
         slices.install(model, model.config.get_text_config().num_attention_heads // size)
         return slices
@@ -151,7 +151,7 @@ class ModelWorker(ModelLearning):
             top_k=role.top_k,
         )
         if self.settings.tensor_parallel > 1:
-            tensor_parallel.prepare(self.network, model)
+            zero.prepare_split(self.network, model)
         if self.trained or partitioned:
             self.engine = zero.engine(self.network, config, self.device, self._optimizer(), self._writer)
         else:
@@ -181,8 +181,8 @@ class ModelWorker(ModelLearning):
         dtype = str(parameters[0].dtype).removeprefix("torch.")
         on_gpu = self.device.type == "cuda"
         return RankInfo(
-            n_parameters=sum(n_numbers(p) for p in parameters),
-            n_trained=sum(n_numbers(p) for p in parameters if p.requires_grad),
+            n_parameters=sum(zero.n_numbers(p) for p in parameters),
+            n_trained=sum(zero.n_numbers(p) for p in parameters if p.requires_grad),
             adapter=self.adapter is not None,
             device=str(self.device),
             dtype=dtype,

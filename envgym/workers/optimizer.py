@@ -15,7 +15,7 @@ from torch import nn
 
 from envgym.errors import ConfigError
 
-from . import tensor_parallel, zero
+from . import zero
 
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
@@ -117,7 +117,7 @@ class MovingAverage:
         parameter = self._parameters[name]
         _, start = zero.optimizer_part(parameter)
         part = zero.gather_full(parameter, self._parts.get(name), start, device)
-        return tensor_parallel.gather_parts(parameter, part)
+        return zero.gather_parts(parameter, part)
 
     def state(self) -> dict[str, torch.Tensor]:
         """This rank's parts, for a checkpoint."""

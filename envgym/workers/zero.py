@@ -1,30 +1,36 @@
-"""The interface to DeepSpeed: its JSON, process group and engine, and the differences between ZeRO stages.
+"""The interface to DeepSpeed: its JSON, process group and engine, the differences between ZeRO stages, and AutoTP.
 
-Written for DeepSpeed 0.19, which is imported inside functions because it reads DS_ACCELERATOR on import.
+Written for DeepSpeed 0.19, which is imported inside functions because it reads DS_ACCELERATOR on import. AutoTP splits
+every large matrix over ranks that have the same rows, when the engine is made, by transformers' plan for the
+architecture; embeddings and output layer are not split. Here are the check for models that it can split, and numbers
+that need all parts of a parameter.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from envgym.errors import ConfigError, RunError, missing_package
 from envgym.settings import deep_merge
 
-from . import checkpoint, tensor_parallel
+from . import checkpoint
 
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
 
     from .config import WorkersConfig
+
 
 MEETING_SECONDS = 300
 """Maximum time that ranks wait for each other at the start."""
@@ -140,10 +146,10 @@ def check_device(settings: WorkersConfig, dtype: torch.dtype, device: torch.devi
 
 
 def engine(
-    network: torch.nn.Module,
+    network: nn.Module,
     json: Mapping[str, Any],
     device: torch.device,
-    optimizer: Callable[[Sequence[torch.nn.Parameter]], Any] | None = None,
+    optimizer: Callable[[Sequence[nn.Parameter]], Any] | None = None,
     writer: checkpoint.Writer | None = None,
 ) -> Any:
     """DeepSpeed's engine around the network, with an optimizer if the JSON names one or `optimizer` makes one. `writer`
@@ -205,7 +211,7 @@ def take_step(engine: Any) -> float | None:
     """
     norm = None
     if isinstance(engine.optimizer, torch.optim.Optimizer):  # DeepSpeed's own optimizers store the norm
-        norm = tensor_parallel.gradient_norm(engine.module.parameters())
+        norm = gradient_norm(engine.module.parameters())
     try:
         engine.step()
     except Exception as error:
@@ -222,7 +228,7 @@ def loss_scale(engine: Any) -> float | None:
     return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
 
 
-def optimizer_part(parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, int]:
+def optimizer_part(parameter: nn.Parameter) -> tuple[torch.Tensor | None, int]:
     """The float32 weights of a parameter that this rank's optimizer updates, flat, and their offset in the parameter.
 
     None if it updates none of them. The tensor is a view, valid until the next step.
@@ -239,9 +245,7 @@ def optimizer_part(parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, 
     return parameter.data.reshape(-1), 0
 
 
-def gather_full(
-    parameter: torch.nn.Parameter, part: torch.Tensor | None, start: int, device: torch.device
-) -> torch.Tensor:
+def gather_full(parameter: nn.Parameter, part: torch.Tensor | None, start: int, device: torch.device) -> torch.Tensor:
     """The full tensor on `device`, in the parameter's shape, float32, from the ranks' parts, which are laid out like
     their `optimizer_part`. A collective call."""
     partitioned = hasattr(parameter, "ds_id")
@@ -256,7 +260,7 @@ def gather_full(
     return tensor.view(shape)
 
 
-def gathered_parameter(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
+def gathered_parameter(parameter: nn.Parameter) -> AbstractContextManager[Any]:
     """A context in which the full parameter is on every rank. All ranks must enter it."""
     if not hasattr(parameter, "ds_id"):
         return nullcontext()
@@ -353,3 +357,87 @@ def _library() -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tensor parallelism
+
+
+def check_split(model: nn.Module, size: int) -> None:
+    """Raise `ConfigError` for a model (from Hugging Face) that cannot be split into `size` parts."""
+    from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
+
+    config = model.config.get_text_config()
+    plan = getattr(model.config, "base_model_tp_plan", None) or {}
+    unknown = sorted(set(plan.values()) - SUPPORTED_STYLES)
+    heads = {"attention heads": "num_attention_heads", "key and value heads": "num_key_value_heads"}
+    counts = {kind: getattr(config, name, size) for kind, name in heads.items()}
+    obstacle = ""
+    if not plan:
+        obstacle = "transformers has no plan for it"
+    elif unknown:
+        obstacle = f"DeepSpeed cannot split layers the way transformers plans it ({', '.join(unknown)})"
+    elif undivided := [f"{count} {kind}" for kind, count in counts.items() if count % size]:
+        obstacle = f"it does not divide the {undivided[0]}"
+    if obstacle:
+        raise ConfigError(f"workers.tensor_parallel={size} does not work with {model.config.model_type}: {obstacle}")
+
+
+def prepare_split(network: nn.Module, model: nn.Module) -> None:
+    """Set what AutoTP reads on `network` and `model` (from Hugging Face): the config, and marks of frozen weights."""
+    network.config = model.config
+    for parameter in model.parameters():
+        if not parameter.requires_grad:  # AutoTP would reduce its gradient, and it has none
+            parameter._ds_grad_allreduce_registered = True
+
+
+def n_numbers(parameter: nn.Parameter) -> int:
+    """Number of numbers in a parameter, all ranks' parts included, also if it is stored in 4 bits."""
+    if (state := getattr(parameter, "quant_state", None)) is not None:
+        return math.prod(state.shape)
+    if _split_dim(parameter) is None:
+        return int(getattr(parameter, "ds_numel", parameter.numel()))  # ds_numel: of a parameter partitioned by ZeRO 3
+    return int(torch.Size(_layout(parameter)["original_shape"]).numel())
+
+
+def gather_parts(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """The full tensor, from each rank's `part` [shape of the parameter on this rank]. A collective call."""
+    dim = _split_dim(parameter)
+    if dim is None:
+        return part
+    sizes, group = _layout(parameter)["partition_sizes"], _group()
+    parts = [part.new_empty([*part.shape[:dim], max(sizes), *part.shape[dim + 1 :]]) for _ in sizes]
+    padded = torch.zeros_like(parts[0])  # parts may differ in size, and all-gather needs equal sizes
+    padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+    torch.distributed.all_gather(parts, padded, group=group)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The norm of the whole model's gradient, a scalar, from the `.grad` of each rank's parts."""
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    grads_of_parts = [parameter.grad for parameter in trained if _split_dim(parameter) is not None]
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if _split_dim(parameter) is None])
+    if not grads_of_parts:
+        return norm
+    square = torch.nn.utils.get_total_norm(grads_of_parts).square()
+    torch.distributed.all_reduce(square, group=_group())
+    return (norm.square() + square).sqrt()
+
+
+def _split_dim(parameter: nn.Parameter) -> int | None:
+    """The dimension along which AutoTP has split a parameter; None: every rank has all of it."""
+    dim: int | None = _layout(parameter).get("partition_dim")
+    return dim
+
+
+def _layout(parameter: nn.Parameter) -> dict[str, Any]:
+    """The layout that AutoTP stores on a parameter, for its own checkpoints."""
+    layout: dict[str, Any] = getattr(parameter, "ds_autotp_universal_checkpoint_meta", {})
+    return layout
+
+
+def _group() -> Any:
+    from deepspeed.utils import groups
+
+    return groups.get_tensor_model_parallel_group()

@@ -16,7 +16,7 @@ from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig, RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime, WorkerHandle
-from envgym.workers import tensor_parallel
+from envgym.workers import zero
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.sequence_parallel import Slices
@@ -437,5 +437,5 @@ def test_a_layer_that_mixes_tokens_without_attention_is_noticed(monkeypatch):
 )
 def test_models_whose_layers_cannot_be_cut_are_refused(architecture, config, size, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        tensor_parallel.check(model_of(architecture, **config), size)
+        zero.check_split(model_of(architecture, **config), size)
     assert "\n" not in str(caught.value)
