@@ -26,7 +26,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from .prefixes import RowBucket, SharedPrefixes
+from .micro_batches import RowBucket, SharedPrefixes
 
 VARLEN = "torch_varlen"
 """The name of this attention in a model's config."""

@@ -12,8 +12,7 @@ from envgym.processes.runtime import CALL_SECONDS, Message, Result, Runtime, Wor
 from envgym.types import Row
 
 from .metrics import merge
-from .micro_batches import micro_batches
-from .prefixes import sort_by_prefix
+from .micro_batches import micro_batches, sort_by_prefix
 from .spec import RankInfo, WorkerSpec
 
 if TYPE_CHECKING:

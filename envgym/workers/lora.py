@@ -7,14 +7,15 @@ al., "QLoRA" (2023).
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from envgym.errors import ConfigError, missing_package
 from envgym.settings import Settings
 
-from .config import WorkersConfig
+if TYPE_CHECKING:
+    from .config import WorkersConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of an adapter folder in peft's format."""

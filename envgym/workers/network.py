@@ -23,7 +23,7 @@ from .adapter import quantization, tame_quantized
 from .attention import VARLEN, attention_over, gather, not_covered, runs_here, takes_ends
 from .export import n_experts
 from .head import LogprobHead, Rescaling, configure_scalar_head, scalar_head
-from .prefixes import SharedPrefixes
+from .micro_batches import SharedPrefixes
 from .sequence_parallel import Slices
 
 

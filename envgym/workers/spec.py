@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from envgym.learner import RoleSpec
-from envgym.types import Row
+from typing import TYPE_CHECKING, Any
 
 from .config import WorkersConfig
 from .lora import LoraConfig
-from .micro_batches import Layout, choose_layout
+
+if TYPE_CHECKING:
+    from envgym.learner import RoleSpec
+    from envgym.types import Row
+
+    from .micro_batches import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class RankInfo:
 
     def layout_of(self, samples: Sequence[Row]) -> Layout:
         """The layout of these samples in the model; see `choose_layout`."""
+        from .micro_batches import choose_layout
+
         return choose_layout(samples, shares_prefixes=not self.not_shared, packed=self.packed)
 
     def flops(self, samples: Sequence[Row]) -> float:

@@ -25,9 +25,8 @@ from envgym.workers import attention
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.lora import LoraConfig
-from envgym.workers.micro_batches import micro_batches, network_inputs, pad
+from envgym.workers.micro_batches import SharedPrefixes, micro_batches, n_distinct, network_inputs, pad, shared_share
 from envgym.workers.network import TokenNetwork, load_model
-from envgym.workers.prefixes import SharedPrefixes, n_distinct, shared_share
 from envgym.workers.spec import WorkerSpec
 from envgym.workers.trials import obstacle_to_sharing
 from tests.weight_files import export_group
