@@ -50,8 +50,7 @@ def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
         page.wait_for_function(LISTED, arg=["question 0?", "held-out answer at 0"])
         assert main.locator("a.row").count() == 3
         main.locator("a.row").first.click()
-        page.wait_for_selector(".talk")
-        assert "held-out answer at 0" in main.inner_text()
+        page.wait_for_selector(".talk:has-text('held-out answer at 0')")
         main = opened(page, url, f"run/{RUN}")
         page.wait_for_selector(".charts .chart:not([hidden]) canvas")
         assert "step 2 inference engine and trainer differ by 0.2 nats" in main.locator(".alarms").inner_text()
