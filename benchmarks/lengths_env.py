@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym.env import Env, Info, StepResult
-from envgym.tasks import DataEnvConfig, DataEnvSpec
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Observation, as_messages
 
 

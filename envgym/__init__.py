@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from .agent import Agent
     from .api import EvalResult, TrainResult, evaluate, train
     from .env import Env, EnvConfig, EnvSpec, SeededTasks, StepInfo, TaskList, TaskSet
+    from .env.data import DataEnvConfig, DataEnvSpec
     from .errors import EnvgymError, InvalidOutcome
     from .learner import Learner
     from .registry import list_ids, make, register, spec
     from .rewards import Reward, reward
-    from .tasks import DataEnvConfig, DataEnvSpec
     from .tools import McpServer, Tool, ToolEnv, ToolEnvConfig
     from .types import Action, Episode, Message, Observation, Outcome, StopReason, Task, ToolCall
 
@@ -27,11 +27,11 @@ _NAMES = {
     "agent": ("Agent",),
     "api": ("EvalResult", "TrainResult", "evaluate", "train"),
     "env": ("Env", "EnvConfig", "EnvSpec", "SeededTasks", "StepInfo", "TaskList", "TaskSet"),
+    "env.data": ("DataEnvConfig", "DataEnvSpec"),
     "errors": ("EnvgymError", "InvalidOutcome"),
     "learner": ("Learner",),
     "registry": ("list_ids", "make", "register", "spec"),
     "rewards": ("Reward", "reward"),
-    "tasks": ("DataEnvConfig", "DataEnvSpec"),
     "tools": ("McpServer", "Tool", "ToolEnv", "ToolEnvConfig"),
     "types": ("Action", "Episode", "Message", "Observation", "Outcome", "StopReason", "Task", "ToolCall"),
 }

@@ -11,20 +11,17 @@ which an equal spec can be built.
 
 from __future__ import annotations
 
+from envgym.tasks import GeneratedTasks, SeededTasks, TaskList, TaskSet
 from envgym.types import Action, Message, Observation, Task
 
 from .checked import CheckedEnv
 from .protocol import (
     Env,
     EnvConfig,
-    GeneratedTasks,
     Info,
     Recording,
-    SeededTasks,
     StepInfo,
     StepResult,
-    TaskList,
-    TaskSet,
 )
 from .spec import EnvSpec
 

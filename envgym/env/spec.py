@@ -18,11 +18,12 @@ from pydantic import ValidationError, create_model
 from envgym.errors import ConfigError, NameNotFound, reported_as
 from envgym.hashing import source_hash, text_hash
 from envgym.settings import settings_error
+from envgym.tasks import SeededTasks, TaskSet
 from envgym.types import Episode, Message, Reward, Task
 
 from .checked import CheckedEnv
 from .in_processes import EnvProcesses, ProcessEnv
-from .protocol import Env, EnvConfig, Recording, SeededTasks, TaskSet
+from .protocol import Env, EnvConfig, Recording
 
 
 class EnvSpec:

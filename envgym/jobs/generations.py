@@ -15,10 +15,11 @@ from typing import Any
 
 from envgym.config.schema import StageConfig
 from envgym.env import EnvSpec
+from envgym.env.data import DataEnvSpec
 from envgym.errors import DataError, did_you_mean
 from envgym.registry import task_set_of
 from envgym.rewards.final_answers import reference
-from envgym.tasks import DataEnvSpec, SourceConfig
+from envgym.tasks import SourceConfig
 from envgym.tasks.columns import PROMPT_FIELDS, prompt_key
 from envgym.tasks.hub import is_hub_id
 from envgym.tasks.rows import Row, Rows, open_rows

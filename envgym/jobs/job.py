@@ -15,6 +15,7 @@ from envgym.agent import Agent
 from envgym.config.schema import Component
 from envgym.disk import write_atomically
 from envgym.env import CheckedEnv, EnvSpec, TaskList
+from envgym.env.data import DataEnvSpec
 from envgym.episodes.journal import episode_line
 from envgym.evaluation.result import mean_score, result_of, score_warning
 from envgym.evaluation.statistics import suite_mean
@@ -24,7 +25,6 @@ from envgym.placement.plan import placed_runtime
 from envgym.rollout.runner import Runner, SamplingPlan, run_episode
 from envgym.run_folder import RunFolder
 from envgym.services.start import refuse_policies
-from envgym.tasks import DataEnvSpec
 from envgym.transcript import EMPTY_ANSWERS
 from envgym.types import Group, Outcome, Task, ToolSpec
 

@@ -9,9 +9,9 @@ from textwrap import indent
 
 from envgym.config.schema import StageConfig
 from envgym.env import EnvSpec
+from envgym.env.data import DataEnvSpec
 from envgym.errors import DataError, InvalidStep, printable_line
 from envgym.render import NoRenderer, Renderer, TextRenderer
-from envgym.tasks import DataEnvSpec
 from envgym.types import Observation, Task, as_messages
 
 LOOKED_AT = 50_000

@@ -14,11 +14,12 @@ from typing import Any, ClassVar, TypeVar, overload
 from pydantic import Field
 
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import CallTimeout, ConfigError, DataError, InvalidStep
 from envgym.loading import attribute, import_target, target_of
 from envgym.processes import alarms
 from envgym.processes.pool import Processes
-from envgym.tasks import DataEnvConfig, DataEnvSpec, prompt_key
+from envgym.tasks import prompt_key
 from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
 from envgym.tasks.config import SourceConfig
 from envgym.types import Action, Episode, Message, Observation, Reward, Task, as_messages

@@ -7,12 +7,12 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from envgym.env import TaskSet
 from envgym.errors import RunError
 from envgym.hashing import derived_seed
 from envgym.types import Group, Task
 
 from .curriculum import Curriculum
+from .task_set import TaskSet
 
 
 async def tasks_at(tasks: TaskSet, indices: Iterable[int]) -> list[Task]:

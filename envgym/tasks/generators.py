@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from envgym.env import TaskSet
 from envgym.errors import DataError, EnvgymError
 from envgym.loading import load_function
 from envgym.types import Task
 
 from .columns import TaskReader, bad_rows
 from .rows import ListedRows, Row, RowLeftOut
+from .task_set import TaskSet
 
 MAX_ROWS = 10_000_000
 """A generator that yields more is probably meant to be endless."""

@@ -8,11 +8,11 @@ import random
 from collections.abc import Sequence
 from itertools import accumulate
 
-from envgym.env import TaskSet
 from envgym.hashing import derived_seed
 from envgym.types import Task
 
 from .rows import locate
+from .task_set import TaskSet
 
 LARGEST_BLOCK = 1000
 """Maximum tasks of a block with exact proportions; proportions that need a larger one are rounded."""

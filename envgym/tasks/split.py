@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from envgym.env import TaskList, TaskSet
 from envgym.errors import DataError
 from envgym.types import Task
 
@@ -21,6 +20,7 @@ from .config import DataConfig, Selection, SourceConfig, is_generator
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved, Joined
 from .rows import Row, RowLeftOut, Rows, SelectedRows, open_rows, test_split_of
+from .task_set import TaskList, TaskSet
 
 _Reader = Callable[..., TaskReader]
 """Factory of a source's reader: `reader(settings, prefix=…)`."""

@@ -11,9 +11,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import DataError
 from envgym.sandbox import Limits, Sandbox
-from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
+from envgym.tasks import GeneratedTasks
 from envgym.tasks.columns import ANSWER_FIELDS, PROMPT_FIELDS
 from envgym.types import Action, Message, Observation, Task, add_instruction, as_messages
 

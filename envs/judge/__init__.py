@@ -11,9 +11,9 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from envgym.env import Env, Info, StepResult
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.services import Chat, ChatClient, Service
-from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Episode, Message, Reward, Task, as_messages
 
 from .prompts import Question, ranking_prompt, scoring_prompt

@@ -11,10 +11,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import InvalidOutcome, missing_package
 from envgym.hashing import hash_fraction
 from envgym.rewards.final_answers import boxed, final_line, reference
-from envgym.tasks import DataEnvConfig, DataEnvSpec, GeneratedTasks
+from envgym.tasks import GeneratedTasks
 from envgym.types import Action, Message, Task, add_instruction, as_messages
 
 from . import forms

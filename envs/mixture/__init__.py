@@ -14,10 +14,11 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from envgym import registry
 from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet
 from envgym.env.checked import posed_task
+from envgym.env.data import DataEnvSpec
 from envgym.errors import ConfigError, EnvgymError, ResetNeeded, UnknownKey, did_you_mean
 from envgym.hashing import text_hash
 from envgym.settings import Settings
-from envgym.tasks import DataEnvSpec, InProportion, Interleaved
+from envgym.tasks import InProportion, Interleaved
 from envgym.types import Action, Episode, Message, Observation, Task
 
 SAMPLING = ("tool_calling", "multi_turn", "single_turn")

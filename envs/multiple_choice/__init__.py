@@ -10,9 +10,9 @@ from string import ascii_uppercase as LETTERS
 from typing import Any, Literal
 
 from envgym.env import Env, Info, Recording, StepResult
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import DataError, did_you_mean, reported_as
 from envgym.rewards.final_answers import boxed
-from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.tasks.columns import ANSWER_FIELDS, PROMPT_FIELDS
 from envgym.tasks.config import Names
 from envgym.types import Action, Message, Task, add_instruction

@@ -19,8 +19,9 @@ from pydantic import Field, model_validator
 
 from envgym.agents.external import responses_api
 from envgym.env import Env, Info, StepResult
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import ConfigError, DataError, InvalidOutcome, did_you_mean
-from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
+from envgym.tasks import Form
 from envgym.types import Action, Message, Observation, StopReason, Task, ToolCall, as_messages
 
 from .protocol import PARAMS, FlowName, check_valid, number, numbers

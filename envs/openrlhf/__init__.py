@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import Field
 
 from envgym.env import Env, EnvSpec, Info, StepResult
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import InvalidStep
 from envgym.hashing import text_hash
 from envgym.processes.pool import Processes, ProcessSession
 from envgym.registry import spec_from_json
 from envgym.rewards import Reward, prompt_text
 from envgym.rewards.environments import GroupRewardEnv, last_action, seed_of
-from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Episode, Message, Observation, Task, as_messages
 
 if TYPE_CHECKING:

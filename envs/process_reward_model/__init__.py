@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from envgym.env import Env, Info, StepResult
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import ConfigError
 from envgym.services import RewardModel, Service
-from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Observation, StopReason, as_messages
 
 

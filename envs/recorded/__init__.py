@@ -10,8 +10,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from envgym.env import Env, Info, Recording, StepResult
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import did_you_mean
-from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
+from envgym.tasks import Form
 from envgym.tasks.config import DataConfig, Template
 from envgym.tasks.rows import Row
 from envgym.types import Action, Message, Observation, Task, ToolSpec

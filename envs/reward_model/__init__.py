@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field
 
 from envgym.env import Env, Info, StepResult
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import ConfigError
 from envgym.services import Assessment, RewardClient, RewardEndpoint, RewardModel, Service, preference
-from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Message, Task, as_messages
 
 Weight = Annotated[float, Field(allow_inf_nan=False)]

@@ -209,7 +209,7 @@ class Env(envgym.Env):
             await asyncio.sleep(600)
         return (), float(len(action.token_ids)), True, False, {}
 
-from envgym.tasks import DataEnvConfig, DataEnvSpec
+from envgym.env.data import DataEnvConfig, DataEnvSpec
 
 class Spec(DataEnvSpec):
     env_class = Env

@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Collection
 from typing import ClassVar
 
-from envgym.env import EnvConfig, EnvSpec, TaskSet
 from envgym.errors import ConfigError
+from envgym.tasks.columns import DEFAULT_FIELDS, FieldNames, Form, TaskReader
+from envgym.tasks.config import DataConfig, SourceConfig
+from envgym.tasks.split import TaskSplits, load_tasks
+from envgym.tasks.task_set import TaskSet
 from envgym.types import Task
 
-from .columns import DEFAULT_FIELDS, FieldNames, Form, TaskReader
-from .config import DataConfig, SourceConfig
-from .split import TaskSplits, load_tasks
+from .protocol import EnvConfig
+from .spec import EnvSpec
 
 
 class DataEnvConfig(EnvConfig):
