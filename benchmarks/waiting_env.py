@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from envgym.env import StepResult
-from envgym.tools import ToolEnv, ToolEnvConfig
+from envgym.env.tools import ToolEnv, ToolEnvConfig
 from envgym.types import Action
 
 

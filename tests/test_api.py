@@ -140,7 +140,7 @@ def test_classes_become_targets_that_load_the_same_class():
     target = target_of(Echo)
     assert target == "tests.test_api:Echo"
     assert load_class(target, (envgym.Env,), "environment") is Echo
-    assert target_of(envgym.ToolEnv) == "envgym.tools.env:ToolEnv"
+    assert target_of(envgym.ToolEnv) == "envgym.env.tools:ToolEnv"
     with pytest.raises(ConfigError, match=r"Local is no top-level name of .*: define it at the top level of a file"):
         target_of(Local)
 

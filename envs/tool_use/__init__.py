@@ -13,11 +13,12 @@ from pydantic import Field
 
 from envgym.env import TaskList, TaskSet
 from envgym.env.data import DataEnvConfig, DataEnvSpec
+from envgym.env.tools import ToolEnv, ToolEnvConfig
 from envgym.errors import ConfigError
 from envgym.hashing import hash_fraction
 from envgym.sandbox import Limits, Sandbox, python_tool
 from envgym.tasks import GeneratedTasks
-from envgym.tools import McpServer, McpSession, Tool, ToolBox, ToolEnv, ToolEnvConfig, load_tool
+from envgym.tools import McpServer, McpSession, Tool, ToolBox, load_tool
 from envgym.types import Action, Message, Task, ToolCall
 
 PYTHON = "python"

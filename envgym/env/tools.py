@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
 from envgym.errors import ConfigError
+from envgym.tools import McpServer, McpSession, Tool, ToolBox
 from envgym.types import Action, Message, Observation, Reward, as_messages
 
-from .box import ToolBox
-from .mcp_server import McpServer, McpSession
-from .tool import Tool
+from .protocol import Env, EnvConfig, Info, StepResult
+from .spec import EnvSpec
 
 
 class ToolEnvConfig(EnvConfig):

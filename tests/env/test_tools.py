@@ -8,12 +8,12 @@ import pytest
 
 import envgym
 from envgym.env import EnvConfig
+from envgym.env.tools import ToolEnvSpec
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.tools import McpServer
-from envgym.tools.env import ToolEnvSpec
 from envgym.types import Message, Task, ToolCall
 
-PROGRAM = str(Path(__file__).with_name("mcp_program.py"))
+PROGRAM = str(Path(__file__).parents[1] / "tools" / "mcp_program.py")
 
 
 class Shop(envgym.ToolEnv):
