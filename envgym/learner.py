@@ -82,6 +82,20 @@ class RowBatch:
     episodes: torch.Tensor
     units: torch.Tensor
 
+    def weighted_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of `values` [B, T] times the loss weights, over the tokens of positive weight. At others `values`
+        may be NaN."""
+        return (self.loss_weights * values).where(self.loss_weights > 0, 0.0).sum()
+
+    def unit_sums(self, values: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """[units] the sum of `values` [B, T] over each unit's tokens of positive weight, in all rows or those that
+        `rows` [B] marks; units in the order of their keys."""
+        row_sums = values.where(self.loss_weights > 0, 0.0).sum(1)
+        if rows is not None:
+            row_sums = row_sums.where(rows, 0.0)
+        units, index = self.units.unique(return_inverse=True)
+        return row_sums.new_zeros(len(units)).index_add(0, index, row_sums)
+
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
@@ -103,6 +117,8 @@ class Outputs:
 MetricSums = dict[str, tuple[float, float]]
 """name -> (numerator, denominator); summed over micro-batches and ranks, then divided. Names that end in `/max` or
 `/min` hold (value, 1) and are combined by max or min instead."""
+LossAndMetrics = tuple["torch.Tensor", MetricSums]
+"""A loss, summed over the batch or divided by its normalizer, and metrics to log."""
 
 
 class OptimizerConfig(Settings):
@@ -232,9 +248,7 @@ class Learner(ABC):
         return {name: max(total, 1e-8) for name, total in totals.items()}
 
     @abstractmethod
-    def loss(
-        self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]
-    ) -> tuple[torch.Tensor, MetricSums]:
+    def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         """The micro-batch's share of the optimizer step's loss (a scalar), and metrics to log."""
 
     def metrics(self, rows: Sequence[Row]) -> dict[str, float]:

@@ -9,14 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch
+from pydantic import Field
+
+from envgym.learner import LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Group, Row
 
-from .settings import DistillConfig
-from .sft import SFT
+from .sft import SFT, SFTConfig
 
 if TYPE_CHECKING:
-    from .losses import LossAndMetrics
+    from torch import Tensor
+
+EPS = 1e-6
+"""Remaining probability below which it is taken for rounding error, and 0."""
+
+
+class DistillConfig(SFTConfig):
+    """Settings of distillation."""
+
+    kd_coef: float = Field(0.4, ge=0, le=1)
+    """Weight of the KL from the teacher; the cross-entropy of the answers has the remaining weight."""
+    top_k: int = Field(64, ge=1)
+    """Number of the teacher's most likely tokens in the KL; all other tokens count as one more."""
 
 
 class Distill(SFT):
@@ -41,13 +54,26 @@ class Distill(SFT):
         return rows
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
-        import torch
-
-        from .losses import cross_entropy, topk_forward_kl
-
-        nll, metric = cross_entropy(outputs, batch)
+        nll, metrics = super().loss(role, outputs, batch, normalizers)
         counts = batch.loss_weights > 0
         student, teacher = outputs.extra_logprobs[counts], batch.arrays["teacher"][counts]
-        distance = (batch.loss_weights[counts] * topk_forward_kl(student, teacher)).sum()
-        total = torch.lerp(nll, distance, self.config.kd_coef) / normalizers[batch.objective]
-        return total, {"loss": metric, "distill/kl": (float(distance.detach()), metric[1])}
+        kl = (batch.loss_weights[counts] * topk_forward_kl(student, teacher)).sum()
+        total = nll.lerp(kl / normalizers[batch.objective], self.config.kd_coef)
+        return total, metrics | {"distill/kl": (float(kl.detach()), float(batch.loss_weights.sum()))}
+
+
+def topk_forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """[tokens] the KL of the student's distribution q from the teacher's p, in nats: sum p (log p - log q).
+
+    student, teacher [tokens, k]: log-probabilities of the teacher's k most likely tokens. All other tokens count as
+    one more token, of probability 0 if k is the whole vocabulary: then the KL is exact.
+    """
+    p_rest, q_rest = remainder(teacher), remainder(student)
+    rest_kl = (p_rest * (p_rest.clamp(min=EPS) / q_rest.clamp(min=EPS)).log()).where(p_rest > 0, 0.0)
+    return (teacher.exp() * (teacher - student)).sum(-1) + rest_kl
+
+
+def remainder(logprobs: Tensor) -> Tensor:
+    """The probability mass outside the tokens of the last dimension, 1 - sum exp(logprobs); 0 if below `EPS`."""
+    mass = 1 - logprobs.exp().sum(-1)
+    return mass.where(mass > EPS, 0.0)

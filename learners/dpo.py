@@ -8,16 +8,37 @@ Mitchell, "A note on DPO with noisy preferences" (2023), for label smoothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch
+from pydantic import Field, ValidationInfo, field_validator
+
+from envgym.learner import LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Row
 
-from .pairs import PairLearner
-from .settings import DPOConfig
+from .pairs import PairLearner, pair_sums
 
 if TYPE_CHECKING:
-    from .losses import LossAndMetrics
+    from torch import Tensor
+
+
+class DPOConfig(LearnerConfig):
+    """Settings of DPO."""
+
+    beta: float = Field(0.1, gt=0)
+    """Strength of the pull to the reference model: with a smaller beta the policy may diverge further."""
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """`sigmoid`: DPO's logistic loss; `ipo`: a squared one, which does not push separated pairs apart."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Assumed share of pairs with swapped labels (cDPO)."""
+    nll_coef: float = Field(0.0, ge=0)
+    """Weight of the cross-entropy of the chosen answers, a mean over their tokens."""
+
+    @field_validator("label_smoothing")
+    @classmethod
+    def _is_the_sigmoids(cls, smoothing: float, info: ValidationInfo) -> float:
+        if smoothing and info.data.get("loss") == "ipo":
+            raise ValueError("label_smoothing is for loss=sigmoid: IPO's loss is not sure of its labels anyway")
+        return smoothing
 
 
 class DPO(PairLearner):
@@ -36,8 +57,6 @@ class DPO(PairLearner):
         return super().loss_normalizers(rows) | {"nll": max(1e-8, weight)}
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
-        from .losses import dpo_loss, nll_of_chosen, pair_sums
-
         policy = pair_sums(outputs.logprobs, batch)
         reference = pair_sums(batch.arrays["reference"], batch)
         chosen_rewards, rejected_rewards = (self.config.beta * (p - r) for p, r in zip(policy, reference, strict=True))
@@ -56,3 +75,24 @@ class DPO(PairLearner):
             total = total + self.config.nll_coef * nll / normalizers["nll"]
             metrics["nll"] = (float(nll.detach()), weight)
         return total, metrics
+
+
+def dpo_loss(margin: Tensor, config: DPOConfig) -> Tensor:
+    """The loss of pairs from their `margin` m: beta times the log-ratio log pi - log pi_ref of the chosen answer minus
+    that of the rejected one.
+
+    `sigmoid`: -(1 - e) log sigmoid(m) - e log sigmoid(-m), with label smoothing e (R. Rafailov et al., 2023, eq. 7;
+    cDPO: E. Mitchell, 2023). `ipo`: (m / beta - 1 / (2 beta))^2 (M. G. Azar et al., 2023, eq. 17).
+    """
+    from torch.nn.functional import logsigmoid
+
+    if config.loss == "ipo":
+        return (margin / config.beta - 1 / (2 * config.beta)).square()
+    correct, flipped = (logsigmoid(sign * margin) for sign in (1, -1))
+    return -(1 - config.label_smoothing) * correct - config.label_smoothing * flipped
+
+
+def nll_of_chosen(logprobs: Tensor, batch: RowBatch) -> tuple[Tensor, float]:
+    """The weighted sum of -log pi over the chosen answers' tokens, and the sum of their weights."""
+    weights = batch.loss_weights * batch.arrays["chosen"]
+    return (-weights * logprobs).where(weights > 0, 0.0).sum(), float(weights.sum())

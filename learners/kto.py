@@ -8,18 +8,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import Learner, LearnerConfig, Outputs, RoleSpec, RowBatch
-from envgym.types import Group, Objective, Row
+from pydantic import Field
 
-from .settings import KTOConfig
+from envgym.learner import Learner, LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
+from envgym.types import Group, Objective, Row
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from envgym.types.episodes import FloatArray
 
-    from .losses import LossAndMetrics
+
+class KTOConfig(LearnerConfig):
+    """Settings of KTO."""
+
+    beta: float = Field(0.1, gt=0)
+    """Strength of the pull to the reference model; a larger beta saturates the loss sooner."""
+    desirable: float = Field(1.0, ge=0)
+    """Weight of good answers. Choose both so that good and bad answers have about equal total weight."""
+    undesirable: float = Field(1.0, ge=0)
+    """Weight of bad answers."""
 
 
 class KTO(Learner):
@@ -70,9 +80,7 @@ class KTO(Learner):
         return super().loss_normalizers(rows) | {Objective.LABEL: max(1.0, float(len(episodes)))}
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
-        from .losses import kto_loss, unit_constants, unit_sums
-
-        log_ratios = unit_sums(outputs.logprobs, batch) - unit_sums(batch.arrays["reference"], batch)
+        log_ratios = batch.unit_sums(outputs.logprobs) - batch.unit_sums(batch.arrays["reference"])
         labels, baseline = unit_constants("good", batch), unit_constants("baseline", batch)
         losses = kto_loss(log_ratios, baseline, labels > 0, self.config)
         right = (log_ratios.detach() > baseline) == (labels > 0)
@@ -95,6 +103,23 @@ class KTO(Learner):
         if {"reward/good", "reward/bad"} <= metrics.keys():
             result["eval/margin"] = metrics["reward/good"] - metrics["reward/bad"]
         return result
+
+
+def kto_loss(log_ratio: Tensor, baseline: Tensor, is_good: Tensor, config: KTOConfig) -> Tensor:
+    """w_d (1 - sigmoid(beta (l - z))) of good answers and w_u (1 - sigmoid(beta (z - l))) of bad ones.
+
+    l is the `log_ratio` log pi - log pi_ref of an answer, z the `baseline`, `is_good` bool; all one shape. Source: K.
+    Ethayarajh et al. (2024), eq. 8.
+    """
+    margin = config.beta * (log_ratio - baseline)
+    desirable, undesirable = config.desirable * (-margin).sigmoid(), config.undesirable * margin.sigmoid()
+    return desirable.where(is_good, undesirable)
+
+
+def unit_constants(name: str, batch: RowBatch) -> Tensor:
+    """[units] the value of `batch.arrays[name]`, which is constant over the tokens of a unit."""
+    units, index = batch.units.unique(return_inverse=True)
+    return batch.arrays[name].new_zeros(len(units)).index_copy(0, index, batch.arrays[name][:, 0])
 
 
 def weighted_sum(row: Row, values: FloatArray) -> float:

@@ -13,15 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from envgym.learner import MetricSums, Outputs, RowBatch
+from envgym.learner import LossAndMetrics, MetricSums, Outputs, RowBatch
 
 from .policy_losses import policy_loss_of
-from .settings import CorrectionConfig, DPOConfig, KLEstimator, KTOConfig, PolicyGradientConfig
-
-EPS = 1e-6
-"""Remaining probability below which it is taken for rounding error, and 0."""
-LossAndMetrics = tuple[Tensor, MetricSums]
-"""A loss, summed over the batch or divided by its normalizer, and metrics to log."""
+from .settings import CorrectionConfig, KLEstimator, PolicyGradientConfig
 
 # ---------------------------------------------------------------------------------------------------------
 # The policy
@@ -181,16 +176,6 @@ def state_values(outputs: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Plain text
-
-
-def cross_entropy(outputs: Outputs, batch: RowBatch) -> tuple[Tensor, tuple[float, float]]:
-    """The weighted sum over the batch's tokens of -log pi; and as a metric that sum and the sum of the weights."""
-    nll = torch.where(batch.loss_weights > 0, -batch.loss_weights * outputs.logprobs, 0.0).sum()
-    return nll, (float(nll.detach()), float(batch.loss_weights.sum()))
-
-
-# ---------------------------------------------------------------------------------------------------------
 # MetricSums
 
 
@@ -226,89 +211,3 @@ def token_metrics(means: Mapping[str, Tensor], log_ratio: Tensor, mask: Tensor) 
         "policy/ratio/min": (min_ratio, 1.0),
         "policy/effective_share": (weight, squared),
     }
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Preferences and labels. A unit of a batch is a pair, or an episode; arrays [units] hold one number per unit
-
-
-def unit_sums(values: Tensor, batch: RowBatch, rows: Tensor | None = None) -> Tensor:
-    """[units] the sum of `values` [B, T] over each unit's tokens of positive weight, in all or `rows` [B] of it."""
-    row_sums = torch.where(batch.loss_weights > 0, values, 0.0).sum(1)
-    if rows is not None:
-        row_sums = torch.where(rows, row_sums, 0.0)
-    units, index = batch.units.unique(return_inverse=True)
-    return row_sums.new_zeros(len(units)).index_add(0, index, row_sums)
-
-
-def unit_constants(name: str, batch: RowBatch) -> Tensor:
-    """[units] the value of `batch.arrays[name]`, which is constant over the tokens of a unit."""
-    units, index = batch.units.unique(return_inverse=True)
-    return batch.arrays[name].new_zeros(len(units)).index_copy(0, index, batch.arrays[name][:, 0])
-
-
-def pair_sums(values: Tensor, batch: RowBatch) -> tuple[Tensor, Tensor]:
-    """[pairs] each: the sums of `values` over the chosen and over the rejected answers' tokens of positive weight."""
-    is_chosen = batch.arrays["chosen"][:, 0] > 0
-    return unit_sums(values, batch, is_chosen), unit_sums(values, batch, ~is_chosen)
-
-
-def ranking_loss(difference: Tensor, margin: Tensor) -> Tensor:
-    """-log sigmoid(r_chosen - r_rejected - margin), the shape of `difference`.
-
-    Source: L. Ouyang et al. (2022), eq. 1; the margin H. Touvron et al., "Llama 2" (2023), eq. 2. Without a margin it
-    is log(1 + exp(r_rejected - r_chosen)).
-    """
-    return -torch.nn.functional.logsigmoid(difference - margin)
-
-
-def dpo_loss(margin: Tensor, config: DPOConfig) -> Tensor:
-    """The loss of pairs from their `margin` m: beta times the log-ratio log pi - log pi_ref of the chosen answer minus
-    that of the rejected one.
-
-    `sigmoid`: -(1 - e) log sigmoid(m) - e log sigmoid(-m), with label smoothing e (R. Rafailov et al., 2023, eq. 7;
-    cDPO: E. Mitchell, 2023). `ipo`: (m / beta - 1 / (2 beta))^2 (M. G. Azar et al., 2023, eq. 17).
-    """
-    if config.loss == "ipo":
-        return (margin / config.beta - 1 / (2 * config.beta)).square()
-    correct, flipped = (torch.nn.functional.logsigmoid(sign * margin) for sign in (1, -1))
-    return -(1 - config.label_smoothing) * correct - config.label_smoothing * flipped
-
-
-def nll_of_chosen(logprobs: Tensor, batch: RowBatch) -> tuple[Tensor, float]:
-    """The weighted sum of -log pi over the chosen answers' tokens, and the sum of their weights."""
-    weights = batch.loss_weights * batch.arrays["chosen"]
-    return torch.where(weights > 0, -weights * logprobs, 0.0).sum(), float(weights.sum())
-
-
-def kto_loss(log_ratio: Tensor, baseline: Tensor, is_good: Tensor, config: KTOConfig) -> Tensor:
-    """w_d (1 - sigmoid(beta (l - z))) of good answers and w_u (1 - sigmoid(beta (z - l))) of bad ones.
-
-    l is the `log_ratio` log pi - log pi_ref of an answer, z the `baseline`, `is_good` bool; all one shape. Source: K.
-    Ethayarajh et al. (2024), eq. 8.
-    """
-    margin = config.beta * (log_ratio - baseline)
-    desirable, undesirable = config.desirable * (-margin).sigmoid(), config.undesirable * margin.sigmoid()
-    return torch.where(is_good, desirable, undesirable)
-
-
-def step_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The binary cross-entropy of `labels` in [0, 1], the shape of both."""
-    return torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-
-
-def topk_forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """[tokens] the KL of the student's distribution q from the teacher's p, in nats: sum p (log p - log q).
-
-    student, teacher [tokens, k]: log-probabilities of the teacher's k most likely tokens. All other tokens count as
-    one more token, of probability 0 if k is the whole vocabulary: then the KL is exact.
-    """
-    p_rest, q_rest = remainder(teacher), remainder(student)
-    rest_kl = torch.where(p_rest > 0, p_rest * (p_rest.clamp(min=EPS) / q_rest.clamp(min=EPS)).log(), 0.0)
-    return (teacher.exp() * (teacher - student)).sum(-1) + rest_kl
-
-
-def remainder(logprobs: Tensor) -> Tensor:
-    """The probability mass outside the tokens of the last dimension, 1 - sum exp(logprobs); 0 if below `EPS`."""
-    mass = 1 - logprobs.exp().sum(-1)
-    return torch.where(mass > EPS, mass, 0.0)

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import Learner
+from envgym.learner import Learner, RowBatch
 from envgym.types import Episode, Group, Objective, Row
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from envgym.types.episodes import FloatArray
 
 Pair = tuple[Episode, Episode]
@@ -83,3 +85,9 @@ def best_and_worst(groups: Sequence[Group]) -> list[Pair]:
             best, worst = (pick(rewarded, key=itemgetter(0))[1] for pick in (max, min))
             pairs.append((best, worst))
     return pairs
+
+
+def pair_sums(values: Tensor, batch: RowBatch) -> tuple[Tensor, Tensor]:
+    """[pairs] each: the sums of `values` over the chosen and over the rejected answers' tokens of positive weight."""
+    is_chosen = batch.arrays["chosen"][:, 0] > 0
+    return batch.unit_sums(values, is_chosen), batch.unit_sums(values, ~is_chosen)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from envgym.learner import Learner, LearnerConfig, Outputs, RoleSpec, RowBatch
+from envgym.learner import Learner, LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Episode, Group, Objective, Row, Status
 
 from .advantages import (
@@ -27,7 +27,6 @@ from .settings import KLEstimator, PolicyGradientConfig
 
 if TYPE_CHECKING:
     from .advantages import Mask, TokenArray
-    from .losses import LossAndMetrics
 
 
 class PolicyGradient(Learner):
@@ -134,10 +133,9 @@ class PolicyGradient(Learner):
         # `pretrain_coef` times the cross-entropy of pre-training text, a mean over its tokens. Source: the PPO-ptx
         # objective of L. Ouyang et al., "Training language models to follow instructions with human feedback" (2022),
         # eq. 2.
-        from .losses import cross_entropy
-
-        total, metric = cross_entropy(outputs, batch)
-        return self.config.pretrain_coef * total / normalizers[batch.objective], {"pretrain/loss": metric}
+        nll = batch.weighted_sum(-outputs.logprobs)
+        metrics = {"pretrain/loss": (float(nll.detach()), float(batch.loss_weights.sum()))}
+        return self.config.pretrain_coef * nll / normalizers[batch.objective], metrics
 
     def actor_loss(self, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         """The policy-gradient loss of the policy."""

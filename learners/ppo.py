@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch
+from envgym.learner import LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Objective, Row
 
 from .advantages import ActionTokens, gae_advantages
@@ -20,7 +20,6 @@ from .settings import Credit, PolicyGradientConfig, RewardKL, Scope
 
 if TYPE_CHECKING:
     from .advantages import TokenArray
-    from .losses import LossAndMetrics
 
 
 class PPOConfig(PolicyGradientConfig):

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from envgym.learner import Learner, Outputs, RoleSpec, RowBatch
+from envgym.learner import Learner, LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Group, Objective, Row
 
 if TYPE_CHECKING:
     from envgym.types.episodes import FloatArray
-
-    from .losses import LossAndMetrics
 
 
 class ProcessRewardModel(Learner):
@@ -43,11 +41,11 @@ class ProcessRewardModel(Learner):
         return labelled
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
-        from .losses import step_loss
+        from torch.nn.functional import binary_cross_entropy_with_logits
 
         counts = batch.loss_weights > 0
         values, labels = outputs.values[counts], batch.arrays["labels"][counts]
-        losses = step_loss(values, labels)
+        losses = binary_cross_entropy_with_logits(values, labels, reduction="none")
         n = float(len(losses))
         right = ((values > 0) == (labels > 0.5)).sum()
         total = losses.sum() / normalizers[batch.objective]

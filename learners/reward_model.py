@@ -9,16 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from envgym.learner import LearnerConfig, Outputs, RoleSpec, RowBatch
+from envgym.learner import LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Episode, Row
 
-from .pairs import PairLearner
-from .settings import RewardModelConfig
+from .pairs import PairLearner, pair_sums
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from envgym.types.episodes import FloatArray
 
-    from .losses import LossAndMetrics
+
+class RewardModelConfig(LearnerConfig):
+    """Settings of a reward model."""
+
+    margin: bool = False
+    """Require the chosen answer's reward to be higher by the pair's `margin`, a field of the data."""
 
 
 class RewardModelLearner(PairLearner):
@@ -48,8 +54,6 @@ class RewardModelLearner(PairLearner):
         return [last.copy_with(loss_weights=weights)]
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
-        from .losses import pair_sums, ranking_loss
-
         chosen_rewards, rejected_rewards = pair_sums(outputs.values, batch)
         margin, _ = pair_sums(batch.arrays["margin"], batch)
         losses = ranking_loss(chosen_rewards - rejected_rewards, margin)
@@ -92,3 +96,14 @@ class RewardModelLearner(PairLearner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._statistics, self._is_held_out = dict(state["statistics"]), bool(state["held_out"])
+
+
+def ranking_loss(difference: Tensor, margin: Tensor) -> Tensor:
+    """-log sigmoid(r_chosen - r_rejected - margin), the shape of `difference`.
+
+    Source: L. Ouyang et al. (2022), eq. 1; the margin H. Touvron et al., "Llama 2" (2023), eq. 2. Without a margin it
+    is log(1 + exp(r_rejected - r_chosen)).
+    """
+    from torch.nn.functional import logsigmoid
+
+    return -logsigmoid(difference - margin)

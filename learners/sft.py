@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from envgym.learner import Learner, LearnerConfig, Outputs, RowBatch
+from envgym.learner import Learner, LearnerConfig, LossAndMetrics, Outputs, RowBatch
 from envgym.types import Episode, Group, Objective, Row
-
-from .settings import SFTConfig
 
 if TYPE_CHECKING:
     from envgym.types.episodes import FloatArray
 
-    from .losses import LossAndMetrics
+
+class SFTConfig(LearnerConfig):
+    """Settings of supervised fine-tuning."""
+
+    select: Literal["all", "best"] = "all"
+    """Episodes of each task to train on: all, or the one of the highest reward (rejection sampling)."""
 
 
 class SFT(Learner):
@@ -32,10 +35,9 @@ class SFT(Learner):
         return rows
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
-        from .losses import cross_entropy
-
-        total, metric = cross_entropy(outputs, batch)
-        return total / normalizers[batch.objective], {"loss": metric}
+        nll = batch.weighted_sum(-outputs.logprobs)
+        metrics = {"loss": (float(nll.detach()), float(batch.loss_weights.sum()))}
+        return nll / normalizers[batch.objective], metrics
 
     def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss`: cross-entropy per token, in nats."""

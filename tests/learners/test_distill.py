@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from envgym.learner import Outputs
-from envgym.learners.distill import Distill
-from envgym.learners.losses import topk_forward_kl
-from envgym.learners.settings import DistillConfig
+from envgym.learners.distill import Distill, DistillConfig, topk_forward_kl
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, number_rows
 from envgym.workers.micro_batches import pad
 

@@ -8,8 +8,7 @@ import torch
 from scored_rows import ScoredRow, scored
 
 from envgym.learner import Outputs
-from envgym.learners.dpo import DPO
-from envgym.learners.settings import DPOConfig
+from envgym.learners.dpo import DPO, DPOConfig
 from envgym.types import Episode, Group, Objective, Outcome, Segment, Task
 from envgym.workers.micro_batches import pad, padding_samples
 

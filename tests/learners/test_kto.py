@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from envgym.learner import Outputs
-from envgym.learners.kto import KTO
-from envgym.learners.settings import KTOConfig
+from envgym.learners.kto import KTO, KTOConfig
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, number_rows
 from envgym.workers.micro_batches import pad
 

@@ -8,8 +8,7 @@ import torch
 
 from envgym.learner import LearnerConfig, Outputs
 from envgym.learners.process_reward_model import ProcessRewardModel
-from envgym.learners.reward_model import RewardModelLearner
-from envgym.learners.settings import RewardModelConfig
+from envgym.learners.reward_model import RewardModelConfig, RewardModelLearner
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn, number_rows
 from envgym.workers.micro_batches import pad
 

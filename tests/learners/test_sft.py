@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from envgym.learner import Outputs
-from envgym.learners.settings import SFTConfig
-from envgym.learners.sft import SFT
+from envgym.learners.sft import SFT, SFTConfig
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, number_rows
 from envgym.workers.micro_batches import pad
 
