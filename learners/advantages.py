@@ -1,8 +1,8 @@
 """From rewards to advantages, in the order in which it happens.
 
 1. Shape: subtract penalties for length and truncation from an episode's raw reward, and clip it (`shaped_reward`).
-2. Compare: score each episode, or each turn, against its group (`standardize`, `center`, `leave_one_out`;
-   `turn_advantages`).
+2. Compare: score each episode, or each turn, against its group, by the formula in the learner's file
+   (`turn_advantages`).
 3. Broadcast that to the episode's action tokens (`ActionTokens`, `rewards_to_go`, `broadcast_turn_values`); or, with a
    critic or a KL in the reward, accumulate rewards per token (`gae_advantages`, `discounted_returns`).
 4. Normalize over the tokens of the rollout or of a group (`normalize_advantages`).
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 Compare = Callable[[Sequence[float]], Sequence[float]]
 """One advantage per member of a group, from the members' rewards."""
 
-HUGE = 2.0**1000
-"""Rewards of a larger magnitude are first divided by this. Division by a power of two is exact."""
 EPS = 1e-8
 """Added to the standard deviation of the advantages before dividing by it."""
 
@@ -72,39 +70,7 @@ def stopped_improperly(reward: float, coefficient: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# 2. Against the group, whose rewards the functions take
-
-
-def standardize(rewards: Sequence[float], eps: float) -> list[float]:
-    """GRPO: (r - mean) / (std + eps), n >= 2; exactly 0 if all rewards are equal.
-
-    Source: Z. Shao et al., "DeepSeekMath" (2024), section 4.1. The standard deviation is the unbiased one.
-    """
-    if len(set(rewards)) < 2:
-        return [0.0] * len(rewards)
-    if max(map(abs, rewards)) > HUGE:  # differences and their norm could overflow
-        return standardize([reward / HUGE for reward in rewards], eps / HUGE)
-    mean = mean_of(rewards)
-    # `hypot`, because squares of very large or very small rewards would overflow or underflow.
-    std = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards) - 1)
-    return [(reward - mean) / (std + eps) for reward in rewards]
-
-
-def center(rewards: Sequence[float]) -> list[float]:
-    """Dr. GRPO and REINFORCE++-baseline: r - mean; exactly 0 if all rewards are equal.
-
-    Source: Z. Liu et al., "Understanding R1-Zero-Like Training" (2025), section 3.2.
-    """
-    mean = mean_of(rewards)
-    return [reward - mean for reward in rewards]
-
-
-def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """RLOO: r_i - mean of the rewards other than the i-th, n >= 2.
-
-    Source: A. Ahmadian et al., "Back to Basics" (2024), section 3.4.
-    """
-    return [reward - mean_of([*rewards[:i], *rewards[i + 1 :]]) for i, reward in enumerate(rewards)]
+# 2. Against the group
 
 
 def mean_of(rewards: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from envgym.learner import LearnerConfig
 
-from .advantages import center
+from .advantages import mean_of
 from .policy_gradient import CriticFreeLearner
 from .settings import Aggregation, PolicyGradientConfig
 
@@ -30,4 +30,5 @@ class DrGRPO(CriticFreeLearner):
     min_group_size: ClassVar[int] = 2
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
-        return center(rewards)
+        mean = mean_of(rewards)
+        return [reward - mean for reward in rewards]

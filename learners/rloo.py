@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from envgym.learner import LearnerConfig
 
-from .advantages import leave_one_out
+from .advantages import mean_of
 from .policy_gradient import CriticFreeLearner
 from .settings import PolicyGradientConfig, RewardKL
 
@@ -30,4 +30,4 @@ class RLOO(CriticFreeLearner):
     min_group_size: ClassVar[int] = 2
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
-        return leave_one_out(rewards)
+        return [reward - mean_of([*rewards[:i], *rewards[i + 1 :]]) for i, reward in enumerate(rewards)]

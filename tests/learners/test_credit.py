@@ -2,9 +2,18 @@
 
 import pytest
 
-from envgym.learners.advantages import center, leave_one_out, standardize, turn_advantages
+from envgym.learners.advantages import turn_advantages
+from envgym.learners.grpo import standardize
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn, number_rows
+
+
+def advantages_of(name):
+    kind = load_component("learner", name)
+    return kind(kind.Config(name=name)).advantages
+
+
+center, leave_one_out = advantages_of("dr_grpo"), advantages_of("rloo")
 
 
 def test_a_turn_is_compared_with_the_members_that_reached_it():

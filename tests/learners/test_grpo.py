@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.learners.advantages import standardize
-from envgym.learners.grpo import GRPO, GRPOConfig
+from envgym.learners.grpo import GRPO, GRPOConfig, standardize
 from envgym.types import Episode, Group, Outcome, Row, Segment, Task, number_rows
 
 REWARDS = st.floats(-1e6, 1e6, allow_subnormal=False)
