@@ -7,11 +7,11 @@ Rush, "Sequence-Level Knowledge Distillation" (2016), section 3.1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from envgym.learner import LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
+from envgym.learner import LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Group, Row
 
 from .sft import SFT, SFTConfig
@@ -36,7 +36,7 @@ class Distill(SFT):
     """Cross-entropy of the answers, and the forward KL from a teacher at each of their tokens. The teacher (role
     `teacher`) has the student's vocabulary."""
 
-    Config: ClassVar[type[LearnerConfig]] = DistillConfig
+    Config = DistillConfig
     config: DistillConfig
 
     @property

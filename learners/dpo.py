@@ -8,7 +8,7 @@ Mitchell, "A note on DPO with noisy preferences" (2023), for label smoothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -44,7 +44,7 @@ class DPOConfig(LearnerConfig):
 class DPO(PairLearner):
     """Direct preference optimisation, on recorded pairs or on the best and the worst of sampled groups."""
 
-    Config: ClassVar[type[LearnerConfig]] = DPOConfig
+    Config = DPOConfig
     config: DPOConfig
 
     @property

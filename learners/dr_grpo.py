@@ -7,9 +7,6 @@ divided by a constant length, not by the responses'.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
-
-from envgym.learner import LearnerConfig
 
 from .advantages import mean_of
 from .policy_gradient import CriticFreeLearner
@@ -25,9 +22,9 @@ class DrGRPOConfig(PolicyGradientConfig):
 class DrGRPO(CriticFreeLearner):
     """GRPO done right."""
 
-    Config: ClassVar[type[LearnerConfig]] = DrGRPOConfig
+    Config = DrGRPOConfig
     config: DrGRPOConfig
-    min_group_size: ClassVar[int] = 2
+    min_group_size = 2
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         mean = mean_of(rewards)

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 from pydantic import Field
-
-from envgym.learner import LearnerConfig
 
 from .advantages import mean_of
 from .policy_gradient import CriticFreeLearner
@@ -32,9 +29,9 @@ class GRPOConfig(PolicyGradientConfig):
 class GRPO(CriticFreeLearner):
     """Group relative policy optimisation."""
 
-    Config: ClassVar[type[LearnerConfig]] = GRPOConfig
+    Config = GRPOConfig
     config: GRPOConfig
-    min_group_size: ClassVar[int] = 2
+    min_group_size = 2
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         return standardize(rewards, self.config.advantage_eps)

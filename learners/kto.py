@@ -6,7 +6,7 @@ Source: K. Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -40,7 +40,7 @@ class KTO(Learner):
     step's updates, so that it does not depend on micro-batches and ranks.
     """
 
-    Config: ClassVar[type[LearnerConfig]] = KTOConfig
+    Config = KTOConfig
     config: KTOConfig
 
     def __init__(self, config: LearnerConfig) -> None:

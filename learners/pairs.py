@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from envgym.learner import Learner, RowBatch
 from envgym.types import Episode, Group, Objective, Row
@@ -29,7 +29,7 @@ class PairLearner(Learner):
     rejected ones. Pairs of identical answers, such as answers truncated before they differ, are left out.
     """
 
-    min_group_size: ClassVar[int] = 2
+    min_group_size = 2
     _n_identical = 0
 
     def rows_to_score(self, groups: Sequence[Group]) -> list[Row]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from envgym.learner import Learner, LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Episode, Group, Objective, Row, Status
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class PolicyGradient(Learner):
     """Base of the learners that weight sampled tokens by an advantage. A subclass defines the advantages."""
 
-    Config: ClassVar[type[LearnerConfig]] = PolicyGradientConfig
+    Config = PolicyGradientConfig
     config: PolicyGradientConfig
     needs_policy_samples = True
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from envgym.learner import LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
+from envgym.learner import LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Objective, Row
 
 from .advantages import ActionTokens, gae_advantages
@@ -41,7 +41,7 @@ class PPOConfig(PolicyGradientConfig):
 class PPO(PolicyGradient):
     """Proximal policy optimisation, with a critic (role `critic`)."""
 
-    Config: ClassVar[type[LearnerConfig]] = PPOConfig
+    Config = PPOConfig
     config: PPOConfig
 
     @property

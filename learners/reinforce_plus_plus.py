@@ -7,9 +7,6 @@ Critic-Free Policy Optimization with Global Advantage Normalization" (2025).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
-
-from envgym.learner import LearnerConfig
 
 from .advantages import mean_of
 from .policy_gradient import CriticFreeLearner
@@ -27,7 +24,7 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
 class ReinforcePlusPlus(CriticFreeLearner):
     """REINFORCE with PPO's clip and advantages normalised over the batch."""
 
-    Config: ClassVar[type[LearnerConfig]] = ReinforcePlusPlusConfig
+    Config = ReinforcePlusPlusConfig
     config: ReinforcePlusPlusConfig
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
@@ -44,9 +41,9 @@ class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
 class ReinforcePlusPlusBaseline(CriticFreeLearner):
     """REINFORCE++ on rewards minus their group's mean; the standard deviation is the batch's, not the group's."""
 
-    Config: ClassVar[type[LearnerConfig]] = ReinforcePlusPlusBaselineConfig
+    Config = ReinforcePlusPlusBaselineConfig
     config: ReinforcePlusPlusBaselineConfig
-    min_group_size: ClassVar[int] = 2
+    min_group_size = 2
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         mean = mean_of(rewards)

@@ -7,7 +7,7 @@ margin H. Touvron et al., "Llama 2" (2023), eq. 2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from envgym.learner import LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Episode, Row
@@ -31,7 +31,7 @@ class RewardModelLearner(PairLearner):
     """Trains the policy's model, with a scalar head, as a reward model. The reward is read at an answer's last token,
     which ends its turn."""
 
-    Config: ClassVar[type[LearnerConfig]] = RewardModelConfig
+    Config = RewardModelConfig
     config: RewardModelConfig
 
     def __init__(self, config: LearnerConfig) -> None:

@@ -7,9 +7,6 @@ LLMs" (2024), section 3.4.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
-
-from envgym.learner import LearnerConfig
 
 from .advantages import mean_of
 from .policy_gradient import CriticFreeLearner
@@ -25,9 +22,9 @@ class RLOOConfig(PolicyGradientConfig):
 class RLOO(CriticFreeLearner):
     """REINFORCE leave-one-out."""
 
-    Config: ClassVar[type[LearnerConfig]] = RLOOConfig
+    Config = RLOOConfig
     config: RLOOConfig
-    min_group_size: ClassVar[int] = 2
+    min_group_size = 2
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         return [reward - mean_of([*rewards[:i], *rewards[i + 1 :]]) for i, reward in enumerate(rewards)]

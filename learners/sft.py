@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from envgym.learner import Learner, LearnerConfig, LossAndMetrics, Outputs, RowBatch
 from envgym.types import Episode, Group, Objective, Row
@@ -23,7 +23,7 @@ class SFTConfig(LearnerConfig):
 class SFT(Learner):
     """Trains on the unmodified actions of its episodes: replayed demonstrations, or selected samples."""
 
-    Config: ClassVar[type[LearnerConfig]] = SFTConfig
+    Config = SFTConfig
     config: SFTConfig
 
     def prepare(self, groups: Sequence[Group]) -> list[Row]:
