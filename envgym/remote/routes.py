@@ -85,11 +85,9 @@ def match(path: str, method: str) -> tuple[Route, list[str]]:
 
 _REF = "#/components/schemas/{model}"
 _SESSION = "example"
-_STEP = {"step_id": 0, "action": {"text": "an answer"}}
-_SAME_SESSION = {"session": "$request.body#/session_id"}
 EXAMPLES: Mapping[str, Any] = {
     "open": {"session_id": _SESSION, "seed": 0},
-    "step": _STEP,
+    "step": {"step_id": 0, "action": {"text": "an answer"}},
     "heartbeat": {"session_ids": [_SESSION]},
     "score_group": {
         "task": {"id": "example"},
@@ -97,13 +95,6 @@ EXAMPLES: Mapping[str, Any] = {
     },
 }
 """Valid bodies, in the order of the routes."""
-LINKS: Mapping[str, Any] = {
-    "open": {
-        "step": {"operationId": "step", "parameters": _SAME_SESSION, "requestBody": _STEP},
-        "close": {"operationId": "close", "parameters": _SAME_SESSION},
-    }
-}
-"""Requests that may follow an answer."""
 _PROBLEM = {
     "description": "A problem (RFC 9457): its `type`, a URN, is of the kinds in docs/reference/wire_protocol.md",
     "content": {"application/problem+json": {"schema": {"$ref": _REF.format(model="ProblemBody")}}},
@@ -139,8 +130,6 @@ def _operation(route: Route, envs: Sequence[str], tokens: bool) -> dict[str, Any
     if route.body is not None:
         content = {"schema": _ref(route.body), "example": EXAMPLES[route.name]}
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}
-    if route.name in LINKS:
-        operation["responses"]["200"]["links"] = LINKS[route.name]
     if tokens and not route.open:
         operation["security"] = [{"token": []}]
     return operation
