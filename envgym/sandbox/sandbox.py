@@ -34,7 +34,6 @@ from .jail import wire
 START_SECONDS = 60.0
 GRACE_SECONDS = 30.0
 """Maximum delay of a program's report after its wall time, at which the supervisor ends it."""
-_DYING_SECONDS = 0.5  # until a killed server is detected
 KIND = "sandbox"
 """The kind of the outcome if the sandbox itself fails."""
 
@@ -138,14 +137,7 @@ class Sandbox:
         contents = {_check_name(name): _encode(content) for name, content in (files or {}).items()}
         request = wire.pack(self._request(list(contents)), (_encode(source), _encode(stdin), *contents.values()))
         async with self._slot():
-            try:
-                report, output = await self._ask(request)
-            except _Died:  # it or its server was killed: retry once
-                await asyncio.sleep(_DYING_SECONDS)
-                try:
-                    report, output = await self._ask(request)
-                except _Died:
-                    raise InvalidOutcome(KIND, "the supervisor of a program died twice", retryable=True) from None
+            report, output = await self._ask(request)
         if "failed" in report:
             raise InvalidOutcome(KIND, f"a program could not be run: {report['failed']}", retryable=True)
         stdout, stderr = (piece.decode(errors="replace") for piece in output)
@@ -180,14 +172,12 @@ class Sandbox:
         return self._slots[1]
 
     async def _ask(self, request: bytes) -> tuple[dict[str, Any], list[bytes]]:
-        """Run a program by a new supervisor. Raises `_Died` if the supervisor died before its report."""
+        """Run a program by a new supervisor. Raises `InvalidOutcome` if there is no report."""
         server = await self._ensure_server()
-        try:
-            connection = server.connect()
-        except OSError:
-            raise _Died from None
+        connection, server_end = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=connection)
         try:
+            server.connect(server_end)
             async with asyncio.timeout(self.limits.wall_seconds + GRACE_SECONDS):
                 writer.write(request)
                 await writer.drain()
@@ -197,7 +187,7 @@ class Sandbox:
         except TimeoutError:
             raise InvalidOutcome(KIND, "the supervisor of a program does not answer", retryable=True) from None
         except (asyncio.IncompleteReadError, OSError):
-            raise _Died from None
+            raise InvalidOutcome(KIND, "the supervisor of a program died", retryable=True) from None
         finally:
             writer.close()  # ends a program that is still running
 
@@ -215,10 +205,6 @@ class Sandbox:
                     level = logging.INFO if self.isolation.kind == "namespaces" else logging.WARNING
                     logging.getLogger(__name__).log(level, "%s", self.isolation)
             return self._server
-
-
-class _Died(Exception):
-    """A supervisor died, or the server that should fork it."""
 
 
 class _Server:
@@ -247,16 +233,11 @@ class _Server:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def connect(self) -> socket.socket:
-        """Open a connection to a new supervisor. Raises `OSError` if the server has died."""
-        caller_end, server_end = socket.socketpair()
+    def connect(self, server_end: socket.socket) -> None:
+        """Hand one end of a connection to a new supervisor, and close it here. Raises `OSError` if the server has
+        died."""
         with server_end:
-            try:
-                socket.send_fds(self._control, [b"+"], [server_end.fileno()])
-            except OSError:
-                caller_end.close()
-                raise
-        return caller_end
+            socket.send_fds(self._control, [b"+"], [server_end.fileno()])
 
     def close(self) -> None:
         self._control.close()
