@@ -135,7 +135,8 @@ class Sandbox:
         Raises `InvalidOutcome` if the sandbox fails. Cancelling the call ends the program.
         """
         contents = {_check_name(name): _encode(content) for name, content in (files or {}).items()}
-        request = wire.pack(self._request(list(contents)), (_encode(source), _encode(stdin), *contents.values()))
+        header = {"names": list(contents), **self.limits.model_dump()}
+        request = wire.pack(header, (_encode(source), _encode(stdin), *contents.values()))
         async with self._slot():
             report, output = await self._ask(request)
         if "failed" in report:
@@ -156,14 +157,6 @@ class Sandbox:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
-
-    def _request(self, names: list[str]) -> dict[str, Any]:
-        limits = self.limits
-        return {
-            "names": names, "cpu": limits.cpu_seconds, "wall": limits.wall_seconds, "memory": limits.memory_mb * 2**20,
-            "output": limits.output_kb * 2**10, "disk": limits.disk_mb * 2**20, "files_at_most": limits.files,
-            "open_files": limits.open_files, "processes": limits.processes,
-        }  # fmt: skip
 
     def _slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()

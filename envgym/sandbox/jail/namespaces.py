@@ -122,7 +122,7 @@ def _build(program: Program, host: Host) -> None:
     for device in _DEVICES:
         _show(f"/dev/{device}", f"/dev/{device}", devices=True)
     os.makedirs(_ROOT + _SCRATCH)
-    options = f"size={program.disk},nr_inodes={program.files_at_most + 8},mode=755"
+    options = f"size={program.disk_mb}m,nr_inodes={program.files + 8},mode=755"
     linux.mount("tmpfs", _ROOT + _SCRATCH, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC, options)
     for folder in (_HOME, _TEMPORARY, _SHARED):
         os.mkdir(_ROOT + folder, 0o700)

@@ -31,18 +31,18 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program, the files it starts with, and its limits: seconds, bytes and counts. The defaults are enough for the
-    empty program that tests each way of isolation."""
+    """A program, the files it starts with (`contents`), and its limits, as in `sandbox.Limits`. The defaults are enough
+    for the empty program that tests each way of isolation."""
 
     source: bytes
     stdin: bytes
-    files: Mapping[str, bytes]
-    cpu: float = 10.0
-    wall: float = 30.0
-    memory: int = 2**29
-    output: int = 2**16
-    disk: int = 2**20
-    files_at_most: int = 16
+    contents: Mapping[str, bytes]
+    cpu_seconds: float = 10.0
+    wall_seconds: float = 30.0
+    memory_mb: int = 512
+    output_kb: int = 64
+    disk_mb: int = 1
+    files: int = 16
     open_files: int = 16
     processes: int = 4
 
@@ -68,7 +68,7 @@ def environment(host: Host, home: str, temporary: str, packages: str) -> dict[st
 
 def write_files(program: Program) -> None:
     """Write the program and its files to the current folder."""
-    for name, content in {_SOURCE: program.source, **program.files}.items():
+    for name, content in {_SOURCE: program.source, **program.contents}.items():
         folder = os.path.dirname(name)
         if folder:
             os.makedirs(folder, exist_ok=True)
@@ -78,11 +78,12 @@ def write_files(program: Program) -> None:
 
 def limit(program: Program, *, processes: int | None = None) -> None:
     """Set the kernel's limits per process, and a limit on the processes of this user (None: no limit)."""
-    cpu = math.ceil(program.cpu)
+    cpu = math.ceil(program.cpu_seconds)
+    memory, disk = program.memory_mb * 2**20, program.disk_mb * 2**20
     limits = {
         resource.RLIMIT_CPU: (cpu, cpu + 1),  # SIGXCPU, then SIGKILL if it is ignored
-        resource.RLIMIT_AS: (program.memory, program.memory),
-        resource.RLIMIT_FSIZE: (program.disk, program.disk),
+        resource.RLIMIT_AS: (memory, memory),
+        resource.RLIMIT_FSIZE: (disk, disk),
         resource.RLIMIT_NOFILE: (program.open_files, program.open_files),
         resource.RLIMIT_STACK: (_STACK_BYTES, 8 * _STACK_BYTES),
         resource.RLIMIT_CORE: (0, 0),

@@ -102,7 +102,7 @@ def _watch(run: RunningProgram) -> None:
     poll = select.poll()
     for descriptor in (pidfd, run.caller.fileno(), run.status, *run.output):
         poll.register(descriptor, select.POLLIN)
-    deadline = run.started + run.program.wall
+    deadline = run.started + run.program.wall_seconds
     next_check = run.started + CHECK_SECONDS
     while not run.reason:
         seconds = max(0.0, min(deadline, next_check) - time.monotonic())
@@ -119,12 +119,13 @@ def _watch(run: RunningProgram) -> None:
             run.reason = "timeout"
         elif current >= next_check:
             next_check = current + CHECK_SECONDS
-            n, memory, cpu = usage(run.process, run.program.processes + 1, run.program.memory)
+            max_memory = run.program.memory_mb * 2**20
+            n, memory, cpu = usage(run.process, run.program.processes + 1, max_memory)
             if n > run.program.processes + 1:  # with process 1; older kernels do not enforce this limit
                 run.reason = "processes"
-            elif memory > run.program.memory:
+            elif memory > max_memory:
                 run.reason = "memory"
-            elif cpu > run.program.cpu:
+            elif cpu > run.program.cpu_seconds:
                 run.reason = "timeout"
     os.close(pidfd)
 
@@ -136,7 +137,7 @@ def _read(run: RunningProgram, stream: int) -> bool:
     if stream == run.status:
         run.notes += chunk
         return bool(chunk)
-    capacity = run.program.output - sum(map(len, run.output.values()))
+    capacity = run.program.output_kb * 2**10 - sum(map(len, run.output.values()))
     run.output[stream] += chunk[:capacity]
     if len(chunk) > capacity:
         run.reason = run.reason or "output"
@@ -170,7 +171,7 @@ def _verdict(run: RunningProgram, notes: dict[str, Any], kills: int) -> dict[str
         reason = run.reason
     elif code == 0:
         reason = "ok"
-    elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= run.program.cpu):
+    elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= run.program.cpu_seconds):
         reason = "timeout"
     elif code == -signal.SIGKILL and kills:
         return {"failed": "the machine ran out of memory and the kernel killed programs"}
