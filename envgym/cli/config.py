@@ -24,14 +24,12 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _list_recipes() -> int:
-    from envgym.config.missing import describe_missing, parts_of_recipe
-    from envgym.config.recipes import FOLDER, load_recipe, recipe_names
+    from envgym.config.recipes import FOLDER, recipe_names
     from envgym.monitoring.report import aligned
 
     def summary(name: str) -> str:
         line = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-        missing = describe_missing(parts_of_recipe(load_recipe(name)))
-        return line.removeprefix("#").strip() + (f" ({missing})" if missing else "")
+        return line.removeprefix("#").strip()
 
     # A recipe's first comment line describes it; a YAML parser drops it.
     print(aligned([(name, summary(name)) for name in recipe_names()]))

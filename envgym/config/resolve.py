@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from envgym.errors import ConfigError, DroppedSettings, NameNotFound, UnknownKey, did_you_mean
+from envgym.errors import ConfigError, DroppedSettings, UnknownKey, did_you_mean
 from envgym.render import RenderConfig
 from envgym.run_folder import run_of_checkpoint, stage_name
 from envgym.settings import deep_merge, leaves, validate_settings
@@ -22,7 +22,6 @@ from envgym.yaml_files import read_yaml
 from .checks import complete_stage
 from .known_settings import config_class, with_suggestion
 from .learning_rate import default_rate, size_of
-from .missing import missing_part_error, parts_of_recipe
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model, rates_of_recipe
 from .replaced import split_settings
 from .schema import STAGE, RunConfig, StageConfig
@@ -65,14 +64,9 @@ def resolve(
     run = {key: value for layer in layers for key, value in layer.settings.items() if key in RUN_KEYS}
     stages = _merge_layers(layers)
     try:
-        config = _validate({**run, "recipe": recipe}, stages, samples_only)
+        return _validate({**run, "recipe": recipe}, stages, samples_only)
     except UnknownKey as error:
         raise with_suggestion(error, stages[0].settings) from None
-    except NameNotFound as error:
-        parts = set() if is_saved else set(parts_of_recipe(load_recipe(recipe)))
-        final_parts = parts_of_recipe({"stages": [stage.settings for stage in stages]})
-        raise missing_part_error(f"recipe {recipe}", parts.intersection(final_parts), error) from None
-    return config
 
 
 def set_sampled_model(config: RunConfig, settings: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from envgym.config.missing import ComponentName, describe_missing
 from envgym.config.schema import Component, ComponentField
 from envgym.config.words import AUTO
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
@@ -122,12 +121,6 @@ class Suite(Settings):
         return environments
 
 
-def parts_of(suite: Suite, size: str | None = None) -> list[ComponentName]:
-    """The components that a suite uses."""
-    items = suite.sized_environments(size).values()
-    return [*(("env", item.env.name) for item in items), *(("agent", item.agent.name) for item in items)]
-
-
 def suite_names() -> list[str]:
     """The names of the shipped suites."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
@@ -146,15 +139,10 @@ def find_suite(reference: str, including: tuple[Path, ...] = ()) -> tuple[str, S
         path = SHIPPED / f"{name}.yaml"
     else:
         names = suite_names()
-        choices = f"There are {', '.join(map(_describe, names))}, and YAML files"
+        choices = f"There are {', '.join(names)}, and YAML files"
         raise NameNotFound(f"there is no suite {name!r}.{did_you_mean(name, names)} {choices}")
     if path.resolve() in (outer.resolve() for outer in including):
         raise ConfigError(f"suite {path} includes itself")
     suite = validate_settings(Suite, read_yaml(path), f"suite {path}")
     suite._files = (*including, path)
     return path.stem, suite, size or None
-
-
-def _describe(name: str) -> str:
-    lacks = describe_missing(parts_of(find_suite(name)[1]))
-    return f"{name} ({lacks})" if lacks else name

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.config.missing import missing_part_error
 from envgym.disk import unused_folder, write_atomically
-from envgym.errors import NameNotFound, RunError, needs
-from envgym.evaluation.suite import Suite, find_suite, parts_of
+from envgym.errors import RunError, needs
+from envgym.evaluation.suite import Suite, find_suite
 from envgym.evaluation.table import csv_table
 from envgym.loading import short_name
 from envgym.processes import event_loop
@@ -36,10 +35,7 @@ def new_evaluation(
     else:
         name, definition, size = ("suite", suite, None) if isinstance(suite, Suite) else find_suite(suite)
         label = suite if isinstance(suite, str) else name
-        try:
-            parts = parts_of_suite(definition, size, settings, file=file)
-        except NameNotFound as error:
-            raise missing_part_error(f"suite {label}", parts_of(definition, size), error) from None
+        parts = parts_of_suite(definition, size, settings, file=file)
     config, model = parts[0].config, Path(parts[0].stage.model).name
     parent = Path(config.evals_dir)
     path = parent / config.name if config.name else unused_folder(parent, Path(label).name.replace(":", "-"), model)
