@@ -18,7 +18,6 @@ used. The groups:
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import re
 import warnings
@@ -288,11 +287,6 @@ def load_env_class(target: str | type[Any]) -> type[Any]:
     if isinstance(target, type):
         return target
     file, name = split_target(target)
-    if set(_IMPORTS.findall(_source(file))) == {"verifiers"}:  # a file that imports both is assumed to be an adapter
-        raise ConfigError(
-            f"{target} is written for verifiers, whose environments and tasksets are not supported: write an Env "
-            "that poses its tasks and calls its rewards (docs/environments/environments.md)"
-        )
     path = Path(file).expanduser().resolve() if is_file_target(file) else _file_of_callable(file, name)
     if path is not None:
         for adapter in entry_points("envgym.files").values():
@@ -320,21 +314,6 @@ def _file_of_callable(location: str, name: str) -> Path | None:
 
 def _is_bare_callable(value: object) -> bool:
     return callable(value) and not isinstance(value, type) and not hasattr(value, "__environment__")
-
-
-_IMPORTS = re.compile(r"^\s*(?:import|from)\s+(envgym|verifiers)\b", re.MULTILINE)
-
-
-def _source(name: str) -> str:
-    """The text of a file or module, read without an import; empty if there is none, or it cannot be read."""
-    try:
-        path: str | None = name
-        if not is_file_target(name):
-            module = importlib.util.find_spec(name)
-            path = None if module is None else module.origin
-        return Path(path or "").expanduser().read_text(encoding="utf-8")
-    except (ImportError, OSError, ValueError, AttributeError):
-        return ""
 
 
 def _registrations() -> dict[str, Registration]:

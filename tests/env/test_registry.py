@@ -1,6 +1,7 @@
 """Names of environments, learners and agents: what a user may write and what a mistake is told."""
 
 import asyncio
+import importlib.metadata
 import string
 import subprocess
 import sys
@@ -238,9 +239,9 @@ def test_learners_in_files_and_by_name(write):
 
 def test_checkout_without_installation_says_so(monkeypatch):
     def distribution(name):
-        raise registry.importlib.metadata.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(registry.importlib.metadata, "distribution", distribution)
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
     monkeypatch.setattr(registry, "entry_points", lambda group: {})
     with pytest.raises(NameNotFound, match="envgym is not installed here"):
         registry.spec("math_verify")
@@ -367,19 +368,6 @@ def test_a_url_of_another_scheme_is_said_to_be_one(url, says):
     with pytest.raises(ConfigError, match=says) as error:
         registry.spec(url)
     assert "secret" not in str(error.value)
-
-
-def test_what_is_written_for_verifiers_is_said_to_be_and_not_imported(write, monkeypatch):
-    text = "import os\nimport verifiers.v1 as vf\n\nclass Sums(vf.Taskset): ...\n\ndef load_environment(): ...\n"
-    file = write(text, "sums_of_theirs.py")
-    monkeypatch.syspath_prepend(str(file.parent))
-    for name in (str(file), f"{file}:load_environment", "sums_of_theirs:load_environment"):
-        with pytest.raises(ConfigError, match="for verifiers, whose environments and tasksets are not supported"):
-            registry.spec(name)
-    assert "sums_of_theirs" not in sys.modules
-    ours = write("import envgym\nimport verifiers\n", "ours.py")
-    with pytest.raises(ConfigError, match="No module named 'verifiers'"):
-        registry.spec(str(ours))
 
 
 class Elsewhere(envgym.EnvSpec):
