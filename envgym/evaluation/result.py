@@ -16,10 +16,8 @@ from .statistics import (
     Mean,
     clustered_mean,
     majority_at_k,
-    number_or_none,
     pass_at_k,
     pass_hat_k,
-    within_between_variance,
 )
 
 Values = Mapping[str, Sequence[float]]
@@ -36,7 +34,6 @@ def result_of(groups: Sequence[Group], *, success: float = 1.0, cluster: str | N
     pass@k, pass^k, majority@k: by k, estimated without bias from the finished episodes of each task; k doubles up to
       the episodes per task. A task with fewer finished episodes is excluded (`tasks_at_k`: the number of tasks); a k
       without tasks is absent. Majorities exist if the environment reads answers.
-    variance: of scores `within` tasks and `between` them.
     n_episodes; failures (kind -> count), excluded from every number above but the rewarded_failures (a count), which
       have a reward by `rollout.failed_reward`; unscored, finished without a score;
     truncated (count) and truncated_by (limit -> count), included with their rewards and scores; played_again, failed
@@ -62,7 +59,6 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
     clusters = _clusters(groups, cluster)
     successes = {id: [float(score >= success - 1e-9) for score in values] for id, values in scores.items()}
     rate = clustered_mean(successes, clusters).as_dict()
-    variance_within, variance_between = within_between_variance(scores)
     limits = Counter(episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED)
     return {
         **clustered_mean(scores, clusters).as_dict(),
@@ -70,7 +66,6 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
         "success": {"threshold": success, "rate": rate["score"], "ci95": rate["ci95"]},
         **_metrics_at_k(groups, scores, successes),
         "tasks_at_k": {str(k): sum(len(won) >= k for won in successes.values()) for k in ks(_samples(groups))},
-        "variance": {"within": number_or_none(variance_within), "between": number_or_none(variance_between)},
         "n_episodes": len(episodes),
         "failures": dict(Counter(episode.outcome.reason for episode in episodes if episode.failed)),
         "rewarded_failures": sum(episode.failed and episode.is_counted for episode in episodes),

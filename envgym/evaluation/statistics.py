@@ -122,35 +122,6 @@ def suite_mean(means: Sequence[Mean], weights: Sequence[float] | None = None) ->
     )
 
 
-def within_between_variance(scores: Mapping[str, Sequence[float]]) -> tuple[float, float]:
-    """(within, between): unbiased estimates of the variance of scores within a task (between repeats of it) and between
-    tasks (of their true means), by tasks with two or more scores. NaN with too few repeats. The mean over n tasks with
-    m repeats each has the variance (between + within / m) / n.
-
-    within: the mean of the tasks' variances. between: the variance of task means minus the contribution of repeats, the
-    mean of (a task's variance / its number of scores); as an unbiased estimate of a small number it may be negative.
-    These are the moments of a random-effects one-way layout (any text on analysis of variance), with tasks weighted
-    equally, so that tasks may differ in variance and in number of scores.
-    """
-    repeated = [values for values in scores.values() if len(values) > 1]
-    if not repeated:
-        return math.nan, math.nan
-    variances = [_variance(values) for values in repeated]
-    within_tasks = math.fsum(variances) / len(variances)
-    if len(repeated) == 1:
-        return within_tasks, math.nan
-    mean_variance = _variance([math.fsum(values) / len(values) for values in repeated])
-    repeat_variance = math.fsum(
-        variance / len(values) for variance, values in zip(variances, repeated, strict=True)
-    ) / len(variances)
-    return within_tasks, mean_variance - repeat_variance
-
-
-def _variance(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # One task, asked n times
 

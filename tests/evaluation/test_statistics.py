@@ -25,7 +25,6 @@ from envgym.evaluation.statistics import (
     suite_mean,
     t_quantile,
     wilson_interval,
-    within_between_variance,
 )
 
 INSPECT = json.loads(Path(__file__).with_name("inspect").joinpath("numbers.json").read_text(encoding="utf-8"))
@@ -358,23 +357,3 @@ def test_nothing_stands_in_for_what_a_part_of_a_suite_lacks():
 def test_weights_that_are_none_are_refused(weights):
     with pytest.raises(ValueError, match="weights"):
         suite_mean([mean_of(0.5, 0.4, 0.7)] * 2, weights)
-
-
-def test_variances_within_and_between_by_hand():
-    # Variances 2, 0, 0.5 of means 1, 4, 2.5; the last task has no repeat.
-    within, between = within_between_variance({"a": [0, 2], "b": [4, 4, 4], "c": [2, 3], "d": [9]})
-    assert within == pytest.approx(2.5 / 3)
-    assert between == pytest.approx(2.25 - (2 / 2 + 0 / 3 + 0.5 / 2) / 3)
-    assert all(map(math.isnan, within_between_variance({"a": [1.0], "b": []})))
-    assert math.isnan(within_between_variance({"a": [1.0, 2.0]})[1])
-
-
-def test_variances_are_unbiased():
-    """Tasks from Beta(2, 2) asked two to four times: variance 0.05 between, and p (1 - p), 0.2 on the mean, within."""
-    rng = np.random.default_rng(0)
-    found = []
-    for _ in range(400):
-        scores = {str(task): rng.binomial(1, rng.beta(2, 2), rng.integers(2, 5)).tolist() for task in range(20)}
-        found.append(within_between_variance(scores))
-    assert np.mean([within for within, _ in found]) == pytest.approx(0.2, abs=0.006)
-    assert np.mean([between for _, between in found]) == pytest.approx(0.05, abs=0.006)
