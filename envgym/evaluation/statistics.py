@@ -99,14 +99,10 @@ def suite_mean(means: Sequence[Mean], weights: Sequence[float] | None = None) ->
     preserved: low = score - sqrt(sum of (weight (score_i - low_i))^2), and high likewise (MOVER:
     G. Y. Zou and A. Donner, "Construction of confidence limits about effect measures: a general approach", Statistics
     in Medicine 27 (2008), 1693-1702). A number that is NaN for one environment with a weight is NaN for the
-    suite. `n` and `n_clusters` are sums. Raises `ValueError` for weights that are not weights.
+    suite. `n` and `n_clusters` are sums.
     """
     weights = [1.0] * len(means) if weights is None else weights
-    if len(weights) != len(means):
-        raise ValueError(f"{len(weights)} weights for {len(means)} means")
     total = math.fsum(weights)
-    if not all(0.0 <= weight < math.inf for weight in weights) or (means and not total > 0.0):
-        raise ValueError(f"weights must be finite and not negative, and at least one positive, not {list(weights)}")
     parts = [(weight / total, mean) for weight, mean in zip(weights, means, strict=True) if weight > 0.0]
     if not parts:
         return Mean(math.nan, math.nan, math.nan, 0, math.nan, 0, "none")
@@ -132,7 +128,6 @@ def pass_at_k(n: int, c: int, k: int) -> float | None:
 
     Unbiased. Source: M. Chen et al., "Evaluating Large Language Models Trained on Code" (2021), section 2.1.
     """
-    _check(n, c, k)
     return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k) if n >= k else None
 
 
@@ -141,13 +136,7 @@ def pass_hat_k(n: int, c: int, k: int) -> float | None:
 
     Unbiased. Source: S. Yao et al., "tau-bench" (2024), section 3.
     """
-    _check(n, c, k)
     return math.comb(c, k) / math.comb(n, k) if n >= k else None
-
-
-def _check(n: int, c: int, k: int) -> None:
-    if not (0 <= c <= n and k >= 1):
-        raise ValueError(f"c={c} must be between 0 and n={n}, and k={k} at least 1")
 
 
 def majority_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> float | None:
@@ -159,10 +148,7 @@ def majority_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int
     scores 0. Exact up to `MAJORITY_DRAWS` subsets; of more, as many are drawn, always the same ones, which for scores
     in [0, 1] gives a standard error of at most 0.5 / sqrt(`MAJORITY_DRAWS`) = 0.025.
     """
-    if len(answers) != len(scores):
-        raise ValueError(f"{len(scores)} scores for {len(answers)} answers")
     n = len(answers)
-    _check(n, 0, k)
     if n < k:
         return None
     of_answer: dict[str, list[float]] = {}
