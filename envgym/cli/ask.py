@@ -45,7 +45,6 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     if not text.strip():
         raise ConfigError("the question is empty")
 
-    from envgym.config.resolve import set_sampled_model
     from envgym.jobs.parts import part_of_rollout
     from envgym.jobs.rollout import roll_out_to_file
     from envgym.monitoring.terminal import open_display
@@ -56,7 +55,6 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         (folder / "question.jsonl").write_text(json.dumps({"prompt": text}) + "\n", encoding="utf-8")
         words = [f"env={__name__}:question", *words, "data.path=null", f"data.test_path={folder / 'question.jsonl'}"]
         config = resolve_options(options, words, invocation, samples_only=True)
-        set_sampled_model(config, cli_settings(options, words))
         with redirect_stdout(sys.stderr), open_display() as display:
             part = part_of_rollout(config, "test")
             _, [episode] = roll_out_to_file(part, folder / "answer.jsonl", display, make_model=make_model)

@@ -47,14 +47,12 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
             raise ConfigError(f"rollout.{name} is a setting of training: envgym rollout takes {option}")
     config = resolve_options(options, words, invocation, samples_only=True)
 
-    from envgym.config.resolve import set_sampled_model
     from envgym.evaluation.table import evaluation_text
     from envgym.jobs.parts import part_of_rollout
     from envgym.jobs.rollout import roll_out_to_file
     from envgym.monitoring.terminal import open_display
     from envgym.training.new_model import make_model
 
-    set_sampled_model(config, settings)
     samples, best, path = options.best_of or options.samples, options.best_of is not None, Path(options.out)
     part = part_of_rollout(config, options.split, **options.tasks or {}, key=options.task, samples=samples)
     with open_display() as display:

@@ -47,8 +47,8 @@ def resolve(
     """The complete configuration of a run, with every name looked up and every component's settings checked.
 
     The caller's `settings` (from `key=value` words or Python) win over `file`, which wins over the recipe. With
-    `samples_only` they are for an evaluation or a rollout, which may be greedy. Raises `ConfigError`, `NameNotFound` or
-    `DataError`.
+    `samples_only` they are for an evaluation or a rollout, which may be greedy, and of whose stages only the last runs.
+    Raises `ConfigError`, `NameNotFound` or `DataError`.
     """
     overrides = expand_keys(settings or {})
     from_file = expand_keys(read_yaml(Path(file))) if file is not None else {}
@@ -64,17 +64,12 @@ def resolve(
     run = {key: value for layer in layers for key, value in layer.settings.items() if key in RUN_KEYS}
     stages = _merge_layers(layers)
     try:
-        return _validate({**run, "recipe": recipe}, stages, samples_only)
+        config = _validate({**run, "recipe": recipe}, stages, samples_only)
     except UnknownKey as error:
         raise with_suggestion(error, stages[0].settings) from None
-
-
-def set_sampled_model(config: RunConfig, settings: Mapping[str, Any]) -> None:
-    """For commands that only sample: if the last stage starts from an earlier stage's model, use the model in the
-    caller's `settings` instead, since the earlier stages do not run."""
-    stage = config.stages[-1]
-    if stage.model.startswith(STAGE):
-        stage.model = settings.get("model", stage.model)
+    if samples_only and (last := config.stages[-1]).model.startswith(STAGE):  # the earlier stages do not run
+        last.model = overrides.get("model", last.model)
+    return config
 
 
 def _recipe_layers(recipe: str, from_file: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[Layer]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from envgym.config.resolve import resolve, set_sampled_model
+from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import merge
 from envgym.engine import SamplingParams
@@ -133,7 +133,6 @@ def parts_of_suite(
         }
         with reported_as(ConfigError, name, cause=ConfigError):
             config = resolve(merge(suite_settings, settings), file=file, samples_only=True)
-            set_sampled_model(config, settings)
         eval_settings = settings.get("eval", {})
         overrides = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in eval_settings}
         if "temperature" in settings.get("rollout", {}):
@@ -161,7 +160,6 @@ def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None)
     config = resolve(settings, file=file, samples_only=True)
     if (task_set := task_set_of(config.stages[-1].env.name)) and file is None:
         config = resolve(merge({"rollout": task_set.sampling}, settings), samples_only=True)
-    set_sampled_model(config, settings)
     stage = config.stages[-1]
     greedily = {"sampling": Sampling(temperature=0.0)}
     is_greedy = stage.rollout.temperature == 0

@@ -71,6 +71,14 @@ def test_settings_of_one_stage_are_said_by_its_name(stages):
     assert [stage.steps for stage in config.stages] == [7, 5]
 
 
+def test_commands_that_only_sample_take_the_model_that_they_are_given(tmp_path):
+    (tmp_path / "run.yaml").write_text("recipe: sft_grpo\nenv: math_verify")
+    for model, sampled in (({"model": "./mine"}, "./mine"), ({}, "stage:sft")):
+        config = resolve(model, file=tmp_path / "run.yaml", samples_only=True)
+        assert config.stages[-1].model == sampled
+    assert resolve({"model": "./mine"}, file=tmp_path / "run.yaml").stages[-1].model == "stage:sft"
+
+
 def test_a_config_file_may_set_stages_that_its_recipe_names(tmp_path):
     (tmp_path / "run.yaml").write_text("recipe: sft_grpo\nenv: math_verify\nstages: {sft: {steps: 3}}")
     config = resolve(file=tmp_path / "run.yaml")
