@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -80,16 +79,11 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
     }
 
 
-MIN_RANKS = 4
-"""Minimum number of rewards to be taken for ranks: two or three distinct rewards are common without ranking too."""
-
-
 def score_warning(spec: EnvSpec, groups: Sequence[Group]) -> str:
     """A warning if there are rewards but no score, or if the score may not measure the policy, else "".
 
-    It may not if the environment judges a group's completions together and every task has the same mean reward, as
-    ranks have (a single task: its rewards look like ranks). Tasks with a failed episode are ignored, because ranks
-    among fewer have another mean.
+    It may not if the environment judges a group's completions together and each of several tasks has the same mean
+    reward, as ranks have. Tasks with a failed episode are ignored, because ranks among fewer have another mean.
     """
     finished = [episode for group in groups for episode in group.episodes if episode.is_counted]
     if finished and all(episode.score is None and episode.reward is not None for episode in finished):
@@ -99,22 +93,13 @@ def score_warning(spec: EnvSpec, groups: Sequence[Group]) -> str:
         )
     jointly_scored = [group for group in groups if spec.spec_for(group.task).scores_groups]
     valid = [group for group in jointly_scored if all(episode.is_counted for episode in group.episodes)]
-    task_rewards = [rewards for rewards in _values_by_group(valid, "reward").values() if rewards]
-    means = [fmean(rewards) for rewards in task_rewards]
-    if not means or max(means) - min(means) > 1e-9 or (len(means) == 1 and not _is_ranking(task_rewards[0])):
+    means = [fmean(rewards) for rewards in _values_by_group(valid, "reward").values() if rewards]
+    if len(means) < 2 or max(means) - min(means) > 1e-9:
         return ""
-    subject = f"each of {len(means)} tasks" if len(means) > 1 else "its only task, whose rewards are evenly spaced,"
     return (
-        f"{spec.id} judges the completions of a task together, and {subject} has the mean reward "
+        f"{spec.id} judges the completions of a task together, and each of {len(means)} tasks has the mean reward "
         f"{means[0]:.3f}: if it ranks them, the mean does not measure the policy"
     )
-
-
-def _is_ranking(rewards: Sequence[float]) -> bool:
-    """True for at least `MIN_RANKS` distinct, evenly spaced rewards."""
-    ordered = sorted(rewards)
-    steps = [high - low for low, high in pairwise(ordered)]
-    return len(ordered) >= MIN_RANKS and min(steps) > 1e-9 and max(steps) - min(steps) < 1e-9
 
 
 def mean_score(groups: Sequence[Group], cluster: str | None = None) -> Mean:

@@ -148,18 +148,3 @@ def test_a_mean_that_comparing_makes_the_same_everywhere_is_told(tmp_path):
     of_fewer = [group("a", 1.0, 0.0), group("b", 0.0, 1.0), group("c", 1.0, TIMEOUT)]
     assert "each of 2 tasks has the mean reward 0.500" in score_warning(together, of_fewer)
     assert score_warning(together, of_fewer[1:]) == score_warning(together, of_fewer[2:]) == ""
-
-
-def test_a_single_task_whose_rewards_are_ranks_is_told_and_no_other(tmp_path):
-    (tmp_path / "ranks.py").write_text(
-        'import envgym\n\n@envgym.reward(batch=True, tasks=[{"prompt": "a"}])\n'
-        "def ranks(completion):\n    return [1.0 for _ in completion]\n"
-    )
-    together, alone = spec(str(tmp_path / "ranks.py")), spec("math_verify")
-    ranks = [group("a", 1 / 3, 1.0, 0.0, 2 / 3)]
-    assert "evenly spaced, has the mean reward 0.500" in score_warning(together, ranks)
-    assert "mean reward 2.500" in score_warning(together, [group("a", 4.0, 1.0, 3.0, 2.0)])
-    assert score_warning(alone, ranks) == ""
-    for members in ([1.0, 0.0], [0.0, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [0.1, 0.2, 0.4, 0.9],
-                    [1 / 3, 1.0, 0.0, 2 / 3, TIMEOUT]):  # fmt: skip
-        assert score_warning(together, [group("a", *members)]) == ""
