@@ -42,6 +42,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     from envgym.config.words import component_mapping
     from envgym.registry import task_set_of
+    from envgym.tasks.named_sets import PLACES
 
     if source is None:
         raise ConfigError("which episodes? Give a file or a folder of them. See: envgym score --help")
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
             files = task_set.files(Path(source).parent)
             if files and str(Path(source)) not in files.values():
                 words.append(f"data.folder={Path(source).parent}")  # the file lies beside them
-            elif task_set.hub is None:
+            elif task_set.data.keys().isdisjoint(PLACES):
                 words.append(f"data.test_path={source}")  # its rows are nowhere else
     elif "data.path" not in keys and any(key.startswith("data.") for key in keys):
         words.append(f"data.path={source}")  # settings of its fields: FILE is recorded data

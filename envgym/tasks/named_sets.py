@@ -27,22 +27,9 @@ SUFFIXES = (".yaml", ".yml")
 FILES = (".jsonl", ".parquet", ".csv", ".json")
 PATHS = ("path", "test_path", "sources")
 PLACES = ("folder", *PATHS)
+SPLITS = ("split", "test_split")
 HELD_OUT = {"test_path", "test_split", "test_fraction", "test_select"}
 """Settings of `data` that say what is held out."""
-
-
-class HubRows(Settings):
-    """Rows on the Hugging Face hub."""
-
-    id: str
-    configuration: str | None = None
-    revision: str | None = None
-    """The commit to read. None: the newest."""
-    split: str | None = None
-    """The split to train on."""
-    test_split: str | None = None
-    access: str = ""
-    """Conditions of the hub for these rows: a login, terms."""
 
 
 class NamedTaskSet(Settings):
@@ -53,7 +40,6 @@ class NamedTaskSet(Settings):
     """The environment, `name`, and its settings."""
     data: dict[str, Any] = Field({})
     """Settings of `data`: they say how the rows are read and, unless the caller does, where they are."""
-    hub: HubRows | None = None
     train_on: str | None = None
     """For a task set whose rows are all held out: one to train on."""
     sampling: dict[str, float] = Field({})
@@ -78,7 +64,7 @@ class NamedTaskSet(Settings):
         files."""
         data = dict(data_settings(settings.get("data") or {}))
         if not any(data.get(name) for name in PLACES):
-            data |= data_settings({name: self.data[name] for name in PLACES if name in self.data})
+            data = data_settings({name: self.data[name] for name in (*PLACES, *SPLITS) if name in self.data}) | data
         if data.get("folder") is not None:
             folder = Path(data.pop("folder")).expanduser()
             if not (files := self.files(folder)):
@@ -88,7 +74,8 @@ class NamedTaskSet(Settings):
         elif self.train_on and "path" in data and "test_path" not in data:
             data["test_path"] = data.pop("path")
         elif not any(data.get(name) for name in PATHS):
-            data = self._hub_rows() | data
+            usual = {"test_path": f"{self.name}.jsonl"} if self.train_on else {"path": f"{self.name}_train.jsonl"}
+            data = usual | data
         elif Path(data.get("path") or "").is_file() and not data.keys() & HELD_OUT and "test_select" not in self.data:
             share = DataConfig.model_fields["test_fraction"].default
             note = f"{self.name}: {share:.0%} of data.path are held out; a test file is data.test_path=FILE"
@@ -96,7 +83,7 @@ class NamedTaskSet(Settings):
         fields = {name: value for name, value in self.env.items() if name != "name" and name not in settings}
         if '"command":' in (text := json.dumps(fields, default=str)):  # of an MCP server, also of a part of a mixture
             warnings.warn(SettingsNote(f"{self.name}: this task set starts programs: {text}"), stacklevel=2)
-        reading = {name: value for name, value in self.data.items() if name not in PLACES}
+        reading = {name: value for name, value in self.data.items() if name not in (*PLACES, *SPLITS)}
         return {**fields, **settings, "data": {**reading, **data}}
 
     def files(self, folder: Path) -> dict[str, str]:
@@ -107,18 +94,6 @@ class NamedTaskSet(Settings):
         elif unsplit and not (train or test):
             train, test = unsplit, unsplit if "test_select" in self.data else None
         return {name: path for name, path in (("path", train), ("test_path", test)) if path}
-
-    def _hub_rows(self) -> dict[str, str]:
-        """The paths of the data set on the hub; without one, of files in the working directory."""
-        if self.hub is None:
-            return {"test_path": f"{self.name}.jsonl"} if self.train_on else {"path": f"{self.name}_train.jsonl"}
-        address = self.hub.id + "".join(
-            f"{mark}{part}" for mark, part in ((":", self.hub.configuration), ("@", self.hub.revision)) if part
-        )
-        if self.train_on:
-            return {"test_path": address} | ({"test_split": self.hub.test_split} if self.hub.test_split else {})
-        splits = {"split": self.hub.split, "test_split": self.hub.test_split}
-        return {"path": address} | {name: split for name, split in splits.items() if split}
 
 
 def _find(folder: Path, stem: str) -> str | None:

@@ -330,8 +330,9 @@ def test_rows_are_where_the_file_says_unless_the_caller_says_it(tmp_path):
     changed = data_of(name, data=c)
     assert (changed.path, changed.test_path, changed.prompt) == (c, None, ("question",))
     assert data_of(own_set(tmp_path, data={"sources": {"x": {"path": a}}})).sources["x"].path == a
-    hub_set = own_set(tmp_path, data={"path": a}, hub={"id": "our/rows"})
-    assert data_of(hub_set).path == a
+    hub_set = own_set(tmp_path, data={"path": "our/rows", "split": "train"})
+    assert (data_of(hub_set).path, data_of(hub_set).split) == ("our/rows", "train")
+    assert (data_of(hub_set, data=a).path, data_of(hub_set, data=a).split) == (a, None)
     held_out = data_of(own_set(tmp_path, data={"path": a}, train_on="gsm8k"))
     assert (held_out.path, held_out.test_path) == (None, a)
     write(tmp_path / "own_train.jsonl", rows)

@@ -14,6 +14,7 @@ from envgym import registry
 from envgym.config.resolve import resolve
 from envgym.errors import DataError
 from envgym.rewards.final_answers import reference
+from envgym.tasks.hub import is_hub_id
 from envgym.tasks.named_sets import task_set_files
 
 ADD = {"text": "Write a function to add two numbers.", "code": "def add(a, b):\n    return a + b", "task_id": 11,
@@ -141,8 +142,8 @@ def test_every_task_set_that_ships_has_rows_here_and_says_what_it_is():
         assert task_set.source, name
         if task_set.train_on:
             assert registry.task_set_of(task_set.train_on).train_on is None, name
-        if task_set.hub is not None:
-            assert task_set.hub.test_split, name
+        if is_hub_id(str(task_set.data.get("path") or task_set.data.get("test_path"))):
+            assert task_set.data["test_split"], name
 
 
 @pytest.mark.parametrize("name", ROWS)
