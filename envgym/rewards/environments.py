@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +14,10 @@ from pydantic import Field
 
 from envgym.env import Env, Info, StepResult, TaskList, TaskSet
 from envgym.env.data import DataEnvConfig, DataEnvSpec
-from envgym.errors import CallTimeout, ConfigError, DataError, InvalidStep
+from envgym.errors import ConfigError, DataError, InvalidStep
 from envgym.loading import attribute, import_target, target_of
 from envgym.processes import alarms
+from envgym.processes.cancellation import call_in_time
 from envgym.processes.pool import Processes
 from envgym.tasks import prompt_key
 from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
@@ -139,15 +139,8 @@ class RewardEnv(Env):
         return Observation(text=prompt_text(self.task)), {}
 
     async def step(self, action: Action) -> StepResult:
-        return _last_step(await self.spec.reward_of(self.task, action))
-
-
-class ThreadRewardEnv(RewardEnv):
-    """The same for a function that may block: `step` is no coroutine, so it runs on the instance's own thread."""
-
-    def step(self, action: Action) -> StepResult:  # type: ignore[override]
-        spec = self.spec
-        return _last_step(as_reward(spec.function(**spec.arguments(self.task, action)), spec.name))
+        reward = await self.spec.reward_of(self.task, action)
+        return None, reward.reward, True, False, {"score": reward.score, "metrics": dict(reward.metrics)}
 
 
 class GroupRewardEnv(RewardEnv):
@@ -155,10 +148,6 @@ class GroupRewardEnv(RewardEnv):
 
     async def step(self, action: Action) -> StepResult:
         return None, None, True, False, {}
-
-
-def _last_step(reward: Reward) -> StepResult:
-    return None, reward.reward, True, False, {"score": reward.score, "metrics": dict(reward.metrics)}
 
 
 class RewardSpec(DataEnvSpec):
@@ -179,8 +168,6 @@ class RewardSpec(DataEnvSpec):
     def __init__(self, id: str, env_class: type[Env] = RewardEnv, /, **kwargs: Any) -> None:
         super().__init__(id, env_class, **kwargs)
         self.name = self.function.__name__
-        if env_class is RewardEnv and not self.config.processes and not inspect.iscoroutinefunction(self.function):
-            self._env_class = ThreadRewardEnv
 
     def __reduce__(self) -> Any:
         from envgym.registry import spec_from_json
@@ -228,7 +215,7 @@ class RewardSpec(DataEnvSpec):
         arguments = self.arguments(task, action)
         if self._processes is not None:
             return await self._processes.call(lambda host: host.score(arguments), timeout=self.config.call_timeout)
-        return as_reward(await self.function(**arguments), self.name)
+        return as_reward(await call(self.function, arguments), self.name)
 
     @functools.cached_property
     def _aliases(self) -> dict[str, str]:
@@ -277,17 +264,8 @@ class GroupRewardSpec(RewardSpec):
             seed = seed_of(episodes)
             return await self._processes.call(lambda host: host.group(columns, len(rows), seed), timeout=timeout)
         async with self._calls:
-            return as_rewards(await self._call(columns, timeout), len(rows), self.name)
-
-    async def _call(self, columns: dict[str, list[Any]], timeout: float) -> Any:
-        deadline = asyncio.timeout(timeout)
-        try:
-            async with deadline:
-                return await call(self.function, columns)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise CallTimeout(f"{self.id}: {self.name} took longer than {timeout:g} s") from None
+            calling = call_in_time(call(self.function, columns), timeout, f"{self.id}: {self.name}")
+            return as_rewards(await calling, len(rows), self.name)
 
 
 def last_action(episode: Episode) -> Action:
