@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
 from envgym.errors import ConfigError, InvalidOutcome
@@ -46,12 +46,6 @@ class TextArenaConfig(EnvConfig):
     well."""
     processes: int = Field(2, ge=1)
     """Processes that run the games; each holds many."""
-
-    @model_validator(mode="after")
-    def _check(self) -> TextArenaConfig:
-        if self.seat is not None and self.players is not None and self.seat >= self.players:
-            raise ValueError(f"seat is from 0 to {self.players - 1} with {self.players} players, not {self.seat}")
-        return self
 
 
 class TextArenaEnv(Env):

@@ -337,8 +337,8 @@ def test_what_cannot_be_played_is_known_before_the_first_episode():
         asyncio.run(make("TicTacTo-v0").ensure_setup())
     with pytest.raises(errors.ConfigError, match="seats 0 to 1, not 5"):
         asyncio.run(make(seat=5).ensure_setup())
-    with pytest.raises(errors.ConfigError, match="seat is from 0 to 1"):
-        make(seat=2, players=2)
+    with pytest.raises(errors.ConfigError, match="the seats 0 to 1, not 2"):
+        asyncio.run(make(seat=2, players=2).ensure_setup())
 
 
 def test_word_lists_that_are_not_here_are_asked_for(monkeypatch):
