@@ -26,9 +26,8 @@ from envgym.errors import EnvgymError
 from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.types import Objective, Row
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.group import WorkerGroup
-from envgym.workers.spec import WorkerSpec
 
 VOCABULARY = 32000
 MUON = {"optimizer": "muon", "muon_lr": 1e-3}

@@ -107,10 +107,9 @@ def _three_steps(
 
     from envgym.learner import RoleSpec
     from envgym.types import Objective
-    from envgym.workers.config import WorkersConfig
+    from envgym.workers.config import WorkersConfig, WorkerSpec
     from envgym.workers.lora import LoraConfig
     from envgym.workers.model import ModelWorker
-    from envgym.workers.spec import WorkerSpec
 
     torch.manual_seed(0)
     losses, left = [], 0.0
@@ -269,9 +268,8 @@ def prefixes(size: str) -> dict[str, Any]:
 
 def _load_actor(model: str, learner: str, budget: int) -> Any:
     from envgym.learner import RoleSpec
-    from envgym.workers.config import WorkersConfig
+    from envgym.workers.config import WorkersConfig, WorkerSpec
     from envgym.workers.model import ModelWorker
-    from envgym.workers.spec import WorkerSpec
 
     settings = WorkersConfig(tokens_per_microbatch=budget)
     worker = ModelWorker(WorkerSpec("actor", model, RoleSpec(trained=True), {"name": learner, "lr": 1e-5}, settings))

@@ -184,10 +184,9 @@ def measured(method: str, model: str, rows: str, steps: int) -> dict[str, Any]:
     """envgym's side: seconds and gradient norms of optimizer steps on the rows, and the peak memory in KiB."""
     from envgym.learner import RoleSpec
     from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn, number_rows
-    from envgym.workers.config import WorkersConfig
+    from envgym.workers.config import WorkersConfig, WorkerSpec
     from envgym.workers.micro_batches import micro_batches
     from envgym.workers.model import ModelWorker
-    from envgym.workers.spec import WorkerSpec
 
     # `sequence` aggregation and no KL are GRPO's defaults, as TRL's are here; TRL adds 1e-4 to the standard deviation.
     config = {"name": method, "lr": LEARNING_RATE, "betas": (0.9, 0.95), "max_grad_norm": 1e9}

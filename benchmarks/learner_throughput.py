@@ -72,10 +72,9 @@ def measured(layers: int, vocabulary: int, repeats: int) -> dict[str, Any]:
 
     from envgym.learner import RoleSpec
     from envgym.types import Objective, Row
-    from envgym.workers.config import WorkersConfig
+    from envgym.workers.config import WorkersConfig, WorkerSpec
     from envgym.workers.micro_batches import micro_batches
     from envgym.workers.model import ModelWorker
-    from envgym.workers.spec import WorkerSpec
 
     disable_progress_bar()
     torch.manual_seed(0)

@@ -155,9 +155,8 @@ def load_worker(model: str, folder: str, budget: int = BUDGET) -> ModelWorker:
     """A worker that trains the starter, or a random Qwen2 of 34 million parameters, made in `folder`."""
     from envgym.config.recipes import recipe_model_folder
     from envgym.learner import RoleSpec
-    from envgym.workers.config import WorkersConfig
+    from envgym.workers.config import WorkersConfig, WorkerSpec
     from envgym.workers.model import ModelWorker
-    from envgym.workers.spec import WorkerSpec
 
     path = str(recipe_model_folder(model)) if model == "starter" else make_model(folder)
     settings = WorkersConfig(dtype="float32", tokens_per_microbatch=budget)

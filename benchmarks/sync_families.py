@@ -304,10 +304,9 @@ def faults(root: Path, right: Path, other: Path, layers: int) -> Iterator[tuple[
 def load_worker(folder: Path, dtype: str, rank: int = 0, targets: list[str] | None = None) -> Any:
     """A worker that holds the model as one that learns would."""
     from envgym.learner import RoleSpec
-    from envgym.workers.config import WorkersConfig
+    from envgym.workers.config import WorkersConfig, WorkerSpec
     from envgym.workers.lora import LoraConfig
     from envgym.workers.model import ModelWorker
-    from envgym.workers.spec import WorkerSpec
 
     settings = WorkersConfig.model_validate({"dtype": dtype})
     lora = LoraConfig(rank=rank, targets=targets or "all-linear")

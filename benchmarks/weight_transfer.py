@@ -64,8 +64,8 @@ async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> di
     from envgym.learner import RoleSpec
     from envgym.processes.local import LocalRuntime
     from envgym.training.weight_sync import FileTransfer
+    from envgym.workers.config import WorkerSpec
     from envgym.workers.group import WorkerGroup
-    from envgym.workers.spec import WorkerSpec
 
     hidden, layers, inner = size
     config = Qwen3Config(

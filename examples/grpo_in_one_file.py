@@ -16,8 +16,8 @@ from envgym.engines.vllm import VLLMEngine
 from envgym.learner import Learner, RoleSpec
 from envgym.render import RenderConfig, load_renderer
 from envgym.types import Action, Episode, Group, Outcome, Row, Segment, int_array
+from envgym.workers.config import WorkerSpec
 from envgym.workers.model import ModelWorker
-from envgym.workers.spec import WorkerSpec
 
 MODEL = str(recipe_model_folder("starter"))  # 0.4 million parameters; it ships with envgym
 STEPS, TASKS, GROUP, HELD_OUT, LR = 40, 16, 8, 64, 4e-4

@@ -29,8 +29,8 @@ from envgym.services import Chat, Services, start_services
 from envgym.services.policy import PolicyEngine
 from envgym.services.start import refuse_policies
 from envgym.types import ToolSpec
+from envgym.workers.config import WorkerSpec
 from envgym.workers.group import WorkerGroup
-from envgym.workers.spec import WorkerSpec
 
 if TYPE_CHECKING:
     from envgym.engines.openai import OpenAIEngine

@@ -11,9 +11,9 @@ from envgym.errors import WorkerDied, WorkerError
 from envgym.processes.runtime import CALL_SECONDS, Message, Result, Runtime, Worker, WorkerHandle, message_of
 from envgym.types import Row
 
+from .config import RankInfo, WorkerSpec
 from .metrics import merge
 from .micro_batches import micro_batches, sort_by_prefix
-from .spec import RankInfo, WorkerSpec
 
 if TYPE_CHECKING:
     from envgym.types.episodes import FloatArray

@@ -24,6 +24,7 @@ from envgym.types import Row
 
 from . import checkpoint, zero
 from .adapter import Adapter
+from .config import RankInfo, WorkerSpec
 from .export import flops_per_token
 from .learning import ModelLearning
 from .metrics import peak_flops
@@ -31,7 +32,6 @@ from .micro_batches import choose_layout, micro_batches, network_inputs, pad
 from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model
 from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
 from .sequence_parallel import Slices
-from .spec import RankInfo, WorkerSpec
 from .trials import obstacle_to_sharing, try_fused_head, try_fused_layers, try_kernel, use_packing
 
 if TYPE_CHECKING:

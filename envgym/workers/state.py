@@ -22,8 +22,8 @@ from .export import WeightExport, averaged_parameters
 if TYPE_CHECKING:
     from envgym.learner import Learner
 
+    from .config import WorkerSpec
     from .optimizer import MovingAverage
-    from .spec import WorkerSpec
 
 
 class ModelState(WeightExport):

@@ -18,10 +18,9 @@ from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.types import Row, Segment, int_array
 from envgym.workers import export
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.export import ParameterSource
 from envgym.workers.model import ModelWorker
-from envgym.workers.spec import WorkerSpec
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 FAMILIES = {

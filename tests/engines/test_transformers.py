@@ -16,8 +16,8 @@ from envgym.learner import RoleSpec
 from envgym.services.declarations import RewardModel
 from envgym.services.reward_worker import RewardWorker
 from envgym.types import VersionSpan
+from envgym.workers.config import WorkerSpec
 from envgym.workers.model import ModelWorker
-from envgym.workers.spec import WorkerSpec
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 

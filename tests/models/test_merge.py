@@ -16,10 +16,9 @@ from transformers import (
 
 from envgym.cli import main
 from envgym.learner import RoleSpec
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.lora import LoraConfig
 from envgym.workers.model import ModelWorker
-from envgym.workers.spec import WorkerSpec
 
 IDS = torch.arange(3, 60)[None]
 

@@ -283,8 +283,8 @@ def test_a_critic_that_starts_from_it_begins_with_its_values(tiny_reward_model, 
 
     from envgym.learner import RoleSpec
     from envgym.types import Objective, Row
+    from envgym.workers.config import WorkerSpec
     from envgym.workers.model import ModelWorker
-    from envgym.workers.spec import WorkerSpec
 
     critic = ModelWorker(WorkerSpec("critic", str(tiny_reward_model), RoleSpec(trained=False, head="scalar")))
     critic.load()

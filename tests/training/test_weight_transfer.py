@@ -20,10 +20,9 @@ from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import WorkerHandle, message_of
 from envgym.training import weight_sync as module
 from envgym.training.weight_sync import FileTransfer, NcclTransfer, make_transfer
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.export import write_bucket
 from envgym.workers.group import WorkerGroup
-from envgym.workers.spec import WorkerSpec
 
 CHECKSUM = 7
 """Of what `Actor` sends between GPUs."""

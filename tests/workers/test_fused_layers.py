@@ -16,11 +16,10 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from envgym.learner import RoleSpec
 from envgym.workers import fused_layers, trials
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.fused_layers import can_fuse, fuse
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import TokenNetwork
-from envgym.workers.spec import WorkerSpec
 from tests.workers.test_network import answers, batch, make_model
 from tests.workers.test_prefixes import CPU
 

@@ -14,11 +14,10 @@ import torch
 from envgym.learner import RoleSpec
 from envgym.workers import head as head_module
 from envgym.workers import trials
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.head import LogprobHead, Rescaling, score
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import TokenNetwork
-from envgym.workers.spec import WorkerSpec
 from tests.workers.test_network import make_model
 from tests.workers.test_prefixes import CPU
 

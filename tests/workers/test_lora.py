@@ -14,11 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from envgym.errors import ConfigError, MissingDependency
 from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.group import WorkerGroup
 from envgym.workers.lora import LoraConfig
 from envgym.workers.model import ModelWorker
-from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export
 
 LORA = {"rank": 4, "alpha": 6}

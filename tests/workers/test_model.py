@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM
 from envgym.errors import CheckpointDamaged, EnvgymError, RunError
 from envgym.learner import RoleSpec
 from envgym.workers import checkpoint
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.micro_batches import micro_batches, padding_samples
 from envgym.workers.model import ModelWorker
-from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export
 
 

@@ -10,11 +10,10 @@ import torch
 from envgym.errors import RunError
 from envgym.learner import RoleSpec
 from envgym.workers import learning
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.lora import LoraConfig
 from envgym.workers.micro_batches import micro_batches
 from envgym.workers.model import ModelWorker
-from envgym.workers.spec import WorkerSpec
 
 HELD = [
     {"zero_stage": stage, "dtype": dtype, **options}

@@ -14,11 +14,10 @@ from envgym.errors import ConfigError
 from envgym.learner import RoleSpec
 from envgym.processes.gpus import check_visible_gpu
 from envgym.workers import head as head_module
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.micro_batches import padding_samples
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import TokenNetwork, check_experts, flash_attention, packs
-from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export
 
 VOCABULARY = 97

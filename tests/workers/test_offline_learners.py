@@ -14,11 +14,10 @@ from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn, number_rows
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.group import WorkerGroup
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import add_noise
-from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export_group
 
 from .conftest import PLAIN_GRADIENT_DESCENT, VOCABULARY

@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from envgym.errors import ConfigError, RunError
 from envgym.learner import RoleSpec
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.lora import LoraConfig
 from envgym.workers.micro_batches import micro_batches
 from envgym.workers.model import ModelWorker
-from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export
 
 MATRIX = "model.layers.0.mlp.up_proj.weight"  # 64 x 32

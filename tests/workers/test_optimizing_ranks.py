@@ -13,9 +13,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3Config, Q
 from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.group import WorkerGroup
-from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export_group
 
 

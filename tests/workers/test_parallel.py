@@ -17,10 +17,9 @@ from envgym.learner import LearnerConfig, RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime, WorkerHandle
 from envgym.workers import zero
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.group import WorkerGroup
 from envgym.workers.sequence_parallel import Slices
-from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export_group
 
 VOCABULARY = 97

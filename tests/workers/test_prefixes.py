@@ -22,12 +22,11 @@ from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from envgym.types import Objective, Row
 from envgym.workers import attention
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.group import WorkerGroup
 from envgym.workers.lora import LoraConfig
 from envgym.workers.micro_batches import SharedPrefixes, micro_batches, n_distinct, network_inputs, pad, shared_share
 from envgym.workers.network import TokenNetwork, load_model
-from envgym.workers.spec import WorkerSpec
 from envgym.workers.trials import obstacle_to_sharing
 from tests.weight_files import export_group
 from tests.workers.conftest import PLAIN_GRADIENT_DESCENT

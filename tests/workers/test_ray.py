@@ -22,9 +22,8 @@ from envgym.placement.plan import Node, PlacedRuntime, StagePart, place_parts, p
 from envgym.processes import ray as ray_module
 from envgym.processes.ray import RayRuntime, RayWorker
 from envgym.processes.runtime import InlineRuntime, Slot
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.group import WorkerGroup
-from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export_group
 
 TARGET = "polite_worker:Worker"

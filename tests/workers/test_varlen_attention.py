@@ -19,11 +19,10 @@ from envgym.types import Objective
 from envgym.workers import attention
 from envgym.workers import network as networks
 from envgym.workers.attention import VARLEN, not_covered
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.micro_batches import micro_batches
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import TokenNetwork, flash_attention, load_model
-from envgym.workers.spec import WorkerSpec
 from envgym.workers.trials import obstacle_to_sharing, try_kernel
 from tests.workers.conftest import PLAIN_GRADIENT_DESCENT
 from tests.workers.test_network import answers, batch, make_model
