@@ -88,7 +88,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
     from envgym.engine import SamplingParams
     from envgym.engines.pool import EngineClient
-    from envgym.episodes.parquet import write_rollouts
+    from envgym.episodes.record import write_rollouts
     from envgym.learners.grpo import GRPO
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.monitoring.metrics import rollout_metrics

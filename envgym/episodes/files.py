@@ -11,7 +11,7 @@ from envgym.errors import ConfigError, DataError, RunError, missing_package, rep
 from envgym.types import Episode
 
 from .journal import Journal, episode_line
-from .parquet import read_rollouts, write_rollouts
+from .record import read_rollouts, write_rollouts
 
 SUFFIXES = (".jsonl", ".parquet")
 

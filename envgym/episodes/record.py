@@ -1,13 +1,20 @@
-"""The record of an episode in JSON types, which journals, files, checkpoints and the wire share."""
+"""The record of an episode: in JSON types, which journals, files, checkpoints and the wire share, and in a compressed
+columnar file (Parquet), one row per episode, tokens and masks included."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from envgym.disk import replacement_file
+from envgym.errors import DataError, needs
 from envgym.types import (
     Episode,
+    Group,
     Message,
     Objective,
     Outcome,
@@ -133,3 +140,139 @@ def _values(instance: Any, names: Iterable[str] = ()) -> dict[str, Any]:
 def _select_fields(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
     """The values of all fields of dataclass `cls`. Other keys, of newer versions, are dropped."""
     return {field.name: record[field.name] for field in fields(cls)}
+
+
+ROW_GROUP_SIZE = 256
+"""Episodes per row group, the smallest unit that a reader loads."""
+
+
+def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
+    """Write episodes to `path` in one rename. Columns are the fields of `envgym.episodes.record`: the task and the
+    arguments of tool calls as text (JSON), log-probabilities as float32. Further columns serve lists of episodes: the
+    task's `key`, the number of sampled `tokens` and of `turns`, and `surprise`, the mean -log p of the tokens in
+    nats."""
+    pa, pq = _pyarrow("writing rollouts")
+    tasks: dict[int, str] = {}  # JSON by the task's `id`: the members of a group share the task
+    rows = [_columns(episode, tasks) for episode in episodes]
+    has_others = any("from_others" in message for row in rows for message in row["messages"])
+    table = pa.Table.from_pylist(rows, _schema(pa, has_others=has_others))
+    with replacement_file(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP_SIZE)
+
+
+def write_learned(path: Path, groups: Sequence[Group]) -> None:
+    """Write the training values of a step's rows to `path` in one rename, one line per row with advantages that was
+    trained on: the `episode`, the row's number in it (`row`), and one float32 per token in `advantages`, `logprobs`
+    (the trainer's before its first optimizer step on the row, in nats) and `ratios` (the trainer's policy of its last
+    optimizer step over the sampling policy). No file is written without such rows."""
+    import numpy as np
+
+    pa, pq = _pyarrow("writing rollouts")
+    columns: dict[str, list[Any]] = {name: [] for name in ("episode", "row", "advantages", "logprobs", "ratios")}
+    for episode in (episode for group in groups for episode in group.episodes):
+        for number, row in enumerate(episode.rows):
+            if row.last_outputs is None or "advantages" not in row.arrays:
+                continue
+            sampled = np.isfinite(row.old_logprobs)
+            ratios = np.exp(np.where(sampled, row.last_outputs - row.old_logprobs, 0.0))
+            values = (episode.id, number, row.arrays["advantages"], row.first_outputs, ratios)
+            for column, value in zip(columns.values(), values, strict=True):
+                column.append(value)
+    if not columns["row"]:
+        return
+    floats = pa.list_(pa.float32())
+    types = {"episode": pa.string(), "row": pa.int32(), "advantages": floats, "logprobs": floats, "ratios": floats}
+    table = pa.table(columns, pa.schema(list(types.items())))
+    path.parent.mkdir(exist_ok=True)
+    with replacement_file(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP_SIZE)
+
+
+def read_rollouts(path: Path) -> list[Episode]:
+    """The episodes of a file that `write_rollouts` wrote, in order. Raises `DataError` for other files."""
+    pa, pq = _pyarrow("reading rollouts")
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{path} cannot be read as a Parquet file of episodes ({reason})") from None
+    if missing := [name for name in _schema(pa).names if name not in table.column_names]:
+        raise DataError(f"{path} holds no episodes: it has no column {missing[0]!r}")
+    episodes = []
+    for number, columns in enumerate(table.to_pylist(), 1):
+        try:
+            episodes.append(from_record({**columns, "task": json.loads(columns["task"])}))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}, row {number}: this is not an episode ({type(error).__name__}: {error})") from None
+    return episodes
+
+
+def _pyarrow(purpose: str) -> tuple[Any, Any]:
+    with needs("pyarrow", "train", purpose):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    return pa, pq
+
+
+def _columns(episode: Episode, tasks: dict[int, str]) -> dict[str, Any]:
+    record = to_record(episode)
+    if (task := tasks.get(id(episode.task))) is None:
+        task = tasks[id(episode.task)] = json.dumps(record["task"], default=str)
+    for message in record["messages"]:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], default=str)
+    maps = {name: list(record[name].items()) for name in ("metrics", "fingerprints")}
+    sampled = [value for row in episode.rows for segment in row.segments for value in segment.logprobs or ()]
+    summary = {
+        "key": episode.task.key,
+        "tokens": sum([row.n_action_tokens for row in episode.rows]),
+        "turns": sum(len(row.turns) for row in episode.rows),
+        "surprise": -math.fsum(sampled) / len(sampled) if sampled else None,
+    }
+    return {**record, **maps, **summary, "task": task}
+
+
+def _schema(pa: Any, *, has_others: bool = False) -> Any:
+    """The columns. With `has_others`, messages have the field `from_others`."""
+    text, number, integer, token, boolean = pa.string(), pa.float64(), pa.int64(), pa.int32(), pa.bool_()
+
+    def struct(**columns: Any) -> Any:
+        return pa.struct(list(columns.items()))
+
+    call = struct(id=text, type=text, function=struct(name=text, arguments=text), error=text)
+    mark = {"from_others": boolean} if has_others else {}
+    message = struct(role=text, content=text, tool_calls=pa.list_(call), tool_call_id=text, name=text, **mark)
+    segment = struct(
+        role=text,
+        token_ids=pa.list_(token),
+        weights=pa.list_(number),
+        logprobs=pa.list_(pa.float32()),
+        versions=pa.list_(struct(version=integer, start=token, end=token)),
+        temperature=number,
+    )
+    turn = struct(reward=number, stop_reason=text)
+    row = struct(objective=text, segments=pa.list_(segment), turns=pa.list_(turn))
+    episode = struct(
+        id=text,
+        env=text,
+        task=text,
+        group=text,
+        member=token,
+        seed=integer,
+        attempt=token,
+        outcome=struct(status=text, reason=text, retryable=boolean, message=text),
+        reward=number,
+        score=number,
+        score_is_reward=boolean,
+        answer=text,
+        metrics=pa.map_(text, number),
+        seconds=number,
+        fingerprints=pa.map_(text, text),
+        messages=pa.list_(message),
+        rows=pa.list_(row),
+        key=text,
+        tokens=integer,
+        turns=token,
+        surprise=number,
+    )
+    return pa.schema(list(episode))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.episodes.journal import EpisodeKey, Journal
-from envgym.episodes.parquet import write_learned, write_rollouts
+from envgym.episodes.record import write_learned, write_rollouts
 from envgym.errors import RolloutFailed
 from envgym.hashing import task_hash
 from envgym.monitoring.metrics import check_failures, rollout_metrics

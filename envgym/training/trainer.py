@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from envgym.config.schema import RunConfig, StageConfig
-from envgym.episodes.parquet import write_rollouts
+from envgym.episodes.record import write_rollouts
 from envgym.errors import EnvgymError, InvalidOutcome, RolloutFailed, WorkerError
 from envgym.evaluation.held_out import HeldOut
 from envgym.monitoring.metrics import held_out_metrics, speed_metrics

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from envgym.cli import main
 from envgym.episodes.files import write_episodes
-from envgym.episodes.parquet import write_rollouts
+from envgym.episodes.record import write_rollouts
 from envgym.types import Episode, Message, Outcome, Row, Segment, StopReason, Task, ToolCall, Turn
 
 

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from envgym.episodes.parquet import read_rollouts, write_learned, write_rollouts
-from envgym.episodes.record import to_record
+from envgym.episodes.record import read_rollouts, to_record, write_learned, write_rollouts
 from envgym.errors import DataError
 from envgym.types import (
     Episode,

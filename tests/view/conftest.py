@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from envgym.episodes.files import write_episodes
-from envgym.episodes.parquet import write_learned, write_rollouts
+from envgym.episodes.record import write_learned, write_rollouts
 from envgym.run_folder import RunFolder
 from envgym.types import (
     Episode,

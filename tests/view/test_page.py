@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from envgym.episodes.files import write_episodes
-from envgym.episodes.parquet import write_rollouts
+from envgym.episodes.record import write_rollouts
 from envgym.run_folder import RunFolder
 from envgym.types import Message, StopReason, Turn
 
