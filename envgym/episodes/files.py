@@ -1,17 +1,116 @@
-"""Files of episodes: JSON lines or Parquet, by the file's suffix."""
+"""Files of episodes: JSON lines or Parquet, by the file's suffix, and the journal, which gets one line of JSON per ended
+episode, so that a kill loses no episode that has ended."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from envgym.disk import regular_file, replacement_file
 from envgym.errors import ConfigError, DataError, RunError, missing_package, reported_as
 from envgym.types import Episode
 
-from .journal import Journal, episode_line
-from .record import read_rollouts, write_rollouts
+from .record import from_record, read_rollouts, to_record, write_rollouts
+
+EpisodeKey = tuple[str, int]
+"""Group id and member number of an episode."""
+
+
+class Journal:
+    """A file of episodes. The first line of a key is the episode as it ended; a later line is the same episode after
+    the judging of its group.
+
+    Raises `DataError` for a file that cannot be read or written, or that holds anything but episodes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def originals(self) -> dict[EpisodeKey, Episode]:
+        """The episodes before the judging of their groups, in the order in which they ended."""
+        episodes: dict[EpisodeKey, Episode] = {}
+        for episode in self._read():
+            episodes.setdefault((episode.group_id, episode.member), episode)
+        return episodes
+
+    def latest(self) -> dict[EpisodeKey, Episode]:
+        """The episodes after the judging of their groups, in the order in which they ended."""
+        return {(episode.group_id, episode.member): episode for episode in self._read()}
+
+    def episodes(self) -> list[Episode]:
+        """Like `latest`, for a file that may be joined from several, with repeated keys: an episode replaces an earlier
+        one of its key only if both are the same conversation."""
+        episodes: list[Episode] = []
+        positions: dict[EpisodeKey, int] = {}
+        for episode in self._read():
+            key = (episode.group_id, episode.member)
+            if key in positions and _identity(episodes[positions[key]]) == _identity(episode):
+                episodes[positions[key]] = episode
+            else:
+                positions[key] = len(episodes)
+                episodes.append(episode)
+        return episodes
+
+    def open(self) -> None:
+        """Prepare for writing: create the file, and complete or truncate a last line that a kill interrupted."""
+        with reported_as(DataError, f"{self.path} cannot be written"):
+            self.path.touch()
+            content = self.path.read_bytes()
+            end = content.rfind(b"\n") + 1
+            if _is_json(content[end:]):
+                with self.path.open("ab") as file:
+                    file.write(b"\n")
+            else:
+                os.truncate(self.path, end)
+
+    def write(self, episode: Episode) -> None:
+        """Append an episode."""
+        line, advice = episode_line(episode), "the episodes before this one are saved there"
+        with (
+            reported_as(DataError, f"{self.path} cannot be written", advice),
+            self.path.open("a", encoding="utf-8") as file,
+        ):
+            file.write(line)
+
+    def _read(self) -> Iterator[Episode]:
+        if not self.path.exists():
+            return
+        number = 0
+        try:
+            with self.path.open(encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.endswith("\n") and not _is_json(line):
+                        return  # truncated by a kill
+                    try:
+                        episode = from_record(json.loads(line))
+                    except (ValueError, KeyError, TypeError, AttributeError) as error:
+                        problem = f"this is not an episode ({type(error).__name__}: {error})"
+                        raise DataError(f"{self.path}, line {number}: {problem}") from None
+                    yield episode
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{self.path}, line {number + 1}: it cannot be read ({error})") from None
+
+
+def episode_line(episode: Episode) -> str:
+    """The episode as a line of JSON. Values without a JSON type (a date in a task's fields) are written as text."""
+    return json.dumps(to_record(episode), default=str) + "\n"
+
+
+def _identity(episode: Episode) -> tuple[object, ...]:
+    return episode.id, episode.task.key, episode.seconds, episode.messages
+
+
+def _is_json(line: str | bytes) -> bool:
+    """True if a last line lacks only its newline, as some editors write it."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
 
 SUFFIXES = (".jsonl", ".parquet")
 

@@ -17,8 +17,7 @@ from envgym.config.schema import RunConfig
 from envgym.config.words import dotted_keys
 from envgym.disk import folder_lock, write_atomically
 from envgym.env import EnvSpec
-from envgym.episodes.files import check_target, write_episodes
-from envgym.episodes.journal import EpisodeKey, Journal
+from envgym.episodes.files import EpisodeKey, Journal, check_target, write_episodes
 from envgym.errors import DataError, EnvgymError, RunError, WorkerError, extend_message, reported_as
 from envgym.hashing import model_hash, task_hash
 from envgym.rollout.runner import group_ids

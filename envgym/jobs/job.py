@@ -16,7 +16,7 @@ from envgym.config.schema import Component
 from envgym.disk import write_atomically
 from envgym.env import CheckedEnv, EnvSpec, TaskList
 from envgym.env.data import DataEnvSpec
-from envgym.episodes.journal import episode_line
+from envgym.episodes.files import episode_line
 from envgym.evaluation.result import mean_score, result_of, score_warning
 from envgym.evaluation.statistics import suite_mean
 from envgym.hashing import task_hash, text_hash

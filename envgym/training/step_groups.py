@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envgym.config.schema import RunConfig, StageConfig
-from envgym.episodes.journal import EpisodeKey, Journal
+from envgym.episodes.files import EpisodeKey, Journal
 from envgym.episodes.record import write_learned, write_rollouts
 from envgym.errors import RolloutFailed
 from envgym.hashing import task_hash

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envgym.episodes.journal import Journal
+from envgym.episodes.files import Journal
 from envgym.episodes.record import to_record
 from envgym.errors import DataError
 from envgym.types import Episode, Outcome, Task

@@ -16,8 +16,7 @@ from aiohttp import web
 from envgym import registry
 from envgym.config.resolve import resolve
 from envgym.env import EnvSpec, SeededTasks, TaskList
-from envgym.episodes.files import read_episodes
-from envgym.episodes.journal import Journal
+from envgym.episodes.files import Journal, read_episodes
 from envgym.errors import ConfigError, DataError, RunError
 from envgym.hashing import task_hash
 from envgym.jobs.folder import UnfinishedFile

@@ -15,8 +15,7 @@ import pytest
 
 from envgym import registry
 from envgym.config.resolve import resolve
-from envgym.episodes.files import read_episodes, write_episodes
-from envgym.episodes.journal import Journal
+from envgym.episodes.files import Journal, read_episodes, write_episodes
 from envgym.episodes.record import to_record
 from envgym.errors import ConfigError, DataError, InvalidOutcome
 from envgym.evaluation.changes import changes_of
