@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from envgym.monitoring.alarms import Alarms
-from envgym.monitoring.failure_bias import failure_bias
+from envgym.monitoring.metrics import failure_bias
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
 
 TASK = Task("t", prompt="")
