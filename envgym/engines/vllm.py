@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from envgym.engine import Bucket, EngineInfo, Generation, HostedEngine, Request, check_fits
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
-from envgym.models.weights_file import checksum
+from envgym.models.weights_file import IncomingWeights, checksum, read_bucket
 from envgym.types import StopReason, VersionSpan, float_array, int_array
 from envgym.workers.config import number_format
 from envgym.workers.lora import ADAPTER_WEIGHTS
 
-from .incoming import IncomingWeights, read_bucket
 from .model_folder import check_model_folder, end_tokens
 from .spec import LONGEST_DEFAULT, EngineSpec
 

@@ -10,12 +10,11 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from envgym.config.schema import SyncConfig
-from envgym.engines.incoming import read_bucket
 from envgym.engines.pool import EnginePool
 from envgym.engines.vllm import WeightReader
 from envgym.errors import ConfigError, RunError, WorkerError
 from envgym.learner import RoleSpec
-from envgym.models.weights_file import checksum
+from envgym.models.weights_file import checksum, read_bucket
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import WorkerHandle, message_of
 from envgym.training import weight_sync as module
