@@ -27,8 +27,7 @@ from envgym.types import StopReason, VersionSpan
 from envgym.workers.config import number_format
 from envgym.workers.lora import ADAPTER_WEIGHTS
 
-from .model_folder import check_model_folder, end_tokens
-from .spec import LONGEST_DEFAULT, EngineSpec
+from .spec import LONGEST_DEFAULT, EngineSpec, check_model_folder, end_tokens
 
 MAX_BATCH = 256
 """Requests sampled together; the rest wait."""

@@ -23,8 +23,7 @@ from envgym.types import StopReason, VersionSpan, float_array, int_array
 from envgym.workers.config import number_format
 from envgym.workers.lora import ADAPTER_WEIGHTS
 
-from .model_folder import check_model_folder, end_tokens
-from .spec import LONGEST_DEFAULT, EngineSpec
+from .spec import LONGEST_DEFAULT, EngineSpec, check_model_folder, end_tokens
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
 """The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that reports which weights sampled which tokens."""
