@@ -34,7 +34,6 @@ from envgym.types import (
     Task,
     ToolSpec,
     Turn,
-    float_array,
     int_array,
 )
 
@@ -91,8 +90,8 @@ class Transcript:
 
     def record(self, generation: Generation, temperature: float) -> None:
         """Append a turn that was sampled after the current token sequence."""
-        ids, logprobs = int_array(generation.token_ids), float_array(generation.logprobs)
-        sampled = Segment("action", ids, logprobs=logprobs, versions=generation.versions, temperature=temperature)
+        spans, logprobs = generation.versions, generation.logprobs
+        sampled = Segment("action", generation.token_ids, logprobs=logprobs, versions=spans, temperature=temperature)
         self._append(sampled, Turn(None, generation.stop_reason))
 
     def add_demonstration(
