@@ -1,5 +1,5 @@
-"""Files of episodes: JSON lines or Parquet, by the file's suffix, and the journal, which gets one line of JSON per ended
-episode, so that a kill loses no episode that has ended."""
+"""Files of episodes: JSON lines or Parquet, by the file's suffix. The journal gets one line of JSON per ended episode,
+so that a kill loses no episode that has ended."""
 
 from __future__ import annotations
 
