@@ -27,15 +27,7 @@ from envgym.types import Observation
 from envgym.workers.group import WorkerGroup
 
 from .pretraining import Pretraining
-from .weight_sync import (
-    PROBE,
-    PROBE_TOKENS,
-    FileTransfer,
-    GpuTimeshare,
-    WeightSync,
-    make_transfer,
-    refuse_replacement,
-)
+from .weight_sync import PROBE, PROBE_TOKENS, FileTransfer, GpuTimeshare, WeightSync, make_transfer
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -55,7 +47,16 @@ class Components:
     sync: WeightSync | None = None
     pretraining: Pretraining | None = None
     apis: Mapping[str, ApiTeacher] = field(default_factory=dict)
-    timeshare: GpuTimeshare = field(default_factory=lambda: GpuTimeshare(EnginePool(refuse_replacement, []), {}))
+
+    async def wake_engines(self) -> None:
+        """Give the engines the memory that they share with models."""
+        if self.sync is not None:
+            await self.sync.timeshare.give_to_engines()
+
+    async def wake_models(self, *, for_new_weights: bool = False) -> None:
+        """Give the models the memory that they share with engines; see `GpuTimeshare.give_to_models`."""
+        if self.sync is not None:
+            await self.sync.timeshare.give_to_models(for_new_weights=for_new_weights)
 
     @property
     def trained_roles(self) -> list[str]:
@@ -89,13 +90,10 @@ async def start_components(
     )
     for api in apis.values():
         api.vocabulary = workers["actor"].info.vocabulary
-    components = Components(
-        learner, make_runner(config, stage, context.spec, agent, engine, max_model_len), workers,
-        stage.rollout.sampling(agent.renderer.stop_token_ids), engine, pretraining=pretraining, apis=apis,
-    )  # fmt: skip
+    sync = None
     if engine is not None:
         assert isinstance(engine, EnginePool), "a run that trains is given engines with tokens"
-        timeshare = components.timeshare = GpuTimeshare(
+        timeshare = GpuTimeshare(
             engine, {role: workers[role] for role in timeshared}, keeps_weights=adapters["actor"].rank > 0
         )
         actor, quantized = workers["actor"], adapters["actor"].quantize != "none"
@@ -106,11 +104,13 @@ async def start_components(
         files = FileTransfer(actor, shared, bucket_bytes, checkpoint=(await engine.info()).checkpoint_names)
         transfer = make_transfer(stage.sync, actor, files, workers_per_engine=stage.engine.tensor_parallel)
         tolerance = stage.sync.tolerance
-        components.sync = WeightSync(engine, actor, probe, tolerance, precision, transfer, files, timeshare, quantized)
+        sync = WeightSync(engine, actor, probe, tolerance, precision, transfer, files, timeshare, quantized)
+    runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     if agent.uses_policy:
-        components.runner.first_answers.note = display.note
+        runner.first_answers.note = display.note
     announce(stage, agent.renderer, summary, max_model_len, display.note)
-    return components
+    params = stage.rollout.sampling(agent.renderer.stop_token_ids)
+    return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
 
 
 def _plan_loading(

@@ -223,7 +223,7 @@ class GpuTimeshare:
     weights and receive the new ones, the actor is offloaded, and only then engines allocate their cache.
     """
 
-    def __init__(self, pool: EnginePool, roles: dict[str, WorkerGroup], *, keeps_weights: bool = False) -> None:
+    def __init__(self, pool: EnginePool, roles: dict[str, WorkerGroup], *, keeps_weights: bool) -> None:
         self._pool = pool
         self._roles = roles
         self._keeps_weights = keeps_weights

@@ -25,6 +25,7 @@ from envgym.training import step_groups
 from envgym.training.components import Components
 from envgym.training.stop import Stopped
 from envgym.training.trainer import Trainer
+from envgym.training.weight_sync import GpuTimeshare
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn, VersionSpan
 
 
@@ -122,6 +123,7 @@ class Sync:
         self.world = world
         self.weights_lock = asyncio.Lock()
         self.receipt = None
+        self.timeshare = GpuTimeshare(None, {}, keeps_weights=False)
 
     async def __call__(self, version: int) -> float:
         self.world.enter("sync")
