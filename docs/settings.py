@@ -21,10 +21,10 @@ from envgym.agent import AgentConfig
 from envgym.config.known_settings import Setting, other_names, settings_of
 from envgym.config.schema import Component, RunConfig, StageConfig
 from envgym.env import EnvConfig
+from envgym.env.rewards import RewardConfig
 from envgym.learner import LearnerConfig
 from envgym.registry import load_component, load_env_class
 from envgym.remote.client import RemoteConfig
-from envgym.rewards.environments import RewardConfig
 from envgym.tasks import DataConfig
 
 PAGE = Path(__file__).parent / "reference" / "settings.md"

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from .api import EvalResult, TrainResult, evaluate, train
     from .env import Env, EnvConfig, EnvSpec, SeededTasks, StepInfo, TaskList, TaskSet
     from .env.data import DataEnvConfig, DataEnvSpec
+    from .env.rewards import reward
     from .env.tools import ToolEnv, ToolEnvConfig
     from .errors import EnvgymError, InvalidOutcome
     from .learner import Learner
     from .registry import list_ids, make, register, spec
-    from .rewards import Reward, reward
     from .tools import McpServer, Tool
-    from .types import Action, Episode, Message, Observation, Outcome, StopReason, Task, ToolCall
+    from .types import Action, Episode, Message, Observation, Outcome, Reward, StopReason, Task, ToolCall
 
     __version__: str
 
@@ -29,13 +29,13 @@ _NAMES = {
     "api": ("EvalResult", "TrainResult", "evaluate", "train"),
     "env": ("Env", "EnvConfig", "EnvSpec", "SeededTasks", "StepInfo", "TaskList", "TaskSet"),
     "env.data": ("DataEnvConfig", "DataEnvSpec"),
+    "env.rewards": ("reward",),
     "env.tools": ("ToolEnv", "ToolEnvConfig"),
     "errors": ("EnvgymError", "InvalidOutcome"),
     "learner": ("Learner",),
     "registry": ("list_ids", "make", "register", "spec"),
-    "rewards": ("Reward", "reward"),
     "tools": ("McpServer", "Tool"),
-    "types": ("Action", "Episode", "Message", "Observation", "Outcome", "StopReason", "Task", "ToolCall"),
+    "types": ("Action", "Episode", "Message", "Observation", "Outcome", "Reward", "StopReason", "Task", "ToolCall"),
 }
 """The public names of each module."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

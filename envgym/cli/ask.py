@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from envgym.env.rewards import reward
 from envgym.errors import ConfigError, RunError, WorkerError, printable, reported_as
-from envgym.rewards import reward
 
 from .errors import Invocation
 from .parser import MODEL, Parser, cli_settings, resolve_options

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
-import math
 import random
 import time
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
 
 from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.loading import user_line
 from envgym.processes.cancellation import call_in_time
 from envgym.processes.threads import DedicatedThread
+from envgym.rewards.numbers import check_numbers, coroutines_in, describe
 from envgym.types import Action, Observation, Span, Task, as_action, as_observation
 
 from .protocol import Env, Info
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 4_000_000
 """Maximum characters of an observation, with its tools and sampling parameters. A longer one fits no context, and would
 stall the tokenizer."""
-MAX_NAME = 200
-"""Maximum characters of a metric's name, which may be a server's."""
 
 
 class CheckedEnv(Env):
@@ -189,7 +185,7 @@ class CheckedEnv(Env):
             observation = as_observation(value)
         except TypeError as error:
             of_coroutine = f"an observation is text, messages or an Observation, not {describe(value)}"
-            raise InvalidStep(f"{self.spec.id}: {of_coroutine if _coroutines(value) else error}") from None
+            raise InvalidStep(f"{self.spec.id}: {of_coroutine if coroutines_in(value) else error}") from None
         if (size := observation.n_characters) > MAX_CHARACTERS:
             raise InvalidStep(
                 f"{self.spec.id}: an observation has {size:,} characters, more than the {MAX_CHARACTERS:,} that are "
@@ -204,63 +200,6 @@ def posed_task(options: Mapping[str, Any] | None) -> Task | None:
     if not isinstance(task, Task | None):
         raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
     return task
-
-
-def check_numbers(reward: Any, info: Info) -> float | None:
-    """Convert a step's reward to a number, and `score` and `metrics` in `info`, in place. Raises `ValueError`."""
-    number = None if reward is None else _number("a reward", reward)
-    if (score := info.get("score")) is not None:
-        info["score"] = score = _number("a score", score)
-        if not 0 <= score <= 1:
-            raise ValueError(f"a score lies in [0, 1], not at {score:g}")
-    if (metrics := info.get("metrics")) is not None:
-        if not isinstance(metrics, Mapping):
-            raise ValueError(f"info['metrics'] is names to numbers, not {describe(metrics)}")
-        info["metrics"] = finite_metrics(metrics)
-    return number
-
-
-def _number(label: str, value: Any) -> float:
-    if type(value) is float and math.isfinite(value):  # the usual case: the check below is slow
-        return value
-    if not isinstance(value, Real) and not hasattr(value, "__float__"):
-        raise ValueError(f"{label} is a number or None, not {describe(value)}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several numbers, say
-        raise ValueError(f"{label} is one number, not {value!r:.80} ({error})") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{label} must be finite, not {number}")
-    return number
-
-
-def describe(value: Any) -> str:
-    """A wrong return value, as a phrase for an error message."""
-    if not (coroutines := _coroutines(value)):
-        return f"{value!r:.80}"
-    for coroutine in coroutines:
-        coroutine.close()  # prevents Python's later warning that it was never awaited
-    return f"a coroutine: an await is missing before {coroutines[0].__name__}(…)"
-
-
-def _coroutines(value: Any) -> list[Any]:
-    """The coroutines in a return value, at any depth of tuples, lists and mappings."""
-    if inspect.iscoroutine(value):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [coroutine for part in parts for coroutine in _coroutines(part)]
-
-
-def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """The metrics that are finite numbers with names of at most `MAX_NAME` characters, and the number of others as
-    `invalid_metrics`."""
-    numbers: dict[str, float] = {}
-    for name, value in metrics.items():
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):
-            if math.isfinite(number := float(value)) and len(str(name)) <= MAX_NAME:
-                numbers[str(name)] = number
-    n_invalid = len(metrics) - len(numbers)
-    return numbers | {"invalid_metrics": float(n_invalid)} if n_invalid else numbers
 
 
 def environment_failure(error: BaseException) -> InvalidOutcome:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from envgym.env import CheckedEnv, Info, TaskSet
-from envgym.env.checked import check_numbers, posed_task
+from envgym.env.checked import posed_task
 from envgym.errors import ResetNeeded
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.cancellation import pause_timeouts
+from envgym.rewards.numbers import check_numbers
 from envgym.types import Action, Observation, Task, as_action, timed
 
 from .encoding import encode

@@ -1,18 +1,11 @@
-"""A reward function of a few lines as a complete environment.
+"""Reward functions: their arguments, their results and the numbers in these, checked, and final answers in text.
 
-    @envgym.reward
-    def brevity(completion):
-        return 1 / (1 + len(completion.split()))
-
-(The folder is not called `reward`, which in this package is the decorator.)
+The environments made of them are in `envgym.env.rewards`. (The folder is not called `reward`, which in this package is
+the decorator.)
 """
 
 from envgym.types import Reward
 
-from .environments import GroupRewardSpec, RewardConfig, RewardSpec, environment_of, reward
 from .functions import as_reward, as_rewards, prompt_text
 
-__all__ = [
-    "GroupRewardSpec", "Reward", "RewardConfig", "RewardSpec", "as_reward", "as_rewards", "environment_of",
-    "prompt_text", "reward",
-]  # fmt: skip
+__all__ = ["Reward", "as_reward", "as_rewards", "prompt_text"]

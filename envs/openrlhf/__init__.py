@@ -18,12 +18,12 @@ from pydantic import Field
 
 from envgym.env import Env, EnvSpec, Info, StepResult
 from envgym.env.data import DataEnvConfig, DataEnvSpec
+from envgym.env.rewards import GroupRewardEnv, last_action, seed_of
 from envgym.errors import InvalidStep
 from envgym.hashing import text_hash
 from envgym.processes.pool import Processes, ProcessSession
 from envgym.registry import spec_from_json
 from envgym.rewards import Reward, prompt_text
-from envgym.rewards.environments import GroupRewardEnv, last_action, seed_of
 from envgym.types import Action, Episode, Message, Observation, Task, as_messages
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envgym.env.checked import finite_metrics
 from envgym.errors import ConfigError, InvalidStep
 from envgym.loading import import_target, load_function, split_target
 from envgym.rewards.functions import column, number, run
+from envgym.rewards.numbers import finite_metrics
 from envgym.types import Reward
 
 from . import package

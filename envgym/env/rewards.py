@@ -1,4 +1,10 @@
-"""The environments of reward functions: one completion of one prompt, scored by itself or with its group."""
+"""A reward function of a few lines as a complete environment: one completion of one prompt, scored by itself or with
+its group.
+
+    @envgym.reward
+    def brevity(completion):
+        return 1 / (1 + len(completion.split()))
+"""
 
 from __future__ import annotations
 
@@ -12,19 +18,27 @@ from typing import Any, ClassVar, TypeVar, overload
 
 from pydantic import Field
 
-from envgym.env import Env, Info, StepResult, TaskList, TaskSet
-from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import ConfigError, DataError, InvalidStep
 from envgym.loading import attribute, import_target, target_of
 from envgym.processes import alarms
 from envgym.processes.cancellation import call_in_time
 from envgym.processes.pool import Processes
-from envgym.tasks import prompt_key
+from envgym.rewards.functions import (
+    FunctionHost,
+    RewardFunction,
+    as_reward,
+    as_rewards,
+    call,
+    prompt_text,
+    weighted_sum,
+)
+from envgym.tasks import TaskList, TaskSet, prompt_key
 from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
 from envgym.tasks.config import SourceConfig
 from envgym.types import Action, Episode, Message, Observation, Reward, Task, as_messages
 
-from .functions import FunctionHost, RewardFunction, as_reward, as_rewards, call, prompt_text, weighted_sum
+from .data import DataEnvConfig, DataEnvSpec
+from .protocol import Env, Info, StepResult
 
 TEST_FRACTION = 0.1
 """Fraction of the prompts of a decorator's `tasks` list that is held out."""
@@ -170,9 +184,7 @@ class RewardSpec(DataEnvSpec):
         self.name = self.function.__name__
 
     def __reduce__(self) -> Any:
-        from envgym.registry import spec_from_json
-
-        return spec_from_json, (self.to_json(),)
+        return type(self).from_json, (self.to_json(),)
 
     async def setup(self) -> None:
         await super().setup()
