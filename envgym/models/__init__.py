@@ -1,4 +1,8 @@
-"""Model folders: new ones, their adapters, and merging the two."""
+"""Models as files: folders with a config and weights, new ones, weight files, their sizes and number formats,
+and export.
+
+The model that is trained is in `workers/`, the engine's in `engines/`, and `jobs/models.py` starts engines of models.
+"""
 
 from __future__ import annotations
 
