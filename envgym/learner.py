@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -95,6 +95,33 @@ class RowBatch:
             row_sums = row_sums.where(rows, 0.0)
         units, index = self.units.unique(return_inverse=True)
         return row_sums.new_zeros(len(units)).index_add(0, index, row_sums)
+
+
+def pad(rows: Sequence[Row], device: torch.device, length: int | None = None) -> RowBatch:
+    """Pad rows of one objective on the right into tensors [B, T]; T is `length` or the longest row's.
+
+    Padding is 0, but NaN in `old_logprobs`.
+    """
+    import numpy as np
+    import torch
+
+    length = length or max(map(len, rows))
+
+    def stack(arrays: Sequence[NDArray[Any]], fill: float, dtype: type) -> torch.Tensor:
+        padded: NDArray[Any] = np.full((len(rows), length, *arrays[0].shape[1:]), fill, dtype)
+        for line, array in zip(padded, arrays, strict=True):
+            line[: len(array)] = array
+        return torch.from_numpy(padded).to(device)
+
+    return RowBatch(
+        objective=rows[0].objective,
+        token_ids=stack([row.token_ids for row in rows], 0, np.int64),
+        loss_weights=stack([row.loss_weights for row in rows], 0, np.float32),
+        old_logprobs=stack([row.old_logprobs for row in rows], np.nan, np.float32),
+        arrays={name: stack([row.arrays[name] for row in rows], 0, np.float32) for name in rows[0].arrays},
+        episodes=torch.tensor([row.episode_index for row in rows], device=device),
+        units=torch.tensor([row.microbatch_key for row in rows], device=device),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,20 +305,11 @@ class Learner(ABC):
         """The metrics that `loss` logs for rows of one objective, from the actor's outputs for them ([T] each), for
         `evaluate`. A loss that reads other outputs has none."""
         import torch
-        from torch.nn.utils.rnn import pad_sequence
 
-        def pad(arrays: Iterable[NDArray[Any]], fill: float = 0.0) -> torch.Tensor:
-            return pad_sequence([torch.from_numpy(array) for array in arrays], batch_first=True, padding_value=fill)
-
-        batch = RowBatch(
-            objective=rows[0].objective,
-            token_ids=pad(row.token_ids for row in rows),
-            loss_weights=pad(row.loss_weights for row in rows),
-            old_logprobs=pad((row.old_logprobs for row in rows), float("nan")),
-            arrays={name: pad(row.arrays[name] for row in rows) for name in rows[0].arrays},
-            episodes=torch.tensor([row.episode_index for row in rows]),
-            units=torch.tensor([row.microbatch_key for row in rows]),
-        )
-        numbers = Outputs(**{"logprobs" if self.roles["actor"].head == "lm" else "values": pad(outputs)})
+        scored = [
+            row.copy_with(arrays=row.arrays | {"outputs": output}) for row, output in zip(rows, outputs, strict=True)
+        ]
+        batch = pad(scored, torch.device("cpu"))
+        numbers = Outputs(**{"logprobs" if self.roles["actor"].head == "lm" else "values": batch.arrays["outputs"]})
         _, sums = self.loss("actor", numbers, batch, self.loss_normalizers(rows))
         return {name: total / count for name, (total, count) in sums.items() if count}

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from envgym.errors import RunError
-from envgym.learner import MetricSums, Outputs, RowBatch
+from envgym.learner import MetricSums, Outputs, RowBatch, pad
 from envgym.types import Row
 
 from . import zero
 from .metrics import add, mismatch, peak_memory
-from .micro_batches import Layout, cost, is_padding, network_inputs, pad
+from .micro_batches import Layout, cost, is_padding, network_inputs
 from .state import ModelState
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envgym.learner import RowBatch
 from envgym.types import Row
@@ -392,32 +391,6 @@ def _deal_to_ranks(batches: list[MicroBatch], n_ranks: int, layout: Layout) -> l
         ranks[rank].append(batches[index])
         load[rank] += costs[index]
     return ranks
-
-
-def pad(samples: Sequence[Row], device: torch.device, length: int | None = None) -> RowBatch:
-    """Pad samples of one objective on the right into tensors [B, T]; T is `length` or the longest sample's.
-
-    Padding is 0, but NaN in `old_logprobs`.
-    """
-    import torch
-
-    length = length or _longest(samples)
-
-    def stack(arrays: Sequence[NDArray[Any]], fill: float, dtype: type) -> torch.Tensor:
-        padded: NDArray[Any] = np.full((len(samples), length, *arrays[0].shape[1:]), fill, dtype)
-        for line, array in zip(padded, arrays, strict=True):
-            line[: len(array)] = array
-        return torch.from_numpy(padded).to(device)
-
-    return RowBatch(
-        objective=samples[0].objective,
-        token_ids=stack([sample.token_ids for sample in samples], 0, np.int64),
-        loss_weights=stack([sample.loss_weights for sample in samples], 0, np.float32),
-        old_logprobs=stack([sample.old_logprobs for sample in samples], np.nan, np.float32),
-        arrays={name: stack([s.arrays[name] for s in samples], 0, np.float32) for name in samples[0].arrays},
-        episodes=torch.tensor([sample.episode_index for sample in samples], device=device),
-        units=torch.tensor([sample.microbatch_key for sample in samples], device=device),
-    )
 
 
 def network_inputs(

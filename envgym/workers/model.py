@@ -18,7 +18,7 @@ import transformers.modeling_utils  # noqa: F401  # imported early: loading may 
 from torch import nn
 
 from envgym.errors import ConfigError
-from envgym.learner import Learner
+from envgym.learner import Learner, pad
 from envgym.processes.gpus import check_visible_gpu
 from envgym.types import Row
 
@@ -28,7 +28,7 @@ from .config import RankInfo, WorkerSpec
 from .export import flops_per_token
 from .learning import ModelLearning
 from .metrics import peak_flops
-from .micro_batches import choose_layout, micro_batches, network_inputs, pad
+from .micro_batches import choose_layout, micro_batches, network_inputs
 from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model
 from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
 from .sequence_parallel import Slices

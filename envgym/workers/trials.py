@@ -14,12 +14,13 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from envgym.errors import ConfigError
+from envgym.learner import pad
 from envgym.types import Objective, Row
 
 from .attention import VARLEN, install
 from .fused_layers import can_fuse, fuse
 from .head import LogprobHead, score
-from .micro_batches import network_inputs, pad
+from .micro_batches import network_inputs
 from .network import TokenNetwork, packs
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from scored_rows import ScoredRow, scored
 
-from envgym.learner import Outputs
+from envgym.learner import Outputs, pad
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Outcome, Segment, StopReason, Task, Turn
-from envgym.workers.micro_batches import pad
 
 NUMBERS = json.loads((Path(__file__).parent / "trl" / "numbers.json").read_text())
 BATCHES = {batch["seed"]: batch for batch in NUMBERS["batches"]}

@@ -7,10 +7,10 @@ import pytest
 import torch
 from scored_rows import ScoredRow, scored
 
-from envgym.learner import Outputs
+from envgym.learner import Outputs, pad
 from envgym.learners.dpo import DPO, DPOConfig
 from envgym.types import Episode, Group, Objective, Outcome, Segment, Task
-from envgym.workers.micro_batches import pad, padding_samples
+from envgym.workers.micro_batches import padding_samples
 
 CPU = torch.device("cpu")
 NAN = float("nan")

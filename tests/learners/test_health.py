@@ -7,12 +7,11 @@ import pytest
 import torch
 from scored_rows import ScoredRow, scored
 
-from envgym.learner import Outputs
+from envgym.learner import Outputs, pad
 from envgym.learners.policy_gradient import mean_kl
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn
 from envgym.workers.metrics import merge
-from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from envgym.learner import Outputs
+from envgym.learner import Outputs, pad
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, number_rows
-from envgym.workers.micro_batches import pad
 
 NUMBERS = json.loads((Path(__file__).parent / "trl" / "offline.json").read_text())
 BATCHES = {batch["seed"]: batch for batch in NUMBERS["batches"]}

@@ -8,10 +8,9 @@ import torch
 
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, RunError
-from envgym.learner import LearnerConfig, Outputs
+from envgym.learner import LearnerConfig, Outputs, pad
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn, number_rows
-from envgym.workers.micro_batches import pad
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scored_rows import ScoredRow, scored
 
-from envgym.learner import Outputs
+from envgym.learner import Outputs, pad
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Segment, Task, Turn
-from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 ALGORITHMS = ("ppo", "reinforce++", "reinforce++_baseline", "rloo", "grpo", "dr_grpo")

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scored_rows import ScoredRow, scored
 
-from envgym.learner import Outputs
+from envgym.learner import Outputs, pad
 from envgym.learners.ppo import PPO, PPOConfig
 from envgym.types import Episode, Group, Objective, Outcome, Segment, Task, Turn
-from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 NAN = float("nan")

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from envgym.learner import LearnerConfig, Outputs
+from envgym.learner import LearnerConfig, Outputs, pad
 from envgym.learners.process_reward_model import ProcessRewardModel
 from envgym.learners.reward_model import RewardModelConfig, RewardModelLearner
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn, number_rows
-from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 NAN = float("nan")

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from envgym.learner import Outputs
+from envgym.learner import Outputs, pad
 from envgym.learners.sft import SFT, SFTConfig
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, number_rows
-from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 

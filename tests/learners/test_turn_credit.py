@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import envgym
-from envgym.learner import Outputs
+from envgym.learner import Outputs, pad
 from envgym.registry import load_component
 from envgym.types import Action, Episode, Group, Outcome, Row, Segment, Task, Turn, number_rows
-from envgym.workers.micro_batches import pad
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bandit.py"
 ARMS = "abcdefgh"

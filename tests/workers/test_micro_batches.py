@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envgym.learner import pad
 from envgym.types import Objective, Row
-from envgym.workers.micro_batches import cost, is_padding, micro_batches, pad, padding_samples
+from envgym.workers.micro_batches import cost, is_padding, micro_batches, padding_samples
 
 
 def row(length, unit=0, weight=1.0, **arrays):

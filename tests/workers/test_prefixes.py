@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from envgym.learner import RoleSpec
+from envgym.learner import RoleSpec, pad
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from envgym.types import Objective, Row
@@ -25,7 +25,7 @@ from envgym.workers import attention
 from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.group import WorkerGroup
 from envgym.workers.lora import LoraConfig
-from envgym.workers.micro_batches import SharedPrefixes, micro_batches, n_distinct, network_inputs, pad, shared_share
+from envgym.workers.micro_batches import SharedPrefixes, micro_batches, n_distinct, network_inputs, shared_share
 from envgym.workers.network import TokenNetwork, load_model
 from envgym.workers.trials import obstacle_to_sharing
 from tests.weight_files import export_group
