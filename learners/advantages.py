@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from envgym.types import Episode, Row, Status
 
-from .settings import Scope, ShapingConfig
+from .settings import Credit, Scope, ShapingConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,7 +109,8 @@ class ActionTokens:
 
     rows           the episode's rows, whose arrays are read and written
     token_indices  for each row, the indices of its action tokens
-    turn_ends      for each turn, the number of action tokens up to its end; a turn may have no token
+    turn_ends      for each turn, the number of action tokens up to its end; a turn may have no token. With credit by
+                   episode, the whole episode is one turn
     rewards        for each turn, its reward
     reward         the episode's reward: the sum over its turns
     truncated      whether a limit ended the episode, and not the environment
@@ -123,7 +124,7 @@ class ActionTokens:
     truncated: bool
 
     @classmethod
-    def from_episode(cls, episode: Episode, reward: float) -> ActionTokens:
+    def from_episode(cls, episode: Episode, reward: float, credit: Credit) -> ActionTokens:
         """The action tokens of an episode. The difference between the shaped `reward` and the sum of the turn rewards
         goes to the last turn."""
         import numpy as np
@@ -135,7 +136,9 @@ class ActionTokens:
                 turn_ends.append(n_tokens + int(np.searchsorted(indices, end)))
                 rewards.append(turn_reward)
             n_tokens += len(indices)
-        if rewards:
+        if credit == "episode":
+            turn_ends, rewards = [n_tokens], [reward]
+        elif rewards:
             rewards[-1] = reward - sum(rewards[:-1])
         truncated = episode.outcome.status is Status.TRUNCATED
         return cls(episode.rows, token_indices, turn_ends, rewards, reward, truncated)
@@ -143,15 +146,14 @@ class ActionTokens:
     def __len__(self) -> int:
         return sum(map(len, self.token_indices))
 
-    def token_rewards(self, *, by_turn: bool) -> TokenArray:
-        """[n] Turn rewards on each turn's last token, or the episode's reward on its last token. The reward of a turn
-        without tokens goes to the token before it."""
+    def token_rewards(self) -> TokenArray:
+        """[n] Turn rewards on each turn's last token. The reward of a turn without tokens goes to the token before
+        it."""
         import numpy as np
 
         result = np.zeros(len(self))
         if len(self):
-            rewards = zip(self.turn_ends, self.rewards, strict=True) if by_turn else [(len(self), self.reward)]
-            for end, reward in rewards:
+            for end, reward in zip(self.turn_ends, self.rewards, strict=True):
                 result[max(end - 1, 0)] += reward
         return result
 
@@ -273,7 +275,7 @@ def normalize_advantages(
 def no_signal_masks(group: Sequence[TokenArray], turn_ends: Sequence[Sequence[int]]) -> list[Mask]:
     """[n] bool for each episode of a group: True at the tokens of turns in which all members' advantages are 0.
 
-    `turn_ends[i]` are member i's, or its length alone where the episode counts as one turn.
+    `turn_ends[i]` are member i's.
     """
     import numpy as np
 

@@ -73,15 +73,14 @@ class PolicyGradient(Learner):
         not group-relative: there equal rewards do carry a signal."""
         if self.min_group_size < 2:
             return []
-        by_turn = self.config.credit == "turn"
-        turn_ends = [[tokens.turn_ends if by_turn else [len(tokens)] for tokens in group] for group in groups]
+        turn_ends = [[tokens.turn_ends for tokens in group] for group in groups]
         return [no_signal_masks(group, ends) for group, ends in zip(advantages, turn_ends, strict=True)]
 
     def _action_tokens(self, episode: Episode) -> ActionTokens:
         if self.config.shaping.overlong_filter and episode.outcome.status is Status.TRUNCATED:
             for row in episode.rows:
                 row.loss_weights[:] = 0.0
-        return ActionTokens.from_episode(episode, shaped_reward(episode, self.config.shaping))
+        return ActionTokens.from_episode(episode, shaped_reward(episode, self.config.shaping), self.config.credit)
 
     @property
     def kl_in_reward(self) -> bool:
@@ -177,12 +176,10 @@ class CriticFreeLearner(PolicyGradient):
         turn`, the returns from a turn on."""
 
     def token_advantages(self, group: Sequence[ActionTokens]) -> list[TokenArray]:
-        gamma, by_turn = self.config.gamma, self.config.credit == "turn"
-        turn_ends = [member.turn_ends if by_turn else [len(member)] for member in group]
-        turn_rewards = [member.rewards if by_turn else [member.reward] for member in group]
-        to_go = [rewards_to_go(rewards, ends, gamma) for rewards, ends in zip(turn_rewards, turn_ends, strict=True)]
+        gamma = self.config.gamma
+        to_go = [rewards_to_go(member.rewards, member.turn_ends, gamma) for member in group]
         values = turn_advantages(to_go, [member.reward for member in group], self._checked_advantages)
-        advantages = [broadcast_turn_values(v, ends, gamma) for v, ends in zip(values, turn_ends, strict=True)]
+        advantages = [broadcast_turn_values(v, m.turn_ends, gamma) for v, m in zip(values, group, strict=True)]
         if not self.kl_in_reward:
             return advantages
         kl_returns = [discounted_returns(self.kl_rewards(member), gamma) for member in group]

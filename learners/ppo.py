@@ -59,7 +59,7 @@ class PPO(PolicyGradient):
         next_value = 0.0
         if self.config.bootstrap_truncated and tokens.truncated and len(tokens):
             next_value = float(tokens.rows[-1].arrays["critic"][-1])
-        rewards = tokens.token_rewards(by_turn=self.config.credit == "turn") + self.kl_rewards(tokens)
+        rewards = tokens.token_rewards() + self.kl_rewards(tokens)
         advantages = gae_advantages(
             rewards, values, next_value=next_value, gamma=self.config.gamma, gae_lambda=self.config.gae_lambda
         )
@@ -83,16 +83,14 @@ class PPO(PolicyGradient):
         return total / normalizers[batch.objective], metrics
 
     def metrics(self, rows: Sequence[Row]) -> dict[str, float]:
-        metrics = super().metrics(rows)
-        explained = explained_variance(rows)
-        return metrics if explained is None else metrics | {"value/explained_variance": explained}
+        return super().metrics(rows) | explained_variance(rows)
 
 
-def explained_variance(rows: Sequence[Row]) -> float | None:
-    """1 - Var(R - V) / Var(R) over the tokens of positive weight, with returns R and the critic's values V before the
-    update: 1 for a perfect critic, 0 for a constant one.
+def explained_variance(rows: Sequence[Row]) -> dict[str, float]:
+    """`value/explained_variance`: 1 - Var(R - V) / Var(R) over the tokens of positive weight, with returns R and the
+    critic's values V before the update: 1 for a perfect critic, 0 for a constant one.
 
-    None if the standard deviation of R is below a thousandth of max |R|, where an error of the size of R alone would
+    Absent if the standard deviation of R is below a thousandth of max |R|, where an error of the size of R alone would
     give -10^6, or below a millionth of max |V|, the rounding error of float32 values.
     """
     import numpy as np
@@ -102,5 +100,5 @@ def explained_variance(rows: Sequence[Row]) -> float | None:
         for name in ("returns", "values")
     )
     if not len(returns) or returns.std() <= max(1e-3 * abs(returns).max(), 1e-6 * abs(values).max()):
-        return None
-    return float(1 - (returns - values).var() / returns.var())
+        return {}
+    return {"value/explained_variance": float(1 - (returns - values).var() / returns.var())}

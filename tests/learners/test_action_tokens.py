@@ -11,12 +11,12 @@ def action(n, **more):
     return Segment("action", [7] * n, logprobs=[-1.0] * n, **more)
 
 
-def action_tokens(*rows, reward=None, outcome=None):
+def action_tokens(*rows, reward=None, outcome=None, credit="turn"):
     """The action tokens of an episode of rows, each given as (segments, rewards of its turns)."""
     made = [Row(segments, turns=[Turn(paid, "stop") for paid in rewards]) for segments, rewards in rows]
     total = sum(paid or 0.0 for _, rewards in rows for paid in rewards)
     episode = Episode("e", Task("t"), outcome or Outcome.finish(), rows=made, reward=total)
-    return ActionTokens.from_episode(episode, total if reward is None else reward)
+    return ActionTokens.from_episode(episode, total if reward is None else reward, credit)
 
 
 TWO_ROWS = (
@@ -36,8 +36,13 @@ def test_steps_and_turns_of_several_rows():
 
 
 def test_rewards_land_on_the_last_token_of_their_turn():
-    assert action_tokens(*TWO_ROWS).token_rewards(by_turn=True).tolist() == [0, 0.5, 0, 0, 0, 2.0]
-    assert action_tokens(*TWO_ROWS).token_rewards(by_turn=False).tolist() == [0, 0, 0, 0, 0, 2.5]
+    assert action_tokens(*TWO_ROWS).token_rewards().tolist() == [0, 0.5, 0, 0, 0, 2.0]
+
+
+def test_with_credit_by_episode_the_episode_is_one_turn():
+    steps = action_tokens(*TWO_ROWS, credit="episode")
+    assert (steps.turn_ends, steps.rewards) == ([6], [2.5])
+    assert steps.token_rewards().tolist() == [0, 0, 0, 0, 0, 2.5]
 
 
 def test_what_shaping_took_is_the_last_turns():
@@ -50,7 +55,7 @@ def test_a_turn_without_a_token_pays_on_the_token_before_it():
     segments = [Segment("prompt", [1]), action(2), Segment("feedback", [3]), action(0)]
     steps = action_tokens((segments, [0.25, 1.0]))
     assert steps.turn_ends == [2, 2]
-    assert steps.token_rewards(by_turn=True).tolist() == [0, 1.25]
+    assert steps.token_rewards().tolist() == [0, 1.25]
 
 
 def test_tokens_without_weight_are_no_steps():
@@ -59,7 +64,7 @@ def test_tokens_without_weight_are_no_steps():
     steps = action_tokens((segments, [1.0, 2.0, 4.0]))
     assert [indices.tolist() for indices in steps.token_indices] == [[1, 2, 3]]
     assert steps.turn_ends == [2, 3, 3]
-    assert steps.token_rewards(by_turn=True).tolist() == [0, 1.0, 6.0]
+    assert steps.token_rewards().tolist() == [0, 1.0, 6.0]
 
 
 def test_the_first_token_of_a_row_is_predicted_by_nothing():
@@ -76,10 +81,11 @@ def test_a_row_with_other_numbers_of_turns_than_of_actions_is_one_turn(rewards):
     assert steps.rewards == [3.0]
 
 
-def test_an_episode_without_rows_has_no_steps():
-    steps = action_tokens(reward=1.0)
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+def test_an_episode_without_rows_has_no_steps(credit):
+    steps = action_tokens(reward=1.0, credit=credit)
     assert len(steps) == 0
-    assert steps.token_rewards(by_turn=True).tolist() == steps.token_rewards(by_turn=False).tolist() == []
+    assert steps.token_rewards().tolist() == []
     assert steps.read("old_logprobs").tolist() == []
 
 
