@@ -17,10 +17,7 @@ class Reinforce(Learner):
         return [row for episode in episodes for row in episode.rows]
 
     def loss(self, role, outputs, batch, normalizers):
-        import torch
-
-        # Only sampled tokens count. `where` also removes NaN and infinity at all others, which a product would not.
-        losses = -batch.loss_weights * batch.arrays["advantages"] * outputs.logprobs
-        total = torch.where(batch.loss_weights > 0, losses, 0.0).sum()
+        # Only sampled tokens count. At all others the numbers may be NaN.
+        total = batch.weighted_sum(-batch.arrays["advantages"] * outputs.logprobs)
         metrics = {"loss": (float(total.detach()), float(batch.loss_weights.sum()))}
         return total / normalizers[batch.objective], metrics

@@ -1,5 +1,7 @@
 """Settings of the policy-gradient learners: each algorithm's defaults, and contradictions refused in one line."""
 
+from importlib.metadata import entry_points
+
 import pytest
 
 from envgym.config.resolve import resolve
@@ -11,6 +13,14 @@ ALGORITHMS = ("ppo", "reinforce++", "reinforce++_baseline", "rloo", "grpo", "dr_
 
 def config_of(name, **settings):
     return load_component("learner", name).Config(name=name, **settings)
+
+
+def test_a_learner_that_has_settings_has_them_in_its_file():
+    learners = [load_component("learner", entry.name) for entry in entry_points(group="envgym.learners")]
+    places = {learner.__module__: learner.Config.__module__ for learner in learners}
+    assert "envgym.learners.dpo" in places
+    elsewhere = [learner for learner, place in places.items() if place not in (learner, "envgym.learner")]
+    assert elsewhere == []
 
 
 @pytest.mark.parametrize(
