@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from envgym.disk import write_atomically
 from envgym.errors import ConfigError, InvalidOutcome, reported_as
 from envgym.net.client import JsonCaller
 from envgym.net.shared_calls import SharedCalls
@@ -121,8 +120,10 @@ class OpenAIChatClient(ChatClient):
         text = await self._ask(body)
         self._store(key, text)
         if self._cache is not None:
+            path = _file(self._cache, key)
             try:
-                _write(_file(self._cache, key), text)
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, json.dumps({"answer": text}))
             except OSError:  # a full disk costs the next run a request, never this one its answer
                 self.counters["not_cached"] += 1
         return text
@@ -163,11 +164,3 @@ def _read(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):  # no file, or one that a full disk truncated
         return None
     return text if isinstance(text, str) else None
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the file atomically: other processes may share the folder."""
-    path.parent.mkdir(exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
-        json.dump({"answer": text}, file)
-    os.replace(file.name, path)

@@ -429,7 +429,7 @@ def test_a_repeatable_answer_is_asked_for_once_and_kept_on_disk(serving, tmp_pat
         file.write_text('{"answer": "an')
     ask(serving, handler, "?", asking=greedy, cache_dir=str(tmp_path / "cache"))
     assert calls == 6
-    assert not list((tmp_path / "cache").rglob("*.part"))
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
 def test_a_failure_is_not_kept_and_one_who_gives_up_takes_nothing_from_others(serving):
