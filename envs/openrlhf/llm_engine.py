@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Generator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -18,22 +18,8 @@ from weakref import WeakSet
 from envgym.errors import InvalidStep
 
 SUPPORTED = ("max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seed")
-WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "min_tokens": (0, 1),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "stop": ([], ()),
-    "bad_words": ([], ()),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "structured_outputs": (),
-    "guided_decoding": (),
-}
-"""Unsupported parameters, and their values (besides None) that have no effect anyway."""
+OF_TEXT = ("logprobs", "skip_special_tokens", "include_stop_str_in_output")
+"""Parameters of vLLM's answer as text: here it is tokens, with a log-probability each."""
 
 
 @dataclass
@@ -47,6 +33,7 @@ class VLLMSamplingParams:
     stop_token_ids: list[int] | None = None
     seed: int | None = None
     n: int = 1
+    best_of: int | None = None
     min_tokens: int = 1
     min_p: float = 0.0
     presence_penalty: float = 0.0
@@ -55,6 +42,9 @@ class VLLMSamplingParams:
     stop: list[str] | None = None
     bad_words: list[str] | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: Any = None
+    guided_decoding: Any = None
     logprobs: int | None = 1
     skip_special_tokens: bool = False
     include_stop_str_in_output: bool = False
@@ -71,11 +61,10 @@ def overrides(params: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `InvalidStep` for an unsupported parameter, rather than ignore it.
     """
-    names = (*SUPPORTED, *WITHOUT_EFFECT)
-    values = params if isinstance(params, Mapping) else {name: getattr(params, name, None) for name in names}
-    for name, defaults in WITHOUT_EFFECT.items():
-        value = values.get(name)
-        if value is not None and value not in defaults:
+    all_fields = fields(VLLMSamplingParams)
+    values = params if isinstance(params, Mapping) else {f.name: getattr(params, f.name, None) for f in all_fields}
+    for name, default in ((f.name, f.default) for f in all_fields if f.name not in (*SUPPORTED, *OF_TEXT)):
+        if (value := values.get(name)) and value != default:
             raise InvalidStep(
                 f"the agent set the sampling parameter {name}={value!r:.60}, which has no effect here: "
                 f"there are {', '.join(SUPPORTED)}"
