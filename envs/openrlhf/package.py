@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from envgym import registry
-from envgym.errors import ConfigError, NameNotFound
+from envgym.errors import ConfigError
 from envgym.loading import load_function
 
 from .episode import InstanceEpisode
@@ -190,11 +190,8 @@ def grade_answer(given_answer: Any, ground_truth: Any) -> bool:
 
 
 def _mathematics() -> type[Any]:
-    """The class of the environment `math_verify`, which may be absent: then raises `NameNotFound`."""
-    try:
-        return registry.load_env_class(registry.find("math_verify").entry_point)
-    except NameNotFound as error:
-        raise NameNotFound(f"openrlhf.utils needs the environment math_verify: {error}") from None
+    """The class of the environment `math_verify`. Raises `NameNotFound` where it is not installed."""
+    return registry.load_env_class(registry.find("math_verify").entry_point)
 
 
 MATHEMATICS = {"extract_boxed_answer": extract_boxed_answer, "grade_answer": grade_answer}
