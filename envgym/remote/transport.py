@@ -27,8 +27,6 @@ FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 5.0
 REPORT_SECONDS = 5.0
 """Seconds between two lines about a server that cannot be reached."""
-UNTRIED_SECONDS = 60.0
-"""Seconds without a request after which the wait for a lost server begins anew: it may have come back meanwhile."""
 NO_CHANNEL_SECONDS = 60.0
 """Seconds after which a server without a WebSocket is tried with one again."""
 
@@ -105,7 +103,7 @@ class Transport:
         """The loop's time of the last answer of any kind."""
         self.lost_at = 0.0
         """The loop's time of the first failed connection since the last answer; 0: none has failed."""
-        self._failed_at = self._reported_at = 0.0
+        self._reported_at = 0.0
         self.counters = counters
         redirected = aiohttp.TraceConfig()
         redirected.on_request_redirect.append(_reject_redirect)  # `allow_redirects` does not hold for WebSockets
@@ -216,9 +214,8 @@ class Transport:
                     raise
                 logger.debug("%s %s: %s", method, path, error)
                 failed_at = clock()
-                if not self.lost_at or failed_at - self._failed_at > UNTRIED_SECONDS:
+                if not self.lost_at:
                     self.lost_at = self._reported_at = failed_at
-                self._failed_at = failed_at
                 wait, seconds_left = next(waits), self.lost_at + patience - failed_at
                 if wait > seconds_left:
                     raise
