@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from envgym.errors import CallTimeout, ConfigError, DataError, EnvgymError, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.net.problems import ProblemBody
-from envgym.net.retries import WAITS, pauses
+from envgym.net.retries import WAITS, pauses, retry_after
 from envgym.net.server import MAX_BODY
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.cancellation import Deadline, start_task
@@ -347,7 +347,4 @@ def as_error(url: str, problem: ProblemBody) -> EnvgymError:
 
 def _pause(value: str | float) -> float:
     """Seconds to wait from a `Retry-After` value, within bounds."""
-    try:
-        return min(max(0.1, float(value)), 60.0)  # in this order: NaN becomes 0.1
-    except ValueError:  # a date
-        return 1.0
+    return min(max(0.1, retry_after(str(value))), 60.0)
