@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -30,7 +29,6 @@ from .served_tasks import ServedEpisode, UnknownRow, action_of, place_of, pose
 COOKIE = "envgym_session"
 IDLE_SECONDS = 3600.0
 """Seconds without a request after which a session is closed. NeMo-Gym's agents send no heartbeat during a turn."""
-SWEEP_SECONDS = 30.0
 SESSION_ID: ContextVar[str] = ContextVar("SESSION_ID")
 """Session of the current request."""
 CALL_SECONDS = 600.0
@@ -75,7 +73,7 @@ class ResourcesServer:
         self._opening = 0
 
     def add_to(self, app: web.Application) -> None:
-        app.cleanup_ctx.append(self._closing_sessions)
+        app.on_cleanup.append(self._close_all)
         app.router.add_post("/seed_session", partial(self._begin, {}))
         app.router.add_post("/verify", self._verify)
         # The first observation is in the row's input.
@@ -89,6 +87,7 @@ class ResourcesServer:
         """Start an episode of the row's task in the session, in place of an earlier one. `answer` is the response."""
         row = await body_of(request)
         place = place_of(row, self._name)
+        await self._close_idle()
         if len(self._sessions) + self._opening >= self._max_sessions:
             raise web.HTTPTooManyRequests(text="as many sessions as this server may have", headers={"Retry-After": "5"})
         self._opening += 1  # `pose` may be slow
@@ -112,22 +111,13 @@ class ResourcesServer:
         if (episode := self._sessions.pop(id, None)) is not None:
             await episode.close()
 
-    async def _closing_sessions(self, _: web.Application) -> AsyncIterator[None]:
-        """While the server runs, close idle sessions; at its end, close all."""
+    async def _close_idle(self) -> None:
+        limit = time.monotonic() - IDLE_SECONDS
+        for id, episode in list(self._sessions.items()):
+            if episode.last_used < limit and not episode.lock.locked():
+                await self._close(id)
 
-        async def sweep() -> None:
-            while True:
-                await asyncio.sleep(SWEEP_SECONDS)
-                limit = time.monotonic() - IDLE_SECONDS
-                for id, episode in list(self._sessions.items()):
-                    if episode.last_used < limit and not episode.lock.locked():
-                        await self._close(id)
-
-        sweeping = asyncio.create_task(sweep())
-        yield
-        sweeping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await sweeping
+    async def _close_all(self, _: web.Application) -> None:
         for id in list(self._sessions):
             await self._close(id)
 
