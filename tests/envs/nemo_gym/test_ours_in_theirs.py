@@ -15,7 +15,13 @@ import pytest
 import yaml
 from aiohttp import web
 
+from envgym import registry
 from envgym.agents.external.responses_api import messages_of, output_items, response, usage, with_tokens
+from envgym.envs.nemo_gym import servers
+from envgym.envs.nemo_gym.serve import application
+from envgym.envs.nemo_gym.served_tasks import rows
+from envgym.net.listening import listen
+from envgym.net.server import serve_requests
 from envgym.types import Message, ToolCall
 
 DIALECT = ("--dialect", "nemo_gym", "--out")
@@ -258,6 +264,22 @@ def test_every_response_sets_the_cookie_and_sessions_are_apart(served):
     status, text, again = ask(port, "/verify", verdict, other)
     assert (status, again) == (409, other)
     assert "no session" in text
+
+
+def test_an_idle_session_is_closed_when_another_begins(monkeypatch):
+    async def main():
+        async with registry.spec(f"{GAMES}:Stones") as spec:
+            [row] = [row async for row in rows(spec, "stones", "train", 1)]
+            with listen("127.0.0.1", 0, refusal=None) as listener:
+                port = listener.getsockname()[1]
+                async with serve_requests(application("stones", spec, None, 10), listener, drain=1.0):
+                    _, _, idle = await asyncio.to_thread(ask, port, "/seed_session", row)
+                    assert (await asyncio.to_thread(ask, port, "/take", {"count": 1}, idle))[0] == 200
+                    monkeypatch.setattr(servers, "IDLE_SECONDS", 0.0)
+                    _, _, other = await asyncio.to_thread(ask, port, "/seed_session", row)
+                    return [(await asyncio.to_thread(ask, port, "/take", {"count": 1}, it))[0] for it in (idle, other)]
+
+    assert asyncio.run(main()) == [409, 200]
 
 
 @pytest.mark.parametrize(
