@@ -41,8 +41,8 @@ def ranking_prompt(question: Question, answers: Sequence[str]) -> str:
         'sentences how they differ. Then end your reply with one line of JSON: {"ranking": [N, …]} with the '
         f"numbers 1 to {len(answers)} of the answers, best first, each once."
     )
-    named = {f"answer {number}": answer for number, answer in enumerate(answers, start=1)}
-    return _prompt(f"You compare {len(answers)} answers to one question.", question, named, ending)
+    numbered = {f"answer {number}": answer for number, answer in enumerate(answers, start=1)}
+    return _prompt(f"You compare {len(answers)} answers to one question.", question, numbered, ending)
 
 
 def _prompt(beginning: str, question: Question, answers: Mapping[str, str], ending: str) -> str:
