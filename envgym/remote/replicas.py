@@ -247,7 +247,6 @@ class Replicas:
 
         Raises `EnvgymError` where none answers, and where they serve different tasks.
         """
-        descriptions: list[EnvDescription] = []
         failures: dict[Replica, RemoteError] = {}
         describing = [replica.describe(seconds) for replica in self._replicas]
         answers = await asyncio.gather(*describing, return_exceptions=True)
@@ -257,20 +256,17 @@ class Replicas:
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                descriptions.append(answer)
-                check_same(descriptions[0], answer, replica.address)
-        if not descriptions:
+                self.expected = self.expected or answer
+                check_same(self.expected, answer, replica.address)
+        if self.expected is None:
             raise next(iter(failures.values()))
-        self.expected = descriptions[0]
-        for replica in self._replicas:
-            replica.expected = self.expected  # also for a server that answers later
         for replica in failures:
             replica.mark_down()
 
     def add(self, replica: Replica) -> None:
         """Add a server that has been described. Raises `RemoteError` where it has other tasks."""
         assert replica.description is not None
-        self.expected = replica.expected = self.expected or replica.description
+        self.expected = self.expected or replica.description
         check_same(self.expected, replica.description, replica.address)
         replica.on_capacity = self._wake
         self._replicas.append(replica)
