@@ -218,6 +218,9 @@ class Runner:
         retries = 0
         for attempt in itertools.count():
             episode = await self._run_attempt(group, member, attempt, plan, batcher)
+            if not episode.failed:
+                break
+            reward_failure(episode, self.config.failed_reward)
             # Every attempt has the same prompt, so one that is too long stays too long.
             if episode.is_counted or episode.outcome.reason == "prompt_too_long":
                 break
@@ -252,8 +255,6 @@ class Runner:
             return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), recording_index=member)
 
         episode = await run_episode(members.spec, task, run, self.config.episode_timeout, sampler)
-        if episode.failed:
-            reward_failure(episode, self.config.failed_reward)
         episode.id, episode.env, episode.group_id = episode_id, task.env or members.spec.id, group.id
         episode.member, episode.attempt, episode.seed = member, attempt, seed
         episode.fingerprints = {**self._fingerprint(members.spec), "task": members.task_hash}
