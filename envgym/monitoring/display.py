@@ -49,24 +49,6 @@ class Display:
         self.close()
 
 
-class Pace:
-    """An estimate of the remaining time, from the steps since the first observed one."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._first: tuple[int, float] | None = None
-        self.step = -1
-
-    def seconds_left(self, step: int, steps: int) -> float | None:
-        """The remaining seconds; None at the first step. A step number that does not increase begins another stage."""
-        clock = self._clock()
-        if self._first is None or step <= self.step:
-            self._first = (step, clock)
-        self.step = step
-        first, start = self._first
-        return (clock - start) / (step - first) * (steps - step) if step > first else None
-
-
 class LineDisplay(Display):
     """Plain ASCII lines, at most one in `SECONDS_BETWEEN` for steps."""
 
@@ -76,7 +58,7 @@ class LineDisplay(Display):
     def __init__(self, file: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._file: TextIO | None = file
         self._clock = clock
-        self._pace = Pace(clock)
+        self._first_step, self._first_time, self._step = 0, 0.0, float("inf")
         self._last_line = self._last_step = -float("inf")
         self._shown_step: int | None = None
         self._count_start, self._n_done, self._has_shown_counts = 0.0, float("inf"), False
@@ -94,7 +76,7 @@ class LineDisplay(Display):
             self._print(f"{n_done} of {total} episodes{failure_suffix(failures)}")
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
-        seconds_left = self._pace.seconds_left(step, steps)
+        seconds_left = self._seconds_left(step, steps)
         is_due = self._clock() - self._last_step >= self.SECONDS_BETWEEN or step in (1, steps)
         if step == 0 or not is_due:  # step 0 is the evaluation before training, which `evaluation` has shown
             return
@@ -107,6 +89,15 @@ class LineDisplay(Display):
         if n_skipped > 0:
             parts.append(f"({n_skipped} before it not shown)")
         self._print("  ".join(parts))
+
+    def _seconds_left(self, step: int, steps: int) -> float | None:
+        """The remaining seconds, from the steps since the first one of the stage; None at that one. A step number that
+        does not increase begins another stage."""
+        clock = self._clock()
+        if step <= self._step:
+            self._first_step, self._first_time = step, clock
+        self._step, n_steps = step, step - self._first_step
+        return (clock - self._first_time) / n_steps * (steps - step) if n_steps else None
 
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
         mode = ", greedy" if result.get("greedy") else ""
