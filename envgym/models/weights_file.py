@@ -1,4 +1,4 @@
-"""Weights in safetensors files, their checksum, and the buckets of them that an engine receives in one update."""
+"""Weights in safetensors files, and their checksum."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.disk import replacement_file
-from envgym.engine import Bucket
-from envgym.errors import WorkerError, report_full_disk
+from envgym.errors import report_full_disk
 
 if TYPE_CHECKING:
     import torch
@@ -67,44 +66,3 @@ def _sum_of_words(tensor: torch.Tensor) -> int:
     else:
         total = int(np.add.reduce(words.numpy().view(np.uint64), dtype=np.uint64))
     return total ^ zlib.crc32(tail)
-
-
-def read_bucket(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, mapped into memory: its file may be deleted while they are used. Raises `WorkerError` if
-    their checksum differs from the one at writing."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, torch.Tensor] = load_file(bucket.path)
-    if checksum(tensors) != bucket.checksum:
-        raise WorkerError(f"bucket {bucket.number} of the weights has changed on its way (checksums differ)")
-    return tensors
-
-
-class IncomingWeights:
-    """The buckets that an engine receives in one update: each must come once and in order."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.checksum = 0
-        """The checksum of all tensors so far."""
-        self._n_buckets = 0
-
-    def expect(self, bucket: Bucket) -> None:
-        """Raise `WorkerError` unless `bucket` is the next one."""
-        if bucket.number != self._n_buckets:
-            raise WorkerError(f"bucket {bucket.number} of the weights came in place of bucket {self._n_buckets}")
-        self._n_buckets += 1
-        self.checksum += bucket.checksum
-
-    def take(self, bucket: Bucket | Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of the next bucket, after checking its number and checksum."""
-        assert isinstance(bucket, Bucket)
-        self.expect(bucket)
-        tensors = read_bucket(bucket)
-        self.names.update(tensors)
-        return tensors
-
-    def check(self, n_buckets: int) -> None:
-        """Raise `WorkerError` where buckets are missing."""
-        if self._n_buckets != n_buckets:
-            raise WorkerError(f"{self._n_buckets} of {n_buckets} buckets of the weights came")

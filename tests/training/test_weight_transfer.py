@@ -11,10 +11,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from envgym.config.schema import SyncConfig
 from envgym.engines.pool import EnginePool
+from envgym.engines.spec import read_bucket
 from envgym.engines.vllm import WeightReader
 from envgym.errors import ConfigError, RunError, WorkerError
 from envgym.learner import RoleSpec
-from envgym.models.weights_file import checksum, read_bucket
+from envgym.models.weights_file import checksum
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import WorkerHandle, message_of
 from envgym.training import weight_sync as module
