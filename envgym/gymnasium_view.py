@@ -77,17 +77,11 @@ class GymnasiumView(gymnasium.Env[str, str]):  # type: ignore[misc]
         if self._loop.is_closed():
             return
         try:
-            self._run(self._release())
+            self._run(self._env.close())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-
-    async def _release(self) -> None:
-        try:
-            await self._env.close()
-        finally:
-            await self._env.spec.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
