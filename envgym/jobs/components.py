@@ -37,18 +37,6 @@ if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
 
-def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
-    """The runtime of the run's workers: processes on this machine, Ray, or with `debug` the controller's own process.
-    Raises `ConfigError` for `debug` with several ranks."""
-    if config.debug:
-        if any(stage.workers.ranks > 1 for stage in config.stages):
-            raise ConfigError("debug=true runs every worker inside the controller, as one rank: set workers.ranks=1")
-        return InlineRuntime()
-    if config.runtime == "ray":
-        return RayRuntime(folder.logs)
-    return LocalRuntime(folder.logs, deterministic=config.deterministic)
-
-
 @dataclass(frozen=True, slots=True)
 class StageContext:
     """A stage's environment, set up, with clients of its services, and its workers' runtime."""
@@ -62,8 +50,17 @@ class StageContext:
 
 @asynccontextmanager
 async def open_runtime(config: RunConfig, folder: RunFolder) -> AsyncIterator[Runtime]:
-    """The run's runtime. Its workers end with the context."""
-    runtime = make_runtime(config, folder)
+    """The runtime of the run's workers: processes on this machine, Ray, or with `debug` the controller's own process.
+    Its workers end with the context. Raises `ConfigError` for `debug` with several ranks."""
+    if config.debug and any(stage.workers.ranks > 1 for stage in config.stages):
+        raise ConfigError("debug=true runs every worker inside the controller, as one rank: set workers.ranks=1")
+    runtime: Runtime
+    if config.debug:
+        runtime = InlineRuntime()
+    elif config.runtime == "ray":
+        runtime = RayRuntime(folder.logs)
+    else:
+        runtime = LocalRuntime(folder.logs, deterministic=config.deterministic)
     try:
         yield runtime
     finally:
