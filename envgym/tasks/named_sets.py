@@ -74,8 +74,8 @@ class NamedTaskSet(Settings):
         elif self.train_on and "path" in data and "test_path" not in data:
             data["test_path"] = data.pop("path")
         elif not any(data.get(name) for name in PATHS):
-            usual = {"test_path": f"{self.name}.jsonl"} if self.train_on else {"path": f"{self.name}_train.jsonl"}
-            data = usual | data
+            file = {"test_path": f"{self.name}.jsonl"} if self.train_on else {"path": f"{self.name}_train.jsonl"}
+            data = file | data
         elif Path(data.get("path") or "").is_file() and not data.keys() & HELD_OUT and "test_select" not in self.data:
             share = DataConfig.model_fields["test_fraction"].default
             note = f"{self.name}: {share:.0%} of data.path are held out; a test file is data.test_path=FILE"
