@@ -574,7 +574,7 @@ def test_a_response_that_was_cut_is_incomplete(renderer):
         (b"[]", "a JSON object"),
         ({}, "input is text or a list"),
         ({"input": []}, "at least one item"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input item 0 is of the type 'item_reference'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input item 0: the type 'item_reference' is no message"),
         ({"input": "?", "stream": True}, "'stream' cannot be true"),
         ({"input": "?", "previous_response_id": "resp_1"}, "'previous_response_id' cannot be"),
         ({"input": "?", "tools": [{"type": "web_search"}]}, "only function tools"),
