@@ -145,7 +145,7 @@ def test_of_episodes_begun_under_one_cookie_at_once_the_last_stays():
         ("/seed_session", b'{"envgym": ' + b"9" * 5000 + b"}", 400, "a JSON object"),
         ("/seed_session", b"{}", 400, "a JSON object"),  # in an encoding that nobody knows
         ("/verify", {"response": 1}, 422, "a list `output`"),
-        ("/step", {"response": {"output": [{"role": "assistant", "content": 3}]}}, 422, "content is text"),
+        ("/step", {"response": {"output": [{"role": "assistant", "content": 3}]}}, 422, "content of a message is text"),
         ("/aggregate_metrics", {"verify_responses": [{"_ng_task_index": []}]}, 422, "a list of objects"),
     ],
 )
