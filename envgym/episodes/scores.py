@@ -1,10 +1,12 @@
-"""Scores derived from rewards, for environments that give no scores and whose rewards all lie in [0, 1]."""
+"""Scores and rewards of episodes: scores derived from rewards in [0, 1], rewards of failures, verdicts on a group."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from envgym.types import Episode
+from envgym.errors import InvalidStep
+from envgym.types import Episode, Reward
 
 ROUNDING = 1e-6
 """Tolerance around [0, 1] for rewards that were summed or stored in 32 bits."""
@@ -57,3 +59,35 @@ def is_flat(members: Sequence[Episode]) -> bool:
     """True if finished episodes all have the same score; rewards are compared if an episode has no score."""
     field = "reward" if any(episode.score is None for episode in members) else "score"
     return len({getattr(episode, field) for episode in members}) < 2
+
+
+def as_reward(verdict: object) -> Reward | Exception:
+    """The reward that `score_group` gives one episode. Raises `InvalidStep` for numbers that are not finite."""
+    if isinstance(verdict, Exception):
+        return verdict
+    reward = verdict if isinstance(verdict, Reward) else Reward(verdict)  # type: ignore[arg-type]
+    numbers = [reward.reward, reward.score, *reward.metrics.values()]
+    try:
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise InvalidStep(f"score_group must give finite numbers, not {verdict!r:.80}")
+    except TypeError:
+        raise InvalidStep(f"score_group must give numbers, not {verdict!r:.80}") from None
+    if reward.score is not None and not 0 <= reward.score <= 1:
+        raise InvalidStep(f"score_group gave a score of {reward.score:g}, which is not in [0, 1]")
+    return reward
+
+
+def apply_reward(episode: Episode, verdict: Reward) -> None:
+    """Replace the rewards of all env steps of `episode` by the verdict on its group."""
+    env_score = None if episode.score_is_reward or episode.reward is not None else episode.score
+    reward = None if verdict.reward is None else float(verdict.reward)
+    for row in episode.rows:
+        for turn in row.turns:
+            turn.reward = None
+    if last := [turn for row in episode.rows for turn in row.turns][-1:]:
+        last[0].reward = reward
+    episode.reward = reward
+    episode.metrics |= {name: float(value) for name, value in verdict.metrics.items()}
+    score = verdict.score if verdict.score is not None else env_score
+    episode.score = reward_as_score(reward) if score is None else score
+    episode.score_is_reward = score is None and episode.score is not None

@@ -14,11 +14,11 @@ from prometheus_client import Histogram
 
 from envgym.env import EnvSpec, TaskSet
 from envgym.episodes.record import from_record
+from envgym.episodes.scores import as_reward
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep, printable_line
 from envgym.loading import is_file_target
 from envgym.net.problems import Problem
 from envgym.processes.cancellation import UsersCode
-from envgym.rollout.runner import as_reward
 from envgym.types import Episode
 
 from .encoding import encode

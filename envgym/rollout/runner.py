@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.env.checked import environment_failure
-from envgym.episodes.scores import reward_as_score, reward_failure, withdraw_scores
+from envgym.episodes.scores import apply_reward, as_reward, reward_failure, withdraw_scores
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from envgym.hashing import derived_seed, task_hash
 from envgym.processes import cancellation
@@ -433,35 +432,3 @@ def _failure(spec: EnvSpec, error: BaseException) -> Outcome:
             return Outcome.fail(kind, message, retryable=expected is CallTimeout)
     failure = environment_failure(error)
     return Outcome.fail("environment", str(failure), retryable=failure.retryable)
-
-
-def as_reward(verdict: object) -> Reward | Exception:
-    """The reward that `score_group` gives one episode. Raises `InvalidStep` for numbers that are not finite."""
-    if isinstance(verdict, Exception):
-        return verdict
-    reward = verdict if isinstance(verdict, Reward) else Reward(verdict)  # type: ignore[arg-type]
-    numbers = [reward.reward, reward.score, *reward.metrics.values()]
-    try:
-        if not all(number is None or math.isfinite(number) for number in numbers):
-            raise InvalidStep(f"score_group must give finite numbers, not {verdict!r:.80}")
-    except TypeError:
-        raise InvalidStep(f"score_group must give numbers, not {verdict!r:.80}") from None
-    if reward.score is not None and not 0 <= reward.score <= 1:
-        raise InvalidStep(f"score_group gave a score of {reward.score:g}, which is not in [0, 1]")
-    return reward
-
-
-def apply_reward(episode: Episode, verdict: Reward) -> None:
-    """Replace the rewards of all env steps of `episode` by the verdict on its group."""
-    env_score = None if episode.score_is_reward or episode.reward is not None else episode.score
-    reward = None if verdict.reward is None else float(verdict.reward)
-    for row in episode.rows:
-        for turn in row.turns:
-            turn.reward = None
-    if last := [turn for row in episode.rows for turn in row.turns][-1:]:
-        last[0].reward = reward
-    episode.reward = reward
-    episode.metrics |= {name: float(value) for name, value in verdict.metrics.items()}
-    score = verdict.score if verdict.score is not None else env_score
-    episode.score = reward_as_score(reward) if score is None else score
-    episode.score_is_reward = score is None and episode.score is not None

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import envgym.registry as registry
 from envgym.env import EnvSpec
+from envgym.episodes.scores import as_reward
 from envgym.errors import InvalidStep
 from envgym.remote.encoding import encode
 from envgym.remote.wire import Opening, TaskPage
-from envgym.rollout.runner import as_reward
 from envgym.types import Action, Episode, Outcome, Task
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()

@@ -15,12 +15,13 @@ import pytest
 from envgym.agent import Agent, AgentConfig
 from envgym.engine import Generation, SamplingParams
 from envgym.env import Env, EnvSpec
+from envgym.episodes.scores import apply_reward
 from envgym.errors import InvalidOutcome, PromptTooLong, WorkerDied, WorkerError
 from envgym.evaluation.result import result_of
 from envgym.monitoring.display import Display
 from envgym.processes import cancellation, event_loop, watch
 from envgym.rollout.config import RolloutConfig
-from envgym.rollout.runner import Runner, SamplingPlan, apply_reward
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.training.stop import Interrupts, Stop
 from envgym.types import Action, Episode, Message, Outcome, Reward, Row, Segment, Status, StopReason, Task, Turn
 
