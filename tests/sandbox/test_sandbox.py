@@ -346,7 +346,9 @@ hello, _ = wire.receive(control)
 ours, theirs = socket.socketpair()
 socket.send_fds(control, [b"+"], [theirs.fileno()])
 theirs.close()
-limits = dict(cpu=1.0, wall=3.0, memory=2**28, output=2**16, disk=2**22, files_at_most=99, open_files=32, processes=4)
+limits = dict(
+    cpu_seconds=1.0, wall_seconds=3.0, memory_mb=256, output_kb=64, disk_mb=4, files=99, open_files=32, processes=4
+)
 program = b'''
 import os
 print(os.getuid(), sorted(os.listdir("/box")), os.path.exists("/etc/passwd"))
