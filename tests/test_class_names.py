@@ -7,8 +7,6 @@ from tests.test_layering import LINKED, ROOT, sources
 
 TEMPLATES = ROOT / "envgym" / "cli" / "envs" / "templates"
 """Files of a user's own package, which `envgym envs new` writes one at a time."""
-UNDECIDED = {"Host"}
-"""Names whose classes are about to become one."""
 
 
 def test_no_two_classes_have_the_same_name():
@@ -19,4 +17,4 @@ def test_no_two_classes_have_the_same_name():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert {name: at for name, at in places.items() if len(at) > 1 and name not in UNDECIDED} == {}
+    assert {name: at for name, at in places.items() if len(at) > 1} == {}

@@ -216,8 +216,8 @@ UNREADABLE = """
 import os, sys
 sys.path.append(sys.argv[1])
 from jail.confined import program_folder
-from jail.program import Host
-with program_folder(Host(sys.executable, (), (), {}, sys.argv[2])) as path:
+from jail.program import HostPaths
+with program_folder(HostPaths(sys.executable, (), (), {}, sys.argv[2])) as path:
     os.makedirs(path + "/work/a/b/c")
     os.symlink(sys.argv[3], path + "/work/a/link")
     for name in ("a/b/c", "a/b", "a"):

@@ -19,7 +19,18 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from . import linux, seccomp
-from .program import NOBODY, Host, Program, Streams, connect, environment, execute, limit, reset_signals, write_files
+from .program import (
+    NOBODY,
+    HostPaths,
+    Program,
+    Streams,
+    connect,
+    environment,
+    execute,
+    limit,
+    reset_signals,
+    write_files,
+)
 
 _DEVICES = ("/dev/random", "/dev/urandom")
 
@@ -33,7 +44,7 @@ _NET, _SCOPES = 3, 3  # bind and connect TCP; abstract sockets and signals to ot
 
 
 @contextmanager
-def program_folder(host: Host) -> Iterator[str]:
+def program_folder(host: HostPaths) -> Iterator[str]:
     """A temporary folder for one program, which is removed even if unreadable or nested deeply."""
     path = tempfile.mkdtemp(prefix="envgym-sandbox-", dir=host.temporary)
     try:
@@ -54,7 +65,7 @@ def program_folder(host: Host) -> Iterator[str]:
                 subprocess.run([*command, "--", path], check=False, capture_output=True)
 
 
-def become_program(path: str, program: Program, host: Host, streams: Streams) -> None:
+def become_program(path: str, program: Program, host: HostPaths, streams: Streams) -> None:
     """Restrict this process and become the program. Never returns."""
     os.setsid()
     os.umask(0o022)
@@ -84,7 +95,7 @@ def _open_for_reading(content: bytes, path: str) -> int:
     return descriptor
 
 
-def _can_be_nobody(host: Host) -> bool:
+def _can_be_nobody(host: HostPaths) -> bool:
     """True for root, if every user may enter the folders of the Python interpreter."""
     if os.geteuid() != 0:
         return False

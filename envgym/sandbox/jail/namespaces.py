@@ -14,7 +14,7 @@ import socket
 from . import linux, seccomp
 from .program import (
     NOBODY,
-    Host,
+    HostPaths,
     Program,
     Streams,
     close_all_but,
@@ -53,7 +53,7 @@ def leave_host_namespaces(isolation: str) -> None:
     socket.sethostname("sandbox")
 
 
-def become_init(way: str, program: Program, host: Host, streams: Streams) -> None:
+def become_init(way: str, program: Program, host: HostPaths, streams: Streams) -> None:
     """Build the jail, start the program in it, wait, and write its end to the status stream. `way` is the isolation.
     Never returns.
 
@@ -87,7 +87,7 @@ def become_init(way: str, program: Program, host: Host, streams: Streams) -> Non
     os._exit(0)
 
 
-def _start(program: Program, host: Host, stdin: int, streams: Streams) -> None:
+def _start(program: Program, host: HostPaths, stdin: int, streams: Streams) -> None:
     """Become the program in the child of process 1; report errors until it runs. Never returns."""
     try:
         os.setsid()
@@ -103,7 +103,7 @@ def _start(program: Program, host: Host, stdin: int, streams: Streams) -> None:
         os._exit(127)
 
 
-def _build(program: Program, host: Host) -> None:
+def _build(program: Program, host: HostPaths) -> None:
     """Put the new file system together at `_ROOT`."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     size = _ROOT_BYTES + len(program.stdin)

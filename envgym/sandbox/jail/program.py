@@ -18,7 +18,7 @@ _LIBC_SIGNALS = (32, 33)
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostPaths:
     """Paths of this machine that programs use: the interpreter, readable paths, hidden paths below them (installed
     packages), packages that may be imported, and the parent of their folders if they share the file system."""
 
@@ -56,7 +56,7 @@ class Streams:
     status: int
 
 
-def environment(host: Host, home: str, temporary: str, packages: str) -> dict[str, str]:
+def environment(host: HostPaths, home: str, temporary: str, packages: str) -> dict[str, str]:
     """All variables of a program. The hash seed is fixed, so that a program behaves the same in every run."""
     variables = {
         "HOME": home, "TMPDIR": temporary, "PATH": os.path.dirname(host.python), "LANG": "C.UTF-8",
@@ -123,6 +123,6 @@ def reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def execute(host: Host, variables: Mapping[str, str]) -> None:
+def execute(host: HostPaths, variables: Mapping[str, str]) -> None:
     """Become the program. Never returns; raises `OSError`."""
     os.execve(host.python, [host.python, "-s", "-S", _SOURCE], variables)

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from . import namespaces, supervisor, wire
-from .program import Host, Program
+from .program import HostPaths, Program
 
 _MSG_CMSG_CLOEXEC = 0x40000000  # <linux/socket.h>
 _LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
@@ -29,7 +29,7 @@ def main() -> None:
     settings, _ = wire.receive(control)
     readable = _readable_paths()
     python, package_folders = os.path.realpath(sys.executable), _package_folders(readable)
-    host = Host(python, readable, package_folders, settings["packages"], settings["temporary"])
+    host = HostPaths(python, readable, package_folders, settings["packages"], settings["temporary"])
     way, errors = _choose(host, settings["ways"])
     if way in ("root", "user"):
         namespaces.leave_host_namespaces(way)
@@ -46,7 +46,7 @@ def main() -> None:
         connection.close()
 
 
-def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
+def _choose(host: HostPaths, ways: list[str]) -> tuple[str, dict[str, str]]:
     """The first way of isolation in which a program runs here, and the errors of the ways before it."""
     errors: dict[str, str] = {}
     for way in ways:
@@ -70,7 +70,9 @@ def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
     return "", errors
 
 
-def _fork(way: str, host: Host, connection: socket.socket, unused: socket.socket, *, has_left: bool = True) -> None:
+def _fork(
+    way: str, host: HostPaths, connection: socket.socket, unused: socket.socket, *, has_left: bool = True
+) -> None:
     """Fork a supervisor that answers one request and closes its copy of the `unused` socket. `has_left`: this process
     has already left the host's namespaces."""
     if os.fork() != 0:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import confined, linux, namespaces
-from .program import Host, Program, Streams, report
+from .program import HostPaths, Program, Streams, report
 
 CHECK_SECONDS = 0.2
 """Interval of checks of the total memory and CPU time of the program's processes."""
@@ -42,7 +42,9 @@ class RunningProgram:
     reason: str = ""
 
 
-def run_program(way: str, program: Program, host: Host, caller: socket.socket) -> tuple[dict[str, Any], bytes, bytes]:
+def run_program(
+    way: str, program: Program, host: HostPaths, caller: socket.socket
+) -> tuple[dict[str, Any], bytes, bytes]:
     """Run a program to its end. Returns the report, its output and its errors.
 
     The report has `failed` if the sandbox failed, so that nothing is known about the program. Raises `Abandoned` once
@@ -79,7 +81,7 @@ def run_program(way: str, program: Program, host: Host, caller: socket.socket) -
         return verdict, bytes(run.output[stdout]), bytes(run.output[stderr])
 
 
-def _become_program(way: str, folder: str, program: Program, host: Host, pipes: list[tuple[int, int]]) -> None:
+def _become_program(way: str, folder: str, program: Program, host: HostPaths, pipes: list[tuple[int, int]]) -> None:
     """Become the program in the child; report errors until it runs. Never returns."""
     streams = Streams(*(writer for _, writer in pipes))
     try:
