@@ -37,9 +37,9 @@ from envgym.run_folder import RunFolder
 from .checkpoints import Progress
 from .components import Components, start_components
 from .new_model import make_model
+from .step import evaluation_interval, fit_steps, steps_of
 from .stop import Interrupts, Stopped
 from .trainer import Trainer
-from .update import evaluation_interval, fit_steps, steps_of
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display

@@ -24,9 +24,8 @@ from envgym.types import number_rows
 
 from .checkpoints import Checkpoints, Progress
 from .components import Components
-from .step_groups import StepGroups
+from .step import StepGroups, Update, evaluation_interval, steps_of
 from .stop import Stop, Stopped
-from .update import Update, evaluation_interval, steps_of
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display

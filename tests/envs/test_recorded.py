@@ -19,7 +19,7 @@ from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.tasks import DataConfig, load_tasks
-from envgym.training.update import steps_of
+from envgym.training.step import steps_of
 
 ASKED = [{"role": "user", "content": "1 + 2?"}]
 RIGHT = {"role": "assistant", "content": "3"}

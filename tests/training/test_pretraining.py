@@ -19,8 +19,8 @@ from envgym.render import load_tokenizer, make_renderer
 from envgym.run_folder import RunFolder
 from envgym.training.components import Components
 from envgym.training.pretraining import Pretraining
+from envgym.training.step import deal_out
 from envgym.training.trainer import Trainer
-from envgym.training.update import deal_out
 from envgym.types import Objective, Row, Task
 from envgym.workers.config import WorkersConfig
 

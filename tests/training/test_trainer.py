@@ -21,7 +21,7 @@ from envgym.monitoring.display import Display
 from envgym.processes.runtime import message_of
 from envgym.render import NoRenderer
 from envgym.run_folder import RunFolder
-from envgym.training import step_groups
+from envgym.training import step as training_step
 from envgym.training.components import Components
 from envgym.training.stop import Stopped
 from envgym.training.trainer import Trainer
@@ -202,7 +202,7 @@ def test_a_step_is_complete_once_its_episodes_are_on_the_disk(folder, monkeypatc
         assert world.has_learned.wait(60)  # written while the step trains, not before
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(step_groups, "write_rollouts", write)
+    monkeypatch.setattr(training_step, "write_rollouts", write)
     trainer = trainer_of(folder, world, engine=object())
     with pytest.raises(OSError, match="No space left"):
         asyncio.run(trainer.run())

@@ -9,7 +9,7 @@ from envgym.config.resolve import resolve
 from envgym.config.schema import StageConfig
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig
-from envgym.training.update import (
+from envgym.training.step import (
     aggregate_steps,
     evaluation_interval,
     fit_steps,

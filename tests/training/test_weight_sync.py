@@ -21,7 +21,7 @@ from envgym.learner import LearnerConfig, RoleSpec
 from envgym.processes.runtime import WorkerHandle, message_of
 from envgym.training.checkpoints import Progress
 from envgym.training.components import Components
-from envgym.training.update import Update
+from envgym.training.step import Update
 from envgym.training.weight_sync import (
     FACTOR,
     LARGEST,
