@@ -38,8 +38,7 @@ from .checkpoints import Progress
 from .components import Components, start_components
 from .new_model import make_model
 from .step import evaluation_interval, fit_steps, steps_of
-from .stop import Interrupts, Stopped
-from .trainer import Trainer
+from .trainer import Interrupts, Stopped, Trainer
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display

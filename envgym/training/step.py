@@ -34,11 +34,12 @@ from envgym.workers.metrics import merge
 
 from .checkpoints import Progress
 from .components import Components
-from .stop import Stop
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
     from envgym.types.episodes import FloatArray
+
+    from .trainer import Stop
 
 MEASURED_STEP, MEASURED_ROWS = 10, 8
 """The policy's movement is measured in this step, on this many rows of the first one."""

@@ -22,7 +22,7 @@ from envgym.monitoring.display import Display
 from envgym.processes import cancellation, event_loop, watch
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
-from envgym.training.stop import Interrupts, Stop
+from envgym.training.trainer import Interrupts, Stop
 from envgym.types import Action, Episode, Message, Outcome, Reward, Row, Segment, Status, StopReason, Task, Turn
 
 TASKS = [Task(f"t{index}", prompt=f"{index}?") for index in range(3)]

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from envgym.monitoring.display import Display
-from envgym.training.stop import Interrupts, Stop, Stopped
+from envgym.training.trainer import Interrupts, Stop, Stopped
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,7 @@ from envgym.render import NoRenderer
 from envgym.run_folder import RunFolder
 from envgym.training import step as training_step
 from envgym.training.components import Components
-from envgym.training.stop import Stopped
-from envgym.training.trainer import Trainer
+from envgym.training.trainer import Stopped, Trainer
 from envgym.training.weight_sync import GpuTimeshare
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn, VersionSpan
 
