@@ -18,8 +18,7 @@ from envgym.rewards.final_answers import boxed, final_line, reference
 from envgym.tasks import GeneratedTasks
 from envgym.types import Action, Message, Task, add_instruction, as_messages
 
-from . import forms
-from .answers import grade_by_text
+from .answers import grade_by_text, is_list
 from .grader import Grade, Grader
 from .notation import plain
 from .prose import LAST_NUMBER, last_number
@@ -110,7 +109,7 @@ class MathVerify(DataEnvSpec):
     def final_answer(self, completion: str, gold: str) -> str | None:
         """The final answer of a completion, in the form that `env.read` names; None if it has none."""
         if self.config.read == BOX:
-            return boxed(completion, allow_several=forms.is_list(gold))
+            return boxed(completion, allow_several=is_list(gold))
         if self.config.read == LAST_NUMBER:
             return last_number(completion)
         return final_line(completion, self.config.read)

@@ -21,7 +21,7 @@ from typing import Any
 from envgym.errors import CallTimeout, InvalidOutcome, WorkerError
 from envgym.processes.family import die_with
 
-from .forms import expressions
+from .answers import expressions
 
 MEMORY_BYTES = 2 * 2**30
 LOW_PRIORITY = 10
