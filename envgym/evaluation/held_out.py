@@ -12,7 +12,7 @@ from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, RunError
 from envgym.learner import Learner
 from envgym.rollout.runner import SamplingPlan
-from envgym.tasks.cursor import tasks_at
+from envgym.tasks.task_set import tasks_at
 from envgym.types import Episode, Group, SeedScope, Task, number_rows
 from envgym.workers.group import WorkerGroup
 

@@ -16,7 +16,7 @@ from envgym.env import EnvSpec
 from envgym.errors import ConfigError, DataError, did_you_mean, reported_as
 from envgym.evaluation.suite import Sampling, Suite, SuiteEnv
 from envgym.registry import task_set_of
-from envgym.tasks.cursor import tasks_at
+from envgym.tasks.task_set import tasks_at
 from envgym.types import Task
 
 GREEDY = "greedy"

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from envgym.processes.cancellation import start_task
-from envgym.tasks.cursor import TaskCursor
+from envgym.tasks.task_set import TaskCursor
 from envgym.types import Episode, Group, Outcome, Task
 
 from .buffer import MAX_ROUNDS, Buffer, RolloutBatch

@@ -11,7 +11,7 @@ from typing import Any
 
 from envgym.episodes.scores import is_flat
 from envgym.errors import RunError
-from envgym.tasks.cursor import TaskCursor
+from envgym.tasks.task_set import TaskCursor
 from envgym.types import Episode, Group, Task
 
 from .config import FilterConfig, RolloutConfig

@@ -18,7 +18,7 @@ from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, did_y
 from envgym.rollout.async_buffer import AsyncRollouts
 from envgym.rollout.buffer import Buffer
 from envgym.run_folder import DAMAGED, RunFolder, state_to_json
-from envgym.tasks.cursor import TaskCursor
+from envgym.tasks.task_set import TaskCursor
 from envgym.types import Span, timed
 
 from .components import Components

@@ -14,8 +14,8 @@ from envgym.errors import DataError, did_you_mean
 from envgym.hashing import derived_seed
 from envgym.render import Renderer
 from envgym.tasks import Interleaved
-from envgym.tasks.cursor import TaskCursor
 from envgym.tasks.rows import Rows, TextLines, open_rows
+from envgym.tasks.task_set import TaskCursor
 from envgym.types import Objective, Observation, Row, Segment, Task, int_array
 
 

@@ -28,7 +28,7 @@ from envgym.rollout.buffer import Buffer, RolloutBatch, fill_buffer
 from envgym.rollout.runner import SamplingPlan, group_ids
 from envgym.run_folder import RunFolder
 from envgym.tasks.curriculum import Curriculum
-from envgym.tasks.cursor import TaskCursor
+from envgym.tasks.task_set import TaskCursor
 from envgym.types import Episode, Group, Row, Task
 from envgym.workers.metrics import merge
 

@@ -18,7 +18,7 @@ import pytest
 
 from envgym.config.resolve import resolve
 from envgym.episodes.files import read_episodes
-from envgym.tasks.cursor import TaskCursor
+from envgym.tasks.task_set import TaskCursor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

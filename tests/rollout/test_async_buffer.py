@@ -11,7 +11,7 @@ from envgym.errors import ConfigError
 from envgym.rollout.async_buffer import AsyncRollouts, version_of
 from envgym.rollout.buffer import Buffer
 from envgym.rollout.config import FilterConfig, RolloutConfig
-from envgym.tasks.cursor import TaskCursor
+from envgym.tasks.task_set import TaskCursor
 from envgym.types import Episode, Group, Outcome, Task
 
 

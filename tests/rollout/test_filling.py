@@ -13,7 +13,7 @@ from envgym.errors import RolloutFailed
 from envgym.monitoring.metrics import check_failures
 from envgym.rollout.buffer import MAX_ROUNDS, Buffer, fill_buffer
 from envgym.rollout.config import FilterConfig, RolloutConfig
-from envgym.tasks.cursor import TaskCursor
+from envgym.tasks.task_set import TaskCursor
 from envgym.types import Episode, Group, Outcome, Task
 
 FILTER = FilterConfig(zero_variance=True, max_rounds=5)

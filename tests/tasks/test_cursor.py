@@ -20,7 +20,7 @@ from envgym.render import NoRenderer
 from envgym.run_folder import RunFolder
 from envgym.tasks import Interleaved
 from envgym.tasks.curriculum import Curriculum, CurriculumConfig
-from envgym.tasks.cursor import TaskCursor
+from envgym.tasks.task_set import TaskCursor
 from envgym.training.components import Components
 from envgym.training.trainer import Trainer
 from envgym.types import Episode, Group, Outcome, Task
