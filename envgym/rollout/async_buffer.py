@@ -10,7 +10,7 @@ from envgym.processes.cancellation import start_task
 from envgym.tasks.task_set import TaskCursor
 from envgym.types import Episode, Group, Outcome, Task
 
-from .buffer import MAX_ROUNDS, Buffer, RolloutBatch
+from .buffer import MAX_ROUNDS, Buffer, RolloutBatch, can_drop
 from .config import RolloutConfig
 
 RollOut = Callable[[Task, str], Awaitable[Group]]
@@ -32,7 +32,7 @@ class AsyncRollouts:
         self._cursor = cursor
         self._step_size = config.tasks_per_step
         self._staleness = config.max_staleness
-        self._rounds = config.filter.max_rounds if config.filter.is_on else MAX_ROUNDS
+        self._rounds = config.filter.max_rounds if can_drop(config.filter) else MAX_ROUNDS
         self._roll_out = roll_out
         self._consumed = 0
         self._count = 0

@@ -87,6 +87,11 @@ class Buffer:
         self.filtered = Counter(state["filtered"])
 
 
+def can_drop(config: FilterConfig) -> bool:
+    """True if the filter drops some groups."""
+    return config.zero_variance or config.min_score is not None or config.max_score is not None
+
+
 def drop_reason(config: FilterConfig, members: Sequence[Episode]) -> str:
     """The reason to drop a group of finished episodes, in one word; empty if the group stays.
 
@@ -128,7 +133,7 @@ class RolloutBatch:
 
     def explain_no_groups(self, config: RolloutConfig) -> str:
         """The error message for a step without any group."""
-        if config.filter.is_on and any(episode.reward is not None for episode in self.episodes):
+        if can_drop(config.filter) and any(episode.reward is not None for episode in self.episodes):
             return (
                 f"rollout.filter dropped all {len(self.groups)} groups of {self.rounds} rounds: the tasks are "
                 "all too hard for the policy, or all solved"
@@ -153,10 +158,10 @@ async def fill_buffer(
     buffer for the next step.
     """
     batch = RolloutBatch()
-    max_rounds = config.filter.max_rounds if config.filter.is_on else MAX_ROUNDS
+    max_rounds = config.filter.max_rounds if can_drop(config.filter) else MAX_ROUNDS
     while (missing := config.tasks_per_step - len(buffer)) > 0 and batch.rounds < max_rounds:
         count = missing
-        if config.filter.is_on and batch.groups:
+        if can_drop(config.filter) and batch.groups:
             count = min(config.tasks_per_step, math.ceil(missing * len(batch.groups) / max(1, batch.n_buffered)))
         groups = await roll_out(await cursor.next(count), batch.rounds)
         cursor.observe(groups)

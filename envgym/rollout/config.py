@@ -25,10 +25,6 @@ class FilterConfig(Settings):
     max_rounds: int = Field(10, ge=1)
     """Maximum rollout rounds of a training step. After them the step trains on the groups it has, with an alert."""
 
-    @property
-    def is_on(self) -> bool:
-        return self.zero_variance or self.min_score is not None or self.max_score is not None
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.min_score is not None and self.max_score is not None and self.min_score >= self.max_score:

@@ -24,7 +24,7 @@ from envgym.hashing import task_hash
 from envgym.learner import LearnerConfig
 from envgym.monitoring.metrics import check_failures, computing_metrics, rollout_metrics, token_counts
 from envgym.rollout.async_buffer import AsyncRollouts, version_of
-from envgym.rollout.buffer import Buffer, RolloutBatch, fill_buffer
+from envgym.rollout.buffer import Buffer, RolloutBatch, can_drop, fill_buffer
 from envgym.rollout.runner import SamplingPlan, group_ids
 from envgym.run_folder import RunFolder
 from envgym.tasks.curriculum import Curriculum
@@ -111,7 +111,7 @@ class StepGroups:
         record, config = self.progress.record, self.stage.rollout
         spells = self.components.runner.agent.renderer.spells
         record |= rollout_metrics(batch.groups, sampled=self.uses_policy, spells=spells) | self.cursor.metrics()
-        if config.filter.is_on and self.uses_policy:
+        if can_drop(config.filter) and self.uses_policy:
             record |= batch.metrics() | {"filter/filled_share": len(groups) / config.tasks_per_step}
             record["filter/carried_over"] = len(self.buffer)
         if self.async_rollouts is not None:
