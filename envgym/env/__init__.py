@@ -14,8 +14,8 @@ from __future__ import annotations
 from envgym.tasks import GeneratedTasks, SeededTasks, TaskList, TaskSet
 from envgym.types import Action, Message, Observation, Task
 
-from .checked import CheckedEnv
 from .protocol import (
+    CheckedEnv,
     Env,
     EnvConfig,
     Info,

@@ -17,8 +17,8 @@ from envgym.processes.event_loop import in_loop
 from envgym.processes.runtime import ErrorRecord, rebuild_error
 from envgym.types import Action
 
-from .checked import CheckedEnv, environment_failure
 from .marks import Marked, Marks
+from .protocol import CheckedEnv, environment_failure
 
 if TYPE_CHECKING:
     from .spec import EnvSpec

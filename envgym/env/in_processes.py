@@ -18,9 +18,8 @@ from envgym.processes.pool import Processes, ProcessSession
 from envgym.processes.runtime import Result, describe_error, message_of
 from envgym.types import Action, Observation, Task, as_action, timed
 
-from .checked import CheckedEnv, posed_task
 from .marks import NONE, read_mark
-from .protocol import Info
+from .protocol import CheckedEnv, Info, posed_task
 
 if TYPE_CHECKING:
     from .host import EnvHost

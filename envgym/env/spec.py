@@ -21,9 +21,8 @@ from envgym.settings import settings_error
 from envgym.tasks import SeededTasks, TaskSet
 from envgym.types import Episode, Message, Reward, Task
 
-from .checked import CheckedEnv
 from .in_processes import EnvProcesses, ProcessEnv
-from .protocol import Env, EnvConfig, Recording
+from .protocol import CheckedEnv, Env, EnvConfig, Recording
 
 
 class EnvSpec:

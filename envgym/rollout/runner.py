@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
-from envgym.env.checked import environment_failure
+from envgym.env.protocol import environment_failure
 from envgym.episodes.scores import apply_reward, as_reward, reward_failure, withdraw_scores
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from envgym.hashing import derived_seed, task_hash

@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from envgym import registry
 from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet
-from envgym.env.checked import posed_task
 from envgym.env.data import DataEnvSpec
+from envgym.env.protocol import posed_task
 from envgym.errors import ConfigError, EnvgymError, ResetNeeded, UnknownKey, did_you_mean
 from envgym.hashing import text_hash
 from envgym.settings import Settings

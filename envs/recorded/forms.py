@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from string import Formatter
 from typing import Any, Literal
 
-from envgym.env.checked import MAX_CHARACTERS
+from envgym.env.protocol import MAX_CHARACTERS
 from envgym.errors import DataError
 from envgym.tasks.columns import MESSAGE_FIELDS, SYSTEM_FIELDS, fields_of_prompt, system_text
 from envgym.tasks.rows import Row, RowLeftOut, parse_json
