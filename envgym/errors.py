@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
+import inspect
 import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Error = TypeVar("Error", bound=BaseException)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -198,6 +199,23 @@ def missing_package(package: str, extra: str, purpose: str) -> MissingDependency
     return MissingDependency(
         f"{purpose} needs the package {package!r}, which is not installed: {install_command(extra, package)}"
     )
+
+
+def describe(value: Any) -> str:
+    """A wrong return value, as a phrase for an error message."""
+    if not (coroutines := coroutines_in(value)):
+        return f"{value!r:.80}"
+    for coroutine in coroutines:
+        coroutine.close()  # prevents Python's later warning that it was never awaited
+    return f"a coroutine: an await is missing before {coroutines[0].__name__}(…)"
+
+
+def coroutines_in(value: Any) -> list[Any]:
+    """The coroutines in a return value, at any depth of tuples, lists and mappings."""
+    if inspect.iscoroutine(value):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [coroutine for part in parts for coroutine in coroutines_in(part)]
 
 
 @contextlib.contextmanager

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
 from pydantic import Field
 
-from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, ResetNeeded, needs
+from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, ResetNeeded, coroutines_in, describe, needs
 from envgym.loading import user_line
 from envgym.processes.cancellation import call_in_time
 from envgym.processes.threads import DedicatedThread
-from envgym.rewards.numbers import check_numbers, coroutines_in, describe
 from envgym.settings import Settings
 from envgym.types import Action, Message, Observation, Span, Task, as_action, as_observation
+from envgym.types.episodes import check_numbers
 
 if TYPE_CHECKING:
     import numpy

@@ -16,8 +16,8 @@ from envgym.env.protocol import posed_task
 from envgym.errors import ResetNeeded
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.cancellation import pause_timeouts
-from envgym.rewards.numbers import check_numbers
 from envgym.types import Action, Observation, Task, as_action, timed
+from envgym.types.episodes import check_numbers
 
 from .encoding import encode
 from .replicas import Replica, Replicas

@@ -1,4 +1,4 @@
-"""Reward functions: their arguments, their results and the numbers in these, checked, and final answers in text.
+"""Reward functions: their arguments, their results, checked, and final answers in text.
 
 The environments made of them are in `envgym.env.rewards`. (The folder is not called `reward`, which in this package is
 the decorator.)

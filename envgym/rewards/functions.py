@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
-from envgym.errors import ConfigError, DataError, InvalidStep, did_you_mean
+from envgym.errors import ConfigError, DataError, InvalidStep, describe, did_you_mean
 from envgym.loading import load_function
 from envgym.processes.threads import DedicatedThread
 from envgym.types import Action, Message, Reward, Task, as_messages
+from envgym.types.episodes import finite_metrics
 
 from .callables import as_function
-from .numbers import describe, finite_metrics
 
 ARGUMENTS = ("completion", "prompt", "answer", "task", "messages", "action", "fields")
 """Parameters that a reward function may have besides the fields of the data row."""

@@ -20,11 +20,19 @@ from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.env.protocol import environment_failure
 from envgym.episodes.scores import apply_reward, as_reward, reward_failure, withdraw_scores
-from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
+from envgym.errors import (
+    CallTimeout,
+    InvalidOutcome,
+    InvalidStep,
+    PromptTooLong,
+    ResetNeeded,
+    WorkerDied,
+    WorkerError,
+    describe,
+)
 from envgym.hashing import derived_seed, task_hash
 from envgym.processes import cancellation
 from envgym.processes.cancellation import Deadline, StillRunning, UsersCode, run_to_end
-from envgym.rewards.numbers import describe
 from envgym.services.policy import LOCKSTEP
 from envgym.transcript import EpisodeSampler, LockstepBatcher
 from envgym.types import Episode, Group, Limit, Outcome, Reward, SeedScope, Span, Task, timed

@@ -1,15 +1,19 @@
-"""The record of an episode: its token sequences (rows of segments, with arrays for learners), outcome and group."""
+"""The record of an episode: its token sequences (rows of segments, with arrays for learners), numbers, outcome and group."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
+
+from envgym.errors import describe
 
 from .messages import Message, StopReason, Task, int_array
 
@@ -33,6 +37,8 @@ class VersionSpan:
 Role = Literal["prompt", "action", "feedback"]
 SeedScope = Literal["task", "group", "episode"]
 """Episodes with the same environment seed: all of a task, the members of a group, or none."""
+MAX_NAME = 200
+"""Maximum characters of a metric's name, which may be a server's."""
 
 
 def float_array(values: Iterable[float]) -> array[float]:
@@ -93,6 +99,46 @@ class Reward:
     reward: float | None
     score: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def check_numbers(reward: Any, info: dict[str, Any]) -> float | None:
+    """Convert a step's reward to a number, and `score` and `metrics` in `info`, in place. Raises `ValueError`."""
+    number = None if reward is None else _number("a reward", reward)
+    if (score := info.get("score")) is not None:
+        info["score"] = score = _number("a score", score)
+        if not 0 <= score <= 1:
+            raise ValueError(f"a score lies in [0, 1], not at {score:g}")
+    if (metrics := info.get("metrics")) is not None:
+        if not isinstance(metrics, Mapping):
+            raise ValueError(f"info['metrics'] is names to numbers, not {describe(metrics)}")
+        info["metrics"] = finite_metrics(metrics)
+    return number
+
+
+def _number(label: str, value: Any) -> float:
+    if type(value) is float and math.isfinite(value):  # the usual case: the check below is slow
+        return value
+    if not isinstance(value, Real) and not hasattr(value, "__float__"):
+        raise ValueError(f"{label} is a number or None, not {describe(value)}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several numbers, say
+        raise ValueError(f"{label} is one number, not {value!r:.80} ({error})") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{label} must be finite, not {number}")
+    return number
+
+
+def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    """The metrics that are finite numbers with names of at most `MAX_NAME` characters, and the number of others as
+    `invalid_metrics`."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            if math.isfinite(number := float(value)) and len(str(name)) <= MAX_NAME:
+                numbers[str(name)] = number
+    n_invalid = len(metrics) - len(numbers)
+    return numbers | {"invalid_metrics": float(n_invalid)} if n_invalid else numbers
 
 
 class Objective(StrEnum):
@@ -320,7 +366,7 @@ Span = tuple[str, float, float]
 """Name of a phase, its start and its end in seconds since 1970."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def timed(spans: list[Span], kind: str) -> Iterator[None]:
     """Context manager that adds a span, from its start to its end, to `spans`."""
     start = time.time()
