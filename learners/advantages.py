@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 from envgym.types import Episode, Row, Status
 
-from .settings import Credit, Scope, ShapingConfig
-
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from .policy_gradient import Credit, Scope, ShapingConfig
 
     TokenArray = NDArray[np.float64]
     Mask = NDArray[np.bool_]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .advantages import mean_of
-from .policy_gradient import CriticFreeLearner
-from .settings import Aggregation, PolicyGradientConfig
+from .policy_gradient import Aggregation, CriticFreeLearner, PolicyGradientConfig
 
 
 class DrGRPOConfig(PolicyGradientConfig):

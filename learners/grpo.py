@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from .advantages import mean_of
-from .policy_gradient import CriticFreeLearner
-from .settings import Aggregation, PolicyGradientConfig
+from .policy_gradient import Aggregation, CriticFreeLearner, PolicyGradientConfig
 
 HUGE = 2.0**1000
 """Rewards of a larger magnitude are first divided by this. Division by a power of two is exact."""

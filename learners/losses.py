@@ -9,6 +9,7 @@ may be NaN: every function decides with `where`, never with a product.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from torch import Tensor
 from envgym.learner import LossAndMetrics, MetricSums, Outputs, RowBatch
 
 from .policy_losses import policy_loss_of
-from .settings import CorrectionConfig, KLEstimator, PolicyGradientConfig
+
+if TYPE_CHECKING:
+    from .policy_gradient import CorrectionConfig, KLEstimator, PolicyGradientConfig
 
 # ---------------------------------------------------------------------------------------------------------
 # The policy

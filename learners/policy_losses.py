@@ -16,7 +16,7 @@ from envgym.loading import load_class, target_of_name
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .settings import PolicyGradientConfig
+    from .policy_gradient import PolicyGradientConfig
 
     Losses = tuple[Tensor, Tensor, Tensor]
     """(losses, clipped_low, clipped_high), [B, T] each, the last two bool."""

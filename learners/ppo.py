@@ -15,8 +15,7 @@ from envgym.learner import LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Objective, Row
 
 from .advantages import ActionTokens, gae_advantages
-from .policy_gradient import PolicyGradient
-from .settings import Credit, PolicyGradientConfig, RewardKL, Scope
+from .policy_gradient import Credit, PolicyGradient, PolicyGradientConfig, RewardKL, Scope
 
 if TYPE_CHECKING:
     from .advantages import TokenArray

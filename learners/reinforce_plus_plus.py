@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .advantages import mean_of
-from .policy_gradient import CriticFreeLearner
-from .settings import Credit, PolicyGradientConfig, RewardKL, Scope, SquaredKL
+from .policy_gradient import Credit, CriticFreeLearner, PolicyGradientConfig, RewardKL, Scope, SquaredKL
 
 
 class ReinforcePlusPlusConfig(PolicyGradientConfig):

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .advantages import mean_of
-from .policy_gradient import CriticFreeLearner
-from .settings import PolicyGradientConfig, RewardKL
+from .policy_gradient import CriticFreeLearner, PolicyGradientConfig, RewardKL
 
 
 class RLOOConfig(PolicyGradientConfig):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from envgym.learners.losses import episode_means, importance_weights
-from envgym.learners.settings import CorrectionConfig
+from envgym.learners.policy_gradient import CorrectionConfig
 
 NAN, INF = float("nan"), float("inf")
 

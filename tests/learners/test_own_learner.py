@@ -16,8 +16,7 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 OWN = '''
-from envgym.learners.policy_gradient import CriticFreeLearner
-from envgym.learners.settings import PolicyGradientConfig
+from envgym.learners.policy_gradient import CriticFreeLearner, PolicyGradientConfig
 
 
 class Config(PolicyGradientConfig):

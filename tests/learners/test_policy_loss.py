@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from envgym.learners.losses import sequence_log_ratio
+from envgym.learners.policy_gradient import PolicyGradientConfig
 from envgym.learners.policy_losses import policy_loss_of
-from envgym.learners.settings import PolicyGradientConfig
 
 
 def double(*values):

@@ -4,7 +4,7 @@ import pytest
 
 from envgym.learners.advantages import overlong_penalty, shaped_reward, stopped_improperly
 from envgym.learners.grpo import GRPO, GRPOConfig
-from envgym.learners.settings import ShapingConfig
+from envgym.learners.policy_gradient import ShapingConfig
 from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn, number_rows
 
 TRUNCATED = Outcome.truncate("length")
