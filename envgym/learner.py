@@ -105,7 +105,7 @@ def pad(rows: Sequence[Row], device: torch.device, length: int | None = None) ->
     import numpy as np
     import torch
 
-    length = length or max(map(len, rows))
+    length = length or max([len(row.token_ids) for row in rows])
 
     def stack(arrays: Sequence[NDArray[Any]], fill: float, dtype: type) -> torch.Tensor:
         padded: NDArray[Any] = np.full((len(rows), length, *arrays[0].shape[1:]), fill, dtype)

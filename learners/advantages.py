@@ -171,7 +171,7 @@ class ActionTokens:
 
         start = 0
         for row, indices in zip(self.rows, self.token_indices, strict=True):
-            row.arrays[name] = np.zeros(len(row), np.float32)
+            row.arrays[name] = np.zeros_like(row.loss_weights)
             row.arrays[name][indices] = values[start : start + len(indices)]
             start += len(indices)
 
@@ -183,7 +183,7 @@ def turns(row: Row) -> list[tuple[int, float]]:
     """
     ends, length = [], 0
     for segment in row.segments:
-        length += len(segment)
+        length += len(segment.token_ids)
         if segment.role == "action":
             ends.append(length)
     rewards = [turn.reward or 0.0 for turn in row.turns]
