@@ -116,11 +116,13 @@ class ModelWorker(ModelLearning):
             name, head, self.dtype, attention=attention, uninitialized=uninitialized, quantize=self.spec.lora.quantize
         )
 
-    def _split_attention(self, model: nn.Module) -> Slices:
-        """Let each of the ranks that split token sequences attend with a share of the heads."""
+    def _split_attention(self, model: nn.Module) -> Slices | None:
+        """Let each of the ranks that split token sequences attend with a share of the heads. None: no ranks do."""
         size = self.settings.tensor_parallel
         if size > 1:
             zero.check_split(model, size)
+        if self.settings.sequence_parallel == 1:
+            return None
         slices = Slices.create(self.settings.sequence_parallel, stride=size)
         slices.install(model, model.config.get_text_config().num_attention_heads // size)
         return slices
@@ -138,7 +140,7 @@ class ModelWorker(ModelLearning):
             if (alpha := self.learner.config.neftune_alpha) and self.spec.role == main_role:
                 add_noise(model, alpha, rows_are_shared=self.settings.ranks_per_row > 1)
 
-    def _wrap(self, model: nn.Module, slices: Slices, config: Mapping[str, Any], *, partitioned: bool) -> None:
+    def _wrap(self, model: nn.Module, slices: Slices | None, config: Mapping[str, Any], *, partitioned: bool) -> None:
         """Wrap the model in its `TokenNetwork` (`network`), and that in DeepSpeed's engine if it is trained or
         partitioned (`engine`); start the moving average."""
         role = self.spec.role_spec

@@ -32,7 +32,7 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
 
     `entropy`: entropies are part of the graph; otherwise they are only logged.
     `balance`: in training mode the model, a mixture of experts, also returns the load imbalance of its experts.
-    `slices`: the ranks that share the tokens of each row; all of them return outputs of all tokens.
+    `slices`: where ranks share the tokens of each row; all of them return outputs of all tokens.
     `packed` may be set where `packs` allows it: rows go through the model end to end instead of padded.
     `top_k`: an `lm` head returns the k most likely tokens instead.
 
@@ -54,7 +54,7 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self.head = head
         self.entropy = entropy
         self.balance = balance
-        self.slices = slices or Slices()
+        self.slices = slices
         self.packed = False
         self.top_k = top_k
         if head == "lm":
@@ -98,7 +98,7 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
         if self.head == "scalar":
             return outputs | {"values": self._values(states, valid, prefixes)}
         # the state at t - 1 predicts token t
-        targets, mask, scales = (self.slices.local(tensor, ahead=1) for tensor in (token_ids, mask, temperatures))
+        targets, mask, scales = map(self._ahead, (token_ids, mask, temperatures))
         if prefixes is not None:
             states = gather(states[0], prefixes.index[mask])
         else:
@@ -107,7 +107,7 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
             return outputs | {"top_tokens": self._at_tokens(self._top_tokens(states, scales[mask]), mask, length)}
         targets = targets[mask][:, None]
         if extra_ids is not None:
-            targets = torch.cat([targets, self.slices.local(extra_ids, ahead=1)[mask]], 1)
+            targets = torch.cat([targets, self._ahead(extra_ids)[mask]], 1)
         numbers = self._at_tokens(self._logprobs(states, targets, scales[mask]), mask, length)
         outputs["logprobs"] = numbers[..., 0]
         if extra_ids is not None:
@@ -121,7 +121,7 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
             return values[0, prefixes.index].where(valid, 0.0)
         if self.packed:
             values = values.new_zeros(valid.shape).masked_scatter(valid, values)
-        return self.slices.join(values, valid.shape[1])
+        return values if self.slices is None else self.slices.join(values, valid.shape[1])
 
     def _top_tokens(self, states: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         """[N, k, 2] log-probabilities and ids of the most likely tokens after `states` [N, hidden size]."""
@@ -139,8 +139,15 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
         """[B, T, …] the numbers [N, …] of the states in `mask` [B, t], each moved to the next token; 0 elsewhere."""
         spread = numbers.new_zeros(*mask.shape, *numbers.shape[1:])
         spread = spread.masked_scatter(mask.view(*mask.shape, *[1] * (numbers.dim() - 1)), numbers)
-        joined = self.slices.join(spread, length)
+        joined = spread if self.slices is None else self.slices.join(spread, length)
         return nn.functional.pad(joined[:, :-1], (0, 0) * (numbers.dim() - 1) + (1, 0))
+
+    def _ahead(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B, t, …] of `tensor` [B, T, …] what stands one token further right, at the tokens that the states predict; 0
+        after the last."""
+        if self.slices is not None:
+            return self.slices.local(tensor, ahead=1)
+        return nn.functional.pad(tensor[:, 1:], (0, 0) * (tensor.dim() - 2) + (0, 1))
 
     def _run_backbone(
         self, token_ids: torch.Tensor, lengths: torch.Tensor, valid: torch.Tensor, prefixes: SharedPrefixes | None
@@ -154,7 +161,9 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
                 return backbone(**prefixes.inputs(), use_cache=False, **options)
         if self.packed:
             return backbone(**packed_inputs(token_ids, lengths, valid), use_cache=False, **options)
-        return self.slices.outputs(backbone, token_ids, **options)
+        if self.slices is not None:
+            return self.slices.outputs(backbone, token_ids, **options)
+        return backbone(input_ids=token_ids, use_cache=False, **options)
 
 
 def be_deterministic() -> None:

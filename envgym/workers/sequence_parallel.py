@@ -26,31 +26,29 @@ PER_HEAD = ("s_aux", "position_bias")
 
 class Slices:
     """One group of ranks that share the tokens of their rows: rank r has tokens r * t to (r + 1) * t, where t is
-    T / size, rounded up. Without a group the only slice is the whole row."""
+    T / size, rounded up."""
 
-    def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+    def __init__(self, group: torch.distributed.ProcessGroup, size: int, rank: int) -> None:
         self.group = group
-        self.size: int = torch.distributed.get_world_size(group) if group else 1
-        self.rank: int = torch.distributed.get_rank(group) if group else 0
+        self.size = size
+        self.rank = rank
         self._attentions = 0
 
-    def local(self, tensor: torch.Tensor, *, ahead: int = 0, fill: float = 0) -> torch.Tensor:
-        """This rank's slice [B, t, …] of `tensor` [B, T, …], taken `ahead` tokens further right and padded with `fill`.
+    def local(self, tensor: torch.Tensor, *, ahead: int = 0) -> torch.Tensor:
+        """This rank's slice [B, t, …] of `tensor` [B, T, …], taken `ahead` tokens further right and padded with 0.
 
         With `ahead` = 1 it holds the tokens that the states predict, including the first of the next slice.
         """
         length = -(-tensor.shape[1] // self.size)
         start = self.rank * length + ahead
         part = tensor[:, start : start + length]
-        return nn.functional.pad(part, (0, 0) * (part.dim() - 2) + (0, length - part.shape[1]), value=fill)
+        return nn.functional.pad(part, (0, 0) * (part.dim() - 2) + (0, length - part.shape[1]))
 
     def join(self, part: torch.Tensor, length: int) -> torch.Tensor:
         """The slices [B, t, …] of all ranks as one [B, length, …], on every rank.
 
         Gradients reach this rank's slice alone: all ranks compute the same loss.
         """
-        if self.group is None:
-            return part
         values = part.detach().contiguous()
         parts = [torch.empty_like(values) for _ in range(self.size)]
         torch.distributed.all_gather(parts, values, group=self.group)
@@ -64,8 +62,6 @@ class Slices:
         that mixes tokens would take a slice for the whole sequence.
         """
         ids = self.local(token_ids)
-        if self.group is None:
-            return model(input_ids=ids, use_cache=False, **options)
         positions = self.rank * ids.shape[1] + torch.arange(ids.shape[1], device=ids.device)
         previous = self._attentions
         outputs = model(input_ids=ids, position_ids=positions[None], use_cache=False, **options)
@@ -81,15 +77,14 @@ class Slices:
     def create(cls, size: int, stride: int) -> Slices:
         """The slices of this process, where `size` ranks share each row. The ranks of a group are `stride` apart; the
         ranks in between have the same slice. A collective call."""
-        if size == 1:
-            return cls()
         block = size * stride
         groups = [
             list(range(start + offset, start + block, stride))
             for start in range(0, torch.distributed.get_world_size(), block)
             for offset in range(stride)
         ]
-        return cls(torch.distributed.new_subgroups_by_enumeration(groups)[0])
+        group = torch.distributed.new_subgroups_by_enumeration(groups)[0]
+        return cls(group, size, torch.distributed.get_rank(group))
 
     def install(self, model: nn.Module, n_heads: int) -> None:
         """Let `model` attend over all slices. `n_heads`: this rank's number of query heads per layer.
@@ -98,8 +93,6 @@ class Slices:
         under another name transformers would not recognize it. Raises `ConfigError` for a model whose rows cannot be
         split.
         """
-        if self.group is None:
-            return
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

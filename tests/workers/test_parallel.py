@@ -320,8 +320,7 @@ def test_heads_are_exchanged_for_slices_and_each_query_meets_its_own_key(size, h
     functions, mask = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     ranks = []
     for rank in range(size):
-        slices = Slices()
-        slices.size, slices.rank, slices.group = size, rank, rank
+        slices = Slices(rank, size, rank)
         monkeypatch.setattr(slices, "_obstacle", lambda *_: "")
         try:
             slices.install(model, heads)
@@ -345,13 +344,12 @@ def test_a_state_is_given_the_token_that_it_predicts_across_borders(size):
     ids = torch.arange(1, 8)[None]  # seven tokens: no size divides them
     part, ahead = [], []
     for rank in range(size):
-        slices = Slices()
-        slices.size, slices.rank = size, rank
+        slices = Slices(None, size, rank)
         part += slices.local(ids)[0].tolist()
-        ahead += slices.local(ids, ahead=1, fill=-1)[0].tolist()
+        ahead += slices.local(ids, ahead=1)[0].tolist()
     padding = len(part) - 7
     assert part == [*range(1, 8), *[0] * padding]
-    assert ahead == [*range(2, 8), *[-1] * (padding + 1)]
+    assert ahead == [*range(2, 8), *[0] * (padding + 1)]
 
 
 @pytest.mark.parametrize(
@@ -402,8 +400,7 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] *
     ],
 )
 def test_models_whose_rows_cannot_be_cut_are_refused(architecture, config, size, message):
-    slices = Slices()
-    slices.group, slices.size = object(), size
+    slices = Slices(object(), size, 0)
     with pytest.raises(ConfigError, match=message):
         slices.install(model_of(architecture, **config), config.get("num_attention_heads", 4))
 
@@ -412,8 +409,7 @@ def test_a_layer_that_mixes_tokens_without_attention_is_noticed(monkeypatch):
     for interface in (AttentionInterface, AttentionMaskInterface):  # what `install` wraps is the whole process's
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
     model = model_of("lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8).to_empty(device="cpu")
-    slices = Slices()
-    slices.group, slices.size = object(), 2
+    slices = Slices(object(), 2, 0)
     slices._exchange = lambda states: states
     slices.install(model, 4)
     with pytest.raises(ConfigError, match="has 1 in 2 layers"):
