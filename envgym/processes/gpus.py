@@ -1,4 +1,4 @@
-"""The GPUs of this machine."""
+"""The GPUs of this machine, and their peak FLOPs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,30 @@ from envgym.errors import ConfigError
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 """The driver's folder, with an entry per GPU."""
+
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI300X": 1307e12,
+}
+"""Dense 16-bit matrix FLOPs per second, from the makers' data sheets, by a part of the device's name. More specific
+names come first."""
 
 
 def check_visible_gpu(device_type: str) -> None:
@@ -36,6 +60,14 @@ def visible_gpus() -> list[str]:
 def least_gpu_bytes() -> int | None:
     """Memory of the smallest GPU, from `nvidia-smi`; None without that program."""
     return min(_gpu_sizes() or [0]) or None
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Peak FLOPs per second of the named device; None if unknown, as for float32."""
+    if dtype not in ("bfloat16", "float16"):
+        return None
+    words = f" {device_name.replace('-', ' ').replace('/', ' ')} "  # compared whole: "A10" is not in "NVIDIA A100"
+    return next((flops for name, flops in PEAK_FLOPS.items() if f" {name} " in words), None)
 
 
 @functools.cache

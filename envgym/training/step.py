@@ -30,7 +30,7 @@ from envgym.run_folder import RunFolder
 from envgym.tasks.curriculum import Curriculum
 from envgym.tasks.task_set import TaskCursor
 from envgym.types import Episode, Group, Row, Task
-from envgym.workers.metrics import merge
+from envgym.workers.micro_batches import merge_metrics
 
 from .checkpoints import Progress
 from .components import Components
@@ -397,4 +397,4 @@ def learning_rate(config: LearnerConfig, optimizer_step: int, training_steps: in
 def aggregate_steps(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of several optimizer steps as one record: the mean of each over the steps that have it, the maximum
     if its name ends in `/max`, the minimum if in `/min`."""
-    return merge({name: (value, 1.0) for name, value in step.items()} for step in logged)
+    return merge_metrics({name: (value, 1.0) for name, value in step.items()} for step in logged)

@@ -12,8 +12,7 @@ from envgym.processes.runtime import CALL_SECONDS, Message, Result, Runtime, Wor
 from envgym.types import Row
 
 from .config import RankInfo, WorkerSpec
-from .metrics import merge
-from .micro_batches import micro_batches, sort_by_prefix
+from .micro_batches import merge_metrics, micro_batches, sort_by_prefix
 
 if TYPE_CHECKING:
     from envgym.types.episodes import FloatArray
@@ -167,7 +166,7 @@ class WorkerGroup(Ranks["ModelWorker"]):
         self._accumulated = [[sample for batch in share for sample in batch] for share in shares]
         inputs = [[[sample.without_record() for sample in batch] for batch in share] for share in shares]
         results = await self._on_shares(lambda rank, part: rank.accumulate(part, dict(normalizers), layout), inputs)
-        return merge(
+        return merge_metrics(
             # Ranks that split token sequences return the same sums, which must count once, but may differ in maxima.
             part if rank % self.settings.ranks_per_row == 0 else {n: v for n, v in part.items() if n.endswith("/max")}
             for rank, part in enumerate(results)

@@ -1,8 +1,10 @@
-"""A worker's optimizer steps: loss and gradient per micro-batch, DeepSpeed's step, and a check of its weights."""
+"""A worker's optimizer steps: loss and gradient per micro-batch, their metrics, DeepSpeed's step, and a check of its
+weights."""
 
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import cycle, islice
@@ -17,8 +19,7 @@ from envgym.learner import MetricSums, Outputs, RowBatch, pad
 from envgym.types import Row
 
 from . import zero
-from .metrics import add, mismatch, peak_memory
-from .micro_batches import Layout, cost, is_padding, network_inputs
+from .micro_batches import Layout, add_metrics, cost, is_padding, network_inputs
 from .state import ModelState
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class ModelLearning(ModelState):
             self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
             loss, metrics = self._loss(batch, normalizers, shares[index])
             self.engine.backward(loss * copies, scale_wrt_gas=False)
-            add(total, metrics)
+            add_metrics(total, metrics)
         return total | {"memory/max": (peak_memory(self.device), 1.0)}
 
     def accumulated_outputs(self) -> list[FloatArray]:
@@ -164,13 +165,13 @@ class ModelLearning(ModelState):
                 raise self.learner.wrong_return(self.learner.loss, f"{result!r:.60}, which must be (loss, metrics)")
             share, logged = result
             loss = loss + share
-            add(metrics, logged)
+            add_metrics(metrics, logged)
         if not loss.isfinite():
             raise RunError(f"the loss of {self.spec.role} is not finite")
         if self.network.head == "lm":
             current = torch.tensor([samples[index].is_on_policy for index in order], device=self.device)
             old = torch.cat([batch.old_logprobs for batch in batches])
-            add(metrics, mismatch(outputs["logprobs"].detach(), old, current))
+            add_metrics(metrics, mismatch(outputs["logprobs"].detach(), old, current))
         return loss, metrics
 
     def _inputs(self, samples: Sequence[Row], batches: Sequence[RowBatch]) -> tuple[Any, ...]:
@@ -185,3 +186,30 @@ class ModelLearning(ModelState):
         total = torch.tensor(sum(tokens), device=self.device)
         torch.distributed.all_reduce(total)
         return [count / max(1.0, float(total) / self.settings.ranks_per_row) for count in tokens]
+
+
+def peak_memory(device: torch.device) -> float:
+    """Peak memory of this process, in GiB: allocated by torch on its GPU, or resident without a GPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device)) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+def mismatch(logprobs: torch.Tensor, old_logprobs: torch.Tensor, current: torch.Tensor) -> MetricSums:
+    """Mismatch between the trainer's and the sampler's log-probabilities under the same weights.
+
+    logprobs, old_logprobs [B, T] nats (old ones NaN where nothing was sampled), current [B] bool: rows that these
+    weights sampled. `k3` is Schulman's estimate of KL(sampler || trainer), r - 1 - log r with r = trainer / sampler.
+    Empty if there are no such tokens.
+    """
+    compared = old_logprobs.isfinite() & current[:, None]
+    compared[:, 0] = False
+    difference = (logprobs - old_logprobs)[compared].double()
+    if not len(difference):
+        return {}
+    count = float(len(difference))
+    return {
+        "mismatch/mean_abs": (float(difference.abs().sum()), count),
+        "mismatch/max": (float(difference.abs().max()), 1.0),
+        "mismatch/k3": (float((difference.exp() - 1 - difference).sum()), count),
+    }

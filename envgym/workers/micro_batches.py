@@ -1,5 +1,6 @@
-"""Layout of samples: a split into micro-batches of similar cost, the same number on every rank; rows that begin with
-the same tokens (the episodes of a group, turns that fork, the two sides of a preference pair) are computed once.
+"""Micro-batches: a split of samples into ones of similar cost, the same number on every rank, and the sum of their
+metrics. Rows that begin with the same tokens (the episodes of a group, turns that fork, the two sides of a preference
+pair) are computed once.
 
 Padded to the longest of its rows, a micro-batch of B rows costs B x Tmax tokens; sorting by length first keeps that
 close to the true number of tokens. Packed end to end, it costs no more than its tokens, and rows of any lengths fit
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, groupby, pairwise
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from envgym.learner import RowBatch
+from envgym.learner import MetricSums, RowBatch
 from envgym.types import Row
 
 if TYPE_CHECKING:
@@ -418,3 +419,25 @@ def network_inputs(
     prefixes = SharedPrefixes(samples, device) if layout == "shared" else None
     mask = (weights != 0) | old.isfinite()
     return token_ids, lengths, mask, torch.from_numpy(scales).to(device), extra_ids, prefixes
+
+
+def add_metrics(total: MetricSums, sums: MetricSums) -> None:
+    """Add the sums of a micro-batch to `total`, in place; names that end in `/max` or `/min` get the maximum or
+    minimum."""
+    for name, (numerator, denominator) in sums.items():
+        if name not in total:
+            total[name] = (numerator, denominator)
+        elif name.endswith("/max"):
+            total[name] = (float(np.maximum(total[name][0], numerator)), 1.0)  # keeps a NaN
+        elif name.endswith("/min"):
+            total[name] = (float(np.minimum(total[name][0], numerator)), 1.0)
+        else:
+            total[name] = (total[name][0] + numerator, total[name][1] + denominator)
+
+
+def merge_metrics(parts: Iterable[MetricSums]) -> dict[str, float]:
+    """The metrics of micro-batches or ranks, added up and divided. One with denominator 0 is undefined and omitted."""
+    total: MetricSums = {}
+    for part in parts:
+        add_metrics(total, part)
+    return {name: numerator / denominator for name, (numerator, denominator) in total.items() if denominator}

@@ -19,7 +19,7 @@ from torch import nn
 
 from envgym.errors import ConfigError
 from envgym.learner import Learner, pad
-from envgym.processes.gpus import check_visible_gpu
+from envgym.processes.gpus import check_visible_gpu, peak_flops
 from envgym.types import Row
 
 from . import checkpoint, zero
@@ -27,7 +27,6 @@ from .adapter import Adapter
 from .config import RankInfo, WorkerSpec
 from .export import flops_per_token
 from .learning import ModelLearning
-from .metrics import peak_flops
 from .micro_batches import choose_layout, micro_batches, network_inputs
 from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model
 from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer

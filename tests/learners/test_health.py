@@ -11,7 +11,7 @@ from envgym.learner import Outputs, pad
 from envgym.learners.policy_gradient import mean_kl
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn
-from envgym.workers.metrics import merge
+from envgym.workers.micro_batches import merge_metrics
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def logged(learner, *batches):
         outputs = Outputs(logprobs=logprobs, entropy=-2 * logprobs)
         _, metrics = learner.loss("actor", outputs, batch, {Objective.POLICY_GRADIENT: 4.0})
         parts.append(metrics)
-    return merge(parts)
+    return merge_metrics(parts)
 
 
 def test_by_hand():

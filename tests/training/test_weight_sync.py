@@ -33,7 +33,7 @@ from envgym.training.weight_sync import (
     policy_difference,
 )
 from envgym.types import Row, Segment
-from envgym.workers.metrics import merge
+from envgym.workers.micro_batches import merge_metrics
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TOLERANCE = 0.01
@@ -262,6 +262,6 @@ def test_episodes_of_the_same_policy_are_trained_on(mean_abs, sampling):
 
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan], [1.0, math.nan, 2.0]])
 def test_the_largest_of_several_values_is_nan_if_one_is(values):
-    merged = merge({"mismatch/max": (value, 1.0), "ratio/min": (value, 1.0)} for value in values)
+    merged = merge_metrics({"mismatch/max": (value, 1.0), "ratio/min": (value, 1.0)} for value in values)
     assert math.isnan(merged["mismatch/max"])
     assert math.isnan(merged["ratio/min"])

@@ -10,8 +10,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from envgym.processes.gpus import peak_flops
 from envgym.workers.export import flops_per_token
-from envgym.workers.metrics import peak_flops
 
 SHAPE = {
     "vocab_size": 50,
