@@ -103,6 +103,7 @@ def ours(model: str, prompts: Path) -> dict[str, Any]:
     from envgym.jobs.evaluation import new_evaluation, run_evaluation
     from envgym.jobs.folder import JobFolder
     from envgym.monitoring.display import Display
+    from envgym.training import new_model
 
     class Stopwatch(Display):
         began = 0.0
@@ -123,7 +124,7 @@ def ours(model: str, prompts: Path) -> dict[str, Any]:
             "engine": {"kind": "vllm", "args": {"max_num_seqs": CONCURRENCY, "kv_cache_memory_bytes": CACHE_BYTES}},
         }  # fmt: skip
         clock = Stopwatch()
-        result = run_evaluation(new_evaluation(settings), clock)
+        result = run_evaluation(new_evaluation(settings), clock, new_model.make_model)
         assert not result["failures"], result["failures"]
         episodes = JobFolder(Path(folder, "e")).journal.originals().values()
         prompts.write_text(json.dumps([list(episode.rows[0].segments[0].token_ids) for episode in episodes]))

@@ -201,7 +201,7 @@ def evaluate(
 
     evaluation = new_evaluation(_plain_settings(settings, overrides), suite=suite)
     with Display() if quiet else open_display() as display:
-        result = run_evaluation(evaluation, display, make_model=make_model)
+        result = run_evaluation(evaluation, display, make_model)
     return EvalResult(
         folder=evaluation.path,
         model=result["model"],

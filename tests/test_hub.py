@@ -15,6 +15,7 @@ from envgym.jobs.models import fetch_model
 from envgym.monitoring.display import Display
 from envgym.openrlhf.rows import write_rows
 from envgym.tasks.rows import open_rows
+from envgym.training.new_model import make_model
 
 
 class Phases(Display):
@@ -48,7 +49,7 @@ def silent_hub(hub_at, monkeypatch):
 
 def find(name):
     phases = Phases()
-    return asyncio.run(fetch_model(name, resolve({"env": "math_verify"}), phases)), phases
+    return asyncio.run(fetch_model(name, resolve({"env": "math_verify"}), phases, make_model)), phases
 
 
 def test_a_hub_that_never_answers_is_given_up_in_one_line(silent_hub, caplog):

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         config = resolve_options(options, words, invocation, samples_only=True)
         with redirect_stdout(sys.stderr), open_display() as display:
             part = part_of_rollout(config, "test")
-            _, [episode] = roll_out_to_file(part, folder / "answer.jsonl", display, make_model=make_model)
+            _, [episode] = roll_out_to_file(part, folder / "answer.jsonl", display, make_model)
     finally:
         if not isinstance(sys.exception(), WorkerError):  # it names a log file in the folder
             shutil.rmtree(folder, ignore_errors=True)

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     invocation.debug |= evaluation.config.debug
     invocation.folder = evaluation.path
     with open_display() as display:
-        result = run_evaluation(evaluation, display, retry_failed=options.retry_failed, make_model=make_model)
+        result = run_evaluation(evaluation, display, make_model, retry_failed=options.retry_failed)
     print(evaluation_text(result, evaluation.path))
     if result["score"] is None and not any(tasks_behind(env) for env in result["envs"].values()):
         raise ConfigError(f"no episode was scored; why each failed is in {evaluation.journal.path}")

@@ -57,9 +57,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     part = part_of_rollout(config, options.split, **options.tasks or {}, key=options.task, samples=samples)
     with open_display() as display:
         display.begin(config.name, f"{part.stage.env.name}, {part.stage.model}")
-        result, saved = roll_out_to_file(
-            part, path, display, best=best, overwrite=options.overwrite, make_model=make_model
-        )
+        result, saved = roll_out_to_file(part, path, display, make_model, best=best, overwrite=options.overwrite)
     print(evaluation_text(result, path))
     n_empty = result["n_episodes"] // samples - len(saved) if best else 0
     suffix = f"; {n_empty} tasks have only failed ones" if n_empty else ""

@@ -15,7 +15,7 @@ from envgym.processes import event_loop
 
 from .folder import JobFolder
 from .job import run_job
-from .models import MakeModel, cached_recipe_model
+from .models import MakeModel
 from .parts import parts_of_env, parts_of_suite
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def new_evaluation(
 
 
 def run_evaluation(
-    folder: JobFolder, display: Display, *, retry_failed: bool = False, make_model: MakeModel = cached_recipe_model
+    folder: JobFolder, display: Display, make_model: MakeModel, *, retry_failed: bool = False
 ) -> dict[str, Any]:
     """Run the missing episodes, with `retry_failed` also the failed ones, and return the content of `result.json`.
 

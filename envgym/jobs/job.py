@@ -39,7 +39,7 @@ from .components import (
     start_sampling,
 )
 from .folder import JobFolder
-from .models import MakeModel, cached_recipe_model, fetch_model, with_own_format
+from .models import MakeModel, fetch_model, with_own_format
 from .parts import Part
 from .prompts import PromptSummary, announce, survey
 
@@ -121,27 +121,23 @@ class PartRun:
 
 
 async def run_job(
-    folder: JobFolder,
-    display: Display,
-    make_model: MakeModel = cached_recipe_model,
-    *,
-    retry_failed: bool = False,
-    script: Script | None = None,
+    folder: JobFolder, display: Display, source: MakeModel | Script, *, retry_failed: bool = False
 ) -> tuple[dict[str, Any], dict[str, list[Group]]]:
     """Run the episodes of all parts that the folder, which is open, does not have; with `retry_failed` also the failed
-    ones. With a `script` the only part answers from that, and no model is loaded.
+    ones. `source` makes the model of a recipe; with a script the only part answers from that, and no model is loaded.
 
     Returns the completed result (see `run_evaluation`) and the groups by part. An interrupted job leaves a result of
     status `running` in the folder.
     """
     parts, stage, start = folder.parts, folder.config.stages[-1], time.monotonic()
+    script = source if isinstance(source, Script) else None
     result = (folder.read_result() if folder.saved else None) or {"began": _timestamp(), "seconds": 0.0}
     if retry_failed:
         episodes = folder.journal.latest()
         folder.saved = {key: episode for key, episode in folder.saved.items() if not episodes[key].failed}
     groups: dict[str, list[Group]] = {}
     envs: dict[str, dict[str, Any]] = {}
-    async with _started_parts(folder, display, make_model, script) as runs:
+    async with _started_parts(folder, display, source) as runs:
         # Written only now, so that an engine that fails to start leaves the earlier result as it was.
         result |= {"status": "running", "model": stage.model, "seed": folder.config.seed, "suite": folder.suite}
         result["engine"] = {"kind": stage.engine.kind, "base_url": stage.engine.base_url}
@@ -204,9 +200,9 @@ def _totals(
 
 @asynccontextmanager
 async def _started_parts(
-    folder: JobFolder, display: Display, make_model: MakeModel, script: Script | None
+    folder: JobFolder, display: Display, source: MakeModel | Script
 ) -> AsyncIterator[list[PartRun]]:
-    """Set up the parts, sampled from the model of the first one, or with answers from the `script`.
+    """Set up the parts, sampled from the model of the first one, or with answers from a script.
 
     Environments are set up first, so that a bad data file is reported before the model is loaded. Raises `EnvgymError`,
     also if the episodes in `folder` are of other tasks, code or weights.
@@ -215,10 +211,10 @@ async def _started_parts(
     specs = {spec.to_json(): spec for spec in (part.stage.make_spec() for part in parts)}  # equal ones are one
     async with AsyncExitStack() as stack:
         runtime = await stack.enter_async_context(open_runtime(config, RunFolder(folder.path)))
-        if script is None:
-            runtime = placed_runtime(stage, list(specs.values()), runtime, trains=False)
+        if isinstance(source, Script):
+            source.prepare(*specs.values())
         else:
-            script.prepare(*specs.values())
+            runtime = placed_runtime(stage, list(specs.values()), runtime, trains=False)
         contexts: dict[str, StageContext] = {}
         with_tasks = []
         for part in parts:
@@ -228,15 +224,15 @@ async def _started_parts(
                 display.phase(f"setting up {part.stage.env.name}")
                 context = stage_context_in(part.config, part.stage, runtime, spec)
                 contexts[key] = await stack.enter_async_context(context)
-            tasks = script.tasks if script is not None else await part.tasks(spec)
+            tasks = source.tasks if isinstance(source, Script) else await part.tasks(spec)
             folder.check_tasks(part.name, tasks, spec)
             with_tasks.append((part, spec, tasks))
-        if script is not None:
+        if isinstance(source, Script):
             await start_environment_services(list(contexts.values()), display)
-            runners = [make_runner(config, stage, spec, script.agent, None, None) for spec in specs.values()]
-            yield [PartRun(parts[0], script.tasks, runner, folder, display) for runner in runners]
+            runners = [make_runner(config, stage, spec, source.agent, None, None) for spec in specs.values()]
+            yield [PartRun(parts[0], source.tasks, runner, folder, display) for runner in runners]
             return
-        model = await fetch_model(stage.model, config, display, make_model)
+        model = await fetch_model(stage.model, config, display, source)
         folder.check_model(model)
         agents = []
         summaries: dict[tuple[EnvSpec, str], PromptSummary] = {}

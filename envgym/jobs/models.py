@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym import hub
-from envgym.config.recipes import makes_model, recipe_model_folder
+from envgym.config.recipes import makes_model
 from envgym.config.schema import STAGE, RunConfig, StageConfig
 from envgym.disk import publish, work_folder
 from envgym.errors import ConfigError, EnvgymError, reported_as
@@ -38,21 +38,11 @@ if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
 MakeModel = Callable[..., Awaitable[Path]]
-"""`make_model(name, display, runtime=…)`: the folder of the model that a recipe makes. Training passes its own
-function, since only the training loop can make a model."""
+"""`make_model(name, display, runtime=…)`: the folder of the model that a recipe makes
+(`envgym.training.new_model.make_model`). It is passed down to jobs, which lie below the training that it needs."""
 
 
-async def cached_recipe_model(name: str, display: Display, *, runtime: str) -> Path:
-    """The cached model of a recipe. If there is none, raises `ConfigError` with the command that makes it."""
-    final = recipe_model_folder(name)
-    if not (final / "config.json").exists():
-        raise ConfigError(f"model {name} has not been made on this machine yet: envgym model {name}")
-    return final
-
-
-async def fetch_model(
-    name: str, config: RunConfig, display: Display, make_model: MakeModel = cached_recipe_model
-) -> str:
+async def fetch_model(name: str, config: RunConfig, display: Display, make_model: MakeModel) -> str:
     """The folder or hub id of the model `name`. A checkpoint's policy is converted to a model folder, once;
     `make_model` makes a recipe's model."""
     if config.stages[-1].engine.kind == "openai":

@@ -11,7 +11,7 @@ from envgym.types import Episode
 
 from .folder import UnfinishedFile
 from .job import run_job
-from .models import MakeModel, cached_recipe_model
+from .models import MakeModel
 from .parts import Part
 
 if TYPE_CHECKING:
@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 
 def roll_out_to_file(
-    part: Part,
-    path: Path,
-    display: Display,
-    *,
-    best: bool = False,
-    overwrite: bool = False,
-    make_model: MakeModel = cached_recipe_model,
+    part: Part, path: Path, display: Display, make_model: MakeModel, *, best: bool = False, overwrite: bool = False
 ) -> tuple[dict[str, Any], list[Episode]]:
     """Roll out the part's tasks with its model, and write the episodes to `path`, or with `best` the best one per task.
 

@@ -94,7 +94,7 @@ def score_to_file(
 
     agent = Scripted(lambda task: scripted_episode(recordings[id(task)], task))
     with folder.open():
-        event_loop.run(run_job(folder, display, script=Script(agent, list(tasks.values()), restore)))
+        event_loop.run(run_job(folder, display, Script(agent, list(tasks.values()), restore)))
         folder.finish(scored)
     return saved, scored, gold
 

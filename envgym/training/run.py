@@ -101,7 +101,7 @@ def _write_episodes(config: RunConfig, stage: StageConfig, folder: RunFolder, di
     if stage.kind == "rollout":
         tasks, samples = stage.rollout.tasks_per_step, stage.rollout.group_size
         part = part_of_rollout(stage_run, tasks=tasks, samples=samples)
-        _, episodes = roll_out_to_file(part, folder.episodes, display, overwrite=True, make_model=make_model)
+        _, episodes = roll_out_to_file(part, folder.episodes, display, make_model, overwrite=True)
     else:
         source = Path(str(stage.data.get("path")))
         _, episodes, _ = score_to_file(stage_run, source, folder.episodes, display, overwrite=True)

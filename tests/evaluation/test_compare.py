@@ -16,6 +16,7 @@ from envgym.evaluation.suite import Suite
 from envgym.jobs.evaluation import new_evaluation, run_evaluation
 from envgym.jobs.folder import JobFolder
 from envgym.monitoring.display import Display
+from envgym.training.new_model import make_model
 from envgym.types import Episode, Outcome, Task
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -61,7 +62,7 @@ def play(tiny_model, folder):
             "model": str(tiny_model), "engine": {"kind": "transformers"}, "debug": True, "name": name,
             "rollout": {"max_tokens": 2, "refills": 0}, **more,
         }  # fmt: skip
-        run_evaluation(new_evaluation(settings, suite=suite), Display())
+        run_evaluation(new_evaluation(settings, suite=suite), Display(), make_model)
         return JobFolder(Path("evals", name))
 
     return play

@@ -17,6 +17,7 @@ from envgym.errors import MissingDependency
 from envgym.evaluation.result import result_of
 from envgym.jobs.evaluation import new_evaluation, run_evaluation
 from envgym.monitoring.display import Display
+from envgym.training.new_model import make_model
 from envgym.types import Episode, Group, Message, Outcome, Row, Segment, StopReason, Task, TextPart, ToolCall, Turn
 
 CREATED, COMPLETED = "2026-01-02T03:04:05+00:00", "2026-01-02T03:14:05+00:00"
@@ -268,7 +269,7 @@ def test_logs_that_are_asked_for_without_inspect_ai_are_refused_before_anything_
     with pytest.raises(
         MissingDependency, match=r"^eval\.inspect_logs needs the package 'inspect_ai'.*install.*inspect"
     ):
-        run_evaluation(folder, Display())
+        run_evaluation(folder, Display(), make_model)
     assert not folder.path.exists()
 
 
@@ -279,7 +280,7 @@ def test_an_evaluation_that_is_asked_for_its_log_writes_it(tiny_model, tmp_path)
         "rollout": {"max_tokens": 4}, "evals_dir": str(tmp_path), "name": "run",
         "eval": {"tasks": 2, "greedy": False, "inspect_logs": True},
     }  # fmt: skip
-    result = run_evaluation(new_evaluation(settings), Display())
+    result = run_evaluation(new_evaluation(settings), Display(), make_model)
     [path] = (tmp_path / "run" / "inspect").iterdir()
     log = read_eval_log(path)
     assert log.results.scores[0].metrics["mean"].value == result["score"]

@@ -18,6 +18,7 @@ from envgym.config.resolve import resolve, settings_of_model
 from envgym.errors import ConfigError
 from envgym.jobs.models import fetch_model
 from envgym.monitoring.display import Display
+from envgym.training.new_model import make_model
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 TAUGHT = (
@@ -48,7 +49,7 @@ def same(one, other):
 def model_of(checkpoint, display=None):
     """The folder that --model CHECKPOINT stands for."""
     config = resolve({"env": "math_verify", "model": str(checkpoint)})
-    return Path(asyncio.run(fetch_model(str(checkpoint), config, display or Display())))
+    return Path(asyncio.run(fetch_model(str(checkpoint), config, display or Display(), make_model)))
 
 
 class Told(Display):

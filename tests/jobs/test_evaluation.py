@@ -18,6 +18,7 @@ from envgym.evaluation.suite import Suite
 from envgym.jobs.evaluation import new_evaluation, run_evaluation
 from envgym.jobs.folder import JobFolder, find_folder
 from envgym.monitoring.display import Display
+from envgym.training.new_model import make_model
 from envgym.types import Group
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -77,7 +78,7 @@ SUITE = Suite(
 @pytest.fixture
 def evaluated(tiny_model, folder):
     evaluation = new_evaluation(settings(tiny_model, name="first"), suite=SUITE)
-    return run_evaluation(evaluation, Display()), JobFolder(Path("evals/first"))
+    return run_evaluation(evaluation, Display(), make_model), JobFolder(Path("evals/first"))
 
 
 def groups_of(folder, name):
@@ -111,7 +112,7 @@ def test_a_finished_evaluation_that_goes_on_plays_nothing(evaluated):
     result, folder = evaluated
     began = Path("began.txt").read_text()
     journal = folder.journal.path.read_bytes()
-    again = run_evaluation(find_folder("first", "evals"), Display())
+    again = run_evaluation(find_folder("first", "evals"), Display(), make_model)
     assert Path("began.txt").read_text() == began
     assert folder.journal.path.read_bytes() == journal
     assert again == result
@@ -121,7 +122,7 @@ def test_what_failed_is_played_again_where_that_is_asked_for(evaluated):
     result, _ = evaluated
     Path("mended").touch()
     Path("began.txt").unlink()
-    again = run_evaluation(find_folder("first", "evals"), Display(), retry_failed=True)
+    again = run_evaluation(find_folder("first", "evals"), Display(), make_model, retry_failed=True)
     assert Path("began.txt").read_text().split() == ["seed-2147483653"] * 2
     assert again["failures"] == {}
     assert again["envs"]["counted"]["n_tasks"] == 6
@@ -135,7 +136,7 @@ def test_a_policy_that_does_not_start_undoes_nothing(evaluated, tiny_model):
     hidden = weights.rename(weights.with_suffix(".hidden"))
     try:
         with pytest.raises(EnvgymError):
-            run_evaluation(find_folder("first", "evals"), Display(), retry_failed=True)
+            run_evaluation(find_folder("first", "evals"), Display(), make_model, retry_failed=True)
     finally:
         hidden.rename(weights)
     assert folder.journal.path.read_bytes() == journal
@@ -179,13 +180,13 @@ def test_a_damaged_folder_is_told_in_a_line(evaluated, name, text, said):
     if name == "episodes.jsonl":
         folder.result_file.unlink()
     with pytest.raises(EnvgymError, match=said):
-        run_evaluation(find_folder("first", "evals"), Display())
+        run_evaluation(find_folder("first", "evals"), Display(), make_model)
 
 
 def test_a_cluster_that_no_task_has_is_refused(tiny_model, folder):
     suite = Suite(tasks=2, environments={"sums": {"env": "math_verify", "cluster": "pasage"}})
     with pytest.raises(ConfigError, match="no task has a field 'pasage'"):
-        run_evaluation(new_evaluation(settings(tiny_model), suite=suite), Display())
+        run_evaluation(new_evaluation(settings(tiny_model), suite=suite), Display(), make_model)
 
 
 @pytest.mark.slow
@@ -257,7 +258,7 @@ def test_a_name_is_taken_once_and_a_folder_without_an_episode_is_not_kept(evalua
     with pytest.raises(RunError, match="exists: choose another --name, or resume with --resume first"):
         new_evaluation(settings(tiny_model, name="first"), suite=SUITE)
     with pytest.raises(EnvgymError, match="nowhere"):
-        run_evaluation(new_evaluation(settings("./nowhere", name="second"), suite=SUITE), Display())
+        run_evaluation(new_evaluation(settings("./nowhere", name="second"), suite=SUITE), Display(), make_model)
     assert not Path("evals/second").exists()
     with pytest.raises(RunError, match="no evaluation 'third'"):
         find_folder("third", "evals")
@@ -274,17 +275,17 @@ def test_another_model_in_the_folder_is_no_way_to_go_on(tiny_model, folder):
 
     shutil.copytree(tiny_model, "model")
     evaluation = new_evaluation(settings("model", name="first", eval={"tasks": 2}), suite=SUITE)
-    run_evaluation(evaluation, Display())
+    run_evaluation(evaluation, Display(), make_model)
     config = json.loads(Path("model/config.json").read_text())
     Path("model/config.json").write_text(json.dumps({**config, "pad_token_id": 1}))
     with pytest.raises(RunError, match=r"sampled before the model's weights changed: start a new evaluation"):
-        run_evaluation(find_folder("first", "evals"), Display(), retry_failed=True)
+        run_evaluation(find_folder("first", "evals"), Display(), make_model, retry_failed=True)
 
 
 def test_an_endless_environment_needs_a_number_of_tasks(tiny_model, folder):
     endless = Suite(environments={"counted": "counted.py:Counted"})
     with pytest.raises(ConfigError, match="tasks without end"):
-        run_evaluation(new_evaluation(settings(tiny_model), suite=endless), Display())
+        run_evaluation(new_evaluation(settings(tiny_model), suite=endless), Display(), make_model)
 
 
 def test_from_python_a_suite_is_an_argument(tiny_model, folder):

@@ -19,6 +19,7 @@ from envgym.evaluation.suite import find_suite
 from envgym.jobs.evaluation import new_evaluation, run_evaluation
 from envgym.jobs.folder import JobFolder, find_folder
 from envgym.monitoring.display import Display
+from envgym.training.new_model import make_model
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 TOKEN = "secret-0123456789abcdef"
@@ -251,13 +252,13 @@ def test_a_suite_with_a_name_and_a_mixture_of_it_is_evaluated_and_gone_on_with(s
     settings = {"model": str(tiny_model), "engine": {"kind": "transformers"}, "debug": True, "name": "first"}
     _, suite, _ = find_suite("own.yaml")
     evaluation = new_evaluation({**settings, "rollout": {"max_tokens": 4}}, suite=suite)
-    first = run_evaluation(evaluation, Display())
+    first = run_evaluation(evaluation, Display(), make_model)
     assert (first["status"], first["n_episodes"], first["failures"]) == ("completed", 6, {})
     folder = JobFolder(Path("evals/first"))
     lines = folder.journal.path.read_text().splitlines(keepends=True)
     folder.journal.path.write_text("".join(lines[:2]))  # as a kill leaves it
     folder.result_file.unlink()
-    again = run_evaluation(find_folder("first", "evals"), Display())
+    again = run_evaluation(find_folder("first", "evals"), Display(), make_model)
     assert folder.journal.path.read_text().splitlines(keepends=True)[:2] == lines[:2]
     assert (again["n_episodes"], again["failures"]) == (6, {})
     assert {name: env["fingerprints"] for name, env in again["envs"].items()} == {
