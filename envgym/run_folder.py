@@ -48,7 +48,6 @@ class RunFolder:
     adapter/          the LoRA adapter, in peft's format; `model` has it merged
     logs/             the output of every child process
     changes.jsonl     the settings that changed when the run was resumed
-    removed.json      the files of past steps that were removed (`keep.rollouts`, `keep.learned`)
     summary.json      the result, for scripts
     episodes.parquet  the episodes of a stage that samples or scores without training
     unfinished.jsonl  episodes of the current step, if it takes long
@@ -68,7 +67,6 @@ class RunFolder:
         self.logs = path / "logs"
         self.tokenizer_file = path / "tokenizer.json"
         self.summary_file = path / "summary.json"
-        self.removed_file = path / "removed.json"
         self.episodes = path / "episodes.parquet"
         self.unfinished_step = path / "unfinished.jsonl"
 
@@ -100,11 +98,6 @@ class RunFolder:
             for number, path in files_by_step(folder, ".jsonl" if folder == self.events else ".parquet").items():
                 if number > step:
                     path.unlink()
-        removed = self._read_removed()
-        if any(total["last_step"] > step for total in removed.values()):  # those files will be written again
-            self._write_removed(
-                {name: {**total, "last_step": min(total["last_step"], step)} for name, total in removed.items()}
-            )
 
     def rollout_file(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.parquet"
@@ -117,34 +110,16 @@ class RunFolder:
 
     def remove_old_files(self, keep: Mapping[str, int | str | None]) -> None:
         """Remove all but the newest files of `rollouts` and `learned`: `keep` has a number of steps, a size (`20GB`),
-        or None for all. The newest file always stays. `removed.json` says what was removed."""
-        removed, n_removed = self._read_removed(), 0
+        or None for all. The newest file always stays."""
         for name, amount in keep.items():
             if amount is None:
                 continue
             files, amount_so_far = files_by_step(self.path / name, ".parquet"), 0
             limit = TypeAdapter(ByteSize).validate_python(amount)
             for number, step in enumerate(sorted(files, reverse=True)):
-                size = files[step].stat().st_size
-                amount_so_far += 1 if isinstance(amount, int) else size
+                amount_so_far += 1 if isinstance(amount, int) else files[step].stat().st_size
                 if number and amount_so_far > limit:
                     files[step].unlink()
-                    n_removed += 1
-                    total = removed.setdefault(name, {"last_step": 0, "files": 0, "bytes": 0})
-                    total["last_step"] = max(total["last_step"], step)
-                    total["files"], total["bytes"] = total["files"] + 1, total["bytes"] + size
-        if n_removed:
-            self._write_removed(removed)
-
-    def _read_removed(self) -> dict[str, dict[str, int]]:
-        """The content of `removed.json`: by folder the last step, the number of files and their bytes."""
-        if not self.removed_file.exists():
-            return {}
-        removed: dict[str, dict[str, int]] = json.loads(self.removed_file.read_text(encoding="utf-8"))
-        return removed
-
-    def _write_removed(self, removed: Mapping[str, Mapping[str, int]]) -> None:
-        write_atomically(self.removed_file, json.dumps(removed, indent=2) + "\n")
 
     def append_events(self, step: int, events: Iterable[Mapping[str, Any]]) -> None:
         """Append a step's timed events."""

@@ -48,8 +48,6 @@ def test_a_run_resumes_with_other_settings_and_another_begins_from_it(tmp_path, 
         "steps": [2, 3], "learner.lr": [6e-4, 1e-5], "rollout.max_tokens": [8, 9], "report_to": [[], ["tensorboard"]],
     }  # fmt: skip
     assert sorted(path.name for path in (tmp_path / "runs/a/rollouts").iterdir()) == ["step_000003.parquet"]
-    removed = json.loads((tmp_path / "runs/a/removed.json").read_text())
-    assert (removed.keys(), removed["rollouts"]["files"], removed["rollouts"]["last_step"]) == ({"rollouts"}, 2, 2)
 
     train(
         "--from", "a", "--name", "b", "learner.lr=0", "steps=1", "learner.weight_decay=0.25", "learner.betas=[0.5, 0.6]"
@@ -112,7 +110,6 @@ def test_files_of_past_steps(tmp_path, amount, left):
         folder.learned_file(step).write_bytes(bytes(100))
     folder.remove_old_files({"learned": amount})
     assert sorted(int(path.stem[5:]) for path in folder.learned.iterdir()) == left
-    assert folder.removed_file.exists() == (len(left) < 4)
 
 
 def test_a_size_that_is_none(tmp_path, capsys):
@@ -123,16 +120,6 @@ def test_a_size_that_is_none(tmp_path, capsys):
 def test_a_size_has_a_unit(capsys):
     assert main(["train", "--env", "math_verify", "keep.rollouts='5'"]) == 2
     assert "must be a number of steps or a size such as 20GB" in capsys.readouterr().err
-
-
-def test_files_that_are_written_again_after_a_resume_are_not_said_to_be_removed(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.create()
-    for step in range(1, 6):
-        folder.learned_file(step).write_bytes(bytes(100))
-    folder.remove_old_files({"learned": 1})
-    folder.rewind(2)
-    assert json.loads(folder.removed_file.read_text())["learned"]["last_step"] == 2
 
 
 def test_stages_cannot_be_set_of_a_run_that_begins_from_another(tmp_path):
