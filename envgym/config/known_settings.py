@@ -21,7 +21,7 @@ from envgym.registry import load_component
 from envgym.tasks import DataConfig
 from envgym.yaml_files import read_yaml
 
-from .schema import RunConfig, StageConfig
+from .schema import RoleConfig, RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, component_mapping, merge, parse_overrides
 
 
@@ -93,7 +93,9 @@ def similar_keys(key: str, known_keys: Sequence[str], *, has_neighbor: bool = Fa
     choices = groups.union(known_keys, StageConfig.model_fields)
     synonyms = [name for name, aliases in other_names().items() if last_part in aliases and name in choices]
     namesakes = [name for name in known_keys if name.rpartition(".")[2] == last_part and name != key]
-    if has_neighbor or group.startswith("roles."):
+    if group.startswith("roles."):  # a role overrides settings of these groups
+        namesakes = [f"{group}.{name}" for name in namesakes if name.partition(".")[0] in RoleConfig.model_fields]
+    elif has_neighbor:
         namesakes = []
     if group in groups - {""}:  # the same word in another group's subgroup, or for a kind of thing, means another thing
         namesakes = [name for name in namesakes if name.startswith(f"{group}.") or name.count(".") < 2]

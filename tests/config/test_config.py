@@ -267,7 +267,9 @@ def test_a_roles_optimizer_has_settings_of_its_own():
     [
         ("roles.critic.learner.minibatches=2", r"roles\.critic\.learner: unknown key 'minibatches'"),
         ("roles.critic.learner.lr=fast", r"roles\.critic\.learner: key 'lr': must be a number"),
-        ("roles.critic.lr=1", r"unknown key 'roles\.critic\.lr'\. There is api_key_env, .*, learner, "),
+        ("roles.critic.lr=1", r"unknown key 'roles\.critic\.lr'\. Did you mean 'roles\.critic\.learner\.lr'\?"),
+        ("roles.critic.rank=4", r"unknown key 'roles\.critic\.rank'\. Did you mean 'roles\.critic\.lora\.rank'\?"),
+        ("roles.critic.modle=m", r"unknown key 'roles\.critic\.modle'\. Did you mean 'roles\.critic\.model'\?"),
         ("roles.reference.learner.lr=1", "the reference is not trained, so it has no optimizer"),
     ],
 )
