@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pydantic import BaseModel
+
 from envgym.errors import ConfigError, DroppedSettings, UnknownKey, did_you_mean
 from envgym.render import RenderConfig
 from envgym.run_folder import run_of_checkpoint, stage_name
@@ -23,7 +25,6 @@ from .checks import complete_stage
 from .known_settings import config_class, with_suggestion
 from .learning_rate import default_rate, size_of
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model, rates_of_recipe
-from .replaced import split_settings
 from .schema import STAGE, RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, changes_name, component_mapping, expand_keys, merge, merge_stage, without_warmup
 
@@ -200,6 +201,26 @@ class LayeredStage:
         if dropped := self.optional_roles.difference(learner_roles):
             roles = self.settings["roles"].items()
             self.settings["roles"] = {role: settings for role, settings in roles if role not in dropped}
+
+
+def split_settings(kind: str, old: Mapping[str, Any], name: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of the component `old` that the one called `name` shares, and the others. `kind` is `env`, `agent`
+    or `learner`.
+
+    Two components share the settings of their common base class, such as every learner's learning rate. Settings that
+    only have the same name may differ in meaning. Environments share nothing.
+    """
+    settings = {key: value for key, value in old.items() if key != "name"}
+    if kind == "env":
+        return {}, settings
+    old_class, new_class = config_class(kind, old["name"]), config_class(kind, name)
+    if settings.keys() >= old_class.model_fields.keys() - {"name"}:
+        # A saved config holds every default; the old component's defaults are not meant for the new one.
+        defaults = old_class.model_construct().model_dump(mode="json", warnings=False)
+        settings = {key: value for key, value in settings.items() if key not in defaults or value != defaults[key]}
+    bases = (base for base in old_class.__mro__ if issubclass(base, BaseModel) and issubclass(new_class, base))
+    shared = {key: settings.pop(key) for key in next(bases).model_fields if key in settings}
+    return shared, settings
 
 
 def stages_of(value: Any, lower_stages: Sequence[LayeredStage]) -> list[dict[str, Any]]:
