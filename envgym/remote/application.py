@@ -22,7 +22,7 @@ from .admission import Call, ServerLimits, call_of_message, call_of_request
 from .channel import ChannelServer, close_socket, server_socket
 from .encoding import encode
 from .metrics import CONTENT_TYPE, ServerMetrics
-from .routes import Route, document
+from .routes import Route
 from .served_env import ServedEnv
 from .sessions import Sessions
 from .wire import Alive, Answer, EnvList, Health
@@ -44,7 +44,6 @@ class Application:
         self.sessions = Sessions(self._environments, limits, self._counts)
         self._limits = limits
         self._tokens = tokens
-        self._openapi = document(list(specs), tokens=tokens is not None)
         self._channels: dict[ChannelServer, tuple[web.WebSocketResponse, asyncio.Transport]] = {}
         self._is_ending = False
         self._in_flight: set[asyncio.Task[Any]] = set()
@@ -132,9 +131,6 @@ class Application:
 
     async def metrics(self, call: Call) -> Answer:
         return Answer(200, CONTENT_TYPE, self._counts.text())
-
-    async def openapi(self, call: Call) -> bytes:
-        return self._openapi
 
     async def channel(self, call: Call) -> web.WebSocketResponse:
         """Answer the requests that come over a WebSocket until it ends."""

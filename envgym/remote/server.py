@@ -25,7 +25,7 @@ REFUSAL = (
     "without tokens: whoever can reach it could use the environment; give --token-file F, or use --host 127.0.0.1 and "
     "an SSH tunnel from other machines"
 )
-RESERVED = {"v1", "livez", "readyz", "metrics", "openapi.json"}
+RESERVED = {"v1", "livez", "readyz", "metrics"}
 """First parts of the server's own paths."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 

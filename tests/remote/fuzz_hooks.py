@@ -21,7 +21,7 @@ def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
         case "open":
             case.body["session_id"] = session  # an id that was there would be opened differently
         case "step" if case.meta.phase.name.value != "stateful":
-            address = f"{case.operation.base_url}v1/sessions"
+            address = f"{case.operation.base_url.rstrip('/')}/v1/sessions"
             opened = requests.post(address, json={"session_id": session, "seed": 0}, headers=case.headers, timeout=20)
             if opened.status_code == 200:
                 case.path_parameters["session"] = session
