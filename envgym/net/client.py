@@ -1,21 +1,20 @@
-"""Requests to other people's services over httpx: one policy for retries and rate limits, and every failure as a
-one-line message."""
+"""Requests to other people's services: one policy for retries and rate limits, and every failure as a one-line
+message."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
-import ssl
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
+from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-import httpx
+import aiohttp
 
 from envgym.errors import InvalidOutcome
 from envgym.processes.cancellation import pause_timeouts
@@ -30,17 +29,9 @@ KEEPALIVE = 2.0
 """Seconds to keep an unused connection: less than servers do, or a request might meet one that is closing."""
 MAX_ANSWER = 64 * 2**20
 """Maximum number of bytes of an answer, decompressed."""
-LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=None)
-"""Limits of the pool of one connection, which `HttpClient` closes."""
-EXTENSIONS = {"timeout": {"connect": CONNECT_SECONDS}}
 QUOTA_CODES = ("insufficient_quota", "exceeded_current_quota_error", "billing_not_active", "billing_hard_limit_reached")
 """Codes of a 429 that no pause removes: the account's quota is used up (OpenAI's, Moonshot's)."""
-HEADERS = {
-    "Accept": "application/json",
-    "Accept-Encoding": "gzip, deflate",
-    "Content-Type": "application/json",
-    "User-Agent": f"python-httpx/{httpx.__version__}",
-}
+HEADERS = {"Accept": "application/json", "Accept-Encoding": "gzip, deflate", "Content-Type": "application/json"}
 
 Kind = Literal["url", "unreachable", "lost", "timeout", "unusable"]
 
@@ -61,68 +52,52 @@ class NoAnswer(Exception):
 
 class HttpClient(AbstractAsyncContextManager["HttpClient"]):
     """A client of the running event loop, with one connection for each concurrent request. The connections are its own,
-    or those of `shared`, which then closes them. The next request to a server closes those that have been idle for
-    `KEEPALIVE` seconds. Cookies are stored with `keeps_cookies` only.
+    or those of `shared`, which then closes them. Cookies are stored with `keeps_cookies` only.
 
-    Each connection is an httpx transport with a pool of its own: one pool for all would look at all its connections at
-    each request, which takes five times as long with 256 of them. Key and request go to the address alone: passwords in
-    this process's environment are not used, and `HTTPS_PROXY` for https:// only, where a proxy sees neither.
+    Key and request go to the address alone: passwords in this process's environment are not used, and `HTTPS_PROXY` for
+    https:// only, where a proxy sees neither.
     """
 
     def __init__(self, shared: HttpClient | None = None, *, secret: str = "", keeps_cookies: bool = False) -> None:
-        self._is_shared = shared is not None
-        self._idle: dict[tuple[str, bytes], deque[tuple[float, httpx.AsyncHTTPTransport]]]
-        self._idle = shared._idle if shared is not None else defaultdict(deque)
+        # Not headers of the session, which a proxy would get too.
         self._headers = HEADERS | ({"Authorization": f"Bearer {secret}"} if secret else {})
-        self._cookies = httpx.Cookies() if keeps_cookies else None
+        connector = shared._session.connector if shared is not None else None
+        self._session: aiohttp.ClientSession = aiohttp.ClientSession(
+            connector=connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE),
+            connector_owner=connector is None,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            cookie_jar=aiohttp.CookieJar(unsafe=True) if keeps_cookies else aiohttp.DummyCookieJar(),
+        )
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        for idle in () if self._is_shared else self._idle.values():
-            while idle:
-                await idle.pop()[1].aclose()
+        await self._session.close()
 
     async def send(self, method: str, url: str, body: bytes | None) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and decompressed body of the answer. Raises httpx's errors, `ValueError`, and `NoAnswer` for
-        too long a body."""
-        request = httpx.Request(
-            method, url, headers=self._headers, content=body, cookies=self._cookies, extensions=EXTENSIONS
-        )
-        if request.url.scheme not in ("http", "https") or not request.url.host:
-            raise ValueError("no http:// or https:// URL")
-        if request.url.userinfo:
-            next(httpx.BasicAuth(request.url.username, request.url.password).auth_flow(request))
-        idle = self._idle[request.url.scheme, request.url.netloc]
-        while idle and idle[0][0] <= time.monotonic() - KEEPALIVE:
-            await idle.popleft()[1].aclose()
-        transport = idle.pop()[1] if idle else _transport(request.url)
-        try:
-            async with aclosing(await transport.handle_async_request(request)) as answer:
-                content = bytearray()
-                async for chunk in answer.aiter_bytes():
-                    content += chunk
-                    if len(content) > MAX_ANSWER:
-                        raise NoAnswer("unusable", f"answers with more than {MAX_ANSWER / 2**20:.3g} MiB")
-        finally:
-            idle.append((time.monotonic(), transport))
-        if self._cookies is not None:
-            answer.request = request
-            self._cookies.extract_cookies(answer)
-        return answer.status_code, answer.headers, bytes(content)
+        """Status, headers and decompressed body of the answer. Raises aiohttp's errors, `ValueError`, and `NoAnswer`
+        for too long a body."""
+        for _ in range(2):  # in which the event loop notices connections that their servers have closed
+            await asyncio.sleep(0)
+        content = bytearray()
+        fields: dict[str, Any] = {"data": body, "headers": self._headers, "proxy": _proxy(url)}
+        async with self._session.request(method, url, allow_redirects=False, **fields) as answer:
+            async for chunk in answer.content.iter_any():
+                content += chunk
+                if len(content) > MAX_ANSWER:
+                    answer.close()
+                    raise NoAnswer("unusable", f"answers with more than {MAX_ANSWER / 2**20:.3g} MiB")
+        return answer.status, answer.headers, bytes(content)
 
 
-def _transport(url: httpx.URL) -> httpx.AsyncHTTPTransport:
-    proxy = getproxies().get("https", "") if url.scheme == "https" and not proxy_bypass(url.host) else ""
+def _proxy(url: str) -> str | None:
+    """The environment's proxy for an https:// address, if there is one that can be used: SOCKS needs another
+    package."""
+    parts = urlsplit(url)
+    proxy = getproxies().get("https", "") if parts.scheme == "https" and not proxy_bypass(parts.hostname or "") else ""
     proxy = proxy if not proxy or "://" in proxy else f"http://{proxy}"
-    is_usable = proxy.startswith(("http://", "https://"))  # SOCKS needs another package
-    return httpx.AsyncHTTPTransport(_tls_context(), trust_env=False, limits=LIMITS, proxy=proxy if is_usable else None)
-
-
-@functools.cache
-def _tls_context() -> ssl.SSLContext:
-    return ssl.create_default_context()  # reads a file of 200 kB
+    return proxy if proxy.startswith(("http://", "https://")) else None
 
 
 async def exchange(
@@ -137,9 +112,11 @@ async def exchange(
         try:
             async with asyncio.timeout(seconds):
                 return await http.send(method, url, body)
+        except (aiohttp.ClientError, ValueError) as error:
+            failure = _failure(error)
         except TimeoutError:
             failure = NoAnswer("timeout", f"gave no answer within {seconds:g} s")
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+        except OSError as error:
             failure = _failure(error)
         connects -= 1
         if failure.kind != "unreachable" or connects == 0:
@@ -277,24 +254,21 @@ def _problem(body: Any, content: bytes) -> tuple[str, str]:
 
 
 def _failure(error: Exception) -> NoAnswer:
-    if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol | httpx.LocalProtocolError | ValueError):
+    is_slow = isinstance(error, aiohttp.ConnectionTimeoutError)
+    if is_slow or isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError):
+        reason = f"no connection within {CONNECT_SECONDS:g} s" if is_slow else _reason(error)
+        return NoAnswer("unreachable", f"cannot be reached ({reason})", reason)
+    if isinstance(error, aiohttp.NonHttpUrlClientError | ValueError):  # as aiohttp's InvalidURL is
         reason = "not a usable http:// or https:// URL"  # the library's reason may hold a password or the key
         return NoAnswer("url", f"cannot be reached ({reason})", reason)
-    is_slow = isinstance(error, httpx.ConnectTimeout)
-    reason = f"no connection within {CONNECT_SECONDS:g} s" if is_slow else _reason(error)
-    kind: Kind = "unreachable" if is_slow or isinstance(error, httpx.ConnectError | httpx.ProxyError) else "lost"
-    return NoAnswer(kind, f"cannot be reached ({reason})", reason)
+    reason = _reason(error)
+    return NoAnswer("lost", f"cannot be reached ({reason})", reason)
 
 
 def _reason(error: Exception) -> str:
     """The operating system's reason for a failed connection, if any, else the library's message."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
-        if isinstance(cause, ConnectionError) and cause.errno:
-            return os.strerror(cause.errno).lower()
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return " ".join(str(error).split()) or type(error).__name__
+    cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", error)
+    if isinstance(cause, ConnectionError) and cause.errno:
+        return os.strerror(cause.errno).lower()
+    text = getattr(cause, "strerror", None) or getattr(error, "message", None) or error
+    return " ".join(str(text).split()) or type(error).__name__
