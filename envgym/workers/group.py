@@ -1,18 +1,18 @@
-"""The controller's handle of all ranks of a model."""
+"""The controller's handle of all ranks of a model, and the facts that a rank reports to it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from envgym.errors import WorkerDied, WorkerError
 from envgym.processes.runtime import CALL_SECONDS, Message, Result, Runtime, Worker, WorkerHandle, message_of
 from envgym.types import Row
 
-from .config import RankInfo, WorkerSpec
-from .micro_batches import merge_metrics, micro_batches, sort_by_prefix
+from .config import WorkerSpec
+from .micro_batches import Layout, choose_layout, merge_metrics, micro_batches, sort_by_prefix
 
 if TYPE_CHECKING:
     from envgym.types.episodes import FloatArray
@@ -23,6 +23,45 @@ Share = TypeVar("Share")
 GRACE_SECONDS = 1.0
 """Time after a rank's failure in which other ranks may report a root cause: a rank that lost its peer often fails
 before the controller sees how the peer died."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Facts of a rank that has loaded its model.
+
+    n_parameters     of the model, over all ranks
+    n_trained        number of trained ones
+    adapter          whether an adapter is trained instead of the weights
+    vocabulary       number of token ids
+    attention        its implementation, by transformers' name
+    packed           whether rows go through the model end to end
+    not_shared       the reason why prefixes that rows share are not computed once; empty if they are
+    notes            what the model does without, each with the reason
+    flops_per_token  (a, b): training on one token of a sequence of T tokens takes a + b T FLOPs
+    peak_flops       FLOPs per second of the device; None if unknown (on a CPU)
+    """
+
+    n_parameters: int
+    n_trained: int
+    adapter: bool
+    device: str
+    dtype: str
+    vocabulary: int
+    attention: str
+    packed: bool
+    not_shared: str
+    notes: tuple[str, ...]
+    flops_per_token: tuple[float, float]
+    peak_flops: float | None
+
+    def layout_of(self, samples: Sequence[Row]) -> Layout:
+        """The layout of these samples in the model; see `choose_layout`."""
+        return choose_layout(samples, shares_prefixes=not self.not_shared, packed=self.packed)
+
+    def flops(self, samples: Sequence[Row]) -> float:
+        """FLOPs of training on `samples` once."""
+        a, b = self.flops_per_token
+        return sum(a * length + b * length**2 for length in (len(sample.token_ids) for sample in samples))
 
 
 class Ranks(Generic[Worker]):
@@ -89,6 +128,10 @@ class WorkerGroup(Ranks["ModelWorker"]):
     def __init__(self, spec: WorkerSpec, handles: Sequence[WorkerHandle[ModelWorker]]) -> None:
         super().__init__(spec.role, handles)
         self.settings = spec.settings
+        self._ranks_per_row = spec.settings.ranks_per_row
+        self._budget = spec.settings.budget
+        self._n_shares = len(handles) // self._ranks_per_row
+        """Number of shares of the samples: ranks that split token sequences get the same share."""
         self._spec = spec
         self._without_adapter = False
 
@@ -154,7 +197,7 @@ class WorkerGroup(Ranks["ModelWorker"]):
             [[inputs[index] for index in share] for share in shares],
         )
         outputs: dict[int, FloatArray] = {}
-        for share, result in zip(shares, results[:: self.settings.ranks_per_row], strict=True):
+        for share, result in zip(shares, results[:: self._ranks_per_row], strict=True):
             outputs.update(zip(share, result, strict=True))
         return [outputs[index] for index in range(len(samples))]
 
@@ -162,19 +205,19 @@ class WorkerGroup(Ranks["ModelWorker"]):
         """Compute the gradient of one optimizer step, over all ranks; `step` applies it. Returns the learner's metrics
         and `mismatch/…`, and `tokens/shared_share`, the share of tokens that shared prefixes save, if they are used."""
         layout = self.info.layout_of(samples)
-        shares = micro_batches(samples, self.settings.budget, self._n_shares, layout=layout)
+        shares = micro_batches(samples, self._budget, self._n_shares, layout=layout)
         self._accumulated = [[sample for batch in share for sample in batch] for share in shares]
         inputs = [[[sample.without_record() for sample in batch] for batch in share] for share in shares]
         results = await self._on_shares(lambda rank, part: rank.accumulate(part, dict(normalizers), layout), inputs)
         return merge_metrics(
             # Ranks that split token sequences return the same sums, which must count once, but may differ in maxima.
-            part if rank % self.settings.ranks_per_row == 0 else {n: v for n, v in part.items() if n.endswith("/max")}
+            part if rank % self._ranks_per_row == 0 else {n: v for n, v in part.items() if n.endswith("/max")}
             for rank, part in enumerate(results)
         )
 
     async def accumulated_outputs(self) -> list[tuple[Row, FloatArray]]:
         """The samples of the last `accumulate`, each with the log-probabilities or values [T] of its forward pass."""
-        results = (await self.on_all(lambda rank: rank.accumulated_outputs()))[:: self.settings.ranks_per_row]
+        results = (await self.on_all(lambda rank: rank.accumulated_outputs()))[:: self._ranks_per_row]
         shares = zip(self._accumulated, results, strict=True)
         return [pair for samples, lines in shares for pair in zip(samples, lines, strict=True)]
 
@@ -182,13 +225,8 @@ class WorkerGroup(Ranks["ModelWorker"]):
         """Take the optimizer step with the accumulated gradient. Returns its metrics; see `ModelWorker.step`."""
         return (await self.on_all(lambda rank: rank.step(lr)))[0]
 
-    @property
-    def _n_shares(self) -> int:
-        """Number of shares of the samples: ranks that split token sequences get the same share."""
-        return len(self._handles) // self.settings.ranks_per_row
-
     def _on_shares(
         self, call: Callable[[ModelWorker, Share], Result], shares: Sequence[Share]
     ) -> Coroutine[Any, Any, list[Result]]:
         """Run a method on every rank with its share; results in the order of ranks."""
-        return self._on_each([message_of(call, share) for share in shares for _ in range(self.settings.ranks_per_row)])
+        return self._on_each([message_of(call, share) for share in shares for _ in range(self._ranks_per_row)])

@@ -24,8 +24,9 @@ from envgym.types import Row
 
 from . import checkpoint, zero
 from .adapter import Adapter
-from .config import RankInfo, WorkerSpec
+from .config import WorkerSpec
 from .export import flops_per_token
+from .group import RankInfo
 from .learning import ModelLearning
 from .micro_batches import choose_layout, micro_batches, network_inputs
 from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model
@@ -53,6 +54,7 @@ class ModelWorker(ModelLearning):
         self.spec = spec
         self.rank = rank
         self.settings = spec.settings
+        self._budget = spec.settings.budget
         self.trained = spec.role_spec.trained
         self.adapter: Adapter | None = None
         """Trained instead of the weights, with `lora.rank`."""
@@ -236,7 +238,7 @@ class ModelWorker(ModelLearning):
         self.engine.eval()
         units = [sample.copy_with(arrays={}, microbatch_key=index) for index, sample in enumerate(samples)]
         layout = choose_layout(units, shares_prefixes=not self._not_shared, packed=self.network.packed)
-        [batches] = micro_batches(units, self.settings.budget, 1, layout=layout)
+        [batches] = micro_batches(units, self._budget, 1, layout=layout)
         outputs: list[FloatArray] = [np.empty(0, np.float32)] * len(samples)
         with torch.no_grad():
             for batch in self._pad_to_other_ranks(batches):
