@@ -1,10 +1,10 @@
-"""The controller's handle of all ranks of a model, and the facts that a rank reports to it."""
+"""The controller's handle of all ranks of a model."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from envgym.errors import WorkerDied, WorkerError
@@ -12,7 +12,7 @@ from envgym.processes.runtime import CALL_SECONDS, Message, Result, Runtime, Wor
 from envgym.types import Row
 
 from .config import WorkerSpec
-from .micro_batches import Layout, choose_layout, merge_metrics, micro_batches, sort_by_prefix
+from .micro_batches import RankInfo, merge_metrics, micro_batches, sort_by_prefix
 
 if TYPE_CHECKING:
     from envgym.types.episodes import FloatArray
@@ -23,45 +23,6 @@ Share = TypeVar("Share")
 GRACE_SECONDS = 1.0
 """Time after a rank's failure in which other ranks may report a root cause: a rank that lost its peer often fails
 before the controller sees how the peer died."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """Facts of a rank that has loaded its model.
-
-    n_parameters     of the model, over all ranks
-    n_trained        number of trained ones
-    adapter          whether an adapter is trained instead of the weights
-    vocabulary       number of token ids
-    attention        its implementation, by transformers' name
-    packed           whether rows go through the model end to end
-    not_shared       the reason why prefixes that rows share are not computed once; empty if they are
-    notes            what the model does without, each with the reason
-    flops_per_token  (a, b): training on one token of a sequence of T tokens takes a + b T FLOPs
-    peak_flops       FLOPs per second of the device; None if unknown (on a CPU)
-    """
-
-    n_parameters: int
-    n_trained: int
-    adapter: bool
-    device: str
-    dtype: str
-    vocabulary: int
-    attention: str
-    packed: bool
-    not_shared: str
-    notes: tuple[str, ...]
-    flops_per_token: tuple[float, float]
-    peak_flops: float | None
-
-    def layout_of(self, samples: Sequence[Row]) -> Layout:
-        """The layout of these samples in the model; see `choose_layout`."""
-        return choose_layout(samples, shares_prefixes=not self.not_shared, packed=self.packed)
-
-    def flops(self, samples: Sequence[Row]) -> float:
-        """FLOPs of training on `samples` once."""
-        a, b = self.flops_per_token
-        return sum(a * length + b * length**2 for length in (len(sample.token_ids) for sample in samples))
 
 
 class Ranks(Generic[Worker]):

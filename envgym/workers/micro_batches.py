@@ -190,6 +190,45 @@ MIN_SAVING = 1 / 8
 """Padding that an extra micro-batch must save to be worth its overhead, as a fraction of the token budget."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Facts of a rank that has loaded its model.
+
+    n_parameters     of the model, over all ranks
+    n_trained        number of trained ones
+    adapter          whether an adapter is trained instead of the weights
+    vocabulary       number of token ids
+    attention        its implementation, by transformers' name
+    packed           whether rows go through the model end to end
+    not_shared       the reason why prefixes that rows share are not computed once; empty if they are
+    notes            what the model does without, each with the reason
+    flops_per_token  (a, b): training on one token of a sequence of T tokens takes a + b T FLOPs
+    peak_flops       FLOPs per second of the device; None if unknown (on a CPU)
+    """
+
+    n_parameters: int
+    n_trained: int
+    adapter: bool
+    device: str
+    dtype: str
+    vocabulary: int
+    attention: str
+    packed: bool
+    not_shared: str
+    notes: tuple[str, ...]
+    flops_per_token: tuple[float, float]
+    peak_flops: float | None
+
+    def layout_of(self, samples: Sequence[Row]) -> Layout:
+        """The layout of these samples in the model; see `choose_layout`."""
+        return choose_layout(samples, shares_prefixes=not self.not_shared, packed=self.packed)
+
+    def flops(self, samples: Sequence[Row]) -> float:
+        """FLOPs of training on `samples` once."""
+        a, b = self.flops_per_token
+        return sum(a * length + b * length**2 for length in (len(sample.token_ids) for sample in samples))
+
+
 def choose_layout(samples: Sequence[Row], *, shares_prefixes: bool, packed: bool) -> Layout:
     """The layout of samples in a model: shared prefixes, if it supports them and they save enough; else packed or
     padded."""

@@ -26,9 +26,8 @@ from . import checkpoint, zero
 from .adapter import Adapter
 from .config import WorkerSpec
 from .export import flops_per_token
-from .group import RankInfo
 from .learning import ModelLearning
-from .micro_batches import choose_layout, micro_batches, network_inputs
+from .micro_batches import RankInfo, choose_layout, micro_batches, network_inputs
 from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model
 from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
 from .sequence_parallel import Slices

@@ -14,7 +14,7 @@ from envgym.monitoring.metrics import (
     token_counts,
 )
 from envgym.types import Episode, Group, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
-from envgym.workers.group import RankInfo
+from envgym.workers.micro_batches import RankInfo
 
 
 def episode(result, tokens=2, **metrics):
