@@ -12,6 +12,7 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field
 
 from envgym.errors import ConfigError, InvalidStep, PromptTooLong, UnknownKey, printable_line
+from envgym.models.weights_file import Bucket as Bucket
 from envgym.settings import Settings, validate_settings
 from envgym.types import Message, StopReason, ToolSpec, VersionSpan
 
@@ -129,16 +130,6 @@ class Engine(Protocol):
         """Return log p(token t | tokens before t) at temperature 1 for t = 1 .. T-1: T-1 numbers, in nats."""
 
     async def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A part of a model's weights, in a file that exists until the engines have read it."""
-
-    number: int
-    path: str
-    n_bytes: int
-    checksum: int
 
 
 class HostedEngine(Engine, Protocol):
