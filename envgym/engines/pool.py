@@ -45,10 +45,10 @@ class EngineClient(WorkerHandle[HostedEngine]):
         return await self.call(lambda engine: engine.steps())
 
     async def generate(self, request: Request) -> Generation:
-        return await self._wait_for(self._handle.call(lambda engine: engine.generate(request)))
+        return await self._wait_for(lambda engine: engine.generate(request))
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        return await self._wait_for(self._handle.call(lambda engine: engine.score(token_ids)))
+        return await self._wait_for(lambda engine: engine.score(token_ids))
 
     async def close(self) -> None:
         if self._watching is not None:
@@ -72,14 +72,14 @@ class EngineClient(WorkerHandle[HostedEngine]):
         self.moved_at = time()
         return answer
 
-    async def _wait_for(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """Await a call that has no deadline as long as the engine takes steps; then it raises `WorkerDied`."""
+    async def _wait_for(self, call: Callable[[HostedEngine], Awaitable[Result]]) -> Result:
+        """Run a method without a deadline. Raises `WorkerDied` once the engine takes no more steps."""
         try:
             async with asyncio.timeout(None) as limit:
                 self._waiting.add(limit)
                 if self._watching is None or self._watching.done():
                     self._watching = asyncio.create_task(self._watch())
-                answer = await call
+                answer = await self._handle.call(call)
                 self.moved_at = asyncio.get_running_loop().time()
                 return answer
         except TimeoutError:
