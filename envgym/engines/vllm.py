@@ -11,6 +11,7 @@ import math
 import os
 import traceback
 import warnings
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from envgym.engine import EngineInfo, Generation, HostedEngine, Request, check_fits
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.models.weights_file import Bucket, IncomingWeights, checksum, read_bucket
-from envgym.types import StopReason, VersionSpan, float_array, int_array
+from envgym.types import StopReason, VersionSpan
 from envgym.workers.config import number_format
 from envgym.workers.lora import ADAPTER_WEIGHTS
 
@@ -96,8 +97,8 @@ class VLLMEngine:
         if output.finish_reason not in STOP_REASONS:
             raise InvalidOutcome("engine", _describe_abort(output.finish_reason), retryable=True)
         return Generation(
-            token_ids=int_array(output.token_ids),
-            logprobs=float_array(output.logprobs.logprobs),  # vLLM computes them in float32
+            token_ids=array("i", output.token_ids),
+            logprobs=array("f", output.logprobs.logprobs),  # vLLM computes them in float32
             stop_reason=STOP_REASONS[output.finish_reason],
             versions=tuple(VersionSpan(int(s.version), s.start, s.end) for s in output.weight_versions),
         )
