@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol
 
@@ -72,14 +72,6 @@ class SamplingParams:
         return replace(self, max_tokens=min(self.max_tokens, max_model_len - prompt_tokens))
 
 
-def check_fits(token_ids: Sequence[int], max_model_len: int) -> None:
-    """Raise `PromptTooLong` if a sequence to score is longer than the context."""
-    if len(token_ids) > max_model_len:
-        raise PromptTooLong(
-            f"{len(token_ids)} tokens cannot be scored in a context of {max_model_len}: raise max_model_len"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """A turn to sample after `token_ids` [T] (int32), which must not change meanwhile. `id` is unique among
@@ -127,7 +119,8 @@ class Engine(Protocol):
         completion."""
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        """Return log p(token t | tokens before t) at temperature 1 for t = 1 .. T-1: T-1 numbers, in nats."""
+        """Return log p(token t | tokens before t) at temperature 1 for t = 1 .. T-1: T-1 numbers, in nats. The caller
+        ensures that T tokens fit into the context."""
 
     async def close(self) -> None: ...
 

@@ -236,7 +236,9 @@ class EpisodeSampler:
         assert not isinstance(self.engine, ChatEngine), "an agent of tokens needs an engine that takes tokens"
         sampling, sampled = await self._reserve(overrides), 0
         try:
-            limited = sampling.within_context(self.max_model_len, len(token_ids))
+            limited = sampling
+            if len(token_ids) + sampling.max_tokens > self.max_model_len:
+                limited = sampling.within_context(self.max_model_len, len(token_ids))
             with self._timed():
                 request = Request(self._request_id, int_array(token_ids), limited, self.seconds_left)
                 generation = await self.engine.generate(request)

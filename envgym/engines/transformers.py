@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from envgym.engine import EngineInfo, Generation, HostedEngine, Request, SamplingParams, check_fits
+from envgym.engine import EngineInfo, Generation, HostedEngine, Request, SamplingParams
 from envgym.errors import ConfigError, WorkerError
 from envgym.models import capped_attention
 from envgym.models.weights_file import Bucket, IncomingWeights, checksum
@@ -120,7 +120,6 @@ class TransformersEngine:
         return await future
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        check_fits(token_ids, self._max_model_len)
         await self._may_step.wait()
         ids = torch.tensor([token_ids], device=self._device)
         with torch.inference_mode():

@@ -17,7 +17,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.engine import EngineInfo, Generation, HostedEngine, Request, check_fits
+from envgym.engine import EngineInfo, Generation, HostedEngine, Request
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.models.weights_file import Bucket, IncomingWeights, checksum, read_bucket
 from envgym.types import StopReason, VersionSpan
@@ -104,7 +104,6 @@ class VLLMEngine:
         )
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        check_fits(token_ids, self._max_model_len)
         # vLLM computes a prompt's log-probs when it samples a token after it. A full context has no room for that one:
         # then the last token is requested as a candidate of the sampling.
         fills_context = len(token_ids) == self._max_model_len
