@@ -1,33 +1,122 @@
-"""Losses per token: the policy's with all terms, the critic's, the KL to a reference, and the correction of the
-sampler's gap.
+"""Losses per token: the policy's, by its name in `learner.policy_loss` and with all terms; the critic's; the KL to a
+reference, and the correction of the sampler's gap.
 
 All tensors are [B, T] unless a docstring says otherwise. `log_ratio` is log pi - log pi_old in nats; it is bounded at
 20 where it is exponentiated, so that one token cannot overflow the loss. The numbers at a masked or dropped token
-may be NaN: every function decides with `where`, never with a product.
+may be NaN: every function decides with `where`, never with a product. torch is imported inside functions: settings are
+checked where it is not installed.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from envgym.learner import LossAndMetrics, MetricSums, Outputs, RowBatch
-
-from .policy_losses import policy_loss_of
+from envgym.loading import load_class, target_of_name
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .policy_gradient import CorrectionConfig, KLEstimator, PolicyGradientConfig
 
+    Losses = tuple[Tensor, Tensor, Tensor]
+    """(losses, clipped_low, clipped_high), [B, T] each, the last two bool."""
+
 # ---------------------------------------------------------------------------------------------------------
-# The policy
+# The policy's loss of each token
+
+
+class PolicyLoss(ABC):
+    """Subclass it and write `losses`. A package gives it a name by an entry point of the group
+    `envgym.policy_losses`."""
+
+    needs_old_logprobs: ClassVar[bool] = False
+    """True if the old policy must be the trainer's at the start of the update, not the sampler's."""
+    has_ratio: ClassVar[bool] = True
+    """False without a ratio to the old policy: then samples of older policies need a `correction`."""
+    has_dual_clip: ClassVar[bool] = False
+    """True if it has the setting `dual_clip`."""
+    of_episode: ClassVar[bool] = False
+    """True if `log_ratio` is the mean over the whole episode, at each of its tokens."""
+
+    @abstractmethod
+    def losses(self, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyGradientConfig) -> Losses:
+        """The loss of each token, and masks of the tokens whose ratio was clipped from below and from above."""
+
+
+@functools.cache
+def policy_loss_of(name: str) -> PolicyLoss:
+    """The policy loss of a name: an id, `file.py:Name` or `package.module:Name`. Raises `NameNotFound` for an unknown
+    one, and `ConfigError` for one that cannot be used."""
+    loss_class = load_class(target_of_name("envgym.policy_losses", name, "policy loss"), (PolicyLoss,), "policy loss")
+    loss: PolicyLoss = loss_class()
+    return loss
+
+
+class ClippedRatio(PolicyLoss):
+    """PPO's clipped surrogate, negated: -min(r A, clip(r, 1 - low, 1 + high) A), and with a dual clip c for negative
+    advantages -max(that, c A).
+
+    Sources: J. Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7; separate bounds as in DAPO
+    (Q. Yu et al., 2025); dual clip D. Ye et al., "Mastering Complex Control in MOBA Games" (2020).
+    """
+
+    has_dual_clip = True
+
+    def losses(self, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyGradientConfig) -> Losses:
+        ratio = log_ratio.clamp(-20.0, 20.0).exp()
+        unclipped = -advantages * ratio
+        bounded = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+        losses, clipped = unclipped.maximum(bounded), bounded > unclipped
+        if config.dual_clip is not None:
+            losses = losses.minimum(-config.dual_clip * advantages).where(advantages < 0, losses)
+        return losses, clipped & (ratio < 1), clipped & (ratio > 1)
+
+
+class SequenceRatio(ClippedRatio):
+    """GSPO: PPO's loss with the ratio of the whole episode. Source: C. Zheng et al., "Group Sequence Policy
+    Optimization" (2025), the variant GSPO-token."""
+
+    needs_old_logprobs = True
+    of_episode = True
+
+
+class BoundedWeight(PolicyLoss):
+    """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps its gradient, and only its weight is bounded.
+
+    Source: MiniMax, "MiniMax-M1" (2025).
+    """
+
+    def losses(self, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyGradientConfig) -> Losses:
+        low, high = 1 - config.clip_low, 1 + config.clip_high
+        ratio = log_ratio.detach().clamp(-20.0, 20.0).exp()
+        return -ratio.clamp(low, high) * advantages * logprobs, ratio < low, ratio > high
+
+
+class WithoutRatio(PolicyLoss):
+    """REINFORCE: -A log pi. Source: R. Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist
+    Reinforcement Learning" (1992)."""
+
+    has_ratio = False
+
+    def losses(self, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyGradientConfig) -> Losses:
+        unclipped = advantages.new_zeros(advantages.shape, dtype=bool)
+        return -advantages * logprobs, unclipped, unclipped
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The policy's loss with all terms
 
 
 def actor_loss(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) -> LossAndMetrics:
     """The weighted sum over the batch's tokens of the policy's loss, with correction, entropy bonus and KL if
     `config` sets them; and metrics to log."""
+    import torch
+
     old = old_logprobs(outputs, batch, config)
     mask, weights = batch.loss_weights > 0, torch.ones_like(batch.loss_weights)
     metrics: MetricSums = {}
@@ -41,7 +130,7 @@ def actor_loss(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) 
     def masked(values: Tensor) -> Tensor:
         # `where`, not a product with the mask: a NaN or infinity at a masked or dropped token must reach neither
         # the loss nor, through a derivative there, the gradient.
-        return torch.where(mask, values, 0.0)
+        return values.where(mask, 0.0)
 
     logprobs, old = masked(outputs.logprobs), masked(old)
     log_ratio = logprobs - old
@@ -91,8 +180,8 @@ def episode_means(values: Tensor, weights: Tensor, episodes: Tensor) -> Tensor:
     """
     same_episode = episodes[:, None] == episodes[None, :]
     totals, counted = (values * weights).sum(1), weights.sum(1)
-    total, count = (torch.where(same_episode, sums[None, :], 0.0).sum(1) for sums in (totals, counted))
-    return torch.where(count > 0, total / torch.where(count > 0, count, 1.0), 0.0)
+    total, count = (sums[None, :].where(same_episode, 0.0).sum(1) for sums in (totals, counted))
+    return (total / count.where(count > 0, 1.0)).where(count > 0, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -112,7 +201,7 @@ def importance_weights(
     J. Liu et al., "When Speed Kills Stability" (2025).
     """
     counts = weights > 0
-    log_weights = torch.where(counts, (old - sampled).detach(), 0.0)
+    log_weights = (old - sampled).detach().where(counts, 0.0)
     factors = log_weights.clamp(-20.0, 20.0).exp()
     mask = counts
     if config.kind == "icepop":
@@ -120,9 +209,9 @@ def importance_weights(
     else:
         factors = factors.clamp(max=config.high)
     if config.kind == "seq_mask_tis":
-        means = episode_means(log_weights, torch.where(counts, weights, 0.0), episodes).exp()
+        means = episode_means(log_weights, weights.where(counts, 0.0), episodes).exp()
         mask = counts & ((means >= config.low) & (means <= config.high))[:, None]
-    return torch.where(mask, factors, 0.0), mask
+    return factors.where(mask, 0.0), mask
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
@@ -148,9 +237,11 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> 
 
 def critic_loss(outputs: Outputs, batch: RowBatch, clip: float | None) -> LossAndMetrics:
     """The weighted sum over the batch's tokens of the clipped value loss, and metrics to log."""
+    import torch
+
     counts = batch.loss_weights > 0
     values, old, returns = (
-        torch.where(counts, tensor, 0.0)
+        tensor.where(counts, 0.0)
         for tensor in (state_values(outputs.values), batch.arrays["values"], batch.arrays["returns"])
     )
     losses, clipped = value_loss(values, old, returns, clip)
@@ -168,13 +259,15 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None)
     """
     unclipped = (values - returns).square()
     if clip is None:
-        return 0.5 * unclipped, torch.zeros_like(values, dtype=torch.bool)
+        return 0.5 * unclipped, values.new_zeros(values.shape, dtype=bool)
     clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
-    return 0.5 * torch.maximum(clipped, unclipped), clipped > unclipped
+    return 0.5 * clipped.maximum(unclipped), clipped > unclipped
 
 
 def state_values(outputs: Tensor) -> Tensor:
     """[B, T] V(s_t): the head's output at t - 1, since its output at t has already seen token t; 0 at t = 0."""
+    import torch
+
     return torch.cat([torch.zeros_like(outputs[:, :1]), outputs[:, :-1]], 1)
 
 
@@ -189,19 +282,20 @@ def token_metrics(means: Mapping[str, Tensor], log_ratio: Tensor, mask: Tensor) 
     r - 1 - log r of KL(old || new), from samples of the old policy (J. Schulman, 2020). `policy/effective_share` is
     sum r / sum r^2: Kish's effective sample size as a share of the tokens, if the mean of r is 1.
     """
+    import torch
+
     log_ratio = log_ratio.detach().clamp(-20.0, 20.0)
     ratio = log_ratio.exp()
     means = {**means, "policy/approx_kl": ratio - 1 - log_ratio}
-    infinity = torch.full_like(ratio, float("inf"))
     # One transfer for all numbers: each `.item()` would wait for the accelerator.
     count, max_ratio, min_ratio, weight, squared, *sums = torch.stack(
         [
             mask.sum().float(),
-            torch.where(mask, ratio, -infinity).max(),
-            torch.where(mask, ratio, infinity).min(),
-            torch.where(mask, ratio, 0.0).sum(),
-            torch.where(mask, ratio.square(), 0.0).sum(),
-            *(torch.where(mask, values.detach().float(), 0.0).sum() for values in means.values()),
+            ratio.where(mask, -math.inf).max(),
+            ratio.where(mask, math.inf).min(),
+            ratio.where(mask, 0.0).sum(),
+            ratio.square().where(mask, 0.0).sum(),
+            *(values.detach().float().where(mask, 0.0).sum() for values in means.values()),
         ]
     ).tolist()
     if not count:

@@ -27,7 +27,7 @@ from .advantages import (
     shaped_reward,
     turn_advantages,
 )
-from .policy_losses import policy_loss_of
+from .losses import actor_loss, kl_estimate, policy_loss_of
 
 if TYPE_CHECKING:
     from .advantages import Mask, TokenArray
@@ -292,8 +292,6 @@ class PolicyGradient(Learner):
             return np.zeros(len(tokens))
         import torch
 
-        from .losses import kl_estimate
-
         old = torch.from_numpy(tokens.read("actor" if self.config.scores_actor else "old_logprobs"))
         reference = torch.from_numpy(tokens.read("reference"))
         rewards = -self.kl_coef * kl_estimate(old, reference, self.config.kl.estimator)
@@ -335,8 +333,6 @@ class PolicyGradient(Learner):
 
     def actor_loss(self, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         """The policy-gradient loss of the policy."""
-        from .losses import actor_loss
-
         total, metrics = actor_loss(outputs, batch, self.config)
         return total / normalizers[batch.objective], metrics
 
@@ -404,8 +400,6 @@ def mean_kl(rows: Sequence[Row], estimator: KLEstimator) -> float | None:
     """The mean KL to the reference, in nats per token of positive weight, of the policy of the step's first pass over
     each row; None if there was no pass."""
     import torch
-
-    from .losses import kl_estimate
 
     pairs = [
         (row.first_outputs[row.loss_weights > 0], row.arrays["reference"][row.loss_weights > 0])

@@ -15,6 +15,7 @@ from envgym.learner import LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Objective, Row
 
 from .advantages import ActionTokens, gae_advantages
+from .losses import critic_loss
 from .policy_gradient import Credit, PolicyGradient, PolicyGradientConfig, RewardKL, Scope
 
 if TYPE_CHECKING:
@@ -76,8 +77,6 @@ class PPO(PolicyGradient):
         # The critic's loss is aggregated as the policy's is. Pre-training text trains only the actor.
         if batch.objective != Objective.POLICY_GRADIENT:
             return outputs.values.new_zeros(()), {}
-        from .losses import critic_loss
-
         total, metrics = critic_loss(outputs, batch, self.config.value_clip)
         return total / normalizers[batch.objective], metrics
 

@@ -41,7 +41,7 @@ FOREIGN = {
 """What another framework's folder imports beside: it holds their agents, and servers that speak as theirs do."""
 SEE_THE_RUN = ("api.py", "cli", "config", "jobs", "placement", "training")
 """What may import `RunConfig` and `StageConfig`."""
-RUN_IN_WORKERS = ("envgym/engines/", "envgym/workers/", "learners/losses.py")
+RUN_IN_WORKERS = ("envgym/engines/", "envgym/workers/")
 """Modules that only a process with a model in it imports. Their light neighbours are told by the last test."""
 
 

@@ -65,7 +65,7 @@ class Scripted:
         pass
 '''
 POLICY_LOSS = '''
-from envgym.learners.policy_losses import PolicyLoss
+from envgym.learners.losses import PolicyLoss
 
 
 class LogRatio(PolicyLoss):

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from envgym.learners.losses import sequence_log_ratio
+from envgym.learners.losses import policy_loss_of, sequence_log_ratio
 from envgym.learners.policy_gradient import PolicyGradientConfig
-from envgym.learners.policy_losses import policy_loss_of
 
 
 def double(*values):
