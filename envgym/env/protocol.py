@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
 from pydantic import Field
 
-from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, ResetNeeded, coroutines_in, describe, needs
+from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, ResetNeeded, describe, needs
 from envgym.loading import user_line
 from envgym.processes.cancellation import call_in_time
 from envgym.processes.threads import DedicatedThread
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 
 Info = dict[str, Any]
-MAX_CHARACTERS = 4_000_000
-"""Maximum characters of an observation, with its tools and sampling parameters. A longer one fits no context, and would
-stall the tokenizer."""
 
 
 class StepInfo(TypedDict, total=False):
@@ -203,23 +200,16 @@ class CheckedEnv(Env):
         Env.reset(self.env, seed=seed)
         self.task = self.env.task = task = posed_task(options) or await self._draw_task(seed)
         options, seed = {**(options or {}), "task": task}, seed if task.seed is None else task.seed
-        result = await self._timed_call(self.env.reset, seed=seed, options=options)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-            raise InvalidStep(f"{self.spec.id}: reset must return (observation, info), not {describe(result)}")
+        observation, info = await self._timed_call("(observation, info)", self.env.reset, seed=seed, options=options)
         self._playing = True
-        return self._checked_observation(result[0]), result[1]
+        return observation, info
 
     async def step(self, action: Action | str) -> tuple[Observation, float | None, bool, bool, Info]:
         if not self._playing:
             raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
         action = action if isinstance(action, Action) else as_action(action)
-        result = await self._timed_call(self.env.step, action)
-        if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
-            raise InvalidStep(
-                f"{self.spec.id}: step must return (observation, reward, terminated, truncated, info), "
-                f"not {describe(result)}"
-            )
-        observation, reward, terminated, truncated, info = result
+        form = "(observation, reward, terminated, truncated, info)"
+        observation, reward, terminated, truncated, info = await self._timed_call(form, self.env.step, action)
         try:
             reward = check_numbers(reward, info)
         except ValueError as error:
@@ -227,7 +217,7 @@ class CheckedEnv(Env):
         if type(terminated) is not bool or type(truncated) is not bool:
             self._check_flags({"terminated": terminated, "truncated": truncated})
         self._playing = not (terminated or truncated)
-        return self._checked_observation(observation), reward, bool(terminated), bool(truncated), info
+        return observation, reward, bool(terminated), bool(truncated), info
 
     def _check_flags(self, flags: Mapping[str, Any]) -> None:
         """Raise `InvalidStep` for a coroutine, and remember another flag that is no bool for `envgym check`."""
@@ -277,13 +267,20 @@ class CheckedEnv(Env):
             await self.spec.slots.acquire()
             self._has_slot = True
 
-    async def _timed_call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Like `_call`; its time is a span."""
+    async def _timed_call(self, form: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Like `_call`; its time is a span. The return value is a tuple of the `form`, its observation is converted.
+        Raises `InvalidStep` for another return value."""
         start = time.time()
         try:
-            return await self._call(method, *args, **kwargs)
+            result = await self._call(method, *args, **kwargs)
         finally:
             self.spans.append(("environment", round(start, 4), round(time.time(), 4)))
+        if not (isinstance(result, tuple) and len(result) == len(form.split(",")) and isinstance(result[-1], dict)):
+            raise InvalidStep(f"{self.spec.id}: {method.__name__} must return {form}, not {describe(result)}")
+        try:
+            return as_observation(result[0]), *result[1:]
+        except (TypeError, ValueError) as error:
+            raise InvalidStep(f"{self.spec.id}: {error}") from None
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Await a method of the environment under its deadline."""
@@ -298,20 +295,6 @@ class CheckedEnv(Env):
         if not tasks:
             raise ConfigError(f"environment {self.spec.id} has no training tasks")
         return await tasks.get(random.Random(seed).randrange(tasks.index_bound))
-
-    def _checked_observation(self, value: Any) -> Observation:
-        """Convert an observation. Raises `InvalidStep` for another type and for one over `MAX_CHARACTERS`."""
-        try:
-            observation = as_observation(value)
-        except TypeError as error:
-            of_coroutine = f"an observation is text, messages or an Observation, not {describe(value)}"
-            raise InvalidStep(f"{self.spec.id}: {of_coroutine if coroutines_in(value) else error}") from None
-        if (size := observation.n_characters) > MAX_CHARACTERS:
-            raise InvalidStep(
-                f"{self.spec.id}: an observation has {size:,} characters, more than the {MAX_CHARACTERS:,} that are "
-                "rendered: show the policy a part of it"
-            )
-        return observation
 
 
 def posed_task(options: Mapping[str, Any] | None) -> Task | None:

@@ -13,10 +13,10 @@ from pydantic import BaseModel
 
 from envgym.env import CheckedEnv, Info, TaskSet
 from envgym.env.protocol import posed_task
-from envgym.errors import ResetNeeded
+from envgym.errors import InvalidStep, ResetNeeded
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.cancellation import pause_timeouts
-from envgym.types import Action, Observation, Task, as_action, timed
+from envgym.types import Action, Observation, Task, as_action, as_observation, timed
 from envgym.types.episodes import check_numbers
 
 from .encoding import encode
@@ -75,7 +75,7 @@ class RemoteEnv(CheckedEnv):
         answer = await self._open(seed, task, extras)
         self.spec.report_dropped(answer.dropped)
         self.task = answer.task if task is None else task
-        return self._checked_observation(answer.observation), answer.info
+        return self._checked(answer.observation), answer.info
 
     async def _open(self, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
         """Open a session on a server with a free slot, and on another one where that cannot be reached."""
@@ -140,8 +140,14 @@ class RemoteEnv(CheckedEnv):
             reward = check_numbers(stepped.reward, stepped.info)
         except ValueError as error:
             raise RemoteError("server", f"{self.spec.id}: {error}") from None
-        observation = self._checked_observation(stepped.observation)
+        observation = self._checked(stepped.observation)
         return observation, reward, stepped.terminated, stepped.truncated, stepped.info
+
+    def _checked(self, observation: Observation) -> Observation:
+        try:
+            return as_observation(observation)
+        except ValueError as error:
+            raise InvalidStep(f"{self.spec.id}: {error}") from None
 
     async def _ask(self, model: type[B], method: Method, path: str, body: bytes, patience: float) -> B:
         """Send a request to the session, which renews its lease."""

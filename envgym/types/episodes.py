@@ -1,4 +1,4 @@
-"""The record of an episode: its token sequences (rows of segments, arrays for learners), numbers, outcome and group."""
+"""The record of an episode: its token sequences (rows with arrays for learners), checked numbers, outcome and group."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
+from envgym.errors import coroutines_in, describe
+
 from .conversations import CALL, called_in, known_role, texts_of, with_thought
 
 
@@ -295,14 +297,28 @@ class Observation:
         return size + sum(len(message.text) + len(message.role) for message in self.messages)
 
 
+MAX_CHARACTERS = 4_000_000
+"""Maximum characters of an observation, with its tools and sampling parameters. A longer one fits no context, and would
+stall the tokenizer."""
+
+
 def as_observation(value: Any) -> Observation:
     """Convert a return value of an environment: an `Observation`, raw text, messages, or None.
 
-    Raises `TypeError` for anything else.
+    Raises `TypeError` for anything else, and `ValueError` for more than `MAX_CHARACTERS`.
     """
-    if isinstance(value, Observation):
-        return value
-    return Observation() if value is None else Observation(value)
+    try:
+        observation = value if isinstance(value, Observation) else Observation(() if value is None else value)
+    except TypeError:
+        if coroutines_in(value):
+            raise TypeError(f"an observation is text, messages or an Observation, not {describe(value)}") from None
+        raise
+    if (size := observation.n_characters) > MAX_CHARACTERS:
+        raise ValueError(
+            f"an observation has {size:,} characters, more than the {MAX_CHARACTERS:,} that are rendered: show the "
+            "policy a part of it"
+        )
+    return observation
 
 
 def observed_messages(observation: Observation) -> tuple[Message, ...]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from string import Formatter
 from typing import Any, Literal
 
-from envgym.env.protocol import MAX_CHARACTERS
 from envgym.errors import DataError
 from envgym.tasks.columns import MESSAGE_FIELDS, SYSTEM_FIELDS, fields_of_prompt, system_text
 from envgym.tasks.rows import Row, RowLeftOut, parse_json
 from envgym.types import Message, as_messages
 from envgym.types.conversations import THOUGHTS
+from envgym.types.messages import MAX_CHARACTERS
 
 from .flags import unlearned_parts, unread_keys, weight_of
 
