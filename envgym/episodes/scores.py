@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from envgym.errors import InvalidStep
 from envgym.types import Episode, Reward
@@ -34,25 +34,6 @@ def reward_failure(episode: Episode, rewards: float | Mapping[str, float] | None
         turn.reward = None
     turns[-1].reward = episode.reward = reward
     episode.score, episode.score_is_reward = min(1.0, max(0.0, reward)), True
-
-
-def withdraw_scores(episodes: Iterable[Episode], envs_without_scores: set[str]) -> list[Episode]:
-    """Clear reward-derived scores in environments that have given a reward outside [0, 1]. Earlier calls' episodes keep
-    their scores. Returns the changed ones, to be recorded again.
-
-    Otherwise a game with the rewards 1 and -1 would have scores of its winners only. `envs_without_scores` holds the
-    ids of these environments, and is updated.
-    """
-    finished = [episode for episode in episodes if episode.is_counted]
-    envs_without_scores |= {
-        episode.env
-        for episode in finished
-        if episode.score is None and episode.reward is not None and reward_as_score(episode.reward) is None
-    }
-    changed = [episode for episode in finished if episode.score_is_reward and episode.env in envs_without_scores]
-    for episode in changed:
-        episode.score, episode.score_is_reward = None, False
-    return changed
 
 
 def is_flat(members: Sequence[Episode]) -> bool:

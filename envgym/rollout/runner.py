@@ -19,7 +19,7 @@ from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.env.protocol import environment_failure
-from envgym.episodes.scores import apply_reward, as_reward, reward_failure, withdraw_scores
+from envgym.episodes.scores import apply_reward, as_reward, reward_as_score, reward_failure
 from envgym.errors import (
     CallTimeout,
     InvalidOutcome,
@@ -35,7 +35,7 @@ from envgym.processes import cancellation
 from envgym.processes.cancellation import Deadline, StillRunning, UsersCode, run_to_end
 from envgym.services.policy import LOCKSTEP
 from envgym.transcript import EpisodeSampler, LockstepBatcher
-from envgym.types import Episode, Group, Limit, Outcome, Reward, SeedScope, Span, Task, timed
+from envgym.types import Episode, Group, Limit, Outcome, Reward, SeedScope, Span, Status, Task, timed
 
 from .config import RolloutConfig
 from .first_answers import FirstAnswers
@@ -212,10 +212,16 @@ class Runner:
         return scored
 
     def withdraw_scores(self, groups: Iterable[Group]) -> list[Episode]:
-        """Clear reward-derived scores in environments that have given a reward outside [0, 1], in this call or before.
-        Returns the changed episodes."""
-        episodes = (episode for group in groups for episode in group.episodes)
-        return withdraw_scores(episodes, self.envs_without_scores)
+        """Clear reward-derived scores in environments that have given a reward outside [0, 1], in this call or before:
+        otherwise a game with the rewards 1 and -1 would have scores of its winners only. Returns the changed episodes.
+        Those of earlier calls keep their scores."""
+        finished = [episode for group in groups for episode in group.episodes if episode.is_counted]
+        unscored = [episode for episode in finished if episode.score is None and episode.reward is not None]
+        self.envs_without_scores |= {episode.env for episode in unscored if reward_as_score(episode.reward) is None}
+        changed = [e for e in finished if e.score_is_reward and e.env in self.envs_without_scores]
+        for episode in changed:
+            episode.score, episode.score_is_reward = None, False
+        return changed
 
     async def _run_member(
         self, group: Group, member: int, plan: SamplingPlan, batcher: LockstepBatcher | None
@@ -225,7 +231,7 @@ class Runner:
         retries = 0
         for attempt in itertools.count():
             episode = await self._run_attempt(group, member, attempt, plan, batcher)
-            if not episode.failed:
+            if episode.outcome.status is not Status.FAILED:
                 break
             reward_failure(episode, self.config.failed_reward)
             # Every attempt has the same prompt, so one that is too long stays too long.
@@ -292,7 +298,7 @@ class _Tally:
 
     def count(self, episode: Episode) -> None:
         self._n_episodes += 1
-        if episode.failed:
+        if episode.outcome.status is Status.FAILED:
             self._failures[episode.outcome.reason] += 1
         if self._on_episode is not None:
             self._on_episode(episode)
