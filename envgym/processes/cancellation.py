@@ -39,12 +39,21 @@ def start_task(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[T]]) -> asy
     return task
 
 
-async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in a separate task and return its result. Raises `StillRunning` if it ignores a `Deadline` in it or
-    the cancellation of this call."""
+async def run_to_end(work: Coroutine[Any, Any, T], seconds: float, name: str, *passing: type[BaseException]) -> T:
+    """The result of users' code, which runs in a separate task. Raises its error, whatever that is; `CallTimeout` if it
+    takes longer than `seconds`, even if it ended in another way when cancelled; `StillRunning` if it ignores that, or
+    the cancellation of this call. Errors of the classes `passing` are raised also after that time."""
     settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    deadline, caught = Deadline(seconds, name), UsersCode(*passing)  # a task's `SystemExit` would end the event loop
+    results: list[T] = []
+
+    async def run() -> None:
+        with caught:
+            async with deadline:
+                results.append(await work)
+
     token = OVERRUN.set(settled)
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(run())
     OVERRUN.reset(token)
     task.add_done_callback(lambda _: settle(settled))
     try:
@@ -56,7 +65,12 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     if not task.done():
         abandon(task)
         raise StillRunning
-    return task.result()
+    task.result()  # raises an error that passed
+    if deadline.expired():
+        raise CallTimeout(f"{name} took longer than {seconds:g} s")
+    if not results:
+        raise caught.error
+    return results[0]
 
 
 def settle(future: asyncio.Future[bool]) -> None:

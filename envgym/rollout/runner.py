@@ -7,8 +7,8 @@ if `rollout.failed_reward` gives its kind one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ from envgym.errors import (
 )
 from envgym.hashing import derived_seed, task_hash
 from envgym.processes import cancellation
-from envgym.processes.cancellation import Deadline, StillRunning, UsersCode, run_to_end
+from envgym.processes.cancellation import StillRunning, UsersCode, run_to_end
 from envgym.services.policy import LOCKSTEP
 from envgym.transcript import EpisodeSampler, LockstepBatcher
 from envgym.types import Episode, Group, Limit, Outcome, Reward, SeedScope, Span, Status, Task, timed
@@ -325,16 +325,28 @@ async def run_episode(
     waiting: list[Span] = []
     start = time.monotonic()
     with UsersCode(WorkerDied) as call:
-        env = spec.make()
-        async with _ClosingEnv(env, sampler):
+        env, grace = spec.make(), math.inf
+        try:
             waiting_start = time.time()
             await env.acquire()
             waiting.append(("waiting", round(waiting_start, 4), round(time.time(), 4)))
             start = time.monotonic()  # waiting for a slot does not count as the episode's time
-            returned = await run_to_end(_run_with_deadline(spec, run(env), timeout, f"{name}: an episode"))
+            returned = await run_to_end(run(env), timeout, f"{name}: an episode", WorkerDied)
             if not isinstance(returned, Episode | Outcome):
                 raise TypeError(f"the agent must return an Episode, not {describe(returned)}")
             result = returned
+        except StillRunning:
+            if sampler is not None:
+                sampler.end()  # code that still runs after its cancellation cannot sample any more
+            grace = cancellation.GRACE_SECONDS  # an environment that ignores its cancellation may also hang in `close`
+            raise
+        finally:
+            try:
+                if env.has_close:
+                    with UsersCode():  # errors in `close` are ignored, since the outcome is known by then
+                        await run_to_end(env.close(), grace, f"{name}: close")
+            finally:
+                env.release()
     if result is None:
         result = _failure(spec, call.error)
     episode = failed_episode(task, result, sampler) if isinstance(result, Outcome) else result
@@ -354,33 +366,6 @@ def failed_episode(task: Task, outcome: Outcome, sampler: EpisodeSampler | None)
     return episode
 
 
-class _ClosingEnv:
-    """Closes an instance at the end of `async with`. Errors in `close` are ignored, since the outcome is known by then.
-    Code that still runs after its cancellation cannot sample any more."""
-
-    def __init__(self, env: CheckedEnv, sampler: EpisodeSampler | None) -> None:
-        self._env = env
-        self._sampler = sampler
-
-    async def __aenter__(self) -> None: ...
-
-    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        is_running = isinstance(error, StillRunning)
-        if is_running and self._sampler is not None:
-            self._sampler.end()
-        try:
-            if self._env.has_close:
-                with UsersCode():
-                    await run_to_end(self._close(is_running))
-        finally:
-            self._env.release()
-
-    async def _close(self, is_running: bool) -> None:
-        # An environment that ignores its cancellation may also hang in `close`.
-        async with Deadline(cancellation.GRACE_SECONDS) if is_running else contextlib.nullcontext():
-            await self._env.close()
-
-
 async def score_group(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
     """Call the environment's `score_group` on the finished members of a group, limited to `timeout` seconds. Returns
     the episodes it changed, including those it marked failed; none if the environment judges no groups."""
@@ -389,21 +374,20 @@ async def score_group(spec: EnvSpec, group: Group, timeout: float) -> list[Episo
         return []
     spec = spec.spec_for(group.task)
     judging: list[Span] = []
-    try:
-        with timed(judging, "score"):
-            work = _verdicts(spec, group.task, finished)
-            verdicts = await run_to_end(_run_with_deadline(spec, work, timeout, f"{spec.id}: score_group"))
-    except StillRunning as error:
-        verdicts = _failure(spec, error)
+    verdicts: Sequence[Reward | BaseException] | None = None
+    with UsersCode(WorkerDied) as call, timed(judging, "score"):  # raised if a judge model is gone
+        work = _verdicts(spec, group.task, finished)
+        verdicts = await run_to_end(work, timeout, f"{spec.id}: score_group", WorkerDied)
+        if verdicts is None:
+            return []
     if verdicts is None:
-        return []
-    by_member = [verdicts] * len(finished) if isinstance(verdicts, Outcome) else verdicts
-    for episode, verdict in zip(finished, by_member, strict=True):
+        verdicts = [call.error] * len(finished)
+    for episode, verdict in zip(finished, verdicts, strict=True):
         episode.spans = [*episode.spans, *judging]
         if isinstance(verdict, Reward):
             apply_reward(episode, verdict)
         else:
-            episode.outcome = verdict if isinstance(verdict, Outcome) else _failure(spec, verdict)
+            episode.outcome = _failure(spec, verdict)
             episode.reward, episode.score, episode.score_is_reward = None, None, False
     return finished
 
@@ -416,20 +400,6 @@ async def _verdicts(spec: EnvSpec, task: Task, finished: list[Episode]) -> list[
     if len(verdicts) != len(finished):
         raise InvalidStep(f"{spec.id}: score_group must return one verdict per episode, so {len(finished)}")
     return [as_reward(verdict) for verdict in verdicts]
-
-
-async def _run_with_deadline(spec: EnvSpec, work: Coroutine[Any, Any, T], seconds: float, name: str) -> T | Outcome:
-    """The result of users' code, or the outcome of its failure: it may raise any exception."""
-    deadline = Deadline(seconds, name)
-    with UsersCode(WorkerDied) as call:  # raised if the engine or a judge model is gone
-        async with deadline:
-            result = await work
-        if deadline.expired():  # the code caught its cancellation and returned a result
-            raise TimeoutError
-        return result
-    if deadline.expired():
-        return Outcome.fail("timeout", f"the episode took longer than {seconds:g} s", retryable=True)
-    return _failure(spec, call.error)
 
 
 def _failure(spec: EnvSpec, error: BaseException) -> Outcome:
