@@ -45,7 +45,7 @@ class MultiTurn(TokenLevel):
         observation, _ = await env.reset(seed=seed, options={"task": task})
         dialogue = self.renderer.dialogue()
         transcript.messages = dialogue.messages
-        offered = observation if self.config.tools else replace(observation, tools=())
+        offered = replace(observation, tools=()) if observation.tools and not self.config.tools else observation
         transcript.start_row(dialogue.start(offered))
         turns = 0
         while True:
