@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from envgym.errors import ConfigError
 
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--model", metavar="M", help="folder or hub id, or a run that trained one")
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", metavar="P", type=int, default=5000, help="port; 0 for a free one (5000)")
-    parser.add_argument("--token-file", metavar="F", help="file with the token that clients must send")
+    parser.add_argument("--token-file", metavar="F", type=Path, help="lines NAME TOKEN, or one token")
     parser.add_argument("--no-token", action="store_true", help="serve every client; on loopback only")
     options, words = parser.parse_with_words(arguments)
     if options.no_token and options.token_file is not None:
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         raise ConfigError("envgym serve-reward-model needs --model. See: envgym serve-reward-model --help")
     declared = validate_settings(RewardModel, settings)
 
-    def on_ready(url: str, token_file: str) -> None:
+    def on_ready(url: str, token_file: Path | None) -> None:
         token = f"with the token in {token_file}" if token_file else "without a token"
         print(f"serving {declared.model} at {url} {token} (Ctrl-C ends it)", flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from envgym.errors import ConfigError
 
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="*", help="run, evaluation, file of episodes, or a folder of them")
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", metavar="P", type=int, default=8765, help="port; 0 takes a free one (8765)")
-    parser.add_argument("--token-file", metavar="F", help="file with the token that viewers must give")
+    parser.add_argument("--token-file", metavar="F", type=Path, help="file with the token that viewers must give")
     options = parser.parse_without_words(arguments, "a page has no settings")
     paths = [find_path(run) for run in options.runs] or [path for path in run_folders() if path.is_dir()]
     if not paths:
@@ -29,10 +30,10 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     import asyncio
 
-    from envgym.net.tokens import read_secret
+    from envgym.net.tokens import read_token
     from envgym.view.server import serve_view
 
-    token = None if options.token_file is None else read_secret(options.token_file)
+    token = None if options.token_file is None else read_token(options.token_file)
 
     def print_url(url: str) -> None:
         print(f"{url}{'?token=…' if token else ''} (Ctrl-C ends it)", flush=True)

@@ -67,11 +67,6 @@ class Tokens:
             clients[client.name] = digest, client
         return cls(list(clients.values()))
 
-    @classmethod
-    def from_token(cls, token: str) -> Tokens:
-        """The single anonymous client of a server with one token."""
-        return cls([(_digest(token), ANYONE)])
-
     def client(self, authorization: str | None) -> ServerClient:
         """The client of a header `Authorization`. Raises a 401 `Problem` if there is none."""
         scheme, _, token = (authorization or "").partition(" ")
@@ -102,7 +97,7 @@ def read_token(path: Path) -> str:
 def _lines(path: Path) -> list[tuple[int, list[str]]]:
     """The lines of a token file, numbered and split into words; a token alone gets the name `default`."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.expanduser().open(encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
@@ -136,19 +131,18 @@ def _digest(token: str) -> bytes:
 
 
 @contextlib.contextmanager
-def new_token_file(name: str) -> Iterator[tuple[str, str]]:
-    """A new token, and the path of a file with it that only this user can read; the file is deleted at the end."""
+def new_token_file(name: str) -> Iterator[Path]:
+    """A file with a new token that only this user can read; it is deleted at the end."""
     folder = cache_folder("tokens")
     path = folder / name
-    token = secrets.token_urlsafe(32)
     advice = "give one with --token-file, or name a folder that can be with ENVGYM_CACHE=FOLDER"
     with reported_as(ConfigError, f"the token cannot be written to {path}", advice):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)  # a killed server may have left one, with any permissions
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(token + "\n")
+            file.write(secrets.token_urlsafe(32) + "\n")
     try:
-        yield token, str(path)
+        yield path
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -167,18 +161,6 @@ def api_key(variable: str, api: str) -> str:
     if not _is_token(key):
         raise ConfigError(f"{api}: the environment variable {variable} must hold one API key and nothing else")
     return key
-
-
-def read_secret(file: str) -> str:
-    """Read the token in a file. Raises `ConfigError` if there is none."""
-    try:
-        token = Path(file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"token file {file} cannot be read: {reason}") from None
-    if not token or not _is_token(token):
-        raise ConfigError(f"token file {file} must hold one token and nothing else")
-    return token
 
 
 def hide_secret(text: str, secret: str) -> str:

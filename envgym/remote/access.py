@@ -63,7 +63,7 @@ def access(servers: list[str], token_file: Path | None, ca_file: Path | None) ->
     be used."""
     headers = {}
     if token_file is not None:
-        headers["Authorization"] = f"Bearer {read_token(token_file.expanduser())}"
+        headers["Authorization"] = f"Bearer {read_token(token_file)}"
         for server in servers:
             if server.startswith("http://") and not is_loopback(urlsplit(server).hostname or ""):
                 logger.warning("%s is reached without TLS: the token can be read on the way", server)

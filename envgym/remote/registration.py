@@ -194,7 +194,7 @@ class Listener:
 
     def __init__(self, settings: ListenerSettings) -> None:
         self._settings = settings
-        self._tokens = None if settings.token_file is None else Tokens.read(settings.token_file.expanduser())
+        self._tokens = None if settings.token_file is None else Tokens.read(settings.token_file)
         self._environments: list[RegisteredServers] = []
         self._stack = contextlib.AsyncExitStack()
 

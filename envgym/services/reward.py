@@ -9,11 +9,12 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
 from envgym.net.client import JsonCaller, RequestRejected
-from envgym.net.tokens import read_secret
+from envgym.net.tokens import read_token
 from envgym.processes.runtime import Runtime
 from envgym.render.spelling import escape_for_api, mark_after_prompt, rewrite
 from envgym.types import as_messages
@@ -165,7 +166,7 @@ class RewardEndpointClient(RewardClient):
     def __init__(self, declared: RewardEndpoint) -> None:
         super().__init__()
         self._declared = declared
-        secret = "" if declared.token_file is None else read_secret(declared.token_file)
+        secret = "" if declared.token_file is None else read_token(Path(declared.token_file))
         self._callers = {
             url: JsonCaller(
                 f"reward endpoint {url}",

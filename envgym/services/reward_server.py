@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -23,7 +24,7 @@ from envgym.errors import InvalidOutcome, RunError, WorkerDied
 from envgym.net.listening import listen, stop_signals, until_stopped, url_of
 from envgym.net.problems import Problem
 from envgym.net.server import authenticate, read_json, serve_requests, to_problem
-from envgym.net.tokens import Tokens, new_token_file, read_secret
+from envgym.net.tokens import Tokens, new_token_file
 from envgym.types import as_messages
 
 from .client import Conversation, RewardClient
@@ -49,17 +50,17 @@ async def serve_model(
     host: str,
     port: int,
     *,
-    token_file: str | None,
+    token_file: Path | None,
     open_to_all: bool,
-    on_ready: Callable[[str, str], None],
+    on_ready: Callable[[str, Path | None], None],
 ) -> None:
     """Serve a reward model at `host:port` until SIGINT or SIGTERM, then finish requests in flight and close everything.
 
     Without `token_file` a token is made, unless the server is `open_to_all`, which only a loopback address may be.
-    `on_ready` gets the URL and the token's file (empty where there is none) once the server answers; port 0 picks a
+    `on_ready` gets the URL and the token's file, if there is one, once the server answers; port 0 picks a
     free one. A second signal ends it immediately. Raises `EnvgymError` for a model that cannot be served.
     """
-    token = read_secret(token_file) if token_file is not None else None
+    tokens = None if token_file is None else Tokens.read(token_file)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(listen(host, port, refusal=REFUSAL if open_to_all else None))
         stopping = stack.enter_context(stop_signals())
@@ -67,12 +68,13 @@ async def serve_model(
         client = RewardModelClient(declared, "reward-model", runtime)
         stack.push_async_callback(client.close)
         if await until_stopped(client.start(), stopping):
-            if token is None and not open_to_all:
+            if token_file is None and not open_to_all:
                 port = listener.getsockname()[1]
-                token, token_file = stack.enter_context(new_token_file(f"reward-model-{port}"))
-            server = RewardServer(client, token)
+                token_file = stack.enter_context(new_token_file(f"reward-model-{port}"))
+                tokens = Tokens.read(token_file)
+            server = RewardServer(client, tokens)
             await stack.enter_async_context(serve_requests(server.app, listener, drain=DRAIN_SECONDS))
-            on_ready(f"{url_of(listener)}/get_reward", token_file or "")
+            on_ready(f"{url_of(listener)}/get_reward", token_file)
             if await until_stopped(server.dead.wait(), stopping):
                 raise RunError(
                     f"the reward model's process ended without being asked to (log: {logs}/reward-model.log)"
@@ -82,9 +84,9 @@ async def serve_model(
 class RewardServer:
     """The routes over one reward model. `dead` is set when its worker has died."""
 
-    def __init__(self, client: RewardClient, token: str | None) -> None:
+    def __init__(self, client: RewardClient, tokens: Tokens | None) -> None:
         self._client = client
-        self._tokens = None if token is None else Tokens.from_token(token)
+        self._tokens = tokens
         self.dead = asyncio.Event()
         self.app = web.Application(middlewares=[self._guard])
         self.app.router.add_get("/healthz", self._health)

@@ -206,10 +206,11 @@ def test_our_client_asks_it(server, expected):
 
 @pytest.mark.slow
 def test_a_dead_model_ends_the_server_with_one_line(tiny_reward_model, tmp_path):
-    (tmp_path / "token").write_text("my-own-token\n")
+    (tmp_path / "token").touch(0o600)
+    (tmp_path / "token").write_text("my-own-token-0123\n")
     server = Server(tiny_reward_model, tmp_path, "--token-file", str(tmp_path / "token"))
     try:
-        assert server.token == "my-own-token"
+        assert server.token == "my-own-token-0123"
         for child in server.children():
             os.kill(int(child), signal.SIGKILL)
         with contextlib.suppress(OSError):  # it may be gone before it answers
@@ -233,7 +234,7 @@ def test_a_cache_that_takes_no_token_is_named(monkeypatch, tmp_path):
     ("words", "said"),
     [
         (["--host", "0.0.0.0", "--no-token"], "refusing to serve on 0.0.0.0 without a token"),
-        (["--token-file", "nothing"], "token file nothing cannot be read"),
+        (["--token-file", "nothing"], "token file nothing: No such file or directory"),
         (["--token-file", "x", "--no-token"], "contradict each other"),
         (["batchsize=4"], "unknown key 'batchsize'. Did you mean 'batch_size'"),
         (["--host", "no.such.host.invalid"], "no such address"),

@@ -46,7 +46,8 @@ def ask(serving, handler, call, **settings):
 
 def test_the_request_is_the_seeds_form(serving, tmp_path):
     seen = []
-    (tmp_path / "token").write_text("abc123\n")
+    (tmp_path / "token").touch(0o600)
+    (tmp_path / "token").write_text("abc123-0123456789\n")
 
     async def handler(request):
         seen.append((request.path, request.headers.get("Authorization"), await request.json()))
@@ -58,7 +59,9 @@ def test_the_request_is_the_seeds_form(serving, tmp_path):
         return await client.assess(CONVERSATION, label="2")
 
     assessment, _ = ask(serving, handler, call, token_file=str(tmp_path / "token"))
-    assert seen == [("/", "Bearer abc123", {"query": ["Add.\n1 + 1?2"], "prompts": ["Add.\n1 + 1?"], "labels": ["2"]})]
+    assert seen == [
+        ("/", "Bearer abc123-0123456789", {"query": ["Add.\n1 + 1?2"], "prompts": ["Add.\n1 + 1?"], "labels": ["2"]})
+    ]
     assert (assessment.reward, assessment.score) == (0.25, 1.0)
     assert assessment.metrics == {"length": 3.0, "mean": 0.5}
     ask(serving, handler, call, template="<user>{prompt}<assistant>{answer}</s>")
@@ -195,8 +198,9 @@ def test_settings_that_cannot_work_are_told(tmp_path):
     async def main(file):
         RewardEndpointClient(RewardEndpoint(urls="http://h", token_file=str(file)))
 
-    with pytest.raises(ConfigError, match=r"token file .* cannot be read"):
+    with pytest.raises(ConfigError, match=r"token file .* No such file"):
         asyncio.run(main(tmp_path / "none"))
-    (tmp_path / "two").write_text("a b")
-    with pytest.raises(ConfigError, match="must hold one token"):
+    (tmp_path / "two").touch(0o600)
+    (tmp_path / "two").write_text("a 0123456789abcdef\nb 0123456789abcdefg")
+    with pytest.raises(ConfigError, match="holds 2 tokens"):
         asyncio.run(main(tmp_path / "two"))

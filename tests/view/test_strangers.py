@@ -472,7 +472,7 @@ def raw(url, request):
 ])  # fmt: skip
 def test_what_no_handler_knows_is_a_bad_request_with_the_usual_headers(zoo, tmp_path, host, more):
     token = tmp_path / "token"
-    token.write_text("s3cret\n")
+    token.write_text("s3cret-0123456789\n")
     token.chmod(0o600)
     words = ["--token-file", str(token)] if "Cookie" in more else []
     with viewing(zoo, "runs/first", *words) as url:
