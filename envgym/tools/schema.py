@@ -72,15 +72,9 @@ class Parameters:
             default = ... if default is parameter.empty or default is PydanticUndefined else default
             # Fields are numbered: `copy` or `model_config` are not valid names in a pydantic model.
             fields[f"field_{len(fields)}"] = (hint, Field(default, alias=parameter.name))
-        try:
-            self._model: type[BaseModel] = create_model("Arguments", **fields)
-            self.schema = _schema(self._model)
-        except PydanticUserError as error:
-            name, hint = _culprit({name: hints[name] for name in self._names})
-            kind = getattr(hint, "__name__", None) or str(hint)
-            # For other codes pydantic's message only explains how to disable its checks.
-            reason = f" ({error.message.splitlines()[0]})" if error.code == "typed-dict-version" else ""
-            raise ConfigError(f"{noun}: parameter {name!r} is a {kind}, which has no JSON schema{reason}") from None
+            _check_type(parameter.name, hints[parameter.name], noun)
+        self._model: type[BaseModel] = create_model("Arguments", **fields)
+        self.schema = {"type": "object", "properties": {}, **_schema(self._model.model_json_schema)}
         for name, schema in self.schema["properties"].items():
             if "description" not in schema and name in descriptions:
                 schema["description"] = descriptions[name]
@@ -148,11 +142,21 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     return (docstring.description or "").strip(), {name: text for name, text in descriptions.items() if text}
 
 
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
+def _check_type(name: str, hint: Any, noun: str) -> None:
+    """Raise `ConfigError` for a parameter whose type pydantic cannot describe."""
+    try:
+        _schema(TypeAdapter(hint).json_schema)
+    except PydanticUserError as error:
+        kind = getattr(hint, "__name__", None) or str(hint)
+        # For other codes pydantic's message only explains how to disable its checks.
+        reason = f" ({error.message.splitlines()[0]})" if error.code == "typed-dict-version" else ""
+        raise ConfigError(f"{noun}: parameter {name!r} is a {kind}, which has no JSON schema{reason}") from None
+
+
+def _schema(make_schema: Callable[[], dict[str, Any]]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pydantic warns when it omits a default that is not JSON
-        schema = without_titles(model.model_json_schema())
-    return {"type": "object", "properties": {}, **schema}
+        return without_titles(make_schema())
 
 
 def without_titles(schema: Any) -> Any:
@@ -170,16 +174,6 @@ def without_titles(schema: Any) -> Any:
         elif key != "title":
             result[key] = without_titles(value)
     return result
-
-
-def _culprit(hints: Mapping[str, Any]) -> tuple[str, Any]:
-    """The first parameter whose type pydantic cannot describe."""
-    for name, hint in hints.items():
-        try:
-            TypeAdapter(hint).json_schema()
-        except PydanticUserError:
-            return name, hint
-    return next(iter(hints.items()))
 
 
 def to_line(text: str) -> str:
