@@ -121,13 +121,10 @@ CONTEXT, COMPLETION = 2048, 1024
 def _set_ppo(flags: Flags, translation: Translation) -> None:
     """Set what depends on several flags."""
     settings, estimator = translation.settings, flags["advantage_estimator"]
-    if flags["n_samples_per_prompt"] < 2 and estimator not in ("gae", "reinforce"):
+    comparing = "--dynamic_filtering" if flags["dynamic_filtering"] else estimator
+    if flags["n_samples_per_prompt"] < 2 and comparing not in ("gae", "reinforce"):
         raise ConfigError(
-            f"train_ppo_ray: {estimator} compares the completions of a prompt. How many? Give --n_samples_per_prompt"
-        )
-    if flags["dynamic_filtering"] and flags["n_samples_per_prompt"] < 2:
-        raise ConfigError(
-            "train_ppo_ray: --dynamic_filtering compares the completions of a prompt: give --n_samples_per_prompt"
+            f"train_ppo_ray: {comparing} compares the completions of a prompt. How many? Give --n_samples_per_prompt"
         )
     translation.words = ["--recipe", settings.pop("recipe")]
     length = _set_lengths(flags, translation)
