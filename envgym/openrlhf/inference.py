@@ -7,7 +7,7 @@ from pathlib import Path
 from envgym.errors import ConfigError
 
 from .rows import post_processor, write_rows
-from .translation import PROMPT_NOTE, Flags, Translation, set_template, source_settings
+from .translation import Flags, Translation, set_template, source_settings
 
 
 def set_inference(flags: Flags, translation: Translation) -> None:
@@ -45,8 +45,6 @@ def _set_generation(flags: Flags, translation: Translation) -> None:
     settings |= {"env.form": "prompt", "env.fields.prompt": str(flags["input_key"])}
     settings |= source_settings(flags, "dataset", "dataset_probs")
     settings["engine.max_model_len"] = flags["prompt_max_len"] + flags["max_new_tokens"]
-    if "prompt_max_len" in flags.options:
-        translation.notes.append(PROMPT_NOTE)
     if flags["eval_task"] == "generate":
         settings["engine.kind"] = "transformers"
     if flags["greedy_sampling"] and flags["eval_task"] == "generate":

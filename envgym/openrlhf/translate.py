@@ -12,7 +12,6 @@ from envgym.errors import ConfigError, did_you_mean
 from .inference import set_inference, set_merge, set_serving
 from .table import PROGRAMS, is_dotted, parse
 from .translation import (
-    PROMPT_NOTE,
     Flags,
     Translation,
     apply_flag,
@@ -71,9 +70,6 @@ def _set_offline(flags: Flags, translation: Translation) -> None:
     else:
         set_template(flags, translation, "env.template")
     settings |= {f"env.fields.{name}": str(field) for name, field in _fields(flags, translation).items()}
-    _note_limit(flags, translation, "dataset")
-    if "max_len" in flags.options:
-        translation.notes.append("--max_len: a longer row is cut; OpenRLHF also writes an end token over its last one")
     if flags.program == "train_kto":
         translation.notes.append(
             "the KL of train_kto is of mismatched pairs of a training step; OpenRLHF takes that of each micro-batch"
@@ -90,11 +86,6 @@ def _set_offline(flags: Flags, translation: Translation) -> None:
                 "without --eval_dataset the mean and std of rewards in the model's config are those of the last "
                 "training step; OpenRLHF takes the first hundredth of the rows"
             )
-
-
-def _note_limit(flags: Flags, translation: Translation, paths_flag: str) -> None:
-    if "max_samples" in flags.options and "," in str(flags[paths_flag]):
-        translation.notes.append("--max_samples bounds the rows of each data set; OpenRLHF then bounds their sum too")
 
 
 def _fields(flags: Flags, translation: Translation) -> dict[str, Any]:
@@ -128,25 +119,14 @@ def _set_ppo(flags: Flags, translation: Translation) -> None:
         )
     translation.words = ["--recipe", settings.pop("recipe")]
     length = _set_lengths(flags, translation)
-    if "prompt_max_len" in flags.options:
-        translation.notes.append(PROMPT_NOTE)
     set_training(flags, translation, length)
     settings |= source_settings(flags, "prompt_data", "prompt_data_probs")
-    _note_limit(flags, translation, "prompt_data")
     if flags["train.partial_rollout_enable"] and not flags["async_train"]:
         raise ConfigError(
             "train_ppo_ray: --partial_rollout continues episodes with new weights: give --async_train too"
         )
-    if "reward_clip_range" in flags.options and estimator not in ("gae", "reinforce"):
-        translation.notes.append(
-            "--reward_clip_range clips before rewards are compared within a group; OpenRLHF clips the differences"
-        )
-    if flags["use_icepop"] and not flags["enable_vllm_is_correction"]:
-        translation.notes.append("--use_icepop turns the correction on; OpenRLHF waits for --enable_vllm_is_correction")
     if "vllm_num_engines" not in flags.options:
         translation.notes.append("--vllm_num_engines is not given: vLLM samples where it is installed")
-    if flags["freezing_actor_steps"] >= 0 and estimator != "gae":
-        translation.notes.append("--freezing_actor_steps is ignored: only a critic warms up, and there is none")
     set_template(flags, translation, "data.template")
     _set_reward(flags, translation)
     _set_loss(flags, translation)
@@ -176,9 +156,6 @@ def _set_lengths(flags: Flags, translation: Translation) -> int:
     return length
 
 
-QUERY_NOTE = "prompts and queries are the plain texts; OpenRLHF's have the chat template's marks and end token"
-
-
 def _set_reward(flags: Flags, translation: Translation) -> None:
     """Set the source of rewards: an agent's or reward function's file, servers, or models."""
     settings = translation.settings
@@ -192,20 +169,15 @@ def _set_reward(flags: Flags, translation: Translation) -> None:
             "train_ppo_ray: which reward? Give --reward_pretrain MODEL, --remote_rm_url URL or FILE.py, or "
             "--agent_func_path FILE.py"
         )
+    if flags["normalize_reward"] and (flags["agent_func_path"] or flags["remote_rm_url"]):
+        translation.notes.append("--normalize_reward is ignored: the rewards of a file or server are not normalised")
     if not flags["reward_pretrain"] and value.endswith(".py"):
         translation.words += ["--env", value]
-        if flags["remote_rm_url"]:
-            translation.notes.append(f"--remote_rm_url: {QUERY_NOTE}")
         settings["env.chat"] = settings["render"] == "chat"
-        if flags["normalize_reward"]:
-            translation.notes.append("--normalize_reward is ignored: the rewards of a file are not normalised")
         return
     translation.words += ["--env", "reward_model"]
     if flags["remote_rm_url"]:
         settings["env.endpoints"] = [{"urls": value.split(",")}]
-        translation.notes.append(f"--remote_rm_url: {QUERY_NOTE}")
-        if flags["normalize_reward"]:
-            translation.notes.append("--normalize_reward is ignored: the rewards of a server are not normalised")
         return
     options: dict[str, Any] = {"normalise": True} if flags["normalize_reward"] else {}
     options |= {"render": "raw"} if settings["render"] == "raw" else {}
@@ -282,8 +254,7 @@ def _set_critic(flags: Flags, translation: Translation) -> None:
     if flags["save_value_network"]:
         translation.copies["critic"] = Path(f"{flags['save_path']}_critic")
     if flags["freezing_actor_steps"] >= 0:  # steps are counted from 0, and trained above this one
-        n_frozen = settings["learner.critic_warmup_steps"] = flags["freezing_actor_steps"] + 1
-        translation.notes.append(f"--freezing_actor_steps counts from 0: the policy is frozen for {n_frozen} steps")
+        settings["learner.critic_warmup_steps"] = flags["freezing_actor_steps"] + 1
     if flags["critic_pretrain"] is None and flags["reward_pretrain"]:
         settings["roles.critic.model"] = str(flags["reward_pretrain"]).split(",")[0]
     if not flags.dotted:

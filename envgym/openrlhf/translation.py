@@ -113,12 +113,6 @@ def apply_flag(flag: Flag, flags: Flags, translation: Translation) -> None:
 # Rules of several programs
 
 
-PROMPT_NOTE = (
-    "--prompt_max_len bounds the context alone: a longer prompt is not cut, and leaves less for the completion"
-)
-"""Note of the programs that sample."""
-
-
 def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
     """Set the run's folder, the copy of its result, trackers, evaluation and the size of micro-batches."""
     settings, folder = translation.settings, Path(flags["ckpt_path"])
@@ -138,12 +132,6 @@ def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
         settings["report_to"] = ["tensorboard"]
         if folder_of_logs is not True:
             settings["tensorboard_dir"] = str(folder_of_logs)
-    if settings.get("workers.attention") == "auto" and "flash_attn" in flags.options:
-        translation.notes.append("--flash_attn: FlashAttention is used where it is installed, else torch's attention")
-    if "workers.kernels" in settings:
-        translation.notes.append(
-            "--use_liger_kernel: its layers are used on a GPU where it is installed, not its losses"
-        )
     if flags["load_in_4bit"] and not flags["lora_rank"]:
         raise ConfigError(f"{flags.program}: --load_in_4bit: weights of 4 bits are not trained: give --lora_rank too")
     if token := flags["use_wandb"]:
