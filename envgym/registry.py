@@ -45,7 +45,7 @@ from .loading import (
     target_of,
     target_of_name,
 )
-from .named import NamedEnvironment, read_all, read_usable
+from .remote_names import NamedEnvironment, read_all, read_usable
 from .tasks.named_sets import NamedTaskSet, is_task_set_file, read_task_set, task_set_files
 
 LOCATIONS = {"urls", "listen"}

@@ -12,8 +12,8 @@ from envgym.cli.parser import Parser
 from envgym.errors import ConfigError, NameNotFound, did_you_mean, printable
 
 if TYPE_CHECKING:
-    from envgym.named import Scope
     from envgym.remote.client import RemoteEnvSpec
+    from envgym.remote_names import Scope
 
 
 def add_main(arguments: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def add_main(arguments: Sequence[str]) -> int:
     _add_scope(parser)
     options = parser.parse_without_words(arguments, "settings belong to the command that uses or serves it")
 
-    from envgym import named, registry
+    from envgym import registry, remote_names
     from envgym.loading import is_file_target
     from envgym.remote.client import RemoteEnvSpec
 
@@ -43,16 +43,16 @@ def add_main(arguments: Sequence[str]) -> int:
     name = registry.check_new_id(options.name, registry.list_ids())
     files = {"token_file": options.token_file, "ca_file": options.ca_file}
     absolute = {name: path and path.expanduser().absolute() for name, path in files.items()}
-    entry = named.NamedEnvironment(urls=tuple(options.urls), **absolute)
+    entry = remote_names.NamedEnvironment(urls=tuple(options.urls), **absolute)
     description = asyncio.run(_reach(RemoteEnvSpec(name, **entry.settings())))
     scope: Scope = "project" if options.project else "user"
-    is_known = name in named.read(scope)
-    path = named.add(scope, name, entry)
+    is_known = name in remote_names.read(scope)
+    path = remote_names.save(scope, name, entry)
     print(printable(description))
     print(f"{'replaced' if is_known else 'added'} {name} in {path}")
-    entries, problems = named.read_usable()
+    entries, problems = remote_names.read_usable()
     if entries[name] != entry:
-        problems.append(f"the {name} in {named.file_of('project')} takes precedence here")
+        problems.append(f"the {name} in {remote_names.file_of('project')} takes precedence here")
     for problem in problems:
         print(printable(f"note: {problem}"), file=sys.stderr)
     return 0
@@ -69,15 +69,14 @@ def remove_main(arguments: Sequence[str]) -> int:
     _add_scope(parser)
     options = parser.parse_without_words(arguments, "removing takes no settings")
 
-    from envgym import named
+    from envgym import remote_names
 
-    option: Scope | None = "user" if options.user else "project" if options.project else None
-    scope = option or named.scope_of(options.name)
-    if scope is None or options.name not in named.read(scope):
-        names = named.read_all() if option is None else named.read(option)
+    scopes: Sequence[Scope] = ["user"] if options.user else ["project"] if options.project else remote_names.SCOPES
+    names = {name: scope for scope in scopes for name in remote_names.read(scope)}
+    if options.name not in names:
         there_is = did_you_mean(options.name, names) or (f" There is {', '.join(sorted(names))}." if names else "")
         raise NameNotFound(f"no remote environment is called {options.name!r}.{there_is}")
-    print(f"removed {options.name} from {named.remove(scope, options.name)}")
+    print(f"removed {options.name} from {remote_names.save(names[options.name], options.name, None)}")
     return 0
 
 

@@ -26,7 +26,7 @@ def list_main(arguments: Sequence[str]) -> int:
     parser.parse_with_words(arguments)
 
     from envgym import registry
-    from envgym.named import read_usable
+    from envgym.remote_names import read_usable
 
     remote, problems = read_usable()
     for problem in problems:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import envgym
-from envgym import named, registry
+from envgym import registry, remote_names
 from envgym.errors import ConfigError, NameNotFound
 from envgym.evaluation.suite import find_suite
 from envgym.jobs.evaluation import new_evaluation, run_evaluation
@@ -79,9 +79,9 @@ def test_the_projects_name_counts_before_the_users(game, start, tmp_path):
     status, out, _ = run("add", "numbers", game.url, f"{other.url}/game", "--project")
     assert status == 0
     assert str(tmp_path / "project/envgym.yaml") in out
-    assert named.read_all()["numbers"].urls == (game.url, f"{other.url}/game")
+    assert remote_names.read_all()["numbers"].urls == (game.url, f"{other.url}/game")
     assert run("remove", "numbers")[0] == 0
-    assert named.read_all()["numbers"].urls == (f"{game.url}/game",)
+    assert remote_names.read_all()["numbers"].urls == (f"{game.url}/game",)
 
 
 def test_only_the_path_of_a_token_is_written_down(start, tmp_path):
@@ -138,7 +138,7 @@ def test_a_file_of_names_that_is_broken_stands_in_nobodys_way(tmp_path):
 
 
 def test_a_broken_file_hides_neither_what_is_installed_nor_the_nearest_name(game, tmp_path):
-    named.add("user", "numbers", named.NamedEnvironment(urls=(f"{game.url}/game",)))
+    remote_names.save("user", "numbers", remote_names.NamedEnvironment(urls=(f"{game.url}/game",)))
     Path("envgym.yaml").write_text("environments: {far: {url: http://127.0.0.1:1/x}}")
     status, out, err = run("list")
     assert status == 0
@@ -161,7 +161,7 @@ def test_a_broken_file_hides_neither_what_is_installed_nor_the_nearest_name(game
 
 
 def test_a_name_has_either_versions_or_none(game):
-    named.add("user", "far", named.NamedEnvironment(urls=(f"{game.url}/game",)))
+    remote_names.save("user", "far", remote_names.NamedEnvironment(urls=(f"{game.url}/game",)))
     status, _, err = run("add", "far-v2", f"{game.url}/game", "--project")
     assert (status, "beside 'far': give all of a name's ids a version, or none" in err) == (2, True)
     entries = {"far-v2": {"urls": ["http://127.0.0.1:1/x"]}, "far": {"urls": ["http://127.0.0.1:2/x"]}}
@@ -184,27 +184,17 @@ def test_other_entries_stay_as_they_are():
     file = Path("envgym.yaml")
     others = "small: {urls: ['http://127.0.0.1:1/x'], token_file: keys/c, ca_file: ~/ca.pem}"
     file.write_text(f"# of our lab\nenvironments: {{{others}}}")
-    named.add("project", "mine", named.NamedEnvironment(urls=("http://127.0.0.1:3/x",)))
+    remote_names.save("project", "mine", remote_names.NamedEnvironment(urls=("http://127.0.0.1:3/x",)))
     mine = {"mine": {"urls": ["http://127.0.0.1:3/x"]}}
     assert yaml.safe_load(file.read_text()) == {"environments": {**yaml.safe_load(others), **mine}}
-    named.add("project", "mine", named.NamedEnvironment(urls=("http://127.0.0.1:4/x",)))
-    assert named.read("project")["mine"].urls == ("http://127.0.0.1:4/x",)
-    named.remove("project", "mine")
+    remote_names.save("project", "mine", remote_names.NamedEnvironment(urls=("http://127.0.0.1:4/x",)))
+    assert remote_names.read("project")["mine"].urls == ("http://127.0.0.1:4/x",)
+    remote_names.save("project", "mine", None)
     assert yaml.safe_load(file.read_text()) == {"environments": yaml.safe_load(others)}
-    named.remove("project", "small")
-    assert named.read("project") == {}
-    named.add("project", "mine", named.NamedEnvironment(urls=("http://127.0.0.1:3/x",)))
-    assert set(named.read("project")) == {"mine"}
-
-
-def test_names_that_are_added_at_once_are_all_there():
-    code = (
-        "import sys; from envgym import named as r\n"
-        "for n in range(30): r.add('user', f'{sys.argv[1]}{n}', r.NamedEnvironment(urls=('http://127.0.0.1:1/x',)))"
-    )
-    children = [subprocess.Popen([sys.executable, "-c", code, letter]) for letter in "ab"]
-    assert [child.wait(60) for child in children] == [0, 0]
-    assert len(named.read("user")) == 60
+    remote_names.save("project", "small", None)
+    assert remote_names.read("project") == {}
+    remote_names.save("project", "mine", remote_names.NamedEnvironment(urls=("http://127.0.0.1:3/x",)))
+    assert set(remote_names.read("project")) == {"mine"}
 
 
 def test_a_relative_token_file_counts_from_the_file_that_names_it(tmp_path):

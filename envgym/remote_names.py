@@ -1,4 +1,4 @@
-"""Named remote environments: `envgym envs add NAME URL`, for this user or for a project.
+"""Saved names of remote environments: `envgym envs add NAME URL`, for this user or for a project.
 
 A project's are in `envgym.yaml` in the current folder, a user's in `$XDG_CONFIG_HOME/envgym/environments.yaml`
 (`~/.config` where that is not set). Of the same name in both, the project's counts. The files hold addresses and the
@@ -7,10 +7,8 @@ paths of token files, never a token.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,11 +69,6 @@ def read_usable() -> tuple[dict[str, NamedEnvironment], list[str]]:
     return entries, problems
 
 
-def scope_of(name: str) -> Scope | None:
-    """The scope that holds `name`; the project's counts before the user's."""
-    return next((scope for scope in reversed(SCOPES) if name in read(scope)), None)
-
-
 def read(scope: Scope) -> Mapping[str, NamedEnvironment]:
     """The names in `scope`. A relative path in the file counts from the file's folder."""
     path = file_of(scope)
@@ -90,23 +83,14 @@ def read(scope: Scope) -> Mapping[str, NamedEnvironment]:
     return {name: _with_paths(entry, path.parent) for name, entry in entries.items()}
 
 
-def add(scope: Scope, name: str, entry: NamedEnvironment) -> Path:
-    """Save `entry`, in place of one of the same name; returns the file."""
-    return _change(scope, name, entry.model_dump(mode="json", exclude_none=True))
-
-
-def remove(scope: Scope, name: str) -> Path:
-    """Remove `name`; returns the file. Raises `KeyError` where it is not there."""
-    return _change(scope, name, None)
-
-
 def _with_paths(entry: NamedEnvironment, folder: Path) -> NamedEnvironment:
     paths = {name: path for name in ("token_file", "ca_file") if (path := getattr(entry, name)) is not None}
     return entry.model_copy(update={name: folder / path.expanduser() for name, path in paths.items()})
 
 
-def _change(scope: Scope, name: str, entry: dict[str, Any] | None) -> Path:
-    """Write `entry` for `name`, or remove the name with None. The file is rewritten without its comments."""
+def save(scope: Scope, name: str, entry: NamedEnvironment | None) -> Path:
+    """Save `entry` under `name`, in place of one of the same name, or remove the name with None; returns the file,
+    which is rewritten without its comments."""
     import yaml
 
     from envgym.yaml_files import read_yaml
@@ -114,25 +98,12 @@ def _change(scope: Scope, name: str, entry: dict[str, Any] | None) -> Path:
     path = file_of(scope)
     with reported_as(ConfigError, f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked_folder(path.parent):
-            read(scope)  # never overwrite a file that cannot be read
-            entries = dict(read_yaml(path).get("environments", {})) if path.exists() else {}
-            if entry is None:
-                del entries[name]
-            else:
-                entries[name] = entry
-            content = yaml.safe_dump({"environments": entries}, sort_keys=False, allow_unicode=True)
-            write_atomically(path, HEADER + content)
+        read(scope)  # never overwrite a file that cannot be read
+        entries = dict(read_yaml(path).get("environments", {})) if path.exists() else {}
+        if entry is None:
+            del entries[name]
+        else:
+            entries[name] = entry.model_dump(mode="json", exclude_none=True)
+        content = yaml.safe_dump({"environments": entries}, sort_keys=False, allow_unicode=True)
+        write_atomically(path, HEADER + content)
     return path
-
-
-@contextlib.contextmanager
-def _locked_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes from changing names in `folder`, where the file system supports locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
