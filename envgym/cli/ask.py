@@ -30,7 +30,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: QUESTION --model M [--config FILE] [key=value …]
     example: envgym ask "What is 3 + 4?" --model runs/first rollout.temperature=0
     """
-    parser = Parser.from_docstring("ask", main)
+    parser = Parser("ask", main)
     parser.add_argument("question", metavar="QUESTION", help="the question; - reads it from standard input")
     parser.add_argument("--model", **MODEL)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, such as a run's config.yaml")

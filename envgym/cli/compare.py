@@ -22,7 +22,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: A B [--fail-below X] [--json]
     example: envgym compare evals/before evals/after --fail-below -0.01
     """
-    parser = Parser.from_docstring("compare", main)
+    parser = Parser("compare", main)
     parser.add_argument("a", metavar="A", help="baseline evaluation: its name or folder")
     parser.add_argument("b", metavar="B", help="candidate evaluation: its name or folder")
     parser.add_argument("--fail-below", type=float, metavar="X", help="exit with 1 if the difference is below X")

@@ -15,7 +15,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     example: envgym config --env math_verify steps=50 > run.yaml
       envgym config recipes
     """
-    parser = Parser.from_docstring("config", main)
+    parser = Parser("config", main)
     if list(arguments) == ["recipes"]:
         return _list_recipes()
     add_run_options(parser)

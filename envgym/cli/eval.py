@@ -21,7 +21,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: (--suite S | --env E | --config FILE) --model M [key=value …]
     example: envgym eval --suite smoke --model runs/first
     """
-    parser = Parser.from_docstring("eval", main)
+    parser = Parser("eval", main)
     parser.add_argument("--suite", metavar="S", help="suite: a name or a YAML file, with :SIZE if it has sizes")
     parser.add_argument("--env", **ENV)
     parser.add_argument("--model", **MODEL)

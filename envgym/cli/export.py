@@ -19,7 +19,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: RUN [--out FILE] [--episodes N] [--megabytes M]
     example: envgym export first --episodes 20
     """
-    parser = Parser.from_docstring("export", main)
+    parser = Parser("export", main)
     parser.add_argument("run", metavar="RUN", help="run, evaluation, or file of episodes")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: RUN.html in this folder)")
     parser.add_argument("--episodes", metavar="N", type=int, default=100, help="episodes with their tokens (100)")

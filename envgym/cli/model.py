@@ -25,7 +25,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         return _merge(arguments[1:])
     if arguments[:1] == [EXPORT]:
         return _export(arguments[1:])
-    parser = Parser.from_docstring("model", main)
+    parser = Parser("model", main)
     parser.add_argument("name", metavar="NAME", help="recipe of a model: starter, or a YAML file with new_model")
     options = parser.parse_without_words(arguments, "a model is made as its recipe says")
 
@@ -53,7 +53,7 @@ def _merge(arguments: Sequence[str]) -> int:
     usage: ADAPTER OUT [--base B]
     example: envgym model merge runs/first/adapter merged
     """
-    parser = Parser.from_docstring("model merge", _merge)
+    parser = Parser("model merge", _merge)
     parser.add_argument("adapter", metavar="ADAPTER", help="folder with adapter_config.json")
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument("--base", metavar="B", help="folder or hub id of the base, if not the one in the adapter")
@@ -72,7 +72,7 @@ def _export(arguments: Sequence[str]) -> int:
     usage: MODEL OUT [--dtype T]
     example: envgym model export runs/first first_16_bit --dtype bfloat16
     """
-    parser = Parser.from_docstring("model export", _export)
+    parser = Parser("model export", _export)
     parser.add_argument("model", metavar="MODEL", help="model folder, or the folder of a run")
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument(

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.openrlhf.table import PROGRAMS, help_of
     from envgym.openrlhf.translate import translate
 
-    parser = Parser.from_docstring("openrlhf", main, programs=", ".join(PROGRAMS))
+    parser = Parser("openrlhf", main, programs=", ".join(PROGRAMS))
     if arguments[:1] in ([], ["--help"], ["-h"]):
         parser.print_help()
         return 0 if arguments else 2

@@ -25,7 +25,12 @@ MODEL: dict[str, Any] = {"metavar": "M", "help": "folder, hub id, run, checkpoin
 class Parser(argparse.ArgumentParser):
     """argparse with one-line errors that suggest the intended option."""
 
-    def __init__(self, command: str, arguments: str, summary: str, example: str) -> None:
+    def __init__(self, command: str, function: Callable[..., int], **values: str) -> None:
+        """The parser of the command that a function's docstring describes: its summary, then a line `usage: ARGUMENTS`
+        unless it takes none, and one `example: COMMAND`. `values` stand for their names in braces."""
+        text = inspect.getdoc(function) or ""
+        summary, _, texts = (text.format(**values) if values else text).rpartition("\n\n")
+        arguments, _, example = texts.removeprefix("usage: ").rpartition("example: ")
         super().__init__(
             prog=f"envgym {command}",
             usage=f"envgym {command} {arguments}".rstrip(),
@@ -34,15 +39,6 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # an abbreviation in a script breaks when an option is added
         )
-
-    @classmethod
-    def from_docstring(cls, command: str, function: Callable[..., int], **values: str) -> Parser:
-        """The parser of the command that a function's docstring describes: what it does, then a line `usage: ARGUMENTS`
-        unless it takes none, and one `example: COMMAND`. `values` stand for their names in braces."""
-        text = inspect.getdoc(function) or ""
-        summary, _, texts = (text.format(**values) if values else text).rpartition("\n\n")
-        arguments, _, example = texts.removeprefix("usage: ").rpartition("example: ")
-        return cls(command, arguments.rstrip(), summary, example)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. See: {self.prog} --help")

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: [--env E] [--model M] [options] [key=value …]
     example: envgym plan --env math_verify --model path/to/model workers.ranks=4 workers.zero_stage=3 --gpus 8
     """
-    parser = Parser.from_docstring("plan", main)
+    parser = Parser("plan", main)
     add_run_options(parser)
     parser.add_argument("--gpus", type=int, metavar="N", help="plan for nodes with N GPUs each")
     parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of each GPU (default 80)")

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: (--env E | --config FILE) --model M --out FILE [options] [key=value …]
     example: envgym rollout --env math_verify --model starter --tasks 0:100 --best-of 4 --out best.jsonl
     """
-    parser = Parser.from_docstring("rollout", main)
+    parser = Parser("rollout", main)
     parser.add_argument("--env", **ENV)
     parser.add_argument("--model", **MODEL)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, such as a run's config.yaml")

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: [runs_dir=FOLDER]
     example: envgym runs
     """
-    parser = Parser.from_docstring("runs", main)
+    parser = Parser("runs", main)
     folder = Path(parser.parse_with_folder(arguments, "runs_dir")[1])
     runs = [path for path in folder.glob("*/") if (path / "config.yaml").is_file()] if folder.is_dir() else []
     if not runs:

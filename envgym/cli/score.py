@@ -27,7 +27,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: FILE (--env E | --config FILE) [--out FILE] [key=value …]
     example: envgym score best.jsonl --env my_reward.py --out scored.parquet
     """
-    parser = Parser.from_docstring("score", main)
+    parser = Parser("score", main)
     parser.add_argument("source", metavar="FILE", nargs="?", help="episodes, generations or recorded data")
     parser.add_argument("--env", **ENV)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")

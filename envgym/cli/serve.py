@@ -25,7 +25,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     example: envgym serve math_verify --port 8000
       envgym train --env http://127.0.0.1:8000/math_verify
     """
-    parser = Parser.from_docstring("serve", main)
+    parser = Parser("serve", main)
     parser.add_argument(
         "envs", metavar="E", nargs="+", help="environment: id, file.py[:Name] or import path; NAME=E names it"
     )
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 def chosen_dialect(arguments: Sequence[str]) -> Any:
     """The module of the `--dialect`, by default of envgym's own protocol. It is needed before parsing, since it adds
     options."""
-    parser = Parser("serve", "", "", "")
+    parser = Parser("serve", main)
     parser.add_argument("--dialect")
     name = parser.parse_known_args([word for word in arguments if word not in ("-h", "--help")])[0].dialect
     if name is not None:

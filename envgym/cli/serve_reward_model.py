@@ -20,7 +20,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: --model M [--host H] [--port P] [--token-file F | --no-token] [key=value …]
     example: envgym serve-reward-model --model path/to/reward_model too_long=cut
     """
-    parser = Parser.from_docstring("serve-reward-model", main)
+    parser = Parser("serve-reward-model", main)
     parser.add_argument("--model", metavar="M", help="folder or hub id, or a run that trained one")
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", metavar="P", type=int, default=5000, help="port; 0 for a free one (5000)")

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: RUN [--eval] [--step N] [--task KEY] [--count N] [--prompt]
     example: envgym show first --step 3
     """
-    parser = Parser.from_docstring("show", main)
+    parser = Parser("show", main)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run, an evaluation, or a file of episodes")
     parser.add_argument("--eval", action="store_true", help="episodes of its evaluations on held-out tasks")
     parser.add_argument("--step", metavar="N", help="step of the run (default: the last)")

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: RUN [runs_dir=FOLDER]
     example: envgym stop first
     """
-    parser = Parser.from_docstring("stop", main)
+    parser = Parser("stop", main)
     parser.add_argument("run", metavar="RUN", help="name of the run, or its folder")
     options, runs_dir = parser.parse_with_folder(arguments, "runs_dir")
 

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     example: envgym train --env math_verify steps=50 learner.lr=1e-4
       envgym train --resume runs/first
     """
-    parser = Parser.from_docstring("train", main)
+    parser = Parser("train", main)
     add_run_options(parser)
     parser.add_argument("--resume", metavar="RUN", help="resume this run with its saved settings; steps=N extends it")
     parser.add_argument(

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     usage: [RUN …] [--port P] [--host H --token-file F]
     example: envgym view first --port 8080
     """
-    parser = Parser.from_docstring("view", main)
+    parser = Parser("view", main)
     parser.add_argument("runs", metavar="RUN", nargs="*", help="run, evaluation, file of episodes, or a folder of them")
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", metavar="P", type=int, default=8765, help="port; 0 takes a free one (8765)")

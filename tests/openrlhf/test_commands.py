@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from envgym.cli import train
 from envgym.cli.errors import Invocation
 from envgym.cli.parser import Parser, add_run_options, resolve_options
 from envgym.config.schema import Component
@@ -181,7 +182,7 @@ def with_files(command: Command, folder: Path) -> list[str]:
 
 
 def resolved(arguments):
-    parser = Parser("train", "", "", "")
+    parser = Parser("train", train.main)
     add_run_options(parser)
     return resolve_options(*parser.parse_with_words(arguments), Invocation())
 

@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import yaml
 
+from envgym.cli import train
 from envgym.cli.errors import Invocation
 from envgym.cli.parser import Parser, add_run_options, resolve_options
 from envgym.config.resolve import resolve
@@ -93,7 +94,7 @@ def settings_of(made: Translation) -> dict[str, Any]:
     flat = flattened({"translation": {**fields, "words": made.words, "command": made.command}, "environ": made.environ})
     flat |= {"words": made.words, **{f"words.{option}": value for option, value in options.items()}}
     if made.command == "train":
-        parser = Parser("train", "", "", "")
+        parser = Parser("train", train.main)
         add_run_options(parser)
         config = resolve_options(*parser.parse_with_words(made.arguments[1:]), Invocation())
     elif made.command in ("rollout", "score"):

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
       envgym envs check my_env.py
     """
     lines = "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in ACTIONS.items())
-    parser = Parser.from_docstring("envs", main, actions=lines)
+    parser = Parser("envs", main, actions=lines)
     if list(arguments) in (["--help"], ["-h"]):
         parser.parse_args(list(arguments))
     if not arguments:

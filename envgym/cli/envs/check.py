@@ -24,7 +24,7 @@ def check_main(arguments: Sequence[str]) -> int:
     example: envgym envs check math_verify
       envgym envs check my_env.py env.size=4 data.path=tasks.jsonl
     """
-    parser = Parser.from_docstring("envs check", check_main)
+    parser = Parser("envs check", check_main)
     parser.add_argument("env", **ENV)
     options, words = parser.parse_with_words(arguments)
     spec = make_spec(options.env, words)  # raises the errors of its name and settings

@@ -28,7 +28,7 @@ def new_main(arguments: Sequence[str]) -> int:
       envgym envs new my_env --kind tools
     """
     kinds = "; ".join(f"{kind}: {summary}" for kind, summary in KINDS.items())
-    parser = Parser.from_docstring("envs new", new_main, kinds=kinds, names="|".join(KINDS))
+    parser = Parser("envs new", new_main, kinds=kinds, names="|".join(KINDS))
     parser.add_argument("name", metavar="NAME", help="name of the file, with or without a folder")
     parser.add_argument("--kind", metavar="K", default="reward", help=f"{', '.join(KINDS)} (reward)")
     options = parser.parse_without_words(arguments, "a new file has no settings yet")

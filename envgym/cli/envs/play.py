@@ -45,7 +45,7 @@ def try_main(arguments: Sequence[str]) -> int:
     example: envgym envs try math_verify
       envgym envs try math_verify --task test:3
     """
-    parser = Parser.from_docstring("envs try", try_main, how=HOW, call=CALL, fence=FENCE)
+    parser = Parser("envs try", try_main, how=HOW, call=CALL, fence=FENCE)
     parser.add_argument("env", **ENV)
     parser.add_argument("--seed", metavar="N", type=int, help="reset seed, which also draws the task (default: random)")
     parser.add_argument("--task", metavar="N", type=_task_word, help="number of the task, test:N for a held-out one")

@@ -24,7 +24,7 @@ def add_main(arguments: Sequence[str]) -> int:
     example: envgym envs add chess https://10.0.0.5:8000/chess --token-file chess.token
       envgym train --env chess
     """
-    parser = Parser.from_docstring("envs add", add_main)
+    parser = Parser("envs add", add_main)
     parser.add_argument("name", metavar="NAME", help="the new name")
     parser.add_argument("urls", metavar="URL", nargs="+", help="address of a server: http://HOST:PORT/NAME")
     parser.add_argument("--token-file", metavar="F", type=Path, help="file with the server's token")
@@ -64,7 +64,7 @@ def remove_main(arguments: Sequence[str]) -> int:
     usage: NAME [--user|--project]
     example: envgym envs remove chess
     """
-    parser = Parser.from_docstring("envs remove", remove_main)
+    parser = Parser("envs remove", remove_main)
     parser.add_argument("name", metavar="NAME", help="the saved name")
     _add_scope(parser)
     options = parser.parse_without_words(arguments, "removing takes no settings")

@@ -22,7 +22,7 @@ def list_main(arguments: Sequence[str]) -> int:
 
     example: envgym envs list
     """
-    parser = Parser.from_docstring("envs list", list_main)
+    parser = Parser("envs list", list_main)
     parser.parse_with_words(arguments)
 
     from envgym import registry
@@ -53,7 +53,7 @@ def show_main(arguments: Sequence[str]) -> int:
     usage: E [key=value …]
     example: envgym envs show math_verify env.digits=3
     """
-    parser = Parser.from_docstring("envs show", show_main)
+    parser = Parser("envs show", show_main)
     parser.add_argument("env", **ENV)
     options, words = parser.parse_with_words(arguments)
     event_loop.run(_show(make_spec(options.env, words)))
