@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 from collections.abc import Callable, Sequence
@@ -33,18 +34,18 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser("show", main)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run, an evaluation, or a file of episodes")
     parser.add_argument("--eval", action="store_true", help="episodes of its evaluations on held-out tasks")
-    parser.add_argument("--step", metavar="N", help="step of the run (default: the last)")
+    parser.add_argument("--step", type=_number, metavar="N", help="step of the run (default: the last)")
     parser.add_argument("--task", metavar="KEY", help="all episodes of this task")
-    parser.add_argument("--count", metavar="N", help=f"number of episodes (default: {COUNT}, or all of --task)")
+    parser.add_argument(
+        "--count", type=_number, metavar="N", help=f"number of episodes (default: {COUNT}, or all of --task)"
+    )
     parser.add_argument("--prompt", action="store_true", help="also print each prompt as the model got it, as text")
     options = parser.parse_without_words(arguments, "envgym show has no settings")
     if options.run is None:
         parser.error("envgym show is followed by a run")
-    step = None if options.step is None else _number("--step", options.step)
-    count = None if options.count is None else _number("--count", options.count)
 
-    path, label = _find(options.run, step, "held_out" if options.eval else "rollouts")
-    episodes, note = _choose(path, label, options.task, count)
+    path, label = _find(options.run, options.step, "held_out" if options.eval else "rollouts")
+    episodes, note = _choose(path, label, options.task, options.count)
     console = open_console()
     decode = _decoder(path) if options.prompt else None
     for episode in episodes:
@@ -53,9 +54,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     return 0
 
 
-def _number(option: str, text: str) -> int:
+def _number(text: str) -> int:
     if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"{option} is followed by a number, not {text!r}")
+        raise argparse.ArgumentTypeError(f"a number is expected, not {text!r}")
     return int(text)
 
 
@@ -73,7 +74,8 @@ def _find(name: str, step: int | None, folder: str) -> tuple[Path, str]:
     if files:
         step = max(files) if step is None else step
         if step not in files:
-            raise ConfigError(f"{path} has no episodes of step {step}: there are those of {_span(sorted(files))}")
+            span = f"{len(files)} steps from {min(files)} to {max(files)}"
+            raise ConfigError(f"{path} has no episodes of step {step}, but of {span}")
         return files[step], f"the evaluation at step {step}" if folder == "held_out" else f"step {step}"
     if folder == "held_out":
         raise ConfigError(f"{path} holds no episodes of held-out tasks: leave out --eval")
@@ -82,13 +84,6 @@ def _find(name: str, step: int | None, folder: str) -> tuple[Path, str]:
     if (path / "checkpoints").is_dir():
         raise ConfigError(f"{path} holds no episodes: it has taken no step, or trained on recorded data only")
     return path, str(path)
-
-
-def _span(steps: Sequence[int]) -> str:
-    is_gapless = steps[-1] - steps[0] == len(steps) - 1
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    return f"steps {steps[0]} to {steps[-1]}" if is_gapless else f"steps {', '.join(map(str, steps))}"
 
 
 def _choose(path: Path, label: str, task: str | None, count: int | None) -> tuple[list[Episode], str]:

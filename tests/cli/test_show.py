@@ -118,9 +118,9 @@ def test_what_a_model_says_does_not_command_the_terminal(show, tmp_path):
     [
         ([], "envgym show is followed by a run"),
         (["frist"], "there is no run, evaluation or file 'frist' (see: envgym runs). Did you mean 'first'?"),
-        (["first", "--step", "9"], "has no episodes of step 9: there are those of steps 1 to 2"),
-        (["first", "--step", "last"], "--step is followed by a number, not 'last'"),
-        (["first", "--count=-1"], "--count is followed by a number, not '-1'"),
+        (["first", "--step", "9"], "has no episodes of step 9, but of 2 steps from 1 to 2"),
+        (["first", "--step", "last"], "argument --step: a number is expected, not 'last'"),
+        (["first", "--count=-1"], "argument --count: a number is expected, not '-1'"),
         (
             ["first", "--task", "12+35"],
             "step 2 has no episode of task '12+35'. Did you mean '12+34'? Its tasks: 12+34,",
