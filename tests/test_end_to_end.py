@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from envgym.cli import main
+
 ENVGYM = Path(sys.executable).with_name("envgym")
 STEPS, TASKS, MEMBERS = 2, 4, 4
 
@@ -216,17 +218,19 @@ class Half(envgym.Env):
 
 
 def test_with_a_critic_a_filter_text_and_a_tracker_a_step_is_full_and_all_of_it_is_told(
-    tmp_path, tiny_model, documented_metrics
+    tmp_path, tiny_model, documented_metrics, monkeypatch
 ):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "half.py").write_text(HALF)
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "the answer is {n}."}}\n' for n in range(20)))
-    program(
-        tmp_path, "train", "--env", "half.py", "--model", tiny_model, "--name", "full", "--learner", "ppo", "steps=2",
-        "learner.lr=1e-3", "learner.minibatches=2", "learner.kl.coef=0.01", "rollout.tasks_per_step=4",
-        "rollout.group_size=4",
-        "rollout.max_tokens=12", "rollout.filter.zero_variance=true", "pretrain.path=text.jsonl", "pretrain.rows=3",
-        "eval.every=0", "engine.kind=transformers", "report_to=tensorboard",
+    settings = (
+        "steps=2", "learner.lr=1e-3", "learner.minibatches=2", "learner.kl.coef=0.01", "rollout.tasks_per_step=4",
+        "rollout.group_size=4", "rollout.max_tokens=12", "rollout.filter.zero_variance=true", "eval.every=0",
+        "pretrain.path=text.jsonl", "pretrain.rows=3", "engine.kind=transformers", "report_to=tensorboard",
+        "debug=true",
     )  # fmt: skip
+    words = ("train", "--env", "half.py", "--model", tiny_model, "--name", "full", "--learner", "ppo", *settings)
+    assert main(list(map(str, words))) == 0
     run = Run(tmp_path / "runs" / "full", "")
     for record in run.metrics[-2:]:
         assert record["filter/kept_share"] < 1

@@ -15,7 +15,7 @@ from envgym.training.resume import check_changes, claimed_folder, derived_config
 
 SETTINGS = (
     "rollout.tasks_per_step=2", "rollout.group_size=2", "rollout.max_tokens=8", "eval.tasks=2", "eval.greedy=false",
-    "eval.every=0", "engine.kind=transformers", "learner.kl.coef=0",
+    "eval.every=0", "engine.kind=transformers", "learner.kl.coef=0", "debug=true",
 )  # fmt: skip
 
 

@@ -224,7 +224,7 @@ def test_training_writes_what_the_page_shows(tmp_path, monkeypatch, tiny_model, 
     settings = {
         "env": "math_verify", "model": str(tiny_model), "name": "first", "steps": 2, "rollout.tasks_per_step": 4,
         "eval.every": 2, "eval.tasks": 3, "rollout.group_size": 4, "learner.update_epochs": 2, "rollout.max_tokens": 8,
-        "engine.kind": "transformers",
+        "engine.kind": "transformers", "debug": True,
     }  # fmt: skip
     result = envgym.train(settings, quiet=True)
     answers = Answers([tmp_path / "runs" / "first"])
@@ -263,9 +263,10 @@ def test_training_writes_what_the_page_shows(tmp_path, monkeypatch, tiny_model, 
     assert all(frame["prompt"].str.len() > 5)
     assert frame["score"].tolist() == evaluated["score"]
 
-    assert main(["ask", "2 + 2?", "--model", "runs/first", "engine.kind=transformers", "rollout.temperature=0"]) == 0
+    ask = ["ask", "2 + 2?", "--model", "runs/first", "engine.kind=transformers", "rollout.temperature=0", "debug=true"]
+    assert main(ask) == 0
     answer = capsys.readouterr().out
-    assert main(["ask", "2 + 2?", "--model", "runs/first", "engine.kind=transformers", "rollout.temperature=0"]) == 0
+    assert main(ask) == 0
     assert capsys.readouterr().out == answer
     assert 0 < len(answer.encode()) < 200  # of 8 tokens, by the run's settings
 
