@@ -110,54 +110,47 @@ def test_the_environment_is_set_up_before_a_model_is_loaded(tmp_path):
     asyncio.run(main())
 
 
-def test_several_ranks_give_the_rewards_of_one(tiny_reward_model):
-    texts = [f"what is {number} + {'3' * (number % 5)}?" for number in range(19)]
-
-    async def rewards(ranks):
-        spec = Spec(judge=RewardModel(model=str(tiny_reward_model), batch_size=4, max_length=64, ranks=ranks))
-        async with start_services(spec):
-            assert len(pids()) >= ranks
-            assessments = await asyncio.gather(*(spec.clients["judge"].assess(text) for text in [*texts, ""]),
-                                               return_exceptions=True)  # fmt: skip
-        assert isinstance(assessments.pop(), InvalidOutcome)
-        return [assessment.reward for assessment in assessments]
-
-    assert asyncio.run(rewards(2)) == pytest.approx(asyncio.run(rewards(1)), abs=1e-6)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_conversation_that_cannot_be_scored_fails_alone(tiny_reward_model, ranks):
+def conversations_that_cannot_be_scored():
+    """Each by a word of the message that refuses it."""
     nested = "x"
     for _ in range(600):
         nested = [nested]
     called = [{"function": {"name": "f", "arguments": {"a": nested}}}]
-    wrong = {
+    return {
         "not valid Unicode": "\ud800",
         "cannot render the conversation": [{"role": "user", "content": "half: \udfff"}],
         "RecursionError": [{"role": "assistant", "content": "x", "tool_calls": called}],
     }
 
+
+def test_several_ranks_give_the_rewards_of_one_a_conversation_fails_alone_and_a_rank_that_dies_ends_the_run(
+    tiny_reward_model,
+):
+    texts = [f"what is {number} + {'3' * (number % 5)}?" for number in range(19)]
+    wrong = conversations_that_cannot_be_scored()
+
+    async def rewards(client):
+        """Of the texts, with others between them that cannot be scored, twice."""
+        for _ in range(2):
+            asked = [client.assess(text) for text in [*wrong.values(), "", *texts]]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            failures, answers = answers[: len(wrong) + 1], answers[len(wrong) + 1 :]
+            for reason, failure in zip([*wrong, ""], failures, strict=True):
+                assert isinstance(failure, InvalidOutcome), failure
+                assert (failure.kind, failure.retryable) == ("service", False) or not reason
+                assert reason in str(failure)
+            yield [answer.reward for answer in answers]
+
     async def main():
-        spec = Spec(judge=RewardModel(model=str(tiny_reward_model), batch_size=4, max_length=64, ranks=ranks))
+        declared = RewardModel(model=str(tiny_reward_model), batch_size=4, max_length=64)
+        alone, spec = Spec(judge=declared), Spec(judge=declared.model_copy(update={"ranks": 2}))
+        async with start_services(alone, InlineRuntime()):
+            expected = [each async for each in rewards(alone.clients["judge"])]
+            assert expected[1] == pytest.approx(expected[0], abs=1e-6)
+        before = set(pids())
         async with start_services(spec):
-            client = spec.clients["judge"]
-            expected = [await client.score_one(text) for text in "abcde"]
-            for _ in range(2):
-                asked = [client.assess(text) for text in [*wrong.values(), *"abcde"]]
-                answers = await asyncio.gather(*asked, return_exceptions=True)
-                for (reason, _), failure in zip(wrong.items(), answers, strict=False):
-                    assert isinstance(failure, InvalidOutcome), failure
-                    assert (failure.kind, failure.retryable) == ("service", False)
-                    assert reason in str(failure)
-                assert [answer.reward for answer in answers[3:]] == pytest.approx(expected, abs=1e-5)
-
-    asyncio.run(main())
-
-
-def test_a_rank_that_dies_ends_the_run(tiny_reward_model):
-    async def main():
-        spec, before = Spec(judge=RewardModel(model=str(tiny_reward_model), max_length=64, ranks=2)), set(pids())
-        async with start_services(spec):
+            async for each in rewards(spec.clients["judge"]):
+                assert each == pytest.approx(expected[0], abs=1e-6)
             commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in set(pids()) - before}
             ranks = [pid for pid, command in commands.items() if b"envgym.processes.child" in command]
             assert len(ranks) == 2
