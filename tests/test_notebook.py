@@ -82,13 +82,34 @@ class Cells:
         pytest.fail(f"the cell still runs after {seconds} s: {output}")
 
 
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    yield from started_kernel(tmp_path_factory.mktemp("kernel"))
+
+
 @pytest.fixture
-def cells(tmp_path, tiny_model):
-    cells = Cells(tmp_path)
-    assert cells.run(CELL.replace("MODEL", repr(str(tiny_model)))) == ""
+def kernel_to_end(tmp_path):
+    yield from started_kernel(tmp_path)
+
+
+def started_kernel(folder):
+    cells = Cells(folder)
     yield cells
     cells.client.stop_channels()
     cells.manager.shutdown_kernel(now=True)
+
+
+def begin(kernel, folder, model):
+    """The kernel, in this folder, once it has run the first cell."""
+    folder = f"import os\nos.chdir({str(folder)!r})\n"
+    assert kernel.run(folder + CELL.replace("MODEL", repr(str(model)))) == ""
+    return kernel
+
+
+@pytest.fixture
+def cells(kernel, tmp_path, tiny_model):
+    """The kernel of all tests, in a folder of the test's."""
+    return begin(kernel, tmp_path, tiny_model)
 
 
 def test_a_notebook_trains_on_what_its_cells_define_and_shows_the_result(cells, tmp_path):
@@ -140,7 +161,8 @@ def test_a_call_that_blocks_the_loop_is_interrupted(cells):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["restart", "kill"])
-def test_a_kernel_that_is_restarted_or_killed_leaves_no_process(cells, ending):
+def test_a_kernel_that_is_restarted_or_killed_leaves_no_process(kernel_to_end, tmp_path, tiny_model, ending):
+    cells = begin(kernel_to_end, tmp_path, tiny_model)
     pid = cells.manager.provisioner.process.pid
     train = "import threading\nwork = dict(settings, debug=False)\n"
     cells.client.execute(f'{train}envgym.train(work, env=exact, data=rows, steps=5000, name="a")')
