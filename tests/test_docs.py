@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 import envgym
+from envgym.cli import main
 from tests.page_files import blocks_of, write_named_blocks
 
 ROOT = Path(__file__).parents[1]
@@ -122,9 +123,10 @@ def test_every_command_is_of_a_program_that_is_there():
         if words[0] not in LONG | SERVERS
     ],
 )
-def test_a_quick_command(page, words, tmp_path):
+def test_a_quick_command(page, words, tmp_path, monkeypatch):
     write_files(page, tmp_path)
-    run(tmp_path, words, 60)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
 
 
 @pytest.mark.slow
@@ -143,6 +145,7 @@ def test_the_long_commands_of_a_page_run_in_a_short_form(page, tmp_path, tiny_mo
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+@pytest.mark.usefixtures("shorter")
 def test_python_runs(page, tmp_path, monkeypatch, tiny_model):
     code = write_files(page, tmp_path)
     for name in set(re.findall(r'"runs/(\w+)/model"', str(code))):  # a run that the page takes for granted
@@ -152,6 +155,15 @@ def test_python_runs(page, tmp_path, monkeypatch, tiny_model):
         envgym.make(path.name)
     with served(page, tmp_path) as port:
         asyncio.run(execute(code, port))
+
+
+@pytest.fixture
+def shorter(monkeypatch):
+    """Runs that a page begins in Python have one step, of few tasks, and are of one process."""
+    train = envgym.train
+    settings = dict(setting.split("=") for setting in SHORTER["train"])
+    few = {name: int(value) for name, value in settings.items()} | {"engine.kind": "transformers", "debug": True}
+    monkeypatch.setattr(envgym, "train", lambda given, **named: train({**given, **few}, **named))
 
 
 async def execute(code: list[str], port: str) -> None:
