@@ -95,7 +95,8 @@ def test_a_script_trains_with_its_own_parts_and_the_run_can_be_resumed(tmp_path,
 
 def test_what_is_defined_in_a_session_runs_there_and_nowhere_else(tmp_path, tiny_model, monkeypatch, capsys):
     refused = "try: envgym.train(SMALL, env=exact, learner=Own)\nexcept envgym.EnvgymError as error: print(error)\n"
-    done = run(tmp_path, "-", str(tiny_model), input=PARTS + refused + TRAIN.replace("LEARNER", '"rloo"'))
+    train = TRAIN.replace("LEARNER", '"rloo"').replace("quiet=True", "quiet=True, debug=True")
+    done = run(tmp_path, "-", str(tiny_model), input=PARTS + refused + train)
     assert done.returncode == 0, done.stderr
     assert "learner Own is defined in a notebook or an interactive session" in done.stdout
     monkeypatch.chdir(tmp_path)

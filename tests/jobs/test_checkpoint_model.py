@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from envgym.cli import main
 from envgym.config.resolve import resolve, settings_of_model
 from envgym.errors import ConfigError
 from envgym.jobs.models import fetch_model
@@ -65,7 +66,9 @@ def run(tmp_path_factory, tiny_model):
     """A run of three steps that keeps its newest two checkpoints and, by a metric that is best at first, the first."""
     folder = tmp_path_factory.mktemp("checkpoint_model")
     words = ("steps=3", "checkpoint.keep=2", "checkpoint.best=-step")
-    program(folder, *TAUGHT, "--model", tiny_model, "--name", "taught", *words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main([*TAUGHT, "--model", str(tiny_model), "--name", "taught", *words, "debug=true"]) == 0
     return folder / "runs" / "taught"
 
 

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from envgym import registry
+from envgym.cli import main
 from envgym.config.resolve import resolve
 from envgym.env import EnvSpec, SeededTasks, TaskList
 from envgym.episodes.files import Journal, read_episodes
@@ -317,13 +318,14 @@ def test_the_best_of_a_group(episodes, best):
     assert (chosen and chosen.id) == best
 
 
-def test_a_temperature_of_0_is_greedy_as_in_an_evaluation(folder):
+def test_a_temperature_of_0_is_greedy_as_in_an_evaluation(folder, monkeypatch):
+    monkeypatch.chdir(folder)
     (folder / "greedy.yaml").write_text("rollout: {temperature: 0, top_p: 0.5}\n")
     policy = Path(__file__).parents[2] / "envgym/config/recipes/starter"
     for how in (["rollout.temperature=0"], ["--config", "greedy.yaml"]):
-        command = words(policy, *how, "--overwrite", samples=("--samples", 2))
+        _, *command = words(policy, *how, "--overwrite", "debug=true", samples=("--samples", 2))
         command[command.index("0:12")] = "0:1"
-        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        assert main(command) == 0
         first, second = read_episodes(folder / "out.jsonl")
         sampled = [part for episode in (first, second) for part in episode.rows[0].segments if part.role == "action"]
         assert [part.temperature for part in sampled] == [0, 0]

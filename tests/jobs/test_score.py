@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from envgym import registry
+from envgym.cli import main
 from envgym.config.resolve import resolve
 from envgym.episodes.files import Journal, read_episodes, write_episodes
 from envgym.episodes.record import to_record
@@ -352,10 +353,8 @@ def test_the_answers_of_recorded_data_are_judged(folder, tiny_reward_model):
     rows = [{"q": "1 + 1?", "a": "two", "talk": [asked, {"role": "assistant", "content": "two"}]}] * 2
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps({**row, 'n': n})}\n" for n, row in enumerate(rows)))
     words = ["score", "rows.jsonl", "--env", "reward_model", f"env.models={tiny_reward_model}", "data.test_fraction=0"]
-    done = run(folder, *words[1:], "data.prompt=q", "data.answer=a", "--out", "one.jsonl")
-    assert done.returncode == 0, done.stderr
-    done = run(folder, *words[1:], "data.prompt=talk", "--out", "two.jsonl")
-    assert done.returncode == 0, done.stderr
+    assert main([*words, "data.prompt=q", "data.answer=a", "--out", "one.jsonl", "debug=true"]) == 0
+    assert main([*words, "data.prompt=talk", "--out", "two.jsonl", "debug=true"]) == 0
     judged = [episode for name in ("one", "two") for episode in read_episodes(folder / f"{name}.jsonl")]
     assert [told.text for told in judged[2].messages] == ["1 + 1?", "two"]
     assert [episode.reward for episode in judged] == pytest.approx([judged[0].reward] * 4, abs=1e-5)
