@@ -87,8 +87,8 @@ def test_the_first_answers_are_those_that_start_first():
 
 @pytest.mark.parametrize("read", ["####", "last_number"])
 def test_an_evaluation_says_once_that_no_answer_has_the_form(read, run, tiny_model):
-    words = ("rollout.max_tokens=4", "eval.tasks=8", "engine.kind=transformers", f"env.read={read}", "--name", "e")
-    result = run("eval", "--env", "math_verify", "--model", str(tiny_model), *words)
+    words = ("rollout.max_tokens=4", "eval.tasks=8", "engine.kind=transformers", "debug=true", f"env.read={read}")
+    result = run("eval", "--env", "math_verify", "--model", tiny_model, "--name", "e", *words)
     assert result.returncode == 0, result.stderr
     said = (result.stdout + result.stderr).count("none is in the last line after '####'; if the policy writes prose")
     assert said == (read == "####")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,13 @@ def command_line(program: str, case: Mapping[str, Any]) -> list[str]:
     pairs = list(zip(minimal[::2], minimal[1::2], strict=True))
     kept = [pair for pair in pairs if not {pair[0][2:], *flags[pair[0][2:]].excludes} & given]
     return [*(word for pair in kept for word in pair), *words]
+
+
+@cache
+def translated(program: str, *command: str) -> tuple[Translation, dict[str, Any]]:
+    """What a command line becomes, and its settings. Most defaults are of one and the same line."""
+    made = translate(program, list(command))
+    return made, settings_of(made)
 
 
 def settings_of(made: Translation) -> dict[str, Any]:
@@ -165,13 +173,12 @@ def test_a_flag_becomes_what_upstream_requires(program, case):
     command = command_line(program, case)
     if "refused" in case:
         with pytest.raises(EnvgymError) as error:
-            settings_of(translate(program, command))
+            translated(program, *command)
         assert case["refused"] in str(error.value)
         return
-    made = translate(program, command)
+    made, settings = translated(program, *command)
     if "note" in case:
         assert case["note"] in "\n".join(made.notes)
-    settings = settings_of(made)
     wrong = {
         key: (found, expected)
         for key, expected in case.get("ours", {}).items()

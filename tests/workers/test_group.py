@@ -47,7 +47,9 @@ def with_group(tmp_path, tied_model, learner):
 @pytest.mark.parametrize(
     "zero_stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
 )
-def test_what_goes_to_the_host_comes_back_as_it_was(with_group, make_rows, normalizers, tmp_path, zero_stage):
+def test_what_goes_to_the_host_comes_back_as_it_was_and_the_death_of_a_rank_fails_the_call_at_once(
+    with_group, make_rows, normalizers, tmp_path, zero_stage
+):
     """Optimizer and weights between two steps, first without the weights, which others are given meanwhile."""
     rows = make_rows(8)
     state = str(tmp_path / "state")
@@ -69,7 +71,14 @@ def test_what_goes_to_the_host_comes_back_as_it_was(with_group, make_rows, norma
         await group.accumulate(rows, normalizers(rows))
         await group.step(1e-2)
         await group.on_all(lambda rank: rank.save_state(state))
-        return await two_steps(group, leaves=True), await two_steps(group, leaves=False)
+        both = await two_steps(group, leaves=True), await two_steps(group, leaves=False)
+        victim = group._handles[1].pid
+        os.kill(victim, signal.SIGSTOP)  # so that rank 0 certainly waits for it
+        learning = asyncio.ensure_future(group.accumulate(rows, normalizers(rows)))
+        asyncio.get_running_loop().call_later(0.5, os.kill, victim, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="actor-1"):
+            await learning
+        return both
 
     (tensors, scores), (expected, expected_scores) = with_group(run_both, ranks=2, zero_stage=zero_stage)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
@@ -202,21 +211,6 @@ def test_a_state_goes_on_on_other_ranks_and_stages(with_group, make_rows, normal
     assert all(torch.equal(loaded_then[name], tensor) for name, tensor in first.items())
     for name, tensor in final.items():
         torch.testing.assert_close(loaded_after[name], tensor, atol=2e-6, rtol=0)
-
-
-def test_the_death_of_a_rank_fails_the_call_at_once(with_group, make_rows, normalizers):
-    async def body(group):
-        rows = make_rows(6)
-        await group.accumulate(rows, normalizers(rows))
-        await group.step(1e-3)
-        victim = group._handles[1].pid
-        os.kill(victim, signal.SIGSTOP)  # so that rank 0 certainly waits for it
-        learning = asyncio.ensure_future(group.accumulate(rows, normalizers(rows)))
-        asyncio.get_running_loop().call_later(0.5, os.kill, victim, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="actor-1"):
-            await learning
-
-    with_group(body, ranks=2, zero_stage=2)
 
 
 @pytest.mark.slow
