@@ -41,22 +41,22 @@ def tokenizer(vocabulary):
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_takes_any_time_or_memory_is_not_used(tokenizer, name, monkeypatch):
-    monkeypatch.setattr(template_module, "RENDERING", (2.0, 2**28))
+    monkeypatch.setattr(template_module, "RENDERING", (0.5, 2**28))
     before = resource.getrlimit(resource.RLIMIT_AS)
     endless = copy.copy(tokenizer)
     endless.chat_template = CHATML + ENDLESS[name]
-    with pytest.raises(ConfigError, match=r"cannot be used: it took (longer than 2 s|more than 256 MiB)$"):
+    with pytest.raises(ConfigError, match=r"cannot be used: it took (longer than 0.5 s|more than 256 MiB)$"):
         ChatRenderer(endless)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_only_the_conversation_for_which_it_does_fails(tokenizer, name, monkeypatch):
-    monkeypatch.setattr(template_module, "RENDERING", (2.0, 2**28))
+    monkeypatch.setattr(template_module, "RENDERING", (0.5, 2**28))
     some = copy.copy(tokenizer)
     some.chat_template = f"{CHATML}{{% if 'loop' in messages[0].content %}}{ENDLESS[name]}{{% endif %}}"
     renderer = ChatRenderer(some)
-    with pytest.raises(InvalidStep, match=r"rejects the conversation \(it took (longer than 2 s|more than 256 MiB);"):
+    with pytest.raises(InvalidStep, match=r"rejects the conversation \(it took (longer than 0.5 s|more than 256 MiB);"):
         renderer.prompt(Observation(messages=[Message("user", "loop")]))
     assert renderer.prompt(QUESTION)
 
@@ -64,7 +64,7 @@ def test_only_the_conversation_for_which_it_does_fails(tokenizer, name, monkeypa
 @pytest.mark.parametrize("value", ["'x' * 10**11", "9 ** (10**9)"])
 def test_a_template_with_values_is_compiled_within_limits_too(tokenizer, monkeypatch, value):
     """Jinja computes constants then, and drops their errors."""
-    monkeypatch.setattr(config_module, "RENDERING", (2.0, 2**28))
+    monkeypatch.setattr(config_module, "RENDERING", (0.5, 2**28))
     changed = copy.copy(tokenizer)
     RenderConfig(template=f"{{{{ x }}}}{{{{ {value} }}}}", template_kwargs={"x": 1}).set_template(changed)
     assert changed.chat_template.endswith(f"{{{{ {value} }}}}")
