@@ -239,8 +239,9 @@ class EpisodeSampler:
             limited = sampling
             if len(token_ids) + sampling.max_tokens > self.max_model_len:
                 limited = sampling.within_context(self.max_model_len, len(token_ids))
+            name = self._request_id
             with self._timed():
-                request = Request(self._request_id, int_array(token_ids), limited, self.seconds_left)
+                request = Request(name, int_array(token_ids), limited, self.seconds_left)
                 generation = await self.engine.generate(request)
             sampled = len(generation.token_ids)
             return generation
