@@ -17,11 +17,11 @@ from envgym.errors import ConfigError
 from envgym.learner import pad
 from envgym.types import Objective, Row
 
-from .attention import VARLEN, install
+from .attention import VARLEN
 from .fused_layers import can_fuse, fuse
 from .head import LogprobHead, score
 from .micro_batches import network_inputs
-from .network import TokenNetwork, packs
+from .network import TokenNetwork, install_path_masks, packs
 
 
 def try_kernel(network: TokenNetwork, engine: Any, device: torch.device) -> str:
@@ -151,7 +151,7 @@ def obstacle_to_sharing(network: TokenNetwork, engine: Any, device: torch.device
     engine.eval()
     if model.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
         return "the model has attention of its own"
-    install(model)
+    install_path_masks(model)
     padded = _trial(network, engine, device)
     try:
         shared = _trial(network, engine, device, shared=True)

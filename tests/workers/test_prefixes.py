@@ -21,12 +21,11 @@ from envgym.learner import RoleSpec, pad
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from envgym.types import Objective, Row
-from envgym.workers import attention
 from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.group import WorkerGroup
 from envgym.workers.lora import LoraConfig
 from envgym.workers.micro_batches import SharedPrefixes, micro_batches, n_distinct, network_inputs, shared_share
-from envgym.workers.network import TokenNetwork, load_model
+from envgym.workers.network import TokenNetwork, install_path_masks, load_model
 from envgym.workers.trials import obstacle_to_sharing
 from tests.weight_files import export_group
 from tests.workers.conftest import PLAIN_GRADIENT_DESCENT
@@ -178,7 +177,7 @@ def test_rows_that_see_each_other_are_noticed():
     samples = [sample([1, 2, 3, 4, 5]), sample([1, 2, 3, 6, 7], 1)]
     network = TokenNetwork(make_model("qwen2"), "lm", entropy=True)
     expected, _ = results(network, samples, "padded")
-    attention.install(network.model)
+    install_path_masks(network.model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("envgym.workers.network.attention_over", contextlib.nullcontext)
         wrong, _ = results(network, samples, "shared")
@@ -192,7 +191,7 @@ def test_a_flash_kernel_is_told_where_new_tokens_and_paths_end(architecture):
     expected = results(TokenNetwork(make_model(architecture), "lm", entropy=True), samples, "padded")
     network = TokenNetwork(make_model(architecture), "lm", entropy=True)
     network.model.config._attn_implementation_internal = BY_ENDS
-    attention.install(network.model)
+    install_path_masks(network.model)
     torch.testing.assert_close(results(network, samples, "shared"), expected, atol=1e-5, rtol=1e-5)
 
 
