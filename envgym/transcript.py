@@ -239,10 +239,10 @@ class EpisodeSampler:
             limited = sampling
             if len(token_ids) + sampling.max_tokens > self.max_model_len:
                 limited = sampling.within_context(self.max_model_len, len(token_ids))
+            ids = token_ids if isinstance(token_ids, array) else int_array(token_ids)
             name = self._request_id
             with self._timed():
-                request = Request(name, int_array(token_ids), limited, self.seconds_left)
-                generation = await self.engine.generate(request)
+                generation = await self.engine.generate(Request(name, ids, limited, self.seconds_left))
             sampled = len(generation.token_ids)
             return generation
         finally:

@@ -152,7 +152,7 @@ def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
     task's `key`, the number of sampled `tokens` and of `turns`, and `surprise`, the mean -log p of the tokens in
     nats."""
     pa, pq = _pyarrow("writing rollouts")
-    tasks: dict[int, str] = {}  # JSON by the task's `id`: the members of a group share the task
+    tasks: dict[int, tuple[str, str]] = {}  # key and JSON by the task's `id`: the members of a group share the task
     rows = [_columns(episode, tasks) for episode in episodes]
     has_others = any("from_others" in message for row in rows for message in row["messages"])
     table = pa.Table.from_pylist(rows, _schema(pa, has_others=has_others))
@@ -214,22 +214,23 @@ def _pyarrow(purpose: str) -> tuple[Any, Any]:
     return pa, pq
 
 
-def _columns(episode: Episode, tasks: dict[int, str]) -> dict[str, Any]:
+def _columns(episode: Episode, tasks: dict[int, tuple[str, str]]) -> dict[str, Any]:
     record = to_record(episode)
     if (task := tasks.get(id(episode.task))) is None:
-        task = tasks[id(episode.task)] = json.dumps(record["task"], default=str)
+        task = tasks[id(episode.task)] = episode.task.key, json.dumps(record["task"], default=str)
     for message in record["messages"]:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], default=str)
     maps = {name: list(record[name].items()) for name in ("metrics", "fingerprints")}
-    sampled = [value for row in episode.rows for segment in row.segments for value in segment.logprobs or ()]
+    segments = [segment for row in episode.rows for segment in row.segments]
+    sampled = [value for segment in segments for value in segment.logprobs or ()]
     summary = {
-        "key": episode.task.key,
-        "tokens": sum([row.n_action_tokens for row in episode.rows]),
+        "key": task[0],
+        "tokens": sum([len(segment.token_ids) for segment in segments if segment.role == "action"]),
         "turns": sum(len(row.turns) for row in episode.rows),
         "surprise": -math.fsum(sampled) / len(sampled) if sampled else None,
     }
-    return {**record, **maps, **summary, "task": task}
+    return {**record, **maps, **summary, "task": task[1]}
 
 
 def _schema(pa: Any, *, has_others: bool = False) -> Any:
