@@ -165,6 +165,6 @@ def _end(episode: Episode) -> str:
     ending = f"{outcome.status.value} ({outcome.reason})" if outcome.reason else outcome.status.value
     ending += f": {outcome.message}" if outcome.message else ""
     turns = sum(len(row.turns) for row in episode.rows)
-    tokens = sum(row.n_action_tokens for row in episode.rows)
+    tokens = episode.n_action_tokens
     sampled = f", {tokens} tokens in {turns} turn{'' if turns == 1 else 's'}" if episode.rows else ""
     return "; ".join([*parts, f"{ending}{sampled}"])

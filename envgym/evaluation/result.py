@@ -109,7 +109,7 @@ def mean_score(groups: Sequence[Group], cluster: str | None = None) -> Mean:
 
 def sampled_tokens(episode: Episode) -> int:
     """Number of tokens that the policy sampled: the recorded ones, or an API's count."""
-    return sum(row.n_action_tokens for row in episode.rows) or int(episode.metrics.get("completion_tokens", 0))
+    return episode.n_action_tokens or int(episode.metrics.get("completion_tokens", 0))
 
 
 def n_turns(episode: Episode) -> int:

@@ -154,7 +154,7 @@ def _distinct_rewards(group: Group) -> int | None:
 
 def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
     """Sampled tokens and turns of the episodes, and the share that was truncated."""
-    lengths = sorted([sum([row.n_action_tokens for row in episode.rows]) for episode in finished])
+    lengths = sorted([episode.n_action_tokens for episode in finished])
     n_truncated = sum(episode.outcome.status is Status.TRUNCATED for episode in finished)
     turns = [turn for episode in finished for row in episode.rows for turn in row.turns]
     n_truncated_turns = sum(turn.stop_reason is StopReason.LENGTH for turn in turns)

@@ -419,6 +419,10 @@ class Episode:
         return not self.failed or self.reward is not None
 
     @property
+    def n_action_tokens(self) -> int:
+        return sum([row.n_action_tokens for row in self.rows])
+
+    @property
     def purpose(self) -> str:
         """The part of its group's id before the number: a training step, or an environment of a suite."""
         return self.group_id.rpartition("/")[0]
