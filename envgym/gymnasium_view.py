@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from . import registry
 from .errors import needs
 from .types import Action, Observation, observed_messages
+from .types.messages import joined_text
 
 with needs("gymnasium", "gymnasium", "the Gymnasium view of an environment"):
     import gymnasium
@@ -88,7 +89,7 @@ class GymnasiumView(gymnasium.Env[str, str]):  # type: ignore[misc]
 
 
 def _text(observation: Observation) -> str:
-    return "\n".join(message.text for message in observed_messages(observation))
+    return joined_text(observed_messages(observation))
 
 
 def _render(observation: Observation) -> str:

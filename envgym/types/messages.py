@@ -133,6 +133,11 @@ class Message:
         return result
 
 
+def joined_text(messages: Sequence[Message]) -> str:
+    """The texts of messages, with a line break between two of them."""
+    return "\n".join([message.text for message in messages])
+
+
 def add_instruction(prompt: str | Sequence[Message], instruction: str, separator: str = "\n\n") -> list[Message]:
     """The prompt's messages with an instruction: at the end of the last message if the user wrote it, else as a new
     one. An empty instruction adds nothing."""

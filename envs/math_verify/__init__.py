@@ -17,6 +17,7 @@ from envgym.hashing import hash_fraction
 from envgym.rewards.final_answers import boxed, final_line, reference
 from envgym.tasks import GeneratedTasks
 from envgym.types import Action, Message, Task, add_instruction, as_messages
+from envgym.types.messages import joined_text
 
 from .answers import grade_by_text, is_list
 from .grader import Grade, Grader
@@ -74,7 +75,7 @@ class MathVerifyEnv(Env):
         return add_instruction(self.task.prompt, instruction, separator="\n"), {}
 
     async def step(self, action: Action) -> StepResult:
-        problem = "\n".join(message.text for message in as_messages(self.task.prompt))
+        problem = joined_text(as_messages(self.task.prompt))
         gold = reference(self.task.answer)
         answer = self.spec.final_answer(action.text, gold)
         grade = Grade(False) if answer is None else await self.spec.grade(answer, gold, problem)
