@@ -21,15 +21,6 @@ OTHERS = {"address", "runtime", "module", "nproc_per_node", "num_gpus", "node", 
 """Flags of launchers, of Ray and of Slurm in the same documents."""
 
 
-def test_every_flag_of_the_parsers_is_known_to_its_programs():
-    lines = [line.split() for line in (HERE / "flags.txt").read_text().splitlines() if not line.startswith("#")]
-    assert len(lines) > 300
-    for name, *programs in lines:
-        for program in programs:
-            spelled = {spelling for flag in flags_of(program).values() for spelling in (flag.name, *flag.aliases)}
-            assert name in spelled, f"{program} --{name}"
-
-
 def test_every_flag_in_the_commands_is_known():
     text = "\n".join(blocks().values())
     known = {spelling for name, entry in entries().items() for spelling in (name, *entry.get("aliases", ()))}

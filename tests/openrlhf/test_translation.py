@@ -54,37 +54,6 @@ def test_what_is_refused_is_said_in_one_line(program, flags, said):
     assert "\n" not in str(error.value)
 
 
-def test_conditions_between_flags():
-    assert "learner.kl.applied_to" not in settings_of("train_ppo_ray", *PPO, "--init_kl_coef", "0")
-    assert settings_of("train_ppo_ray", *PPO, "--init_kl_coef", "0")["learner.kl.coef"] == 0
-    assert "lora.alpha" not in settings_of("train_sft", *SFT)
-    with_lora = settings_of("train_sft", *SFT, "--lora_rank", "8", "--load_in_4bit")
-    assert (with_lora["lora.alpha"], with_lora["lora.quantize"], with_lora["lora.targets"]) == (
-        16,
-        "4bit",
-        "all-linear",
-    )
-    assert "roles.critic.learner.lr" not in settings_of("train_ppo_ray", *PPO, "--advantage_estimator", "reinforce")
-    mean = settings_of("train_ppo_ray", *PPO, "--no_advantage_std_norm")
-    assert mean["learner.advantage_norm"] == "batch_mean"
-    icepop = settings_of("train_ppo_ray", *PPO, "--use_icepop", "--vllm_is_truncated_threshold", "0.4", "3")
-    assert [icepop[f"learner.correction.{key}"] for key in ("kind", "low", "high")] == ["icepop", 0.4, 3]
-    clips = settings_of("train_ppo_ray", *PPO, "--eps_clip_low_high", "0.2", "0.28")
-    assert (clips["learner.clip_low"], clips["learner.clip_high"]) == (0.2, 0.28)
-    hf = settings_of("train_ppo_ray", *PPO, "--vllm_num_engines", "0")
-    assert (hf["engine.count"], hf["engine.kind"]) == (1, "transformers")
-    kinds = settings_of("train_ppo_ray", *PPO, "--use_dynamic_batch", "--train_max_tokens_per_gpu", "999")
-    assert kinds["workers.tokens_per_microbatch"] == 999
-
-
-def test_sources_with_weights():
-    made = settings_of("train_sft", *SFT[:3], "a,org/b", "--dataset_probs", "0.3,0.7")
-    assert {key: value for key, value in made.items() if key.startswith("data.sources")} == {
-        "data.sources.s1.path": "a", "data.sources.s1.weight": 0.3,
-        "data.sources.s2.path": "org/b", "data.sources.s2.weight": 0.7,
-    }  # fmt: skip
-
-
 def test_several_reward_models():
     made = settings_of("train_ppo_ray", *PPO[:4], "--reward_pretrain", "a,b", "--apply_chat_template")
     assert made["env.models"] == [{"model": "a", "ranks": 8}, {"model": "b", "ranks": 8}]
@@ -172,93 +141,6 @@ def test_entry_points_are_found_by_name_and_by_path():
     assert entry_point("train_sft.py") is None
 
 
-KD = [*SFT, "--teacher_model", "org/teacher"]
-GAE = [*PPO, "--advantage_estimator", "gae"]
-ADAPTIVE = [*GAE, "--init_kl_coef", "0.02", "--kl_target", "6"]
-FILTERED = [*PPO, "--advantage_estimator", "group_norm", "--n_samples_per_prompt", "4", "--dynamic_filtering"]
-CORRECTED = [*PPO, "--enable_vllm_is_correction"]
-
-
-@pytest.mark.parametrize(
-    ("program", "flags", "flag", "key", "default"),
-    [
-        ("train_sft", SFT, "learning_rate", "learner.lr", 5e-6),
-        ("train_sft", SFT, "train_batch_size", "rollout.tasks_per_step", 128),
-        ("train_sft", SFT, "max_epochs", "epochs", 2),
-        ("train_sft", SFT, "max_norm", "learner.max_grad_norm", 1.0),
-        ("train_sft", SFT, "l2", "learner.weight_decay", 0),
-        ("train_sft", SFT, "lr_warmup_ratio", "learner.warmup_ratio", 0.03),
-        ("train_sft", SFT, "min_lr_ratio", "learner.lr_min_ratio", 0.1),
-        ("train_sft", SFT, "max_len", "agent.max_tokens", 2048),
-        ("train_sft", SFT, "max_ckpt_num", "checkpoint.keep", 3),
-        ("train_sft", SFT, "zero_stage", "workers.zero_stage", 2),
-        ("train_sft", SFT, "seed", "seed", 42),
-        ("train_sft", [*SFT, "--lora_rank", "8"], "lora_alpha", "lora.alpha", 16),
-        ("train_sft", [*SFT, "--lora_rank", "8"], "lora_dropout", "lora.dropout", 0),
-        ("train_sft", [*SFT, "--optim", "muon"], "muon.lr", "learner.muon_lr", 0.02),
-        ("train_sft", [*SFT, "--optim", "muon"], "muon.momentum", "learner.muon_momentum", 0.95),
-        ("train_rm", SFT, "learning_rate", "learner.lr", 9e-6),
-        ("train_rm", SFT, "max_len", "agent.max_tokens", 512),
-        ("train_dpo", SFT, "learning_rate", "learner.lr", 1e-5),
-        ("train_dpo", SFT, "beta", "learner.beta", 0.1),
-        ("train_dpo", SFT, "label_smoothing", "learner.label_smoothing", 0.0),
-        ("train_dpo", SFT, "nll_loss_coef", "learner.nll_coef", 0),
-        ("train_kto", SFT, "beta", "learner.beta", 0.01),
-        ("train_kto", SFT, "desirable_loss_weight", "learner.desirable", 1.0),
-        ("train_kto", SFT, "undesirable_loss_weight", "learner.undesirable", 1.0),
-        ("train_kd", KD, "kd_coef", "learner.kd_coef", 0.4),
-        ("train_ppo_ray", PPO, "actor_learning_rate", "learner.lr", 1e-6),
-        ("train_ppo_ray", GAE, "critic_learning_rate", "roles.critic.learner.lr", 9e-6),
-        ("train_ppo_ray", GAE, "value_clip", "learner.value_clip", 0.5),
-        ("train_ppo_ray", GAE, "lambd", "learner.gae_lambda", 1),
-        ("train_ppo_ray", PPO, "gamma", "learner.gamma", 1),
-        ("train_ppo_ray", PPO, "init_kl_coef", "learner.kl.coef", 0.01),
-        ("train_ppo_ray", ADAPTIVE, "kl_horizon", "learner.kl.horizon", 10000),
-        ("train_ppo_ray", ADAPTIVE, "kl_target", "learner.kl.target", 6),
-        ("train_ppo_ray", PPO, "eps_clip", "learner.clip_low", 0.2),
-        ("train_ppo_ray", PPO, "eps_clip", "learner.clip_high", 0.2),
-        ("train_ppo_ray", PPO, "rollout_batch_size", "rollout.tasks_per_step", 1024),
-        ("train_ppo_ray", PPO, "generate_max_len", "rollout.max_tokens", 1024),
-        ("train_ppo_ray", PPO, "temperature", "rollout.temperature", 1.0),
-        ("train_ppo_ray", PPO, "top_p", "rollout.top_p", 1.0),
-        ("train_ppo_ray", PPO, "max_epochs", "learner.update_epochs", 1),
-        ("train_ppo_ray", PPO, "num_episodes", "epochs", 1),
-        ("train_ppo_ray", [*PPO, "--async_train"], "async_queue_size", "rollout.max_staleness", 1),
-        ("train_ppo_ray", [*PPO, "--enable_ema"], "ema_beta", "learner.ema_decay", 0.992),
-        ("train_ppo_ray", [*PPO, "--pretrain_data", "org/text"], "ptx_coef", "learner.pretrain_coef", 0.05),
-        ("train_ppo_ray", [*PPO, "--overlong_buffer_len", "64"], "overlong_penalty_factor",
-         "learner.shaping.overlong_factor", 1),
-        ("train_ppo_ray", [*PPO, "--use_dynamic_batch"], "train_max_tokens_per_gpu",
-         "workers.tokens_per_microbatch", 16192),
-        ("train_ppo_ray", [*PPO, "--eval_dataset", "org/held-out"], "eval_n_samples_per_prompt", "eval.samples", 4),
-    ],
-)  # fmt: skip
-def test_a_number_reaches_its_setting_and_has_the_parsers_default(program, flags, flag, key, default):
-    """Defaults are those of OpenRLHF's parsers."""
-    assert settings_of(program, *flags).get(key, 0) == default  # 0 is what these settings are without a word
-    if f"--{flag}" not in flags:
-        given = 3 if isinstance(default, int) else 0.375
-        assert settings_of(program, *flags, f"--{flag}", str(given))[key] == given
-
-
-@pytest.mark.parametrize(
-    ("flags", "flag", "keys", "default"),
-    [
-        (PPO, "reward_clip_range", ("learner.shaping.clip",), [-10, 10]),
-        (CORRECTED, "vllm_is_truncated_threshold", ("learner.correction.low", "learner.correction.high"), [0.5, 5.0]),
-        (FILTERED, "dynamic_filtering_reward_range", ("rollout.filter.min_score", "rollout.filter.max_score"), [0, 1]),
-        (PPO, "eps_clip_low_high", ("learner.clip_low", "learner.clip_high"), [0.2, 0.2]),
-    ],
-)
-def test_a_pair_of_numbers_keeps_its_order(flags, flag, keys, default):
-    def values(*more):
-        settings = settings_of("train_ppo_ray", *flags, *more)
-        return settings[keys[0]] if len(keys) == 1 else [settings[key] for key in keys]
-
-    assert values() == default
-    assert values(f"--{flag}", "0.25", "0.75") == [0.25, 0.75]
-
-
 DOTTED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "p", "--reward.model_name_or_path", "judge"]
 
 
@@ -304,30 +186,6 @@ def test_flat_flags_set_both_optimizers_and_dotted_ones_each_its_own():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "schedule", "floor", "warmup"),
-    [
-        ("cosine_with_min_lr", "cosine", 0.1, 0.03),
-        ("cosine", "cosine", 0.0, 0.03),
-        ("linear", "linear", 0.0, 0.03),
-        ("constant", "constant", None, 0.0),
-        ("constant_with_warmup", "constant", None, 0.03),
-    ],
-)
-def test_schedules_end_where_theirs_do(scheduler, schedule, floor, warmup):
-    made = settings_of("train_sft", *SFT, "--lr_scheduler", scheduler)
-    keys = ("learner.lr_schedule", "learner.lr_min_ratio", "learner.warmup_ratio")
-    assert tuple(made.get(key) for key in keys) == (schedule, floor, warmup)
-
-
-def test_losses_of_groups_are_averages_over_tokens_but_for_gspo():
-    group = [*PPO, "--n_samples_per_prompt", "4", "--advantage_estimator"]
-    assert settings_of("train_ppo_ray", *group, "group_norm")["learner.aggregation"] == "token"
-    assert settings_of("train_ppo_ray", *group, "dr_grpo")["learner.aggregation"] == "token"
-    made = settings_of("train_ppo_ray", *group, "group_norm", "--policy_loss_type", "gspo")
-    assert made["learner.aggregation"] == "sequence"
-
-
 def test_evaluations_and_the_best_checkpoint():
     served = [*PPO[:4], "--remote_rm_url", "http://h:1/r", "--eval_dataset", "e", "--eval_steps"]
     made = settings_of("train_ppo_ray", *served, "10")
@@ -370,16 +228,6 @@ def test_reward_models_are_placed_and_offloaded_as_they_say():
 
 def test_rows_of_preferences_have_fields_of_several_names(tmp_path):
     assert not [key for key in from_file(tmp_path, "train_dpo").settings if key.startswith("env.fields")]
-
-
-def test_weights_of_4_bits_without_an_adapter_are_refused():
-    with pytest.raises(ConfigError, match="give --lora_rank too"):
-        translate("train_sft", [*SFT, "--load_in_4bit"])
-
-
-def test_tensorboard_writes_to_their_folder():
-    made = settings_of("train_sft", *SFT, "--use_tensorboard", "logs")
-    assert (made["report_to"], made["tensorboard_dir"]) == (["tensorboard"], "logs")
 
 
 GENERATE = [*SFT, "--output_path", "o", "--eval_task"]
