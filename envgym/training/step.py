@@ -397,4 +397,4 @@ def learning_rate(config: LearnerConfig, optimizer_step: int, training_steps: in
 def aggregate_steps(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of several optimizer steps as one record: the mean of each over the steps that have it, the maximum
     if its name ends in `/max`, the minimum if in `/min`."""
-    return merge_metrics({name: (value, 1.0) for name, value in step.items()} for step in logged)
+    return merge_metrics([{name: (value, 1.0) for name, value in step.items()} for step in logged])
