@@ -19,9 +19,8 @@ from envgym.tasks import GeneratedTasks
 from envgym.types import Action, Message, Task, add_instruction, as_messages
 from envgym.types.messages import joined_text
 
-from .answers import grade_by_text, is_list
+from .answers import grade_by_text, is_list, plain
 from .grader import Grade, Grader
-from .notation import plain
 from .prose import LAST_NUMBER, last_number
 
 Operation = Literal["+", "-", "*"]

@@ -1,5 +1,5 @@
-r"""Answers as text: the grades that need no algebra, and the form of an answer, which is that of the reference, without
-operations that the reference does not have.
+r"""Answers as text: one notation for all of them, the grades that need no algebra, and the form of an answer, which is
+that of the reference, without operations that the reference does not have.
 
 The library does not check the form: it evaluates `\gcd(4,6)` to 2, and of `47 \\ 46` it reads the 46.
 """
@@ -10,7 +10,52 @@ import math
 import re
 
 from . import numerals
-from .notation import plain, unnamed
+
+_NAME = r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?(?:\(\w+\))?"
+_NAMED = re.compile(rf"\s*(?:{_NAME}|\(\s*{_NAME}\s*(?:,\s*{_NAME}\s*)*\))\s*(?:=|\\in(?![A-Za-z]))\s*")
+
+_INNER = r"[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*"  # with two more levels of braces
+_REWRITES = tuple(
+    (re.compile(pattern, re.DOTALL), replacement)
+    for pattern, replacement in (
+        (r"−", "-"),
+        (r"≤|\\le(?:q|qslant)?(?![A-Za-z])", r"\\le "),
+        (r"≥|\\ge(?:q|qslant)?(?![A-Za-z])", r"\\ge "),
+        (r"\\[cdt]frac(?![A-Za-z])", r"\\frac"),
+        (rf"\{{({_INNER}?)\s*\\over(?![A-Za-z])\s*({_INNER})\}}", r"\\frac{\1}{\2}"),
+        (r"^\s*\\frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*-\s*([0-9]+)\s*\}\s*$", r"-\\frac{\1}{\2}"),
+        (r"√\s*([0-9]+|[a-z])", r"\\sqrt{\1}"),
+        (r"(?<=[0-9)}])\s+(and|or)\s+(?=[-+(\\0-9])", r"\\text{ \1 }"),
+        (r"^\s*\\text\s*\{\s*(?:[Tt]he )?(?:final )?[Aa]nswer(?: is)?\s*:?\s*\}", ""),
+        (rf"^\s*\\math(?:rm|bf|sf|it)\s*\{{({_INNER})\}}\s*$", r"\1"),
+        (r"\\mathrm\s*\{([ei])\}", r"\1"),
+        (r"\\(?:mbox|text(?:bf|it|rm|sf|tt|normal|up)|math(?:rm|bf|sf|it))\s*\{", r"\\text{"),
+        (r"(?<=[0-9])(?:,\s*\\!|\{,\}|\\[,!])\s*(?=[0-9]{3}(?![0-9]))", ""),  # between the thousands
+        (r"(?<!\\)\\!", ""),
+        (r"\\(?:left|right)\s*\.", ""),
+        (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|q?quad)(?![A-Za-z])|(?<!\\)\\[,;: ]|~", " "),
+        (r"[(\[]\s*\\begin\{array\}(?:\{[^{}]*\})?(.*?)\\end\{array\}\s*[)\]]", r"\\begin{pmatrix}\1\\end{pmatrix}"),
+        (r"^\s*\$((?:[^$\\]|\\.)+)\$(\s*\.?\s*)$", r"\1\2"),
+        (r"^\s*\\[(\[]((?:(?!\\[)\]]).)*)\\[)\]](\s*\.?\s*)$", r"\1\2"),
+        (r"(?<!\.)\.\s*$|\\text\{\.\}\s*$", ""),
+        (r"\\\\\s*(?=\\end\{)", ""),
+        (r"^\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}\s*$", r"\1"),
+    )
+)
+
+
+def plain(text: str) -> str:
+    r"""An answer, a reference or a problem in one notation: `14,\!400` is `14400`, `\cfrac` is `\frac`, `\mbox` is
+    `\text`. Only rewritings that never change the meaning: brackets, values and operations stay as they are."""
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def unnamed(text: str) -> str:
+    r"""The value without a name before it: `x =`, `f(x) =`, `(p, q) =`, `x \in`."""
+    return _NAMED.sub("", text, count=1) if _NAMED.match(text) else text
+
 
 MAX_ANSWER_LENGTH = 1000
 """Characters of an answer up to which it is parsed; a longer one equals only the same text."""

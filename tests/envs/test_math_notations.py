@@ -6,8 +6,7 @@ import json
 import pytest
 
 import envgym
-from envgym.envs.math_verify.answers import grade_by_text
-from envgym.envs.math_verify.notation import plain
+from envgym.envs.math_verify.answers import grade_by_text, plain
 from envgym.rewards.final_answers import boxed
 from envgym.types import Task
 from tests.envs.notations.copies import copies, copies_of_references
