@@ -97,12 +97,61 @@ class CompletionRequest(PolicyRequest):
 
     def answer(self, message: Message, generation: Generation, context: list[int]) -> Body | Iterator[Body]:
         """The completion, or its chunks if a stream is requested."""
-        completion = Completion(self.body, message, generation, context)
-        return completion.chunks() if self.body.get("stream") else completion.body()
+        completion = self._completion(message, generation, context)
+        return self._chunks(completion) if self.body.get("stream") else completion
 
     def out_of_budget(self, reason: str) -> NoReturn:
         """Raise the `refusal` of a request for which no token can be sampled."""
         raise refusal(400, EXHAUSTED[reason], "context_length_exceeded")
+
+    def _completion(self, message: Message, generation: Generation, context: list[int]) -> Body:
+        """The completion, with log-probabilities and token ids where they are requested."""
+        turn: Body = {"role": "assistant", "content": message.text, "refusal": None}
+        if message.tool_calls:
+            calls = message.as_dict(arguments_as_text=True)["tool_calls"]
+            turn |= {"content": message.text or None, "tool_calls": calls}
+        ids, logprobs = list(generation.token_ids), list(generation.logprobs)
+        if self.body.get("return_tokens_as_token_ids"):
+            turn |= zip(TOKEN_FIELDS, (context, ids, logprobs), strict=True)
+        finish_reason = "tool_calls" if message.tool_calls else "stop"
+        if generation.stop_reason is StopReason.LENGTH:
+            finish_reason = "length"
+        choice: Body = {"index": 0, "message": turn, "finish_reason": finish_reason}
+        if self.body.get("logprobs"):
+            tokens = zip(ids, logprobs, strict=True)
+            content: list[Body] = [
+                {"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []} for t, p in tokens
+            ]
+            choice["logprobs"] = {"content": content, "refusal": None}
+        completion: Body = {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": str(self.body.get("model", "policy")),
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": len(context),
+                "completion_tokens": len(ids),
+                "total_tokens": len(context) + len(ids),
+            },
+        }
+        if self.body.get("return_token_ids"):
+            choice["token_ids"] = ids
+            completion["prompt_token_ids"] = context
+        return completion
+
+    def _chunks(self, completion: Body) -> Iterator[Body]:
+        """The completion as a stream: the policy's turn is sampled in one call, so it is one chunk."""
+        [choice] = completion["choices"]
+        usage = completion.pop("usage")
+        delta = choice.pop("message")
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
+        chunk = {**completion, "object": "chat.completion.chunk"}
+        yield {**chunk, "choices": [{**choice, "delta": delta}]}
+        options = self.body.get("stream_options")
+        if isinstance(options, Mapping) and options.get("include_usage"):
+            yield {**chunk, "choices": [], "usage": usage}
 
 
 def _with_reasoning(message: Any) -> Any:
@@ -119,62 +168,3 @@ def _with_reasoning(message: Any) -> Any:
 def _tool(tool: Mapping[str, Any]) -> ToolSpec:
     function = tool["function"]
     return ToolSpec(str(function["name"]), str(function.get("description", "")), function.get("parameters") or {})
-
-
-class Completion:
-    """An answer to a request's `body`: the message, the sampled tokens and the prompt tokens."""
-
-    def __init__(self, body: Mapping[str, Any], message: Message, generation: Generation, context: list[int]) -> None:
-        self._body, self._message, self._generation, self._context = body, message, generation, context
-        self._calls = message.as_dict(arguments_as_text=True).get("tool_calls", [])
-        self._finish_reason = "tool_calls" if message.tool_calls else "stop"
-        if generation.stop_reason is StopReason.LENGTH:
-            self._finish_reason = "length"
-        prompt, completion = len(context), len(generation.token_ids)
-        self._usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        self._envelope = {
-            "id": f"chatcmpl-{secrets.token_hex(8)}",
-            "created": int(time.time()),
-            "model": str(body.get("model", "policy")),
-        }
-
-    def body(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self._message.text, "refusal": None}
-        if self._calls:
-            message |= {"content": self._message.text or None, "tool_calls": self._calls}
-        if self._body.get("return_tokens_as_token_ids"):
-            values = (self._context, list(self._generation.token_ids), list(self._generation.logprobs))
-            message |= zip(TOKEN_FIELDS, values, strict=True)
-        choice = {"index": 0, **self._tokens(), "message": message, "finish_reason": self._finish_reason}
-        answer = {**self._envelope, "object": "chat.completion", "choices": [choice], "usage": self._usage}
-        return answer | ({"prompt_token_ids": self._context} if self._body.get("return_token_ids") else {})
-
-    def chunks(self) -> Iterator[dict[str, Any]]:
-        """The completion as a stream. The policy's turn is sampled in one call, so its text is one chunk."""
-        opening = {"prompt_token_ids": self._context} if self._body.get("return_token_ids") else {}
-        yield self._chunk({"role": "assistant", "content": ""}) | opening
-        if self._message.text:
-            yield self._chunk({"content": self._message.text}, **self._tokens())
-        for index, call in enumerate(self._calls):
-            yield self._chunk({"tool_calls": [{"index": index, **call}]})
-        yield self._chunk({}, finish_reason=self._finish_reason)
-        options = self._body.get("stream_options")
-        if isinstance(options, Mapping) and options.get("include_usage"):
-            yield self._chunk({}) | {"choices": [], "usage": self._usage}
-
-    def _chunk(self, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "finish_reason": None, **fields}
-        return {**self._envelope, "object": "chat.completion.chunk", "choices": [choice]}
-
-    def _tokens(self) -> dict[str, Any]:
-        """Log-probabilities and token ids, if requested."""
-        tokens: dict[str, Any] = {}
-        if self._body.get("logprobs"):
-            pairs = zip(self._generation.token_ids, self._generation.logprobs, strict=True)
-            content: list[dict[str, Any]] = [
-                {"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs
-            ]
-            tokens["logprobs"] = {"content": content, "refusal": None}
-        if self._body.get("return_token_ids"):
-            tokens["token_ids"] = list(self._generation.token_ids)
-        return tokens
