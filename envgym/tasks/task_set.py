@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from envgym.errors import RunError
@@ -66,20 +67,25 @@ class TaskList(TaskSet):
 
 
 class GeneratedTasks(TaskSet):
-    """Endless tasks: task `index` is `make(index)`, a function of the index alone."""
+    """Tasks by a function of their index: task `index` is `make(index)`, which may be a coroutine. They are endless, or
+    `size` of them."""
 
-    def __init__(self, make: Callable[[int], Task]) -> None:
+    def __init__(self, make: Callable[[int], Task | Awaitable[Task]], size: int | None = None) -> None:
         self._make = make
+        self._size = size
 
     @property
     def size(self) -> int | None:
-        return None
+        return self._size
 
     async def get(self, index: int) -> Task:
-        return self._make(index)
+        if self._size is not None and index >= self._size:
+            raise IndexError(index)
+        task = self._make(index)
+        return await task if inspect.isawaitable(task) else task
 
 
-class SeededTasks(TaskSet):
+class SeededTasks(GeneratedTasks):
     """The endless task set of an environment that generates its problems: task `seed-N` is reset seed N.
 
     The seeds of train and test are disjoint.
@@ -88,14 +94,8 @@ class SeededTasks(TaskSet):
     TEST_START = 2**31
 
     def __init__(self, split: str) -> None:
-        self._start = self.TEST_START if split == "test" else 0
-
-    @property
-    def size(self) -> int | None:
-        return None
-
-    async def get(self, index: int) -> Task:
-        return Task(id=f"seed-{self._start + index}", seed=self._start + index)
+        start = self.TEST_START if split == "test" else 0
+        super().__init__(lambda index: Task(id=f"seed-{start + index}", seed=start + index))
 
 
 async def tasks_at(tasks: TaskSet, indices: Iterable[int]) -> list[Task]:

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
 from envgym.errors import CallTimeout, ConfigError, InvalidOutcome
 from envgym.processes.pool import Processes
+from envgym.tasks import GeneratedTasks
 from envgym.types import Action, Message, Task, add_instruction
 
 from .datasets import TEST_START, Datasets
@@ -101,22 +102,6 @@ class ReasoningGymEnv(Env):
         return None, score, True, False, {"score": score, "answer": answer or None, "metrics": metrics}
 
 
-class ReasoningGymTasks(TaskSet):
-    """Task N is item N of the datasets; `test` counts from `TEST_START`. No question is in both splits."""
-
-    def __init__(self, spec: ReasoningGym, split: str) -> None:
-        self._spec, self._split = spec, split
-
-    @property
-    def size(self) -> int | None:
-        return self._spec.config.size if self._split == "train" else None
-
-    async def get(self, index: int) -> Task:
-        if self.size is not None and index >= self.size:
-            raise IndexError(index)
-        return await self._spec.task(index if self._split == "train" else TEST_START + index)
-
-
 class ReasoningGym(EnvSpec):
     """The datasets, in processes that make items and score answers."""
 
@@ -133,9 +118,10 @@ class ReasoningGym(EnvSpec):
         self.closing.push_async_callback(self.processes.close)
 
     def tasks(self, split: str) -> TaskSet:
-        if split not in ("train", "test"):
-            raise ConfigError(f"environment {self.id} has the splits train and test, not {split!r}")
-        return ReasoningGymTasks(self, split)
+        """Task N is item N of the datasets; `test` counts from `TEST_START`. No question is in both splits."""
+        if split == "train":
+            return GeneratedTasks(self.task, self.config.size)
+        return GeneratedTasks(lambda index: self.task(TEST_START + index))
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         """The right answer, tagged. A few datasets have none."""
