@@ -176,7 +176,7 @@ def test_an_alarm_is_over_once_it_was_refuted():
 
 @pytest.mark.parametrize(("precision", "difference"), [("16 bit", 0.6), ("float32", 0.06), ("16 bit", math.nan)])
 def test_an_engine_that_computes_differently_from_the_same_files_stops_the_run(precision, difference):
-    with pytest.raises(RunError, match=r"the probe before the first sync.*The bytes arrived"):
+    with pytest.raises(RunError, match=r"the probe before the first sync.*is not this model; sync.tolerance=N sets"):
         compare(before=difference, after=0.0, samples=0.0, precision=precision)
 
 
