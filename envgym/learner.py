@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from .types.episodes import FloatArray
 
 
-NOW = (
-    "a learner gets groups (`group.episodes`, `episode.rows`) in place of trajectories and their samples, "
-    "`rows_to_score` in place of `samples_to_score`, `end_step(rows)` in place of `on_step_end(record)`"
-)
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("TrainSample", "Trajectory", "trajectories"):
-        raise RunError(f"{name} was in envgym.learner in an earlier version: {NOW}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
     """A model the learner needs. Head `lm` gives log-probabilities of the tokens, `scalar` one value per token.
@@ -227,12 +215,6 @@ class Learner(ABC):
 
     The types in these signatures are in `envgym.learner` and `envgym.types`.
     """
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name in ("samples_to_score", "on_step_end"):
-            if name in vars(cls):
-                raise RunError(f"learner {cls.__name__} has the method {name}, of an earlier version of envgym: {NOW}")
 
     Config: ClassVar[type[LearnerConfig]] = LearnerConfig
 

@@ -116,19 +116,3 @@ def test_advantages_that_are_too_few_are_told_with_the_authors_line(own, credit,
     with pytest.raises(RunError) as error:
         kind(kind.Config(name=own, credit=credit)).prepare(number_rows([group([1.0], [0.0], [2.0])]))
     assert str(error.value).startswith(f"{own}, line {line}: advantages returned {wrong} for 3 members of a group")
-
-
-@pytest.mark.parametrize("name", ["Trajectory", "TrainSample", "trajectories"])
-def test_a_learner_of_an_earlier_version_is_told_what_its_types_are_now(own, name):
-    Path(own).write_text(f"from envgym.learner import {name}\n{OWN}")
-    with pytest.raises(RunError, match=rf"^{name} was in envgym.learner in an earlier version: .*episode\.rows"):
-        load_component("learner", own)
-
-
-@pytest.mark.parametrize("name", ["samples_to_score", "on_step_end"])
-def test_a_method_of_an_earlier_version_is_not_left_uncalled(own, name):
-    Path(own).write_text(OWN + f"\n    def {name}(self, values):\n        return []\n")
-    with pytest.raises(
-        RunError, match=rf"^learner AgainstTheBest has the method {name}, of an earlier version.*end_step"
-    ):
-        load_component("learner", own)
