@@ -448,7 +448,7 @@ class WeightSync:
         raise RunError(
             f"sampler and trainer disagree on {subject}: log-probabilities differ by {difference:.2g}{on_average}, "
             f"more than {limit}. The bytes arrived (their checksums are equal): the engine assigns the weights to "
-            "other places, computes differently (dtype, kernels), or is not this model; sync.tolerance=N sets another bound"
+            "other places, computes differently (dtype, kernels), or is not this model; sync.tolerance=N sets the bound"
         )
 
 
