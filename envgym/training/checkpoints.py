@@ -112,7 +112,7 @@ class Checkpoints:
         text, best, step = state_to_json(state), state["progress"]["best"], state["progress"]["step"]
         with self._progress.timed("checkpoint"):
             await self.wait_for_writes()
-            await self._components.wake_models()
+            await self._components.timeshare.give_to_models()
             folder = self._folder.new_checkpoint()
             try:
                 for role in self._components.trained_roles:

@@ -45,18 +45,9 @@ class Components:
     sampling: SamplingParams
     engine: Engine | None = None
     sync: WeightSync | None = None
+    timeshare: GpuTimeshare = field(default_factory=lambda: GpuTimeshare(None, {}, keeps_weights=False))
     pretraining: Pretraining | None = None
     apis: Mapping[str, ApiTeacher] = field(default_factory=dict)
-
-    async def wake_engines(self) -> None:
-        """Give the engines the memory that they share with models."""
-        if self.sync is not None:
-            await self.sync.timeshare.give_to_engines()
-
-    async def wake_models(self, *, for_new_weights: bool = False) -> None:
-        """Give the models the memory that they share with engines; see `GpuTimeshare.give_to_models`."""
-        if self.sync is not None:
-            await self.sync.timeshare.give_to_models(for_new_weights=for_new_weights)
 
     @property
     def trained_roles(self) -> list[str]:
@@ -90,12 +81,11 @@ async def start_components(
     )
     for api in apis.values():
         api.vocabulary = workers["actor"].info.vocabulary
+    assert isinstance(engine, EnginePool | None), "a run that trains is given engines with tokens"
+    roles_in_turns = {role: workers[role] for role in timeshared}
+    timeshare = GpuTimeshare(engine, roles_in_turns, keeps_weights=adapters["actor"].rank > 0)
     sync = None
     if engine is not None:
-        assert isinstance(engine, EnginePool), "a run that trains is given engines with tokens"
-        timeshare = GpuTimeshare(
-            engine, {role: workers[role] for role in timeshared}, keeps_weights=adapters["actor"].rank > 0
-        )
         actor, quantized = workers["actor"], adapters["actor"].quantize != "none"
         text = agent.renderer.prompt(Observation(text=PROBE))
         probe = tuple(text[: min(PROBE_TOKENS, max_model_len or PROBE_TOKENS)])
@@ -110,7 +100,7 @@ async def start_components(
         runner.first_answers.note = display.note
     announce(stage, agent.renderer, summary, max_model_len, display.note)
     params = stage.rollout.sampling(agent.renderer.stop_token_ids)
-    return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
+    return Components(learner, runner, workers, params, engine, sync, timeshare, pretraining, apis)
 
 
 def _plan_loading(

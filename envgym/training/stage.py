@@ -206,7 +206,7 @@ def check_recordings(stage: StageConfig, spec: EnvSpec) -> None:
 
 async def _save_models(stage: StageConfig, components: Components, folder: RunFolder, display: Display) -> None:
     """Save the trained policy, and the other models with `roles.ROLE.save`."""
-    await components.wake_models()
+    await components.timeshare.give_to_models()
     tokenizer = components.runner.agent.renderer.tokenizer
     saved_roles = [role for role, settings in stage.roles.items() if settings.save]
     for role, path in {"actor": folder.model, **{role: folder.path / role for role in saved_roles}}.items():

@@ -177,9 +177,9 @@ class Trainer:
         start = time.monotonic()
         self.progress.record = {"step": self.progress.step + 1}
         try:
-            await self.components.wake_engines()
+            await self.components.timeshare.give_to_engines()
             groups = number_rows(await self.groups.collect())
-            await self.components.wake_models(for_new_weights=True)
+            await self.components.timeshare.give_to_models(for_new_weights=True)
             await self.update.score(groups)
             async with self.weights_locked():
                 self.checkpoints.discard_snapshot()
@@ -231,7 +231,7 @@ class Trainer:
         with self.progress.timed("eval"):
             await self.stop.run_until_stopped(self.held_out.tasks())
             if self.uses_policy:
-                await self.components.wake_engines()
+                await self.components.timeshare.give_to_engines()
                 results = {label: await self.held_out.evaluate_sampled()}
                 if self.stage.eval.greedy and step in (0, self.steps):
                     results[f"greedy_{label}"] = await self.held_out.evaluate_greedily()

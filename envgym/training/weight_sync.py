@@ -223,15 +223,15 @@ class GpuTimeshare:
     weights and receive the new ones, the actor is offloaded, and only then engines allocate their cache.
     """
 
-    def __init__(self, pool: EnginePool, roles: dict[str, WorkerGroup], *, keeps_weights: bool) -> None:
-        self._pool = pool
+    def __init__(self, pool: EnginePool | None, roles: Mapping[str, WorkerGroup], *, keeps_weights: bool) -> None:
+        self._pool = pool if roles else None
         self._roles = roles
         self._keeps_weights = keeps_weights
         self._sampling = False
 
     async def give_to_models(self, *, for_new_weights: bool = False) -> None:
         """Give the models the memory. `for_new_weights`: the engines need not save weights that will be replaced."""
-        if not self._roles or not self._sampling:
+        if self._pool is None or not self._sampling:
             return
         await self._pool.sleep(2 if for_new_weights and not self._keeps_weights else 1)
         await asyncio.gather(*(group.on_all(lambda rank: rank.onload()) for group in self._roles.values()))
@@ -239,12 +239,12 @@ class GpuTimeshare:
 
     async def give_to_engines(self) -> None:
         """Give the engines the memory."""
-        if self._roles and not self._sampling:
+        if self._pool is not None and not self._sampling:
             await self.hand_over(None)
 
     async def hand_over(self, send: Callable[[], Awaitable[None]] | None) -> None:
         """Give the engines the memory, and new weights by `send`, if there are any."""
-        if self._roles:
+        if self._pool is not None:
             await asyncio.gather(
                 *(
                     group.on_all(lambda rank: rank.offload(role == "actor"))  # noqa: B023
@@ -254,7 +254,7 @@ class GpuTimeshare:
             await self._pool.wake("weights")
         if send is not None:
             await send()
-        if self._roles:
+        if self._pool is not None:
             if "actor" in self._roles:
                 await self._roles["actor"].on_all(lambda rank: rank.offload(False))
             await self._pool.wake("cache")
