@@ -12,7 +12,7 @@ from envgym.errors import InvalidStep, PromptTooLong
 from envgym.transcript import EMPTY_ANSWERS, Transcript
 from envgym.types import Action, Episode, Limit, Outcome, StopReason, Task, Turn, observed_messages
 
-from .multi_turn import ToolCallingConfig
+from .token_level import ToolCallingConfig
 
 TOKEN_COUNTS = ("prompt_tokens", "completion_tokens")
 

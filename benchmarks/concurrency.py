@@ -83,7 +83,7 @@ def measured(kind: str, n: int) -> dict[str, float]:
     import resource
 
     from envgym import Env, EnvSpec
-    from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
+    from envgym.agents.token_level import MultiTurn, MultiTurnConfig
     from envgym.engine import Generation, Request, SamplingParams
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.render import load_tokenizer, make_renderer

@@ -85,7 +85,7 @@ def markdown(result: dict[str, Any]) -> str:
 async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     """Seconds of a round of one case: the rollout, and the whole."""
     from envgym import Env, EnvSpec
-    from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
+    from envgym.agents.token_level import MultiTurn, MultiTurnConfig
     from envgym.engine import SamplingParams
     from envgym.engines.pool import EngineClient
     from envgym.episodes.record import write_rollouts

@@ -184,7 +184,7 @@ def tell(said: dict[str, Any]) -> None:
 
 async def ours(job: dict[str, Any], folder: Path) -> None:
     """Run rollouts, and save the engine's requests for the other side."""
-    from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
+    from envgym.agents.token_level import MultiTurn, MultiTurnConfig
     from envgym.engine import SamplingParams
     from envgym.engines.pool import EngineClient
     from envgym.engines.spec import EngineSpec

@@ -28,7 +28,7 @@ assert not changed, changed
 PARTS = """
 import json, sys
 import envgym
-from envgym.agents.multi_turn import SingleTurn
+from envgym.agents.token_level import SingleTurn
 from envgym.learners.rloo import RLOO
 
 PROBLEMS = [{"prompt": f"Repeat {n}.", "answer": str(n)} for n in range(40)]

@@ -160,7 +160,7 @@ def said(tmp_path_factory):
 
 def test_what_can_be_taken_out():
     assert {"envs/math_verify", "agents/replay.py", "learners/ppo.py"} <= set(PARTS)
-    assert {"learners/advantages.py", "learners/policy_gradient.py", "agents/multi_turn.py"}.isdisjoint(PARTS)
+    assert {"learners/advantages.py", "learners/policy_gradient.py", "agents/token_level.py"}.isdisjoint(PARTS)
     assert entry_points("envs/nemo_gym") == {("envs", "nemo_gym-v0"), ("agents", "nemo_gym"), ("dialects", "nemo_gym")}
 
 

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from envgym.agent import OutOfBudget, Sampler
-from envgym.agents.multi_turn import MultiTurn
-from envgym.agents.token_level import actions_of
+from envgym.agents.token_level import MultiTurn, actions_of
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.transcript import Transcript

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envgym import Action, Env, EnvSpec, spec
-from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig, ToolCalling
+from envgym.agents.token_level import MultiTurn, MultiTurnConfig, ToolCalling
 from envgym.engine import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from envgym import Env, EnvSpec
-from envgym.agents.multi_turn import SingleTurn
+from envgym.agents.token_level import SingleTurn
 from envgym.engine import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
 from envgym.transcript import EpisodeSampler

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from envgym import registry
-from envgym.agents.multi_turn import MultiTurn
+from envgym.agents.token_level import MultiTurn
 from envgym.engine import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from envgym import Env, EnvSpec
-from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
+from envgym.agents.token_level import MultiTurn, MultiTurnConfig
 from envgym.engine import SamplingParams
 from envgym.engines import choose_engine
 from envgym.engines.pool import EngineClient

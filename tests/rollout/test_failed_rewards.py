@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
+from envgym.agents.token_level import MultiTurn, MultiTurnConfig
 from envgym.config.words import parse_overrides
 from envgym.engine import Generation, SamplingParams
 from envgym.env import Env, EnvSpec

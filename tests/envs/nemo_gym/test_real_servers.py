@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import envgym
-from envgym.agents.multi_turn import ToolCalling
+from envgym.agents.token_level import ToolCalling
 from envgym.engine import Generation, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import load_tokenizer, make_renderer
