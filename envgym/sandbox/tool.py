@@ -14,11 +14,9 @@ _REASONS = {
 }
 
 
-def python_tool(sandbox: Sandbox, *, max_characters: int = 4000) -> Callable[[str], Awaitable[str]]:
-    """A function for `Tool.from_function` that runs programs in `sandbox`, without state between calls.
-
-    The middle of a result of more than `max_characters` is omitted.
-    """
+def python_tool(sandbox: Sandbox) -> Callable[[str], Awaitable[str]]:
+    """A function for `Tool.from_function`: the policy gives it a program, and gets what the program prints. Each call
+    runs in a new process of `sandbox`."""
 
     async def python(code: str) -> str:
         """Run a Python program and return what it prints. Nothing is kept from one call to the next.
@@ -26,7 +24,7 @@ def python_tool(sandbox: Sandbox, *, max_characters: int = 4000) -> Callable[[st
         Args:
             code: The whole program. Use print() to see values.
         """
-        return _shorten(_format(await sandbox.run(code)), max_characters)
+        return _format(await sandbox.run(code))
 
     return python
 
@@ -39,10 +37,3 @@ def _format(execution: Execution) -> str:
     elif execution.exit and not execution.stderr.strip():
         parts.append(f"The program ended with exit status {execution.exit}.")
     return "\n".join(part for part in parts if part) or "The program printed nothing."
-
-
-def _shorten(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    head, tail = text[: limit // 2], text[-(limit // 2) :]
-    return f"{head}\n[… {len(text) - len(head) - len(tail)} characters left out …]\n{tail}"

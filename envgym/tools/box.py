@@ -28,8 +28,8 @@ NAME_LENGTH = 64
 class ToolBox:
     """The tools of one episode, and counts of their calls.
 
-    `timeout` is in seconds per call, for tools without their own; results longer than `max_chars` characters are
-    truncated, with a note.
+    `timeout` is in seconds per call, for tools without their own; results longer than `max_chars` characters
+    lose their middle, with a note.
     """
 
     def __init__(
@@ -133,6 +133,8 @@ def _clean(text: str) -> str:
 
 
 def _truncate(text: str, length: int) -> str:
+    """The text without its middle if it is longer than `length`: an error comes last, after what was printed."""
     if len(text) <= length:
         return text
-    return f"{text[:length]}\n[truncated: {len(text)} characters in all]"
+    half = length // 2
+    return f"{text[:half]}\n[truncated: {len(text)} characters in all]\n{text[half - length :]}"

@@ -113,7 +113,7 @@ def test_settings_reach_the_tools():
     spec = shop(tool_timeout=0.1, max_result_chars=4)
     _, [(results, *_)] = play(spec, call(("wait", {"seconds": 5}), ("buy", {"item": "tea"})))
     assert results.messages[0].text == "Error: wait took longer than 0.1 s"
-    assert results.messages[1].text == "3 do\n[truncated: 9 characters in all]"
+    assert results.messages[1].text == "3 \n[truncated: 9 characters in all]\nrs"
 
 
 def test_episodes_do_not_share_state():

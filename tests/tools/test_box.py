@@ -107,7 +107,7 @@ def test_a_long_result_is_cut_and_says_so():
         return "a" * n
 
     texts, _ = answers([shout], ("shout", {"n": 100}), ("shout", {"n": 101}), max_chars=100)
-    assert texts == ["a" * 100, "a" * 100 + "\n[truncated: 101 characters in all]"]
+    assert texts == ["a" * 100, "a" * 50 + "\n[truncated: 101 characters in all]\n" + "a" * 50]
 
 
 # -- errors -----------------------------------------------------------------------------------------------
