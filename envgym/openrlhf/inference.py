@@ -23,8 +23,6 @@ def set_inference(flags: Flags, translation: Translation) -> None:
     if processor is not None and task != "rm":
         translation.notes.append("--post_processor is ignored: it needs rewards, which --eval_task rm gives")
         processor = None
-    if processor == "iter_dpo":
-        translation.notes.append("--post_processor iter_dpo: an input whose rewards are all equal gives no pair")
     process = post_processor(processor, flags["reward_template"], normalize=bool(flags["normalize_reward"]))
     chat, model = bool(flags["apply_chat_template"]), str(flags["pretrain"])
 
@@ -47,10 +45,7 @@ def _set_generation(flags: Flags, translation: Translation) -> None:
     settings["engine.max_model_len"] = flags["prompt_max_len"] + flags["max_new_tokens"]
     if flags["eval_task"] == "generate":
         settings["engine.kind"] = "transformers"
-    if flags["greedy_sampling"] and flags["eval_task"] == "generate":
-        settings["rollout.top_k"] = 1
-    elif flags["greedy_sampling"]:
-        translation.notes.append("--greedy_sampling is ignored: OpenRLHF's generate_vllm does not read it")
+        settings |= {"rollout.top_k": 1} if flags["greedy_sampling"] else {}
     set_template(flags, translation, "env.template", f"{flags['csft_prompt'].strip()} " if flags["enable_csft"] else "")
 
 

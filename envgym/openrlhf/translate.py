@@ -70,22 +70,17 @@ def _set_offline(flags: Flags, translation: Translation) -> None:
     else:
         set_template(flags, translation, "env.template")
     settings |= {f"env.fields.{name}": str(field) for name, field in _fields(flags, translation).items()}
-    if flags.program == "train_kto":
-        translation.notes.append(
-            "the KL of train_kto is of mismatched pairs of a training step; OpenRLHF takes that of each micro-batch"
-        )
     if flags.program == "train_sft" and flags["multiturn"] and not flags["apply_chat_template"]:
         raise ConfigError("train_sft: --multiturn needs --apply_chat_template, which separates the turns")
     if flags.program in ("train_sft", "train_kto", "train_kd") and not is_text:
         settings.setdefault("env.teach", "last")
-    if flags.program == "train_rm":
-        if flags["loss"] != "sigmoid":  # the logistic loss in another notation, without margins
-            settings["learner.margin"] = False
-        if flags["eval_dataset"] is None:
-            translation.notes.append(
-                "without --eval_dataset the mean and std of rewards in the model's config are those of the last "
-                "training step; OpenRLHF takes the first hundredth of the rows"
-            )
+    if flags.program == "train_rm" and flags["loss"] != "sigmoid":
+        settings["learner.margin"] = False  # the logistic loss in another notation, without margins
+    if flags.program == "train_rm" and flags["eval_dataset"] is None:
+        translation.notes.append(
+            "without --eval_dataset the mean and std of rewards in the model's config are those of the last training "
+            "step; OpenRLHF takes the first hundredth of the rows"
+        )
 
 
 def _fields(flags: Flags, translation: Translation) -> dict[str, Any]:
@@ -225,17 +220,9 @@ def _set_loss(flags: Flags, translation: Translation) -> None:
             settings["learner.kl.estimator"] = "k3"
     if flags["async_train"] and "learner.correction.kind" not in settings:
         settings["learner.correction.kind"] = "tis"
-        translation.notes.append(
-            "--async_train implies --enable_vllm_is_correction: samples of older policies are weighted"
-        )
     if flags["pretrain_data"]:
         settings |= source_settings(flags, "pretrain_data", "pretrain_data_probs", "pretrain")
     episodes, batch = flags["rollout_batch_size"] * flags["n_samples_per_prompt"], flags["train_batch_size"]
-    if episodes % batch:
-        translation.notes.append(
-            f"--train_batch_size {batch} does not divide the {episodes} episodes of a rollout: they are split "
-            "evenly over its optimizer steps"
-        )
     settings["learner.minibatches"] = max(1, round(episodes / batch))
 
 
