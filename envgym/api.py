@@ -108,10 +108,11 @@ class EvalResult:
 
     @property
     def metrics(self) -> Any:
-        """The numbers of each environment, as a data frame of pandas or, without it, a list of dictionaries."""
-        numbers = {name: env.items() for name, env in self.environments.items()}
-        kinds = int | float | None
-        return _frame({"environment": n} | {k: v for k, v in row if isinstance(v, kinds)} for n, row in numbers.items())
+        """The numbers of each environment, as in `result.csv`: a data frame of pandas or, without it, a list of
+        dictionaries."""
+        from .evaluation.table import flat_rows
+
+        return _frame(flat_rows({"envs": self.environments}))
 
     def episodes(self) -> Any:
         """The episodes, as a data frame like `metrics`."""

@@ -231,6 +231,7 @@ def test_an_evaluation_gives_its_numbers_and_episodes_as_data_frames(tmp_path):
     write_episodes(tmp_path / "episodes.jsonl", [episode])
     environments = {"sums": {"score": 0.5, "ci95": [0.1, 0.9], "n_tasks": 1}}
     result = EvalResult(tmp_path, "m", 0.5, None, 1.0, 1, 1, {}, environments, {})
-    assert result.metrics.to_dict("records") == [{"environment": "sums", "score": 0.5, "n_tasks": 1}]
+    numbers = {"ci95_low": 0.1, "ci95_high": 0.9, "score": 0.5, "n_tasks": 1}
+    assert result.metrics.to_dict("records") == [{"environment": "sums", **numbers}]
     [row] = result.episodes().to_dict("records")
     assert (row["prompt"], row["completion"], row["score"], row["k"]) == ("2 + 2?", "4", 0.5, 2.0)

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from envgym.config.words import dotted_keys
 from envgym.monitoring.report import aligned, counts, duration, score, tasks_behind, with_interval
 
 AT_K = ("pass@k", "pass^k", "majority@k")
+DESCRIPTIONS = ("env", "agent", "settings", "fingerprints", "envs")
+"""Keys of an environment's result that describe it."""
 
 
 def evaluation_text(result: Mapping[str, Any], folder: Path) -> str:
@@ -108,37 +111,22 @@ def _share(part: int, total: int) -> str:
     return f"{part / total:.0%}" if part else ""
 
 
+def flat_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row per environment: its name and its numbers, nested ones by dotted keys (`success.rate`, `pass@k.4`)."""
+    rows = []
+    for name, env in result["envs"].items():
+        low, high = env.get("ci95") or (None, None)
+        numbers = dotted_keys({key: value for key, value in env.items() if key not in DESCRIPTIONS})
+        row = {"environment": name, "ci95_low": low, "ci95_high": high}
+        rows.append(row | {key: value for key, value in numbers if isinstance(value, int | float | None)})
+    return rows
+
+
 def csv_table(result: Mapping[str, Any]) -> str:
-    """A row per environment, as CSV."""
-    rows = [_csv_row(name, env) for name, env in result["envs"].items()]
+    """The rows of `flat_rows` as CSV."""
+    rows, text = flat_rows(result), io.StringIO()
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _csv_row(name: str, env: Mapping[str, Any]) -> dict[str, Any]:
-    low, high = env["ci95"] or (None, None)
-    seconds = env["seconds"] or {}
-    return {
-        "env": name,
-        "weight": env["weight"],
-        "score": env["score"],
-        "reward": env.get("reward", env)["score"],
-        "ci95_low": low,
-        "ci95_high": high,
-        "stderr": env["stderr"],
-        "success_rate": env["success"]["rate"],
-        "n_tasks": env["n_tasks"],
-        "n_episodes": env["n_episodes"],
-        "failed": sum(env["failures"].values()),
-        "unscored": env["unscored"],
-        "truncated": env["truncated"],
-        **{f"{kind}={k}": value for kind in AT_K for k, value in env.get(kind, {}).items()},
-        "tokens": env["tokens"],
-        "turns": env["turns"],
-        "seconds_p50": seconds.get("p50"),
-        "seconds_p95": seconds.get("p95"),
-    }

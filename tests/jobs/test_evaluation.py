@@ -103,8 +103,11 @@ def test_a_folder_holds_the_result_a_table_every_episode_and_how_it_was_made(eva
     assert result["failures"] == {"environment": 2}
     assert result["n_episodes"] == 12 + 6 + 4
     rows = list(csv.DictReader((folder.path / "result.csv").open()))
-    assert [row["env"] for row in rows] == list(result["envs"])
+    assert [row["environment"] for row in rows] == list(result["envs"])
     assert float(rows[0]["score"]) == counted["score"]
+    assert float(rows[0]["success.rate"]) == counted["success"]["rate"]
+    assert [float(rows[0][key]) for key in ("ci95_low", "ci95_high")] == counted["ci95"]
+    assert not [key for key in rows[0] if key.startswith(("env.", "settings.", "fingerprints."))]
     assert len(result["fingerprints"]["model"]) == 16
 
 
