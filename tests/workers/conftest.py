@@ -1,3 +1,4 @@
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -89,3 +90,47 @@ def normalizers():
         }
 
     return sum_weights
+
+
+@pytest.fixture
+def make_worker(tied_model, learner):
+    """make_worker(model, zero_stage, learn={…}, lora={…}, …) -> a loaded worker, which is closed after the test."""
+    from envgym.learner import RoleSpec
+    from envgym.workers.config import WorkersConfig, WorkerSpec
+    from envgym.workers.lora import LoraConfig
+    from envgym.workers.model import ModelWorker
+
+    workers = []
+
+    def make(model=tied_model, zero_stage=0, role="actor", trained=True, head="lm", learn=None, lora=None, **settings):
+        config = WorkersConfig(zero_stage=zero_stage, **{"dtype": "float32", **settings})
+        role_spec, adapter = RoleSpec(trained=trained, head=head), LoraConfig(**(lora or {}))
+        worker = ModelWorker(WorkerSpec(role, model, role_spec, {**learner, **(learn or {})}, config, adapter))
+        workers.append(worker)
+        worker.load()
+        return worker
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture(scope="session")
+def run_group():
+    """run_group(runtime, spec, body) -> what the coroutine `body(group)` returns, run on a started group."""
+    from envgym.workers.group import WorkerGroup
+
+    def run(runtime, spec, body):
+        async def main():
+            try:
+                group = await WorkerGroup.start(runtime, spec)
+                try:
+                    return await body(group)
+                finally:
+                    await group.close()
+            finally:
+                await runtime.close()
+
+        return asyncio.run(main())
+
+    return run

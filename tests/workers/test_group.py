@@ -14,12 +14,11 @@ from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime, WorkerHandle
 from envgym.workers.config import WorkersConfig, WorkerSpec
-from envgym.workers.group import WorkerGroup
 from tests.weight_files import export_group
 
 
 @pytest.fixture
-def with_group(tmp_path, tied_model, learner):
+def with_group(tmp_path, tied_model, learner, run_group):
     """with_group(body, ranks=…) -> what the coroutine `body(group)` returns, run on a started group."""
 
     def run(body, *, ranks=1, inline=False, zero_stage=0, dtype="float32", model=tied_model, deepspeed=None):
@@ -27,19 +26,9 @@ def with_group(tmp_path, tied_model, learner):
             ranks=ranks, zero_stage=zero_stage, tokens_per_microbatch=60, dtype=dtype, deepspeed=deepspeed or {}
         )
 
-        async def main():
-            runtime = InlineRuntime() if inline else LocalRuntime(tmp_path / "logs")
-            try:
-                spec = WorkerSpec("actor", model, RoleSpec(trained=True), learner=learner, settings=settings)
-                group = await WorkerGroup.start(runtime, spec)
-                try:
-                    return await body(group)
-                finally:
-                    await group.close()
-            finally:
-                await runtime.close()
-
-        return asyncio.run(main())
+        runtime = InlineRuntime() if inline else LocalRuntime(tmp_path / "logs")
+        spec = WorkerSpec("actor", model, RoleSpec(trained=True), learner=learner, settings=settings)
+        return run_group(runtime, spec, body)
 
     return run
 

@@ -1,6 +1,5 @@
 """Adapters in the worker: only they learn, as peft and plain arithmetic say; the base stays, and can be had back."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -15,29 +14,15 @@ from envgym.errors import ConfigError, MissingDependency
 from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.workers.config import WorkersConfig, WorkerSpec
-from envgym.workers.group import WorkerGroup
 from envgym.workers.lora import LoraConfig
-from envgym.workers.model import ModelWorker
 from tests.weight_files import export
 
 LORA = {"rank": 4, "alpha": 6}
 
 
 @pytest.fixture
-def make_worker(untied_model, learner):
-    workers = []
-
-    def make(zero_stage=0, role="actor", head="lm", lora=LORA, deepspeed=None, model=untied_model, **settings):
-        settings = {"zero_stage": zero_stage, "dtype": "float32", "deepspeed": deepspeed or {}, **settings}
-        role_spec, adapter = RoleSpec(trained=True, head=head), LoraConfig(**lora)
-        worker = ModelWorker(WorkerSpec(role, model, role_spec, learner, WorkersConfig(**settings), adapter))
-        workers.append(worker)
-        worker.load()
-        return worker
-
-    yield make
-    for worker in workers:
-        worker.close()
+def make_worker(make_worker, untied_model):
+    return lambda **settings: make_worker(**{"model": untied_model, "lora": LORA, **settings})
 
 
 def adapter_of(worker, folder: Path):
@@ -81,7 +66,7 @@ def test_only_the_adapter_learns(
     make_worker, make_rows, normalizers, plain_gradient_descent, untied_model, tmp_path, zero_stage
 ):
     rows = make_rows(6)
-    worker = make_worker(zero_stage, deepspeed=plain_gradient_descent)
+    worker = make_worker(zero_stage=zero_stage, deepspeed=plain_gradient_descent)
     initial = adapter_of(worker, tmp_path / "before")
     for _ in range(2):  # the first moves B alone, which begins at zero
         worker.accumulate([rows[:4], rows[4:]], normalizers(rows))
@@ -111,7 +96,7 @@ def test_only_the_adapter_learns(
     ids=str,
 )
 def test_what_ranks_leave_is_the_policy(
-    make_rows, normalizers, plain_gradient_descent, learner, tied_model, tmp_path, workers
+    make_rows, normalizers, plain_gradient_descent, learner, tied_model, tmp_path, workers, run_group
 ):
     """Real processes: the merged model, the adapter's folder and the workers say the same; without it they say what the
     base says, to the bit."""
@@ -132,16 +117,8 @@ def test_what_ranks_leave_is_the_policy(
 
     settings = WorkersConfig(**workers, dtype="float32", deepspeed=plain_gradient_descent)
 
-    async def main():
-        runtime = LocalRuntime(tmp_path / "logs")
-        try:
-            spec = WorkerSpec("actor", tied_model, RoleSpec(trained=True), learner, settings, LoraConfig(**LORA))
-            group = await WorkerGroup.start(runtime, spec)
-            return await body(group)
-        finally:
-            await runtime.close()
-
-    (start, base), final, learned = asyncio.run(main())
+    spec = WorkerSpec("actor", tied_model, RoleSpec(trained=True), learner, settings, LoraConfig(**LORA))
+    (start, base), final, learned = run_group(LocalRuntime(tmp_path / "logs"), spec, body)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     loaded = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
     with_adapter = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter")
@@ -169,12 +146,12 @@ def test_learning_goes_on_from_a_small_checkpoint(
         worker.accumulate([rows], normalizers(rows))
         worker.step(1e-2)
 
-    worker = make_worker(zero_stage, model=tied_model)
+    worker = make_worker(zero_stage=zero_stage, model=tied_model)
     learn(worker)
     worker.save_state(str(tmp_path / "state"))
     learn(worker)
     expected = adapter_of(worker, tmp_path / "straight")
-    second_worker = make_worker(zero_stage, model=tied_model)
+    second_worker = make_worker(zero_stage=zero_stage, model=tied_model)
     second_worker.load_state(str(tmp_path / "state"))
     learn(second_worker)
     got = adapter_of(second_worker, tmp_path / "resumed")

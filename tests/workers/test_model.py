@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from envgym.errors import CheckpointDamaged, EnvgymError, RunError
 from envgym.learner import RoleSpec
 from envgym.workers import checkpoint
-from envgym.workers.config import WorkersConfig, WorkerSpec
+from envgym.workers.config import WorkerSpec
 from envgym.workers.micro_batches import micro_batches, padding_samples
 from envgym.workers.model import ModelWorker
 from tests.weight_files import export
@@ -29,23 +29,6 @@ def reference_logprobs(folder, rows):
         all_logprobs = np.array([0.0] + [float(logprobs[t - 1, ids[0, t]]) for t in range(1, ids.shape[1])])
         result.append(np.where((row.loss_weights != 0) | np.isfinite(row.old_logprobs), all_logprobs, 0.0))
     return result
-
-
-@pytest.fixture
-def make_worker(tied_model, learner):
-    workers = []
-
-    def make(model=tied_model, zero_stage=0, role="actor", trained=True, head="lm", deepspeed=None, **settings):
-        settings = {"zero_stage": zero_stage, "dtype": "float32", "deepspeed": deepspeed or {}, **settings}
-        role_spec = RoleSpec(trained=trained, head=head)
-        worker = ModelWorker(WorkerSpec(role, model, role_spec, learner, WorkersConfig(**settings)))
-        workers.append(worker)
-        worker.load()
-        return worker
-
-    yield make
-    for worker in workers:
-        worker.close()
 
 
 def weights_of(worker, tmp_path):

@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from envgym.errors import RunError
-from envgym.learner import RoleSpec
 from envgym.workers import learning
-from envgym.workers.config import WorkersConfig, WorkerSpec
-from envgym.workers.lora import LoraConfig
+from envgym.workers.config import WorkersConfig
 from envgym.workers.micro_batches import micro_batches
-from envgym.workers.model import ModelWorker
 
 HELD = [
     {"zero_stage": stage, "dtype": dtype, **options}
@@ -27,23 +24,6 @@ FAST = [
     {"zero_stage": 2, "dtype": "bfloat16", "offload_optimizer": True},
     {"zero_stage": 3, "dtype": "bfloat16", "lora": {"rank": 4}},
 ]
-
-
-@pytest.fixture
-def make_worker(tied_model, learner):
-    workers = []
-
-    def make(lora=None, learn=None, trained=True, **settings):
-        config, adapter = {**learner, **(learn or {})}, LoraConfig(**(lora or {}))
-        role = RoleSpec(trained=trained)
-        worker = ModelWorker(WorkerSpec("actor", tied_model, role, config, WorkersConfig(**settings), adapter))
-        workers.append(worker)
-        worker.load()
-        return worker
-
-    yield make
-    for worker in workers:
-        worker.close()
 
 
 @pytest.fixture

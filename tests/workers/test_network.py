@@ -11,12 +11,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from envgym.errors import ConfigError
-from envgym.learner import RoleSpec
 from envgym.processes.gpus import check_visible_gpu
 from envgym.workers import head as head_module
-from envgym.workers.config import WorkersConfig, WorkerSpec
 from envgym.workers.micro_batches import padding_samples
-from envgym.workers.model import ModelWorker
 from envgym.workers.network import TokenNetwork, check_experts, flash_attention, packs
 from tests.weight_files import export
 
@@ -194,22 +191,12 @@ def test_log_probabilities_are_those_of_the_models_own_logits(architecture, monk
 
 
 @pytest.fixture
-def make_worker(learner, tmp_path):
-    workers = []
+def make_worker(make_worker, tmp_path):
+    def make(model, moe_aux_coef=0.0, **settings):
+        model.save_pretrained(folder := tmp_path / f"model-{len(list(tmp_path.iterdir()))}")
+        return make_worker(str(folder), learn={"moe_aux_coef": moe_aux_coef}, **settings)
 
-    def make(model, role="actor", head="lm", deepspeed=None, moe_aux_coef=0.0, **settings):
-        path = tmp_path / f"model-{len(workers)}"
-        model.save_pretrained(path)
-        config = learner | {"moe_aux_coef": moe_aux_coef}
-        settings = WorkersConfig(**{"dtype": "float32", "deepspeed": deepspeed or {}, **settings})
-        worker = ModelWorker(WorkerSpec(role, str(path), RoleSpec(trained=True, head=head), config, settings))
-        workers.append(worker)
-        worker.load()
-        return worker
-
-    yield make
-    for worker in workers:
-        worker.close()
+    return make
 
 
 def take_step(worker, microbatches, normalizers, tmp_path):

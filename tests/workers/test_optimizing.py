@@ -10,34 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from envgym.errors import ConfigError, RunError
-from envgym.learner import RoleSpec
-from envgym.workers.config import WorkersConfig, WorkerSpec
-from envgym.workers.lora import LoraConfig
 from envgym.workers.micro_batches import micro_batches
-from envgym.workers.model import ModelWorker
 from tests.weight_files import export
 
 MATRIX = "model.layers.0.mlp.up_proj.weight"  # 64 x 32
 EMBEDDINGS = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
-
-
-@pytest.fixture
-def make_worker(tied_model, learner):
-    """make_worker(learn={…}, zero_stage=…, …) -> a loaded worker of a trained role."""
-    workers = []
-
-    def make(model=tied_model, role="actor", head="lm", learn=None, trained=True, lora=None, **settings):
-        config, settings = {**learner, **(learn or {})}, WorkersConfig(**{"dtype": "float32", **settings})
-        role_spec, adapter = RoleSpec(trained=trained, head=head), LoraConfig(**(lora or {}))
-        worker = ModelWorker(WorkerSpec(role, model, role_spec, config, settings, adapter))
-        workers.append(worker)
-        worker.load()
-        return worker
-
-    yield make
-    for worker in workers:
-        worker.close()
 
 
 @pytest.fixture

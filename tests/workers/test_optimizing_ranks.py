@@ -1,6 +1,5 @@
 """Weights that two ranks move are those that one moves; a model that ranks share is never whole on each."""
 
-import asyncio
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,28 +13,11 @@ from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from envgym.workers.config import WorkersConfig, WorkerSpec
-from envgym.workers.group import WorkerGroup
 from tests.weight_files import export_group
 
 
-def with_group(body, runtime, spec):
-    """What the coroutine `body(group)` returns, run on a started group."""
-
-    async def main():
-        try:
-            group = await WorkerGroup.start(runtime, spec)
-            try:
-                return await body(group)
-            finally:
-                await group.close()
-        finally:
-            await runtime.close()
-
-    return asyncio.run(main())
-
-
 @pytest.fixture
-def step_weights(tmp_path, tied_model, learner, make_rows, normalizers):
+def step_weights(tmp_path, tied_model, learner, make_rows, normalizers, run_group):
     """moved(runtime, …) -> the weights after two steps with Muon, some of them frozen, and their moving average."""
 
     async def body(group):
@@ -57,7 +39,7 @@ def step_weights(tmp_path, tied_model, learner, make_rows, normalizers):
         }
         settings = WorkersConfig(tokens_per_microbatch=60, dtype="float32", **settings)
         spec = WorkerSpec("actor", tied_model, RoleSpec(trained=True), {**learner, **learner_settings}, settings)
-        return with_group(body, runtime, spec)
+        return run_group(runtime, spec, body)
 
     return run
 
@@ -90,7 +72,7 @@ def test_two_ranks_move_weights_as_one_does(step_weights, expected_weights, tmp_
 
 
 @pytest.mark.slow
-def test_what_the_first_rank_alone_has_read_or_drawn_reaches_the_others(tmp_path, make_rows):
+def test_what_the_first_rank_alone_has_read_or_drawn_reaches_the_others(tmp_path, make_rows, run_group):
     """Not only parameters: this model's checkpoint has buffers that choose experts, and lacks the scalar head."""
     config = DeepseekV3Config(
         vocab_size=97,
@@ -124,16 +106,14 @@ def test_what_the_first_rank_alone_has_read_or_drawn_reaches_the_others(tmp_path
     async def scores(group):
         return await group.forward(rows)
 
-    expected = with_group(scores, InlineRuntime(), spec)
+    expected = run_group(InlineRuntime(), spec, scores)
     spread = replace(spec, settings=WorkersConfig(dtype="float32", ranks=2, offload_parameters=True))
-    for score, expected_score in zip(
-        with_group(scores, LocalRuntime(tmp_path / "logs"), spread), expected, strict=True
-    ):
+    for score, expected_score in zip(run_group(LocalRuntime(tmp_path / "logs"), spread, scores), expected, strict=True):
         torch.testing.assert_close(torch.tensor(score), torch.tensor(expected_score), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_model_that_ranks_share_is_whole_on_the_first_only(tmp_path):
+def test_a_model_that_ranks_share_is_whole_on_the_first_only(tmp_path, run_group):
     config = Qwen3Config(
         vocab_size=97,
         hidden_size=512,
@@ -156,16 +136,9 @@ def test_a_model_that_ranks_share_is_whole_on_the_first_only(tmp_path):
             for status in statuses
         ]
 
-    (most_of_first, _), (most_of_second, held_by_second) = with_group(
-        peaks,
-        LocalRuntime(tmp_path / "logs"),
-        WorkerSpec(
-            "reference",
-            str(tmp_path / "model"),
-            RoleSpec(),
-            # a trial of shared prefixes gathers parameters, as every forward pass does
-            settings=WorkersConfig(ranks=2, zero_stage=3, dtype="float32", share_prefixes=False),
-        ),
-    )
+    # a trial of shared prefixes gathers parameters, as every forward pass does
+    settings = WorkersConfig(ranks=2, zero_stage=3, dtype="float32", share_prefixes=False)
+    spec = WorkerSpec("reference", str(tmp_path / "model"), RoleSpec(), settings=settings)
+    (most_of_first, _), (most_of_second, held_by_second) = run_group(LocalRuntime(tmp_path / "logs"), spec, peaks)
     assert most_of_second - held_by_second < 0.25 * size  # nothing was there that has gone
     assert most_of_first - most_of_second > 0.5 * size  # and the measure sees a whole model

@@ -42,26 +42,16 @@ GPT2 = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4} | dict.fromk
 
 
 @pytest.fixture
-def with_group(tmp_path, learner):
+def with_group(tmp_path, learner, run_group):
     """with_group(body, model, …) -> what the coroutine `body(group)` returns, run on a started group."""
 
     def run(body, model, *, ranks=1, role="actor", trained=True, head="lm", learner_config=None, **settings):
         settings = WorkersConfig(ranks=ranks, dtype="float32", **{"tokens_per_microbatch": 60, **settings})
         config = {**learner, **(learner_config or {})}
 
-        async def main():
-            runtime = InlineRuntime() if ranks == 1 else LocalRuntime(tmp_path / "logs")
-            try:
-                spec = WorkerSpec(role, model, RoleSpec(trained=trained, head=head), config, settings)
-                group = await WorkerGroup.start(runtime, spec)
-                try:
-                    return await body(group)
-                finally:
-                    await group.close()
-            finally:
-                await runtime.close()
-
-        return asyncio.run(main())
+        runtime = InlineRuntime() if ranks == 1 else LocalRuntime(tmp_path / "logs")
+        spec = WorkerSpec(role, model, RoleSpec(trained=trained, head=head), config, settings)
+        return run_group(runtime, spec, body)
 
     return run
 
