@@ -110,17 +110,9 @@ class Engine(Protocol):
 
     async def info(self) -> EngineInfo: ...
 
-    async def steps(self) -> int:
-        """Number of forward steps so far. It grows while anything is sampled or scored, which tells a slow engine from
-        a hanging one."""
-
     async def generate(self, request: Request) -> Generation:
         """Sample one turn. Raises `InvalidOutcome` of kind `engine` for an aborted request, which is no truncated
         completion."""
-
-    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        """Return log p(token t | tokens before t) at temperature 1 for t = 1 .. T-1: T-1 numbers, in nats. The caller
-        ensures that T tokens fit into the context."""
 
     async def close(self) -> None: ...
 
@@ -128,6 +120,14 @@ class Engine(Protocol):
 class HostedEngine(Engine, Protocol):
     """An engine in its own process, whose weights and memory the trainer controls. Its class is made with one argument,
     an `EngineSpec`, and gets its name by an entry point of the group `envgym.engines`."""
+
+    async def steps(self) -> int:
+        """Number of forward steps so far. It grows while anything is sampled or scored, which tells a slow engine from
+        a hanging one."""
+
+    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Return log p(token t | tokens before t) at temperature 1 for t = 1 .. T-1: T-1 numbers, in nats. The caller
+        ensures that T tokens fit into the context."""
 
     async def connect(self, info: Mapping[str, Any]) -> None:
         """Connect to the trainer for vLLM's own weight transfer; `info` are the arguments of vLLM's method. Raises

@@ -41,9 +41,6 @@ class EngineClient(WorkerHandle[HostedEngine]):
     async def info(self) -> EngineInfo:
         return await self.call(lambda engine: engine.info())
 
-    async def steps(self) -> int:
-        return await self.call(lambda engine: engine.steps())
-
     async def generate(self, request: Request) -> Generation:
         return await self._wait_for(lambda engine: engine.generate(request))
 
@@ -188,9 +185,6 @@ class EnginePool:
     async def info(self) -> EngineInfo:
         return await (await self._live_members())[0].client.info()
 
-    async def steps(self) -> int:
-        return sum(await self._call_each(lambda client: client.steps()))
-
     async def generate(self, request: Request) -> Generation:
         """Send a request to one of the engines. Raises `InvalidOutcome`, retryable if the engine has died."""
         member = await self._choose(request.id)
@@ -211,11 +205,8 @@ class EnginePool:
         member.failures = 0
         return generation
 
-    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        return await (await self._live_members())[0].client.score(token_ids)
-
     async def probe(self, token_ids: tuple[int, ...]) -> list[list[float]]:
-        """The log-probs of `score` by every engine."""
+        """The log-probabilities of `HostedEngine.score` by every engine."""
         return await self._call_each(lambda client: client.score(token_ids))
 
     @property
