@@ -125,7 +125,7 @@ class Transcript:
 
     def episode(self, task: Task, outcome: Outcome) -> Episode:
         """The finished episode. Its reward is the sum over turns. Without a score, a reward in [0, 1] is the score
-        unless another episode of the environment has a reward outside [0, 1] (`envgym.episodes.scores`).
+        unless another episode of the environment has a reward outside [0, 1] (`Runner.withdraw_scores`).
 
         If the token limit truncated the last completion, the episode is truncated (`length`).
         """

@@ -243,6 +243,7 @@ class Row:
 
     @property
     def n_action_tokens(self) -> int:
+        """Number of tokens in the policy's turns, sampled or demonstrated."""
         return sum([len(segment.token_ids) for segment in self.segments if segment.role == "action"])
 
     def __len__(self) -> int:
@@ -420,6 +421,7 @@ class Episode:
 
     @property
     def n_action_tokens(self) -> int:
+        """Number of tokens in the policy's turns, sampled or demonstrated."""
         return sum([row.n_action_tokens for row in self.rows])
 
     @property

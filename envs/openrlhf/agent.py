@@ -118,7 +118,7 @@ def declared_rows(rows: Sequence[Row], tokens: list[int], ranges: Sequence[tuple
 
 
 def score_unless_reward(score: float | None, transcript: Transcript) -> float | None:
-    """The score, or None if it only repeats the reward, as in most files: then `envgym.episodes.scores` decides,
+    """The score, or None if it only repeats the reward, as in most files: then `Runner.withdraw_scores` decides,
     over all episodes, whether rewards are scores."""
     rewards = [turn.reward for row in transcript.rows for turn in row.turns if turn.reward is not None]
     return None if score == sum(rewards) else score

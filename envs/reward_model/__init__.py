@@ -144,6 +144,6 @@ class RewardModelEnvSpec(DataEnvSpec):
             metrics |= {f"{name}/{metric}": value for metric, value in result.metrics.items()}
         # A single server may give a score; of several, the score is that of the sum.
         score = results[0].score if len(results) == 1 else preference(reward)
-        if score == reward:  # a repeated reward is no evidence of a score: `envgym.episodes.scores` decides over all
+        if score == reward:  # a repeated reward is no evidence of a score: `Runner.withdraw_scores` decides over all
             score = None
         return reward, {"metrics": metrics} | ({} if score is None else {"score": score})
