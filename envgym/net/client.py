@@ -80,15 +80,20 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
         for too long a body."""
         for _ in range(2):  # in which the event loop notices connections that their servers have closed
             await asyncio.sleep(0)
-        content = bytearray()
         fields: dict[str, Any] = {"data": body, "headers": self._headers, "proxy": _proxy(url)}
         async with self._session.request(method, url, allow_redirects=False, **fields) as answer:
-            async for chunk in answer.content.iter_any():
-                content += chunk
-                if len(content) > MAX_ANSWER:
-                    answer.close()
-                    raise NoAnswer("unusable", f"answers with more than {MAX_ANSWER / 2**20:.3g} MiB")
-        return answer.status, answer.headers, bytes(content)
+            return answer.status, answer.headers, await read_content(answer)
+
+
+async def read_content(answer: aiohttp.ClientResponse) -> bytes:
+    """The decompressed body of an answer. Raises `NoAnswer` for one of more than `MAX_ANSWER` bytes."""
+    content = bytearray()
+    async for chunk in answer.content.iter_any():
+        content += chunk
+        if len(content) > MAX_ANSWER:
+            answer.close()
+            raise NoAnswer("unusable", f"answers with more than {MAX_ANSWER / 2**20:.3g} MiB")
+    return bytes(content)
 
 
 def _proxy(url: str) -> str | None:
@@ -113,11 +118,11 @@ async def exchange(
             async with asyncio.timeout(seconds):
                 return await http.send(method, url, body)
         except (aiohttp.ClientError, ValueError) as error:
-            failure = _failure(error)
+            failure = failure_of(error)
         except TimeoutError:
             failure = NoAnswer("timeout", f"gave no answer within {seconds:g} s")
         except OSError as error:
-            failure = _failure(error)
+            failure = failure_of(error)
         connects -= 1
         if failure.kind != "unreachable" or connects == 0:
             raise failure
@@ -253,7 +258,8 @@ def _problem(body: Any, content: bytes) -> tuple[str, str]:
     return text[:2000], code
 
 
-def _failure(error: Exception) -> NoAnswer:
+def failure_of(error: Exception) -> NoAnswer:
+    """The failure that an error of aiohttp or the operating system stands for."""
     is_slow = isinstance(error, aiohttp.ConnectionTimeoutError)
     if is_slow or isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError):
         reason = f"no connection within {CONNECT_SECONDS:g} s" if is_slow else _reason(error)

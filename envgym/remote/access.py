@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from envgym.errors import ConfigError
+from envgym.net.client import failure_of
 from envgym.net.listening import is_loopback
 from envgym.net.tokens import read_token
-
-DIAL_SECONDS = 10.0
-"""Time limit for making a connection."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,25 +67,16 @@ def access(servers: list[str], token_file: Path | None, ca_file: Path | None) ->
     return Access(headers, True if ca_file is None else _tls_context(ca_file.expanduser()))
 
 
-def connection_failure(url: str, error: Exception) -> str:
-    """The reason why the connection to `url` failed, and the remedy."""
-    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+def connection_failure(error: Exception) -> str:
+    """The reason why a connection failed, and the remedy."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         cert_error = error.certificate_error
         reason = str(getattr(cert_error, "verify_message", cert_error)).rstrip(".")
         if "mismatch" in reason or "not valid for" in reason:
             return f"its certificate is for another name ({reason}); use a name that it has"
         return f"its certificate is not trusted here ({reason}); the setting ca_file, or --ca-file, names trusted ones"
-    if isinstance(error, aiohttp.ClientConnectorSSLError):
-        return f"the TLS connection failed ({cause}); is it https?"
-    if isinstance(cause, socket.gaierror) or isinstance(error, aiohttp.ClientConnectorDNSError):
-        return f"the host name {urlsplit(url).hostname!r} is not known; check the address"
-    if isinstance(cause, ConnectionRefusedError):
-        return "nothing answers there (connection refused); start it there, or check the address"
-    if isinstance(error, aiohttp.ServerTimeoutError):
-        return f"no connection within {DIAL_SECONDS:g} s; check the address, and that it can be reached from here"
-    message = f"the connection failed ({str(error) or type(error).__name__}); check the server and the address"
-    return message + (", is it https?" if isinstance(error, aiohttp.ServerDisconnectedError) else "")
+    is_unclear = isinstance(error, aiohttp.ClientConnectorSSLError | aiohttp.ServerDisconnectedError)
+    return f"{failure_of(error)}; start it there, or check the address{is_unclear * ', is it https?'}"
 
 
 def _tls_context(ca_file: Path) -> ssl.SSLContext:

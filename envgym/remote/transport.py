@@ -12,13 +12,13 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from envgym.errors import CallTimeout, ConfigError, DataError, EnvgymError, InvalidOutcome, InvalidStep, ResetNeeded
+from envgym.net.client import CONNECT_SECONDS, NoAnswer, read_content
 from envgym.net.problems import ProblemBody
 from envgym.net.retries import WAITS, pauses, retry_after
-from envgym.net.server import MAX_BODY
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.cancellation import Deadline, start_task
 
-from .access import DIAL_SECONDS, Access, connection_failure
+from .access import Access, connection_failure
 from .channel import CHANNEL_BODY, CHANNEL_PATH, MAX_MESSAGE, PING_SECONDS, ChannelClient
 from .wire import Answer, Method
 
@@ -110,7 +110,7 @@ class Transport:
         # No limit: each running episode has at most one request in flight, and none should wait for another's step.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=access.tls),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=DIAL_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             headers={"Content-Type": "application/json", **access.headers},
             cookie_jar=aiohttp.DummyCookieJar(),
             trace_configs=[redirected],
@@ -251,23 +251,15 @@ class Transport:
                     return answer
         try:
             async with self._session.request(method, self.url + path, data=body, allow_redirects=False) as response:
-                content = await self._read(response)
+                content = await read_content(response)
         except aiohttp.InvalidURL:
             raise ConfigError(f"{self.url}: not a usable URL; it looks like http://127.0.0.1:8000/NAME") from None
+        except NoAnswer as failure:
+            raise RemoteError("server", f"{self.url}: {failure}") from None
         except (aiohttp.ClientError, ConnectionError) as error:
             raise self._connection_error(error) from None
         retry_after = response.headers.get("Retry-After", 1.0) if response.status == 429 else 1.0
         return Answer(response.status, response.content_type, content, _pause(retry_after))
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        """The body, of at most `MAX_BODY` bytes."""
-        content = bytearray()
-        async for part in response.content.iter_any():
-            content += part
-            if len(content) > MAX_BODY:
-                response.close()
-                raise RemoteError("server", f"{self.url}: an answer of more than {MAX_BODY} bytes")
-        return bytes(content)
 
     async def _channel(self) -> ChannelClient | None:
         """The channel; None where the server, or a proxy before it, takes no WebSocket."""
@@ -281,7 +273,7 @@ class Transport:
     async def _dial(self) -> ChannelClient | None:
         """Open the channel; None, and no attempt for a while, if the server takes no WebSocket."""
         try:
-            async with asyncio.timeout(DIAL_SECONDS):
+            async with asyncio.timeout(CONNECT_SECONDS):
                 socket = await self._session.ws_connect(
                     self.url + CHANNEL_PATH, heartbeat=PING_SECONDS, max_msg_size=MAX_MESSAGE
                 )
@@ -291,7 +283,7 @@ class Transport:
         except (aiohttp.ClientError, ConnectionError) as error:
             raise self._connection_error(error) from None
         except TimeoutError:
-            self._disable_channel(f"no answer within {DIAL_SECONDS:g} s")
+            self._disable_channel(f"no answer within {CONNECT_SECONDS:g} s")
             return None
         asking = self._asking = ChannelClient(socket)
         start_task(self._listen(asking), self._listening)
@@ -317,7 +309,7 @@ class Transport:
         return [*self._listening, *self._dialling.cancel()]
 
     def _connection_error(self, error: Exception) -> RemoteError:
-        return RemoteError("connection", f"{self.url}: {connection_failure(self.url, error)}")
+        return RemoteError("connection", f"{self.url}: {connection_failure(error)}")
 
 
 async def _reject_redirect(

@@ -250,7 +250,10 @@ def test_a_taken_port_says_so(run):
             ["--env", "math_verify", "--model", "MODEL", "data.path=good.jsonl", "data.test_fraction=0"],
             "no held-out tasks: set eval.every=0",
         ),
-        (["--env", "http://127.0.0.1:9", "--model", "MODEL"], "http://127.0.0.1:9: nothing answers there"),
+        (
+            ["--env", "http://127.0.0.1:9", "--model", "MODEL"],
+            "http://127.0.0.1:9: cannot be reached (connection refused); start it there",
+        ),
     ],
     ids=["no model", "no model in the folder", "malformed row", "nothing held out", "no server"],
 )

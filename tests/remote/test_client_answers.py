@@ -16,6 +16,7 @@ from pydantic import ValidationError
 import envgym.registry as registry
 from envgym import errors
 from envgym.errors import ConfigError, InvalidStep
+from envgym.net import client as net_client
 from envgym.net.problems import ProblemBody
 from envgym.net.retries import WAITS
 from envgym.remote import client, transport
@@ -146,7 +147,7 @@ def test_a_lease_that_is_none_is_no_answer(wrong):
 
 
 def test_an_answer_without_an_end_is_read_no_further_than_a_body_may_go(game, monkeypatch):
-    monkeypatch.setattr(transport, "MAX_BODY", 2**20)
+    monkeypatch.setattr(net_client, "MAX_ANSWER", 2**20)
     sent = 0
 
     async def endless(request, forward):
@@ -161,7 +162,7 @@ def test_an_answer_without_an_end_is_read_no_further_than_a_body_may_go(game, mo
 
     async def main() -> None:
         async with meddling(game.url, endless) as url:
-            with pytest.raises(RemoteError, match="more than 1048576 bytes") as raised:
+            with pytest.raises(RemoteError, match="more than 1 MiB") as raised:
                 async with registry.spec(url):
                     pass
             assert raised.value.kind == "server"

@@ -106,7 +106,7 @@ def test_a_websocket_is_not_made_where_a_redirect_leads(game):
 
 
 def test_where_the_websocket_hangs_it_is_given_up_once_and_sessions_go_over_http(game, monkeypatch):
-    monkeypatch.setattr(transport, "DIAL_SECONDS", 0.5)
+    monkeypatch.setattr(transport, "CONNECT_SECONDS", 0.5)
     asked = 0
 
     async def hanging(request, forward):
