@@ -11,7 +11,7 @@ from envgym.rollout.scripted import script_of
 from envgym.types import ToolCall, ToolSpec
 
 from .play import CheckedEpisode, text_of
-from .report import Finding, failure, join_first, not_applicable, ok, warning
+from .report import CheckVerdict, Finding, failure, join_first, not_applicable, ok, warning
 from .scripts import MAX_TURNS, call_action, random_text, random_tokens, silence
 from .subject import Subject
 
@@ -23,9 +23,11 @@ SLOW_SECONDS = 1.0
 
 
 async def check(subject: Subject) -> list[Finding]:
-    """Run all scripts. The other checks of episodes need at least one episode without an error."""
+    """Run all scripts. Other groups of checks need an episode with a turn, and none that hangs."""
     await _run_scripts(subject)
-    finding = episodes_finding(subject)
+    episodes, finding = subject.episodes, episodes_finding(subject)
+    is_usable = any(episode.turns for episode in episodes) and not any(episode.hangs for episode in episodes)
+    finding.is_last = not is_usable or finding.verdict is CheckVerdict.NOT_APPLICABLE
     return [finding, types_finding(subject.episodes), await tools_finding(subject), latency_finding(subject.episodes)]
 
 
@@ -36,12 +38,6 @@ async def _run_scripts(subject: Subject) -> None:
             subject.episodes.append(await subject.play(task, number, script, name))
             if subject.episodes[-1].hangs:
                 return
-
-
-def can_continue(subject: Subject) -> bool:
-    """True if no episode hung and at least one had a turn, so that further checks make sense."""
-    episodes = subject.episodes
-    return not any(episode.hangs for episode in episodes) and any(episode.turns for episode in episodes)
 
 
 def episodes_finding(subject: Subject) -> Finding:

@@ -25,6 +25,8 @@ class Finding:
     message: str
     advice: str = ""
     check: str = ""
+    is_last: bool = False
+    """No other group of checks makes sense after it."""
 
     def __str__(self) -> str:
         text = f"{self.verdict:<14}  {self.check:<16}  {self.message}"

@@ -66,12 +66,13 @@ async def check_environment(
         examination = _Examination(report, runtime, arguments, logs)
         try:
             for checks in GROUPS:
-                for finding in await examination.findings(checks):
+                findings = await examination.findings(checks)
+                for finding in findings:
                     report.findings.append(finding)
                     if on_finding is not None:
                         on_finding(finding)
-                if checks == episodes.CHECKS and not examination.can_play:
-                    break  # all other checks need episodes
+                if findings[0].is_last:
+                    break
         finally:
             await examination.close()
     report.seconds = time.monotonic() - start
@@ -108,9 +109,6 @@ class CheckHost:
         assert run is not None
         return await run(self._subject)
 
-    async def can_continue(self) -> bool:
-        return episodes.can_continue(self._subject)
-
     async def collect_records(self, verdicts: Mapping[str, CheckVerdict]) -> dict[str, Any]:
         self._subject.verdicts = verdicts
         return await repeatability.collect_records(self._subject)
@@ -138,8 +136,6 @@ class _Examination:
         self._runtime = runtime
         self._arguments = arguments
         self._temporary = temporary
-        self.can_play = False
-        """True once the checks of single episodes found episodes on which the other checks can rely."""
         self._worker: LocalWorker[CheckHost] | None = None
         self._workers: list[LocalWorker[CheckHost]] = []
 
@@ -149,11 +145,8 @@ class _Examination:
         findings = [not_applicable(reason) for _ in checks] if reason else await self._run(checks)
         for finding, check in zip(findings, checks, strict=True):
             finding.check = check
-        if checks == episodes.CHECKS and not self.can_play:  # the first has the reason
-            return [
-                findings[0],
-                *(finding for finding in findings[1:] if finding.verdict is not CheckVerdict.NOT_APPLICABLE),
-            ]
+        if findings[0].is_last:  # it has the reason why others are not applicable
+            findings[1:] = [finding for finding in findings[1:] if finding.verdict is not CheckVerdict.NOT_APPLICABLE]
         return findings
 
     async def close(self) -> None:
@@ -177,11 +170,7 @@ class _Examination:
         try:
             if checks == OTHER_PROCESS:
                 return [await self._compare_processes()]
-            findings = await self._call(lambda host: host.check(checks, self._report.verdicts()))
-            if checks == episodes.CHECKS:
-                is_judged = findings[0].verdict is not CheckVerdict.NOT_APPLICABLE
-                self.can_play = is_judged and await self._call(lambda host: host.can_continue())
-            return findings
+            return await self._call(lambda host: host.check(checks, self._report.verdicts()))
         except WorkerDied:
             finding = failure(*self._describe_death())
         except TimeoutError:
@@ -193,6 +182,7 @@ class _Examination:
         if self._worker is not None:  # the next group starts a new process
             await self._worker.kill()
             self._worker = None
+        finding.is_last = checks == episodes.CHECKS
         return [finding, *(not_applicable(f"see {checks[0]}") for _ in checks[1:])]
 
     async def _call(self, call: Callable[[CheckHost], Coroutine[Any, Any, Result]]) -> Result:
