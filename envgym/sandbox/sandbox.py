@@ -70,11 +70,11 @@ class Limits(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """The end of a program.
+    """How a program ended, and its output.
 
-    `reason`: `ok` (exit status 0), `error` (any other, or a signal), or the exceeded limit. `exit` is the status,
-    negative for a signal. `seconds` of wall time, `cpu` seconds (0 where its limit ended it). Output that is not UTF-8
-    has replacement characters.
+    `reason` is `ok` for exit status 0, `error` for any other status or a signal, or else the limit that the program
+    exceeded. `exit` is the status, negative for a signal. `seconds` are wall time, `cpu` seconds of CPU time, 0 if the
+    limit on it ended the program. Bytes of the output that are not UTF-8 become replacement characters.
     """
 
     stdout: str
@@ -87,8 +87,8 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The isolation of programs from the host: its kind, `landlock` where namespaces are unavailable, and the reason;
-    `not_isolated` lists what is still shared."""
+    """How programs are isolated from this machine: by `namespaces`, or by `landlock` where these cannot be used, which
+    `reason` explains. `not_isolated` lists what programs still share with the machine, as parts of a sentence."""
 
     kind: Literal["namespaces", "landlock"]
     not_isolated: tuple[str, ...]
@@ -101,9 +101,9 @@ class Isolation:
 class Sandbox:
     """Runs programs, at most `concurrency` at a time (default: two for each CPU); others wait.
 
-    `packages` are import names that programs may use besides the standard library; the packages that those import must
-    be listed as well. The sandbox starts with the first program or by `start`, and works in any event loop. A failure
-    of the sandbox itself raises `InvalidOutcome`, so it is never taken for a failure of the program.
+    Programs may import the standard library and `packages`, a list of import names; list the packages that these import
+    as well. `start`, or the first program, starts the sandbox. It works in any event loop. If the sandbox itself fails,
+    it raises `InvalidOutcome`, so that nobody takes this for a failure of the program.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Sandbox:
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def start(self) -> Isolation:
-        """Start unless running; log in one line what is not isolated on this machine, and return it.
+        """Start the sandbox unless it runs, and return how it isolates programs. The first start logs that in one line.
 
         Raises `ConfigError` if programs cannot be isolated here.
         """
@@ -130,9 +130,10 @@ class Sandbox:
         return self.isolation
 
     async def run(self, source: str, stdin: str = "", files: Mapping[str, str | bytes] | None = None) -> Execution:
-        """Run a program to its end, in a folder with only itself (`main.py`) and `files` (relative names).
+        """Run a program to its end. Its folder holds only the program (`main.py`) and `files`, by their relative names.
 
-        Raises `InvalidOutcome` if the sandbox fails. Cancelling the call ends the program.
+        If the call is cancelled, the program ends. Raises `InvalidOutcome` if the sandbox fails, and `ValueError` for
+        an absolute name or one with `..`.
         """
         contents = {_check_name(name): _encode(content) for name, content in (files or {}).items()}
         header = {"names": list(contents), **self.limits.model_dump()}

@@ -33,7 +33,8 @@ LONGEST = 1000
 
 
 class Listing:
-    """The list of a file's episodes: its columns, and the position of each episode in the file."""
+    """The episodes of a file: one value of each column per episode for the page's list, and each episode's position in
+    the file, so that one is read without the others."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +65,8 @@ class Listing:
         return record
 
     def beginnings(self, indices: Sequence[int]) -> list[list[str]]:
-        """The `beginning` of each of these episodes, read without their tokens and without most others."""
+        """The `beginning` of each of these episodes. Of a Parquet file it reads only their messages, not their tokens,
+        and only the row groups that hold them."""
         if self.path.suffix != ".parquet":
             return [beginning(self.record(index)["messages"]) for index in indices]
         read = lru_cache(1)(self._file.read)  # neighbors are in one row group
@@ -174,8 +176,8 @@ def listing(source: Source, step: int) -> Listing:
 
 
 def episode_with_tokens(source: Source, step: int, index: int) -> dict[str, Any]:
-    """An episode with its tokens, `siblings` (indices of its group's episodes), its training data and its line in the
-    list (`listed`, `beginning`)."""
+    """An episode's record; its rows have the tokens by column, and what the learner computed for them. Added are
+    `siblings`, the indices of its group's episodes, and its line in the list (`listed`, `beginning`)."""
     episodes = listing(source, step)
     record = episodes.record(index)
     group = [n for n, name in enumerate(episodes.column("group")) if name == record["group"]]
@@ -231,7 +233,8 @@ def _tokens(row: Mapping[str, Any], tokenizer: Path | None, learned: Mapping[str
 
 
 def _training_columns(source: Source, step: int, episode: str) -> dict[int, dict[str, Any]]:
-    """Advantages, log-probabilities and ratios of an episode's rows, by row number, read without other episodes."""
+    """The advantages, log-probabilities and ratios of an episode's rows, by row number. It reads only row groups that
+    may hold the episode."""
     if (path := source.step_file("learned", step)) is None:
         return {}
     import pyarrow.compute as pc
@@ -263,8 +266,9 @@ def lanes(source: Source, step: int) -> dict[str, Any]:
 
 
 def compare_episodes(a: Listing, b: Listing) -> dict[str, Any]:
-    """B against A by task: the paired difference of their scores (rewards, if neither has scores), and each task's
-    means with its episodes, the largest difference first."""
+    """Compare B with A, task by task, by their scores, or by their rewards if neither has scores. The answer has the
+    paired difference, and of each task both means and the indices of its episodes; the task with the largest
+    difference comes first."""
     from envgym.evaluation.paired import paired_difference
 
     field = "score" if any(value is not None for value in (*a.column("score"), *b.column("score"))) else "reward"

@@ -26,8 +26,8 @@ MARK = "<meta name=generator content=envgym>"
 
 
 class Exported(NamedTuple):
-    """Content of an exported file: its size, the numbers of exported and of all episodes and of step lists, and the
-    sources that could not be read completely (`unread`)."""
+    """What an exported file holds: its size in `bytes`, and how many of all episodes and of all steps' lists. `unread`
+    names the sources that could not be read completely."""
 
     bytes: int
     episodes: int
@@ -46,10 +46,10 @@ def is_export(path: Path) -> bool:
 def export(source: Path, path: Path, *, episodes: int, megabytes: float) -> Exported:
     """Write the file, smaller than `megabytes`.
 
-    Lists of the newest steps take up to half of that; then come episodes (of each step the failed, best, worst and most
-    surprising ones first), then older lists; the rest is omitted. Unreadable data is replaced by the error message.
-    Raises `DataError` if no source can be read, `ConfigError` if the page with its curves alone is too large, or `path`
-    cannot be written.
+    The lists of the newest steps come first and take up to half of that. Then come up to `episodes` episodes: of each
+    step the failed, best, worst and most surprising ones first. Then come older lists; what does not fit is omitted. An
+    error message takes the place of data that cannot be read. Raises `DataError` if no source can be read, and
+    `ConfigError` if the page with its curves alone is too large, or `path` cannot be written.
     """
     answers = Answers([source])
     if not answers.sources:

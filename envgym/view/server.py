@@ -32,15 +32,16 @@ REFUSAL = "without a token: whoever reaches it could read every episode; give --
 
 
 class Answers:
-    """Answers to the page's requests, by their path. An export stores the same answers by the same paths."""
+    """Answers the page's requests. Each is a text, `NAME|ARGUMENT|…`; an export stores the answers by the same
+    texts."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self.sources = find(paths)
 
     def __call__(self, path: str) -> Any:
-        """The answer to `NAME|ARGUMENT|…`. Only sources in the named folders are read. Raises `DataError` if the source
-        does not exist or cannot be read, and `ValueError` for an invalid request."""
+        """The answer to a request. It reads only sources in the folders that the user named. Raises `DataError` for a
+        source that does not exist or cannot be read, and `ValueError` for an invalid request."""
         name, *parts = path.split("|")
         numbered = (self._source, _number)
         questions: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...]]] = {
@@ -82,14 +83,14 @@ class Answers:
 
     def _run(self, source: Source) -> dict[str, Any]:
         summary = source.summary()
-        steps = sorted(source.files())
         held_out = self.sources.get(f"{source.id}/held_out")
-        description = {"id": source.id, "kind": source.kind, "state": source.state(summary), "summary": summary}
-        evaluated = sorted(held_out.files()) if held_out else []
         return {
-            **description,
-            "steps": steps,
-            "evaluated": evaluated,
+            "id": source.id,
+            "kind": source.kind,
+            "state": source.state(summary),
+            "summary": summary,
+            "steps": sorted(source.files()),
+            "evaluated": sorted(held_out.files()) if held_out else [],
             "config": source.config(),
             "alarms": source.alarms(),
         }
@@ -123,8 +124,8 @@ def _line(source: Source) -> dict[str, Any]:
 
 
 class ViewServer:
-    """The routes. With a `token`, a client must have sent it once (`/?token=…` sets a cookie); without one, only this
-    machine is answered. Pages of other sites are rejected."""
+    """The page, its data and its files over HTTP. With a `token`, a client must send it once: `/?token=…` sets a
+    cookie. Without one, the server answers only this machine. It rejects requests from pages of other sites."""
 
     def __init__(self, answers: Answers, token: str | None) -> None:
         self._answers = answers

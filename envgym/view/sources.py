@@ -30,9 +30,13 @@ DEPTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A stage of a run, its evaluations on held-out tasks (`held-out`), an evaluation, or a file of episodes. `id` is
-    its path as named by the user, and its name. Only regular files within the `roots` are read. A source of kind
-    `link`, which leads out of them, or `unreadable` is only listed, with the reason in `why`."""
+    """Something that the page shows: a stage of a run (`run`), its evaluations on held-out tasks (`held-out`), an
+    evaluation, or a `file` of episodes.
+
+    `id`, its name on the page, is the path as the user named it. Only regular files within the `roots` are read. The
+    page lists a `link` that leads out of them, or something `unreadable`, with the reason in `why`, and shows no more
+    of it.
+    """
 
     id: str
     kind: str
@@ -68,8 +72,8 @@ class Source:
         return {} if file is None else json_object(file.read_bytes())
 
     def config(self) -> dict[str, Any]:
-        """The settings, from `config.yaml`; empty for a file, and if there is none. A link that leads outside the roots
-        raises an error."""
+        """The settings, from `config.yaml`; empty for a file of episodes, and where there is none. Raises `DataError`
+        for a link that leads out of the roots."""
         for folder in (self.path, self.path.parent):  # a stage's settings are in the folder above
             file = folder / "config.yaml"
             if self.kind != "file" and os.path.lexists(file) and (folder == self.path or is_within(file, self.roots)):
@@ -84,8 +88,8 @@ class Source:
         return self.file("tokenizer.json", reading.TOKENIZER) or self.file("model/tokenizer.json", reading.TOKENIZER)
 
     def records(self, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The records of `metrics.jsonl` from a byte `offset` on, each with the offset after it. Invalid lines (after a
-        rewind the offset may be within a line) are skipped, and values other than numbers and lists."""
+        """The records of `metrics.jsonl` from a byte `offset` on, each with the offset after it. It skips lines that
+        are no record (after a resume the offset may be within a line), and values other than numbers and lists."""
         if self.kind == "run" and (path := self.file("metrics.jsonl", reading.METRICS)) is not None:
             for _, end, line in complete_lines(path, reading.RECORD, offset):
                 record = json_object(line)
