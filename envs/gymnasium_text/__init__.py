@@ -18,7 +18,7 @@ from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
 from envgym.errors import ConfigError, NameNotFound, VersionNotFound, needs
 from envgym.types import Action, Message, Task
 
-from .toy_text import FrozenLakeMaps, shortest_actions, view_of
+from .toy_text import frozen_lake_maps, shortest_actions, view_of
 from .views import check_writable
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class GymnasiumText(EnvSpec):
 
     def tasks(self, split: str) -> TaskSet:
         if self.config.map_size is not None:
-            return FrozenLakeMaps(split, self.config.map_size)
+            return frozen_lake_maps(split, self.config.map_size)
         return super().tasks(split)
 
     def new_game(self, task: Task) -> gymnasium.Env[Any, Any]:

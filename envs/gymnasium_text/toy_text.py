@@ -6,7 +6,7 @@ import random
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from envgym.env import SeededTasks
+from envgym.env import GeneratedTasks, SeededTasks, TaskSet
 from envgym.hashing import hash_fraction
 from envgym.types import Task
 
@@ -32,23 +32,20 @@ def view_of(env: gymnasium.Env[Any, Any]) -> View:
     return GenericView(env)
 
 
-class FrozenLakeMaps(SeededTasks):
+def frozen_lake_maps(split: str, size: int) -> TaskSet:
     """Tasks with one map each, drawn by their seed. No map is in both splits."""
+    start = SeededTasks.TEST_START if split == "test" else 0
+    return GeneratedTasks(lambda index: _map_task(start + index, size, is_test=split == "test"))
 
-    def __init__(self, split: str, size: int) -> None:
-        super().__init__(split)
-        self._is_test, self._size = split == "test", size
 
-    async def get(self, index: int) -> Task:
-        from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+def _map_task(seed: int, size: int, *, is_test: bool) -> Task:
+    from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-        seed = (await super().get(index)).seed
-        assert seed is not None
-        for draw in range(10_000):
-            lines = generate_random_map(self._size, seed=seed + draw * 2**32)
-            if (hash_fraction("\n".join(lines)) < TEST_SHARE) == self._is_test:
-                return Task(id=f"map-{seed}", seed=seed, fields={"map": lines})
-        raise AssertionError(f"no map of {self._size} squares a side belongs to this split")
+    for draw in range(10_000):
+        lines = generate_random_map(size, seed=seed + draw * 2**32)
+        if (hash_fraction("\n".join(lines)) < TEST_SHARE) == is_test:
+            return Task(id=f"map-{seed}", seed=seed, fields={"map": lines})
+    raise AssertionError(f"no map of {size} squares a side belongs to this split")
 
 
 class FrozenLakeView(WordView):
