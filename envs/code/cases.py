@@ -166,12 +166,9 @@ def _call(statement: ast.stmt, names: dict[str, str]) -> Call | None:
     """The call in `assert f(…) == value` and the value; None for any other statement. `names` replaces names of
     functions."""
     match statement:
-        case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right])):
-            call, value = (left, right) if isinstance(left, ast.Call) else (right, left)
-        case _:
-            return None
-    match call:
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+        case ast.Assert(
+            ast.Compare(ast.Call(ast.Name(name), args, keywords), [ast.Eq() | ast.Is()], [value])
+        ) | ast.Assert(ast.Compare(value, [ast.Eq() | ast.Is()], [ast.Call(ast.Name(name), args, keywords)])):
             pass
         case _:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import math
@@ -109,7 +110,7 @@ def _tests(family: Family, solve: Callable[..., Any], n_tests: int, rng: random.
     """Calls with drawn arguments and their results, `f(…) == …`; None if too many results are equal in every draw."""
     for _ in range(_TRIES):
         arguments = [[_KINDS[kind](case, rng) for kind in family.inputs.values()] for case in range(n_tests)]
-        results = [repr(solve(*_copy(args))) for args in arguments]
+        results = [repr(solve(*copy.deepcopy(args))) for args in arguments]
         [(_, n_equal)] = Counter(results).most_common(1)
         if n_equal <= MAX_EQUAL_SHARE * n_tests:
             calls = [f"{family.name}({', '.join(map(repr, args))})" for args in arguments]
@@ -180,7 +181,3 @@ def _compile(code: str) -> Callable[..., Any]:
     exec(code, names)
     function: Callable[..., Any] = names[code.removeprefix("def ").partition("(")[0]]
     return function
-
-
-def _copy(args: Sequence[Any]) -> list[Any]:
-    return [value.copy() if isinstance(value, list | dict) else value for value in args]
