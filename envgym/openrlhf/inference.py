@@ -11,7 +11,8 @@ from .translation import Flags, Translation, set_template, source_settings
 
 
 def set_inference(flags: Flags, translation: Translation) -> None:
-    """Generate or score episodes, and write them as OpenRLHF's rows."""
+    """Translate `batch_inference`: generate or score episodes, then write them as OpenRLHF's rows. Raises `ConfigError`
+    for an unknown task or post-processor."""
     task, file = flags["eval_task"], Path(flags["output_path"])
     if task not in ("generate_vllm", "generate", "rm"):
         raise ConfigError(f"batch_inference: --eval_task is generate_vllm, generate or rm, not {task}")
@@ -67,14 +68,15 @@ def _set_scoring(flags: Flags, translation: Translation) -> None:
 
 
 def set_merge(flags: Flags, translation: Translation) -> None:
-    """Merge an adapter into its base."""
+    """Translate `lora_combiner`: merge an adapter into its base."""
     translation.command = "model"
     translation.words = ["merge", *(str(flags[name]) for name in ("lora_path", "output_path")), "--base"]
     translation.words.append(str(flags["model_path"]))
 
 
 def set_serving(flags: Flags, translation: Translation) -> None:
-    """Serve a reward model; on this machine alone without a token, since OpenRLHF's clients send none."""
+    """Translate `serve_rm`: serve a reward model. OpenRLHF's clients send no token, so a server that listens on this
+    machine alone asks for none."""
     translation.command, translation.settings["too_long"] = "serve-reward-model", "cut"
     host = str(flags.options.get("host", "127.0.0.1"))
     translation.words = ["--model", str(flags["reward_pretrain"]), "--host", host, "--port", str(flags["port"])]

@@ -18,13 +18,14 @@ FILE = Path(__file__).with_name("rlhf.yaml")
 
 
 def entry_point(program: str) -> str | None:
-    """The entry point of `rlhf:NAME` or of a path to NAME.py; None if there is no such entry point."""
+    """The name of the entry point that `program` means, `rlhf:NAME` or a path to NAME.py; None if it means none."""
     name = program.removeprefix("rlhf:") if program.startswith("rlhf:") else Path(program).stem
     return name if name in read_yaml(FILE)["programs"] and name != program else None
 
 
 def translate_file(name: str, arguments: Sequence[str], *, world_size: int | None = None) -> Translation:
-    """Translate an entry point's settings. Raises `ConfigError` for an unknown or unsupported setting."""
+    """Translate the settings of the entry point `name`, in the file after `--config`: to flags of OpenRLHF, then as a
+    command with these. Raises `ConfigError` for an unknown or unsupported setting, which it calls by the file's key."""
     options = dict(zip(arguments[::2], arguments[1::2], strict=False))
     if "--config" not in options or options.keys() - {"--config", "--deepspeed"}:
         raise ConfigError(f"{name}: which settings? Give --config FILE, and --deepspeed FILE if there is one")

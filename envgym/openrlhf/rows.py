@@ -18,11 +18,13 @@ Process = Callable[[list[Row]], list[Row]]
 
 
 def write_rows(episodes: Path, file: Path, model: str, process: Process, *, chat: bool) -> tuple[int, int]:
-    """Write a row (`input`, `output`, and the `reward` if there is one) for each episode with a completion to `file`,
-    and return the numbers of rows and of the episodes without one.
+    """Write the episodes as rows to `file`: `input`, `output`, and `reward` if the episode has one. `process` changes
+    the rows first.
 
-    With `chat`, the chat template of the tokenizer of `model` renders the input. Special tokens that the policy or a
-    tool spelled out are broken up by a space, since programs that read the rows would take them for tokens.
+    Episodes that failed or have an empty completion are left out. Returns the number of rows in the file, and of the
+    episodes left out. With `chat` the chat template of the tokenizer of `model` renders the input. A space breaks up
+    special tokens that the policy or a tool spelled out, since programs that read the rows would take them for tokens.
+    Raises `RunError` if no episode is left.
     """
     from envgym.episodes.files import read_episodes
     from envgym.render import load_tokenizer, make_renderer
@@ -50,10 +52,13 @@ def write_rows(episodes: Path, file: Path, model: str, process: Process, *, chat
 
 
 def post_processor(name: str | None, template: str, *, normalize: bool) -> Process:
-    """A post-processor of rows: `rs`, the best completion of each input; `iter_dpo`, the best and the worst (`prompt`,
-    `chosen`, `rejected`) of each input with different rewards; `csft`, all rows with their reward written into the
-    input by `template`, with `normalize` after normalising rewards to mean 0 and standard deviation 1; None, the rows
-    unmodified. Raises `ConfigError` for other names."""
+    """The post-processor of this name. None leaves the rows as they are.
+
+    `rs` keeps the best completion of each input. `iter_dpo` makes a pair (`prompt`, `chosen`, `rejected`) of the best
+    and the worst completion of each input whose rewards differ. `csft` writes each row's reward into its input by
+    `template`; with `normalize` it first normalises the rewards to mean 0 and standard deviation 1. Raises
+    `ConfigError` for another name, and for a template without `{input}` or `{reward}`.
+    """
     if missing := [part for part in ("{input}", "{reward}") if part not in template]:
         raise ConfigError(f"batch_inference: --reward_template has no {missing[0]} in it")
     processors: dict[str | None, Process] = {

@@ -22,14 +22,15 @@ UNCHANGED = object()
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag of one program, its values and its translation. `flags.yaml` describes the fields."""
+    """A flag of one program: its names, its values and its translation. The fields are those of `flags.yaml`, which
+    describes them."""
 
     name: str
     aliases: Sequence[str] = ()
     kind: str = "one"
     default: Any = None
     dotted_default: Any = UNCHANGED
-    """The default in commands with dotted names; `UNCHANGED`: the default of the other commands."""
+    """Default in commands with dotted names; `UNCHANGED` if it is the same as in the others."""
     setting: str | Sequence[str] | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     value: Any = None
@@ -50,7 +51,7 @@ TRANSLATIONS = ("setting", "derive", "environ", "ignored", "unsupported")
 
 @cache
 def entries() -> dict[str, dict[str, Any]]:
-    """The table's entries, with the names of all programs that have a flag."""
+    """The entries of `flags.yaml` by flag, each with the names of all programs that have it."""
     table: dict[str, dict[str, Any]] = read_yaml(FILE)
     return {
         name: {**entry, "programs": TRAINING if entry["programs"] == "training" else tuple(entry["programs"])}
@@ -81,8 +82,8 @@ def flags_of(program: str) -> dict[str, Flag]:
 
 
 def parse(program: str, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The flags of a command line by their flat names, with their values (True, a text, a number, or a list of these),
-    and notes for the user. Raises `ConfigError` for an unknown flag and for a missing value."""
+    """Parse a command line. Returns the values of its flags by their flat names (True, a text, a number, or a list of
+    these), and notes for the user. Raises `ConfigError` for an unknown flag, a missing value and text for a number."""
     spellings = {name: flag for flag in flags_of(program).values() for name in (flag.name, *flag.aliases)}
     options: dict[str, Any] = {}
     notes = []

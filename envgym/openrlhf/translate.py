@@ -23,8 +23,8 @@ from .translation import (
 
 
 def translate(program: str, arguments: Sequence[str], *, world_size: int | None = None) -> Translation:
-    """Translate a command line. `world_size`: ranks that a launcher started. Raises `ConfigError` for an unknown,
-    missing or unsupported flag."""
+    """Translate a command line of OpenRLHF. `world_size` is the number of ranks that a launcher has started, None
+    without a launcher. Raises `ConfigError` for an unknown program and for an unknown, missing or unsupported flag."""
     if program in FORMER_PROGRAMS:
         raise ConfigError(f"{program} is not translated: {FORMER_PROGRAMS[program]}")
     if program not in PROGRAMS:
@@ -39,11 +39,12 @@ FORMER_PROGRAMS = {
     "train_ppo": "train_ppo_ray is its successor, with the same flags for models and data",
     "interactive_chat": "serve the model's folder with vLLM, and talk to that",
 }
-"""Programs of earlier versions, and advice."""
+"""Programs of earlier versions, each with advice for the error."""
 
 
 def translate_flags(flags: Flags, notes: Sequence[str]) -> Translation:
-    """Translate parsed flags. `notes`: the parser's notes for the user."""
+    """Translate the parsed flags of a command: each by its entry in the table, then by the rules of the program.
+    `notes` are the parser's. Raises `ConfigError` like `translate`."""
     translation = Translation(notes=list(notes))
     for flag in flags.table.values():
         apply_flag(flag, flags, translation)
@@ -326,4 +327,5 @@ def _set_placement(flags: Flags, translation: Translation) -> None:
 RULES: dict[str, Callable[[Flags, Translation], None]] = {
     "train_ppo_ray": _set_ppo, "batch_inference": set_inference, "lora_combiner": set_merge, "serve_rm": set_serving
 }  # fmt: skip
-"""The rules of a program; `_set_offline` for the programs that train on recorded data."""
+"""The function with a program's rules for several flags. The programs that train on recorded data share
+`_set_offline`."""

@@ -16,7 +16,7 @@ from .table import UNCHANGED, Flag, flags_of
 
 @dataclass(slots=True)
 class Translation:
-    """A command of envgym."""
+    """The command of envgym that a command of OpenRLHF becomes, and the work before and after it."""
 
     command: str = "train"
     words: list[str] = field(default_factory=list)
@@ -27,17 +27,17 @@ class Translation:
     notes: list[str] = field(default_factory=list)
     """Notes on flags that are ignored or differ in meaning."""
     save_path: Path | None = None
-    """Destination of the copy of the trained model or adapter."""
+    """Folder that the trained model, or its adapter, is copied to at the end."""
     result: str = "model"
-    """Name of the folder to copy, in the run's folder."""
+    """Name of the folder in the run's folder that is copied to `save_path`."""
     copies: dict[str, Path] = field(default_factory=dict)
-    """Further folders to copy from the run's, by name."""
+    """Further folders in the run's folder, by name, with their destinations."""
     run: Path = Path()
     """The run's folder."""
     resumes: bool = False
     """True to resume an existing run of that name."""
     finish: Callable[[], str] | None = None
-    """Work after the command; returns a message."""
+    """Function to call after the command. It returns a message for the user."""
 
     @property
     def arguments(self) -> list[str]:
@@ -52,8 +52,11 @@ def _word(key: str, value: Any) -> str:
 
 
 class Flags:
-    """The flags of a command: its `options`, else OpenRLHF's defaults. `world_size`: ranks that a launcher started;
-    `dotted`: whether the command has the names, and so the defaults, of later versions."""
+    """The flags of a command by name: the values that it gives (`options`), else OpenRLHF's defaults.
+
+    `world_size` is the number of ranks that a launcher has started, None without a launcher. `dotted` is true for a
+    command with the dotted names of later versions, whose defaults it then gets.
+    """
 
     def __init__(
         self, program: str, options: Mapping[str, Any], world_size: int | None = None, *, dotted: bool = False
@@ -70,7 +73,7 @@ class Flags:
         return self.options.get(name, flag.dotted_default if changed else flag.default)
 
     def holds(self, condition: str | None) -> bool:
-        """True if a flag's condition (`if` in `flags.yaml`) holds."""
+        """Evaluate a flag's condition, `if` in `flags.yaml`; without a condition it is true."""
         if condition is None:
             return True
         if condition.startswith("!"):
@@ -83,7 +86,8 @@ class Flags:
 
 
 def apply_flag(flag: Flag, flags: Flags, translation: Translation) -> None:
-    """Translate a single flag."""
+    """Translate one flag by its entry in the table, into `translation`. Raises `ConfigError` for a flag that envgym
+    does not support, that excludes another one of the command, or whose value is missing or unknown."""
     value, is_set = flags[flag.name], flag.name in flags.options
     if is_set and (conflicts := [name for name in flag.excludes if flags.options.get(name)]):
         raise ConfigError(f"{flags.program}: --{flag.name} and --{conflicts[0]} exclude each other: leave one out")
@@ -114,7 +118,8 @@ def apply_flag(flag: Flag, flags: Flags, translation: Translation) -> None:
 
 
 def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
-    """Set the run's folder, the copy of its result, trackers, evaluation and the size of micro-batches."""
+    """Set the run's folder, the copy of its result, the trackers, the evaluation and the size of micro-batches.
+    `max_len` is the maximum tokens of a sequence. Raises `ConfigError` for what envgym does not support."""
     settings, folder = translation.settings, Path(flags["ckpt_path"])
     settings |= {"runs_dir": str(folder.parent), "name": folder.name}
     translation.save_path, translation.resumes = Path(flags["save_path"]), bool(flags["load_checkpoint"])
@@ -170,7 +175,8 @@ SCHEDULES = {
 
 
 def schedule_settings(name: str, flags: Flags, floor_flag: str, prefix: str = "learner") -> dict[str, Any]:
-    """The settings of a schedule and its floor."""
+    """The settings of OpenRLHF's schedule `name`. The flag `floor_flag` holds the floor of the learning rate, `prefix`
+    begins the settings. Raises `ConfigError` for an unknown schedule."""
     if name not in SCHEDULES:
         raise ConfigError(f"{flags.program}: --lr_scheduler is one of {', '.join(SCHEDULES)}, not {name}")
     floor = flags[floor_flag] if floor_flag in flags.table else 0.1
@@ -181,7 +187,9 @@ def schedule_settings(name: str, flags: Flags, floor_flag: str, prefix: str = "l
 
 
 def source_settings(flags: Flags, paths_flag: str, weights_flag: str, key: str = "data") -> dict[str, Any]:
-    """The settings of one path, or of several with their weights; without weights one follows the other."""
+    """The settings under `key` of the data in a flag: one path, or several with their weights. Without weights the
+    sources follow each other. Raises `ConfigError` for a script, for a folder on the hub, and for another number of
+    weights than paths."""
     paths = [path.strip() for path in str(flags[paths_flag]).split(",")]
     if scripts := [path for path in paths if path.endswith(".py")]:
         raise ConfigError(
@@ -203,7 +211,7 @@ def source_settings(flags: Flags, paths_flag: str, weights_flag: str, key: str =
 
 
 def set_template(flags: Flags, translation: Translation, key: str, suffix: str = "") -> None:
-    """Set the rendering, and the template of prompts at the setting `key`. `suffix`: text after every prompt."""
+    """Set the rendering, and at the setting `key` the template of prompts, which ends with `suffix`."""
     text = "" if flags["apply_chat_template"] else flags["input_template"] or ""
     if text and "{}" not in text:
         translation.notes.append("--input_template is ignored: it has no {} for the prompt")
