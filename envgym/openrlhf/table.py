@@ -45,10 +45,6 @@ class Flag:
     differs: str | None = None
 
 
-TRANSLATIONS = ("setting", "derive", "environ", "ignored", "unsupported")
-"""Kinds of translations; every flag has exactly one."""
-
-
 @cache
 def entries() -> dict[str, dict[str, Any]]:
     """The entries of `flags.yaml` by flag, each with the names of all programs that have it."""

@@ -195,8 +195,6 @@ def _set_loss(flags: Flags, translation: Translation) -> None:
     estimator = flags["advantage_estimator"]
     settings["learner.aggregation"] = "token"  # for every estimator, whatever its paper says
     settings["learner.old_logprobs"] = "recompute"
-    if flags["param_dtype"] == "fp16":
-        translation.notes.append("--param_dtype fp16: the engines compute in float16 too; OpenRLHF's in bfloat16")
     if estimator not in ("gae", "reinforce"):
         settings["learner.gamma"] = 1
     if estimator == "group_norm":
@@ -313,7 +311,6 @@ def _set_placement(flags: Flags, translation: Translation) -> None:
     if flags["colocate_all_models"]:
         settings["colocate"] = "all"
         if flags["async_train"]:
-            translation.notes.append("--colocate_all_models with --async_train: engines have separate GPUs")
             settings["colocate"] = [[*roles.values(), *(["reward"] if has_reward_model else [])]]
         return
     pairs = [["actor", "reference"]] if flags["colocate_actor_ref"] and "ref" in roles else []

@@ -144,11 +144,6 @@ def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
         translation.environ |= {} if str(token).lower() in ("true", "1") else {"WANDB_API_KEY": str(token)}
     if flags["eval_dataset"] is None:
         settings |= {"eval.every": 0, "data.test_fraction": 0.0}
-        translation.notes += [
-            f"--{name} is ignored: nothing is evaluated without --eval_dataset"
-            for name in ("eval_split", "eval_steps")
-            if name in flags.options and flags[name] not in (None, -1)
-        ]
     elif flags["eval_steps"] > 0:
         settings["eval.every"] = flags["eval_steps"]
     else:

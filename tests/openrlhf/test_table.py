@@ -10,11 +10,14 @@ import pytest
 
 from envgym.config.known_settings import known_keys
 from envgym.errors import ConfigError
-from envgym.openrlhf.table import PROGRAMS, TRAINING, TRANSLATIONS, entries, flags_of, help_of, parse
+from envgym.openrlhf.table import PROGRAMS, TRAINING, entries, flags_of, help_of, parse
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from seeds import blocks, documents  # noqa: E402
+
+TRANSLATIONS = ("setting", "derive", "environ", "ignored", "unsupported")
+"""Kinds of translations; every flag has exactly one."""
 
 OTHERS = {"address", "runtime", "module", "nproc_per_node", "num_gpus", "node", "num", "head", "nodes", "ntasks",
           "gpus", "job", "config", "deepspeed", "iteration", "port", "working"}  # fmt: skip

@@ -253,8 +253,8 @@ SERVED = [*PPO[:4], "--remote_rm_url", "http://h:1/r", "--eval_dataset", "e", "-
         ),
         ("train_dpo", [*SFT, "--train_split", "x"], "the training split up to 0.6.4"),
         ("train_ppo_ray", [*SERVED, "--normalize_reward"], "the rewards of a file or server are not normalised"),
-        ("train_sft", [*SFT, "--eval_steps", "10"], "--eval_steps is ignored: nothing is evaluated without"),
-        ("train_ppo_ray", [*PPO, "--eval_split", "test"], "--eval_split is ignored: nothing is evaluated without"),
+        ("train_sft", [*SFT, "--eval_steps", "10"], "--eval_steps: nothing is evaluated without"),
+        ("train_ppo_ray", [*PPO, "--eval_split", "test"], "--eval_split: nothing is evaluated without"),
         ("batch_inference", [*GENERATE, "generate_vllm", "--prompt_max_len", "9"], "a longer prompt is not cut"),
     ],
 )
