@@ -170,8 +170,8 @@ class AgentEnv(Env):
         return observation, result.reward, result.is_done, False, {"score": result.score, "metrics": metrics}
 
     async def execute(self, sample: Sample) -> dict[str, Any]:
-        """Let the file's own `execute` run the episode after `reset`, and return its result as plain numbers (see
-        `host.read_result`)."""
+        """Run the episode by the file's own `execute`, after `reset`. `sample` answers its requests to the engine.
+        Returns its result as plain numbers; see `host.read_result`."""
         session = await self._open()
         async with self.spec.sending_tokenizer:  # sent once per process, since it is large
             if not await session.run(lambda host: host.has_tokenizer()):
@@ -222,7 +222,7 @@ class AgentFile(OpenRLHFFile):
     host = "envgym.envs.openrlhf.host:AgentHost"
 
     executes = False
-    """True if the file has its own `execute`; set by `setup`."""
+    """True if the file has its own `execute`. `setup` asks a process of the file."""
 
     async def setup(self) -> None:
         await super().setup()

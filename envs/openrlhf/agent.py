@@ -19,11 +19,12 @@ ROLES = {"prompt": "user", "feedback": "user", "action": "assistant"}
 
 
 class OpenRLHFExecutor(MultiTurn):
-    """The multi-turn agent, with access of the environment to the policy; an `execute` may drive the model.
+    """The agent `multi_turn` for files of OpenRLHF. The environment sees the policy's tokenizer and sampling
+    parameters, and a file's own `execute` drives the model.
 
-    Whatever an `execute` does with its tokens, the run trains on the engine's output after exactly the tokens of the
-    request. A request that does not extend the previous tokens begins a new row. Of the result, the rewards count, and
-    `action_ranges` select the samples in the loss.
+    The run trains on what the engine sampled after exactly the tokens of a request, whatever an `execute` does with
+    them. A request that does not extend the previous tokens begins a new row. The result of `execute` gives the
+    rewards, and its `action_ranges` select the samples in the loss.
     """
 
     async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:
@@ -80,7 +81,8 @@ class OpenRLHFExecutor(MultiTurn):
 
 
 def set_context(transcript: Transcript, token_ids: list[int]) -> None:
-    """Set the transcript's context to `token_ids`: extend the last row if it is a prefix, else begin a new one."""
+    """Set the transcript's context to `token_ids`: they extend the last row if they begin with it, else they begin a
+    new row."""
     context = transcript.context.tolist()
     if context and token_ids[: len(context)] == context:
         transcript.add_feedback(token_ids[len(context) :])

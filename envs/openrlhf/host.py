@@ -138,7 +138,8 @@ class AgentHost:
         return episode.text
 
     async def step(self, key: str, action_text: str) -> tuple[InstanceStep, dict[str, float], dict[str, Any]]:
-        """The agent's result of an action, its metrics so far, and its overrides of the sampling parameters."""
+        """Let the agent answer an action. Returns its step, its metrics so far, and the sampling parameters of the next
+        turn that differ from the run's."""
         if key not in self._episodes:
             raise InvalidStep("the file has no AgentInstance: its execute is run by agent=openrlhf_executor")
         episode, sampling = self._episodes[key]

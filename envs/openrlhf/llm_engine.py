@@ -57,7 +57,7 @@ class VLLMSamplingParams:
 
 
 def overrides(params: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The differences of `params` (an object or a mapping) from the run's `sampling` parameters.
+    """The parameters in `params`, an object or a mapping, that differ from the run's own, `sampling`.
 
     Raises `InvalidStep` for an unsupported parameter, rather than ignore it.
     """
@@ -150,8 +150,8 @@ class ExecutorRun:
         return InvalidStep(f"llm_engine.generate raised {cause}; execute then raised {type(error).__name__}: {error}")
 
     async def generate(self, token_ids: list[int], params: Any) -> SimpleNamespace:
-        """Sample, from any thread and event loop. Raises `OutOfRoom`, or another error, which is also stored as
-        `request_error`."""
+        """Sample after `token_ids`; callable from any thread and event loop. Raises `OutOfRoom` without room. Any other
+        error is stored as `request_error` and raised."""
         if self._is_over:
             raise RuntimeError("the episode of this request has ended")
         try:
