@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import date
 from typing import Any
 
 import yaml
@@ -27,9 +26,9 @@ NUMBER = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE)
 def parse_overrides(
     words: Sequence[str], takes_text: Callable[[str, Any], bool] = lambda key, value: False
 ) -> dict[str, Any]:
-    """`key=value` words, dotted for nested keys, as a nested mapping; later words win. Values are parsed as YAML, but
-    settings that are text take it as it is, without quotes around all of it: `takes_text` is called with a key and
-    YAML's value."""
+    """`key=value` words, dotted for nested keys, as a nested mapping; later words win. Values in quotes, lists,
+    mappings, numbers, true, false and null are parsed as YAML; all others are text, and so is the unquoted value of a
+    setting that is text: `takes_text` is called with a key and YAML's value."""
     pairs = []
     for word in words:
         key, equals, text = word.partition("=")
@@ -37,21 +36,15 @@ def parse_overrides(
             raise ConfigError(f"{word!r} is not a key=value setting")
         bare = text.lstrip()
         try:
-            value = load_yaml(text)
-        except DuplicateKey as error:
-            if bare.startswith("{") and not takes_text(key, {}):
+            value = float(text) if NUMBER.fullmatch(text) else load_yaml(text)
+        except yaml.YAMLError as error:
+            if isinstance(error, DuplicateKey) and bare.startswith("{") and not takes_text(key, {}):
                 raise ConfigError(f"{word}: {error.problem}") from None
             value = text
-        except yaml.YAMLError:
+        # Other text is not YAML's: it would fold lines, end at a number sign, and read templates as mappings.
+        is_yaml = bare.startswith(("{", "[")) or (isinstance(value, int | float | None) and not bare.startswith("#"))
+        if not bare.startswith(("'", '"')) and (not is_yaml or takes_text(key, value)):
             value = text
-        if isinstance(value, Mapping | list | date) and not bare.startswith(("{", "[")):
-            value = text  # templates have colons and line breaks
-        if isinstance(value, str) and not bare.startswith(("'", '"')) and value != text.strip():
-            value = text  # YAML folds lines, and drops what follows a number sign
-        if bare.startswith("#") or (not bare.startswith(("'", '"')) and takes_text(key, value)):
-            value = text
-        elif isinstance(value, str) and NUMBER.fullmatch(value):
-            value = float(value)
         pairs.append((key, value))
     return nest_keys(pairs)
 
