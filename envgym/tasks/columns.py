@@ -53,7 +53,7 @@ class TaskReader:
         field_names: FieldNames = DEFAULT_FIELDS,
     ) -> None:  # fmt: skip
         self.source = source
-        self._form = form
+        self.form = form
         self._answer_required = answer_required
         self._prefix = prefix
         self._prompt_names, self._answer_names = field_names
@@ -66,27 +66,22 @@ class TaskReader:
         self.columns = ""
         """Columns of the first row in words, by their use; empty for rows in another program's form."""
 
-    @property
-    def reads_whole_rows(self) -> bool:
-        """True if a task's fields are its whole row, and its prompt may be empty."""
-        return self._form is not None
-
     def read(self, row: Row, location: str, name: str) -> tuple[Task, int]:
         """The task of `row` and the key of its prompt, without a template or system message. `name` is its id unless
         the source has a field for it; `location` its file and line, for messages."""
         source, original = self.source, row
-        if self._form is not None:
-            row = self._form(row, location)
+        if self.form is not None:
+            row = self.form(row, location)
         if self._fields is None:
             self._fields = self._prompt_field(row, location), self._answer_field(row, location)
-            if self._form is None:
+            if self.form is None:
                 self.columns = self._columns_by_use(row, *self._fields)
         prompt_field, answer_field = self._fields
         prompt: str | tuple[Message, ...] = ""
         messages: tuple[Message, ...] = ()
         if prompt_field is not None:
-            prompt, messages = _prompt(row, prompt_field, location, may_be_empty=self._form is not None)
-        if prompt_field is not None and self._form is None:
+            prompt, messages = _prompt(row, prompt_field, location, may_be_empty=self.form is not None)
+        if prompt_field is not None and self.form is None:
             prompt = self._with_context(prompt, row, prompt_field)
             messages = as_messages(prompt)
         if source.template is not None:
@@ -102,7 +97,7 @@ class TaskReader:
             id=self._prefix + (str(_value(row, source.id, location)) if source.id else name),
             prompt=prompt,
             answer=self._answer(row, answer_field, location),
-            fields=original if self._form else {key: value for key, value in row.items() if key not in used_fields},
+            fields=original if self.form else {key: value for key, value in row.items() if key not in used_fields},
             difficulty=None if source.difficulty is None else _difficulty(row, source.difficulty, location),
         )
         return task, _key(messages)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -53,19 +52,17 @@ def load_tasks(
     """
     reader: _Reader = partial(TaskReader, answer_required=answer_required, form=form, field_names=field_names)
     held_out = _HeldOut(set(held_out_elsewhere))
+    common = SourceConfig(**config.model_dump(exclude={"sources", "folder"}))
+    common_test = partial(_File, str(config.test_path), config.test_split, common, "", reader, is_test=True)
     if config.path is None and not config.sources:
-        settings = SourceConfig(**config.model_dump(exclude={"sources", "folder"}))
-        test_file = _File(str(config.test_path), config.test_split, settings, "", reader, is_test=True)
+        test_file = common_test()
         return TaskSplits(TaskList([]), test_file.into(held_out), frozenset(test_file.keys), test_file.reader.columns)
-    sources: list[_Source] = []
+    sources: list[_Finite | _Endless] = []
     for name, settings in config.resolved_sources().items():
         kind = _Endless if settings.endless else _Finite
         sources.append(kind(settings, f"{name}/" if name else "", reader))
     if config.sources and config.test_path is not None:
-        common = SourceConfig(**config.model_dump(exclude={"sources", "folder"}))
-        tests: list[TaskSet] = [
-            _File(config.test_path, config.test_split, common, "", reader, is_test=True).into(held_out)
-        ]
+        tests: list[TaskSet] = [common_test().into(held_out)]
     else:
         tests = [source.hold_out(held_out) for source in sources]
     trains = [source.train(held_out) for source in sources]
@@ -137,7 +134,7 @@ class _File:
     @property
     def is_a_game(self) -> bool:
         """True if rows in another program's form all have the same prompt: a game draws its problem at each reset."""
-        return self.reader.reads_whole_rows and len(set(self.keys)) == 1
+        return self.reader.form is not None and len(set(self.keys)) == 1
 
     def key_by_row(self) -> None:
         """Use keys of whole rows instead of prompts; if these are equal too, keys of row numbers."""
@@ -162,20 +159,14 @@ def _is_selected(row: Row, selection: Selection, location: str) -> bool:
     return all(row[name] in allowed for name, allowed in selection.items())
 
 
-class _Source(ABC):
-    """One source. All sources hold out their tasks before the first one selects its training tasks."""
+class _Source:
+    """One source. All sources hold out their tasks before the first one selects its training tasks: `hold_out` returns
+    the held-out tasks and adds their keys to the common ones; `train` returns those that no source holds out, and
+    raises `DataError` if none remain."""
 
     def __init__(self, settings: SourceConfig, prefix: str, reader: _Reader) -> None:
         self.settings, self.prefix, self.reader = settings, prefix, reader
         self.path = str(settings.path)
-
-    @abstractmethod
-    def hold_out(self, held_out: _HeldOut) -> TaskSet:
-        """The held-out tasks. Adds their keys to `held_out`."""
-
-    @abstractmethod
-    def train(self, held_out: _HeldOut) -> TaskSet:
-        """The tasks that no source holds out. Raises `DataError` if none remain."""
 
     def open_test(self) -> _File | None:
         """The held-out file or split of the settings, or a split with a usual name, if there is one."""
