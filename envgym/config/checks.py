@@ -73,7 +73,8 @@ def _check_roles(stage: StageConfig, roles: Mapping[str, RoleSpec], *, samples: 
             )
     for role, role_spec in roles.items():
         workers, lora = stage.workers_of(role), stage.lora_of(role, role_spec)
-        if not role_spec.trained and stage.roles.get(role, RoleConfig()).learner:
+        role_config = stage.roles.get(role, RoleConfig())
+        if not role_spec.trained and role_config.learner:
             raise ConfigError(f"roles.{role}.learner: the {role} is not trained, so it has no optimizer")
         workers.check(role, stage.learner_config_of(role) if role_spec.trained else None)
         lora.check(role, workers, is_sampled=samples and role == "actor")
@@ -82,7 +83,6 @@ def _check_roles(stage: StageConfig, roles: Mapping[str, RoleSpec], *, samples: 
                 f"workers.offload_parameters of the {role}, which shares GPUs with the engine in turns: DeepSpeed "
                 "cannot move it. Leave it out, or give the engine separate GPUs (colocate)"
             )
-        role_config = stage.roles.get(role, RoleConfig())
         if role_spec.needs_model and role_config.model is None and stage.kind == "train":
             raise ConfigError(f"learner {stage.learner.name} needs a model for its {role}: set roles.{role}.model")
         if role_config.base_url is not None and not role_spec.top_k:

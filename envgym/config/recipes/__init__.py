@@ -69,14 +69,11 @@ def makes_model(name: str) -> bool:
 
 def recipe_model_folder(name: str) -> Path:
     """The folder of the model that a recipe makes: the shipped one, or else the one in the cache, which may not exist
-    yet."""
+    yet. That depends on the recipe's settings alone: changed contents of a data file that it names make no new model.
+    """
     shipped = FOLDER / name
-    return shipped if name in recipe_names() and shipped.is_dir() else cached_model_folder(name)
-
-
-def cached_model_folder(name: str) -> Path:
-    """The folder of the model that a recipe makes on this machine. It depends on the recipe's text alone: changed
-    contents of a data file that the recipe names make no new model."""
+    if name in recipe_names() and shipped.is_dir():
+        return shipped
     recipe = load_recipe(name)
     recipe.pop("model_settings", None)
     key = hashlib.sha256(yaml.safe_dump(recipe).encode()).hexdigest()[:12]
