@@ -87,7 +87,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Generation:
     """A sampled turn: `token_ids` [T] int32 (end-of-turn token included), `logprobs` [T] float32, in nats, under the
-    sampling distribution, the reason it ended, and the policy version of each span of tokens."""
+    sampling distribution, the reason it ended, and a `VersionSpan` (version, start, end) for each span of tokens."""
 
     token_ids: array[int]
     logprobs: array[float]
@@ -119,7 +119,9 @@ class Engine(Protocol):
 
 class HostedEngine(Engine, Protocol):
     """An engine in its own process, whose weights and memory the trainer controls. Its class is made with one argument,
-    an `EngineSpec`, and gets its name by an entry point of the group `envgym.engines`."""
+    an `EngineSpec`, and gets its name by an entry point of the group `envgym.engines`. The policy's version is 0 before
+    the first weights come. It needs `connect` only for vLLM's transfers, `load_adapter` only for LoRA, and `sleep` and
+    `wake` only to take turns with models on a GPU."""
 
     async def steps(self) -> int:
         """Number of forward steps so far. It grows while anything is sampled or scored, which tells a slow engine from
@@ -145,7 +147,8 @@ class HostedEngine(Engine, Protocol):
 
     async def end_weights(self, n_buckets: int, version: int) -> int:
         """Resume sampling with the new weights; tokens sampled from now on get `version`, also those of requests in
-        flight. Returns the checksum of the weights received. Raises `WorkerError` if a bucket is missing."""
+        flight. Returns the checksum of the weights received, the sum of the buckets' (`IncomingWeights.checksum` of
+        `envgym.engines.spec`). Raises `WorkerError` if a bucket is missing."""
 
     async def load_adapter(self, path: str, version: int) -> int:
         """Sample with the LoRA adapter in a peft folder from now on, in place of the previous one; returns the checksum

@@ -28,9 +28,9 @@ from envgym.types import StopReason, VersionSpan, float_array, int_array
 class Scripted:
     """Answers 1 and 0 in turn, each with its engine argument `logprob` as the log-probability of every token."""
 
-    def __init__(self, spec):
-        self.tokenizer = Tokenizer.from_file(str(Path(spec.model, "tokenizer.json")))
-        self.logprob = spec.engine_args["logprob"]
+    def __init__(self, their_spec):
+        self.tokenizer = Tokenizer.from_file(str(Path(their_spec.model, "tokenizer.json")))
+        self.logprob = their_spec.engine_args["logprob"]
         self.version = self.count = self.received = 0
 
     async def info(self):

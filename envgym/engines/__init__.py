@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from envgym.loading import target_of_name
+from envgym.engine import HostedEngine
+from envgym.errors import ConfigError
+from envgym.loading import load_class, target_of_name
+
+from .spec import EngineSpec
 
 
 def choose_engine(kind: str) -> tuple[str, str]:
@@ -19,3 +23,17 @@ def choose_engine(kind: str) -> tuple[str, str]:
         kind = "vllm" if find_spec("vllm") is not None else "transformers"
         note = "" if kind == "vllm" else "vLLM is not installed: sampling with transformers, which is slower"
     return target_of_name("envgym.engines", kind, "engine", ("auto", "openai")), note
+
+
+def make_engine(target: str, spec: EngineSpec) -> HostedEngine:
+    """Make the engine of a class, in its process: the specification is the constructor's only argument. Raises
+    `ConfigError` without the methods of `HostedEngine` that are called with this specification."""
+    engine: HostedEngine = load_class(target, (object,), "engine")(spec)
+    conditions = {"connect": spec.transfer != "files", "load_adapter": spec.lora_rank > 0, "close": False}
+    conditions |= dict.fromkeys(("sleep", "wake"), spec.sleeps)
+    names = [name for name in dir(HostedEngine) if conditions.get(name, not name.startswith("_"))]
+    # The second: a subclass of the protocol inherits methods that do nothing.
+    absent = {name: (None, getattr(HostedEngine, name).__get__(engine)) for name in names}
+    if missing := [name for name in names if getattr(engine, name, None) in absent[name]]:
+        raise ConfigError(f"{target} is not usable as engine: it does not define {', '.join(missing)}")
+    return engine

@@ -189,9 +189,11 @@ async def start_engine(
     cores = max(1, len(os.sched_getaffinity(0)) // stage.engine.count)
     environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
 
+    arguments = {"target": target, "spec": spec}
+
     async def start(number: int) -> EngineClient:
         name = "engine" if stage.engine.count == 1 else f"engine-{number}"
-        return EngineClient(await runtime.start(target, {"spec": spec}, name=name, environ=environ))
+        return EngineClient(await runtime.start("envgym.engines:make_engine", arguments, name=name, environ=environ))
 
     pool = await EnginePool.start(start, stage.engine.count, round_robin=config.deterministic, note=display.note)
     return pool, (await pool.info()).max_model_len

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from envgym.engine import Generation, Request, SamplingParams
-from envgym.engines import choose_engine
+from envgym.engines import choose_engine, make_engine
 from envgym.engines.spec import EngineSpec
 from envgym.errors import ConfigError, InvalidOutcome, NameNotFound, WorkerError
 from envgym.loading import entry_points
@@ -394,3 +394,41 @@ def test_choose_engine(monkeypatch):
     assert "not installed" in note
     with pytest.raises(NameNotFound, match=r"no engine 'mine'. There is auto, openai, transformers, vllm\.$"):
         choose_engine("mine")
+
+
+MINIMAL = """
+class Minimal:
+    def __init__(self, their_spec):
+        self.spec = their_spec
+
+    async def info(self): ...
+    async def steps(self): ...
+    async def generate(self, request): ...
+    async def score(self, token_ids): ...
+    async def can_read(self, path): ...
+    async def begin_weights(self): ...
+    async def load_bucket(self, bucket): ...
+    async def end_weights(self, n_buckets, version): ...
+"""
+
+
+def test_an_engine_without_methods_that_it_needs_is_refused_with_all_of_them(tmp_path):
+    file = tmp_path / "minimal.py"
+    file.write_text(MINIMAL)
+    spec = EngineSpec("model")
+    assert make_engine(f"{file}:Minimal", spec).spec is spec
+    for fields, names in (
+        ({"sleeps": True, "lora_rank": 8}, "load_adapter, sleep, wake"),
+        ({"transfer": "nccl"}, "connect"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{file}:Minimal is not usable as engine: it does not define {names}$"):
+            make_engine(f"{file}:Minimal", EngineSpec("model", **fields))
+
+
+def test_the_empty_methods_of_the_protocol_do_not_count_as_an_engines(tmp_path):
+    file = tmp_path / "empty.py"
+    lines = [line for line in MINIMAL.splitlines() if "score" not in line and "info" not in line]
+    text = "\n".join(lines).replace("class Minimal", "class Minimal(HostedEngine)")
+    file.write_text(f"from envgym.engine import HostedEngine\n{text}")
+    with pytest.raises(ConfigError, match=r"it does not define info, score$"):
+        make_engine(str(file), EngineSpec("model"))
