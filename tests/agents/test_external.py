@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -25,6 +24,7 @@ from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.transcript import EpisodeSampler
 from envgym.types import Message, Observation, StopReason, Task, ToolSpec, VersionSpan
+from tests.running import is_running
 
 LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})
 TEMPLATE = (
@@ -405,13 +405,6 @@ os.rename(file.name, os.environ["HOME"] + "/pids")
 if len(sys.argv) > 1:
     time.sleep(600)
 """
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize("is_killed", [True, False])

@@ -26,6 +26,7 @@ from envgym.processes.pool import Processes
 from envgym.processes.runtime import message_of
 from envgym.rewards.final_answers import boxed, reference
 from envgym.types import Task
+from tests.running import is_running
 
 TOWER = "9^{9^{9^{9}}}"
 
@@ -530,7 +531,7 @@ def test_teardown_ends_every_process_at_once_also_those_that_hang():
     pids = asyncio.run(main(envgym.spec("math_verify", grader_timeout=1000)))
     assert len(pids) >= 3
     deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in pids):
+    while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, "a grading process outlived the grader by a minute"
         time.sleep(0.02)
 
@@ -553,17 +554,9 @@ asyncio.run(main())
         parent.kill()
     assert len(pids) >= 3
     deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in pids):
+    while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, "a grading process outlived its parent by a minute"
         time.sleep(0.02)
-
-
-def alive(pid):
-    """Whether `pid` runs; what was killed but not yet reaped by its new parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_a_spec_is_json_and_an_env_is_cheap():

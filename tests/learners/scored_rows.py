@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from envgym.types import Group, Row, number_rows
+from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn, number_rows
 
 
 class ScoredRow(Row):
@@ -23,3 +23,15 @@ def scored(groups: list[Group]) -> Sequence[Group]:
     for row in (row for group in made for episode in group.episodes for row in episode.rows):
         row.arrays |= {role: np.array(numbers, np.float32) for role, numbers in row.outputs.items()}
     return made
+
+
+def group_of_turns(*members: list[float]) -> Group:
+    """A group whose members are lists of what each turn was paid; a turn has two tokens."""
+    episodes = []
+    for paid in members:
+        segments = [Segment("prompt", [1])]
+        for _ in paid:
+            segments += [Segment("action", [2, 3], logprobs=[-1.0, -1.0]), Segment("feedback", [4])]
+        row = Row(segments[:-1], turns=[Turn(reward, "stop") for reward in paid])
+        episodes.append(Episode("e", Task("t"), Outcome.finish(), rows=[row], reward=sum(paid)))
+    return Group("g", Task("t"), episodes)

@@ -1,11 +1,12 @@
 """Which tokens a reward counts for."""
 
 import pytest
+from scored_rows import group_of_turns
 
 from envgym.learners.advantages import turn_advantages
 from envgym.learners.grpo import standardize
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn, number_rows
+from envgym.types import number_rows
 
 
 def advantages_of(name):
@@ -50,21 +51,11 @@ def test_no_member_and_no_turn():
     assert turn_advantages([[], [1.0]], [0.0, 1.0], center) == [[], [0.5]]
 
 
-def group(*members):
-    """A group whose members are lists of what each turn was paid; a turn has two tokens."""
-    episodes = []
-    for paid in members:
-        segments = [Segment("prompt", [1])]
-        for _ in paid:
-            segments += [Segment("action", [2, 3], logprobs=[-1.0, -1.0]), Segment("feedback", [4])]
-        row = Row(segments[:-1], turns=[Turn(reward, "stop") for reward in paid])
-        episodes.append(Episode("e", Task("t"), Outcome.finish(), rows=[row], reward=sum(paid)))
-    return Group("g", Task("t"), episodes)
-
-
 def advantages(name, *members, **settings):
     kind = load_component("learner", name)
-    rows = kind(kind.Config(name=name, advantage_norm="none", **settings)).prepare(number_rows([group(*members)]))
+    rows = kind(kind.Config(name=name, advantage_norm="none", **settings)).prepare(
+        number_rows([group_of_turns(*members)])
+    )
     return [row.arrays["advantages"][row.loss_weights > 0].tolist() for row in rows]
 
 

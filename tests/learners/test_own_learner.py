@@ -5,12 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scored_rows import group_of_turns
 
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, RunError
 from envgym.learner import LearnerConfig, Outputs, pad
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn, number_rows
+from envgym.types import Objective, number_rows
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -42,18 +43,6 @@ def own(tmp_path):
     return str(path)
 
 
-def group(*members):
-    """Members are lists of what each turn was paid; a turn has two tokens."""
-    episodes = []
-    for paid in members:
-        segments = [Segment("prompt", [1])]
-        for _ in paid:
-            segments += [Segment("action", [2, 3], logprobs=[-1.0, -1.0]), Segment("feedback", [4])]
-        row = Row(segments[:-1], turns=[Turn(reward, "stop") for reward in paid])
-        episodes.append(Episode("e", Task("t"), Outcome.finish(), rows=[row], reward=sum(paid)))
-    return Group("g", Task("t"), episodes)
-
-
 def step(learner, groups):
     """(loss, gradients at sampled tokens) of one optimizer step whose model says -1 at every sampled token."""
     rows = learner.prepare(number_rows(groups))
@@ -68,7 +57,7 @@ def step(learner, groups):
 def test_the_example_learns_by_hand():
     """Rewards 3 and 1, baseline 2, two tokens each: -(1 + 1 - 1 - 1) (-1) / 4, and gradients of -1/4 and 1/4."""
     learner = load_component("learner", f"{ROOT / 'examples' / 'reinforce.py'}:Reinforce")(LearnerConfig(name="mine"))
-    loss, gradient = step(learner, [group([3.0], [1.0])])
+    loss, gradient = step(learner, [group_of_turns([3.0], [1.0])])
     assert loss == 0
     assert gradient == [-0.25, -0.25, 0.25, 0.25]
 
@@ -77,11 +66,11 @@ def test_an_advantage_of_ones_own_gets_everything_else(own):
     """The best of 3, 1 and 2 is 3: advantages 0, -2 and -1, in the loss, aggregation and credit of ours."""
     kind = load_component("learner", own)
     learner = kind(kind.Config(name=own, policy_loss="cispo", aggregation="sequence"))
-    loss, gradient = step(learner, [group([3.0], [1.0], [2.0])])
+    loss, gradient = step(learner, [group_of_turns([3.0], [1.0], [2.0])])
     assert loss == pytest.approx(-1.0)
     assert gradient == pytest.approx(np.repeat([0, 2, 1], 2) / 2 / 3)
     by_turn = kind(kind.Config(name=own, credit="turn", margin=0.5))
-    rows = by_turn.prepare(number_rows([group([1.0, 5.0], [2.0, 0.0])]))
+    rows = by_turn.prepare(number_rows([group_of_turns([1.0, 5.0], [2.0, 0.0])]))
     tokens = [row.arrays["advantages"][row.loss_weights > 0].tolist() for row in rows]
     assert tokens == [[0.5, 0.5, 0.5, 0.5], [-3.5, -3.5, -4.5, -4.5]]
 
@@ -101,7 +90,7 @@ def test_its_roles_and_its_contradictions_are_those_of_ours(own):
 def test_its_rows_of_two_objectives_have_a_denominator_each(own):
     kind = load_component("learner", own)
     learner = kind(kind.Config(name=own))
-    rows = learner.prepare(number_rows([group([1.0], [0.0])]))
+    rows = learner.prepare(number_rows([group_of_turns([1.0], [0.0])]))
     rows[1].objective = Objective.CROSS_ENTROPY
     assert learner.loss_normalizers(rows) == {Objective.POLICY_GRADIENT: 2.0, Objective.CROSS_ENTROPY: 2.0}
 
@@ -114,5 +103,5 @@ def test_advantages_that_are_too_few_are_told_with_the_authors_line(own, credit,
     kind = load_component("learner", own)
     line = text.splitlines().index("    def advantages(self, rewards):") + 1
     with pytest.raises(RunError) as error:
-        kind(kind.Config(name=own, credit=credit)).prepare(number_rows([group([1.0], [0.0], [2.0])]))
+        kind(kind.Config(name=own, credit=credit)).prepare(number_rows([group_of_turns([1.0], [0.0], [2.0])]))
     assert str(error.value).startswith(f"{own}, line {line}: advantages returned {wrong} for 3 members of a group")

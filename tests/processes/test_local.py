@@ -14,6 +14,7 @@ from envgym.errors import ConfigError, InvalidOutcome, WorkerDied, WorkerError
 from envgym.processes import local
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
+from tests.running import is_running
 
 WORKER = '''
 import asyncio, os, signal, subprocess, sys, time
@@ -135,17 +136,10 @@ def with_worker(module, tmp_path, body, **kwargs):
     return asyncio.run(main())
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def wait_until_gone(pids, seconds=60.0):
     deadline = time.monotonic() + seconds
-    while any(map(alive, pids)):
-        assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if alive(pid)]}"
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if is_running(pid)]}"
         time.sleep(0.02)
 
 
@@ -331,7 +325,7 @@ def test_sigkill_of_the_controller_leaves_nothing(worker_module, tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as controller:
         assert controller.stdout is not None
         pid = int(controller.stdout.readline())
-        assert alive(pid)
+        assert is_running(pid)
         controller.send_signal(signal.SIGKILL)
     wait_until_gone([pid])
 

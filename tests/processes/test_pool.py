@@ -1,7 +1,6 @@
 """Processes for users' code: called, killed, replaced, and closed on every way out."""
 
 import asyncio
-import os
 import tempfile
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from envgym.errors import CallTimeout, ConfigError, InvalidOutcome
 from envgym.processes import pool as processes
 from envgym.processes.pool import Processes
+from tests.running import is_running
 
 HOST = """
 import asyncio, os, pathlib, time
@@ -76,14 +76,6 @@ def run(tmp_path, monkeypatch):
     return with_pool
 
 
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_one_call_at_a_time_in_each_and_nothing_is_left(run, tmp_path):
     async def body(pool):
         pids = await asyncio.gather(*(pool.call(lambda worker: worker.block(0.1), timeout=60) for _ in range(6)))
@@ -91,7 +83,7 @@ def test_one_call_at_a_time_in_each_and_nothing_is_left(run, tmp_path):
         return pids
 
     pids = run(body, count=2)
-    assert not any(map(alive, pids))
+    assert not any(map(is_running, pids))
     assert not list(tmp_path.glob("envgym-test-pool-*")), "nothing went wrong, so no log is kept"
 
 
@@ -107,7 +99,7 @@ def test_a_call_past_its_deadline_is_killed_and_the_next_finds_a_new_process(run
         before = await pool.call(lambda worker: worker.pid(), timeout=60)
         with pytest.raises(CallTimeout, match=r"test-pool-0: block took longer than 0\.3 s"):
             await pool.call(lambda worker: worker.block(60), timeout=0.3)
-        assert not alive(before)
+        assert not is_running(before)
         assert await pool.call(lambda worker: worker.pid(), timeout=60) != before
 
     run(body, logs=str(tmp_path / "logs"))

@@ -20,6 +20,7 @@ from envgym.errors import ConfigError, InvalidOutcome, MissingDependency
 from envgym.processes.family import guard_command
 from envgym.tools import McpServer, ToolBox
 from envgym.types import ToolCall
+from tests.running import is_running
 
 PROGRAM = str(Path(__file__).with_name("mcp_program.py"))
 
@@ -82,19 +83,11 @@ async def sleeping(box):
     return call
 
 
-def alive(pid):
-    """Whether `pid` runs; what was killed but not yet reaped by its new parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def gone(pid, seconds=60.0):
     deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
+    while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not alive(pid)
+    return not is_running(pid)
 
 
 def with_session(server, play, **settings):
@@ -346,7 +339,9 @@ def left_over(seconds=60.0):
     def running():
         children = psutil.Process().children(recursive=True)
         return [
-            child for child in children if alive(child.pid) and {PROGRAM, "--port"} & set(child.cmdline()) == {PROGRAM}
+            child
+            for child in children
+            if is_running(child.pid) and {PROGRAM, "--port"} & set(child.cmdline()) == {PROGRAM}
         ]
 
     deadline = time.monotonic() + seconds
@@ -371,7 +366,7 @@ def test_daemons_of_a_server_are_ended(end):
         await session.start()
         pids = [int(pid) for pid in (await ask(ToolBox(session.tools), "daemon")).splitlines()]
         assert len(pids) == 2
-        assert all(map(alive, pids))
+        assert all(map(is_running, pids))
         if end == "die":
             with pytest.raises(InvalidOutcome, match="died: out of paper"):
                 await ask(ToolBox(session.tools), "die")
@@ -472,7 +467,7 @@ def test_a_server_dies_with_a_parent_that_is_killed(tmp_path):
     parent = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True)
     pids = json.loads(parent.stdout.readline())
     assert len(pids) == 3
-    assert all(map(alive, pids))
+    assert all(map(is_running, pids))
     parent.kill()
     parent.communicate(timeout=10)
     assert all(map(gone, pids))
