@@ -189,23 +189,6 @@ def test_a_server_that_freezes_is_noticed_within_a_lease_and_used_again_once_it_
     asyncio.run(main())
 
 
-def test_a_server_that_is_slow_fails_episodes_as_timeouts(start):
-    server = start("GuessSpec", "limit.lease_seconds=1")
-
-    class Dozer(Guesser):
-        async def run(self, env, task, engine, *, seed):
-            await env.reset(seed=seed, options={"task": task})
-            await env.step(Action("doze"))
-            raise AssertionError
-
-    async def main() -> None:
-        groups = await roll(registry.spec(server.url, timeout=0.3), Dozer, tasks=2, retries=0)
-        assert failures(groups) == {"timeout": 8}
-        assert await emptied(server.url)
-
-    asyncio.run(main())
-
-
 def test_an_answer_that_makes_no_sense_fails_its_episode(start):
     server = start("GuessSpec")
     steps: list[str] = []

@@ -194,11 +194,9 @@ def test_scores_that_are_the_rewards_are_none_where_some_lie_outside(play, ok, r
 def test_a_call_that_never_returns_is_killed_and_others_go_on(play, write, task):
     file = write(
         """
-        import time
-
         def reward_func(queries, prompts, labels):
             while labels[0] == "hang":
-                time.sleep(1)
+                pass
             return [1.0] * len(queries)
         """,
         "reward_func.py",
