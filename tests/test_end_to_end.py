@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,33 +11,9 @@ from typing import Any
 import pytest
 
 from envgym.cli import main
+from tests.programs import ENVGYM, LETTERS, program
 
-ENVGYM = Path(sys.executable).with_name("envgym")
 STEPS, TASKS, MEMBERS = 2, 4, 4
-
-LETTERS = '''
-import envgym
-
-class Letters(envgym.Env):
-    """Pays the share of characters that are lower-case letters: a reward that random weights earn some of."""
-
-    async def reset(self, *, seed=None, options=None):
-        return [{"role": "user", "content": f"Say something about {self.rng.randint(1, 99)}."}], {}
-
-    async def step(self, action):
-        share = sum("a" <= letter <= "z" for letter in action.text) / max(1, len(action.text))
-        return None, share, True, False, {"score": share, "metrics": {"characters": len(action.text)}}
-'''
-
-
-def program(folder: Path, *words: Any) -> str:
-    """Run envgym in `folder`; returns what it printed."""
-    done = subprocess.run(
-        [ENVGYM, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    assert done.stderr == ""
-    return done.stdout
 
 
 @dataclass

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from envgym.cli import main
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, MissingDependency
-
-ENVGYM = Path(sys.executable).with_name("envgym")
-
-LETTERS = '''
-import envgym
-
-class Letters(envgym.Env):
-    """Pays the share of characters that are lower-case letters: a reward that random weights earn some of."""
-
-    async def reset(self, *, seed=None, options=None):
-        return [{"role": "user", "content": f"Say something about {self.rng.randint(1, 99)}."}], {}
-
-    async def step(self, action):
-        share = sum("a" <= letter <= "z" for letter in action.text) / max(1, len(action.text))
-        return None, share, True, False, {"score": share}
-'''
-
-
-def program(folder: Path, *words: Any) -> str:
-    """Run envgym in `folder`; returns what it printed."""
-    process = subprocess.run(
-        [ENVGYM, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert process.returncode == 0, f"{process.stdout[-2000:]}\n{process.stderr[-2000:]}"
-    assert process.stderr == ""
-    return process.stdout
+from tests.programs import LETTERS, program
 
 
 def train(folder: Path, model: Path, *words: Any) -> Path:

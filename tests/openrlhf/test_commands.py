@@ -1,5 +1,5 @@
 """Commands of OpenRLHF's programs, and those of the documents that the project was created from where they are at hand:
-each becomes settings that resolve, and twenty become the ones worked out by hand."""
+each becomes settings that resolve, and one of each kind the ones worked out by hand."""
 
 from __future__ import annotations
 
@@ -98,58 +98,6 @@ BY_HAND = {
         "workers.ranks": 8, "workers.zero_stage": 3, "workers.dtype": "bfloat16", "learner.gae_lambda": 1.0,
         "learner.clip_low": 0.2, "learner.clip_high": 0.2, "learner.value_clip": 0.5, "render": "chat",
         "checkpoint.every": 0, "epochs": 1.0, "seed": 42, "workers.gradient_checkpointing": True,
-    },
-    "000:139-train_ppo_ray": {
-        "recipe": "reinforce++_baseline", "rollout.group_size": 4, "rollout.tasks_per_step": 1024,
-        "learner.minibatches": 32,
-        "learner.lr": 1e-6, "data.answer": ("answer",), "data.prompt": ("input",), "render": "raw", "env.chat": False,
-        "learner.kl.coef": 0.01, "colocate": "all", "workers.zero_stage": 2, "learner.advantage_norm": "batch",
-    },
-    "000:225-train_ppo_ray": {
-        "recipe": "reinforce++_baseline", "rollout.group_size": 4, "rollout.max_staleness": 1,
-        # Samples of an older policy are weighted, which OpenRLHF leaves to another flag.
-        "learner.correction.kind": "tis", "rollout.filter.min_score": 0.0, "rollout.filter.max_score": 1.0,
-        "data.prompt": ("prompt",),
-        "data.answer": ("label",), "colocate": "auto", "learner.minibatches": 32,
-    },
-    "000:244-train_dpo": {
-        "recipe": "dpo", "learner.beta": 0.1, "learner.lr": 5e-7, "rollout.tasks_per_step": 128, "epochs": 1.0,
-        "agent.max_tokens": 4096, "workers.tokens_per_microbatch": 2 * 4096, "workers.zero_stage": 3,
-        "env.form": "preference",
-        "data.path": "OpenRLHF/preference_dataset", "render": "chat", "learner.loss": "sigmoid",
-        "learner.betas": (0.9, 0.95), "learner.warmup_ratio": 0.03, "learner.lr_schedule": "cosine",
-    },
-    "003:54-train_sft": {
-        "recipe": "sft", "env.fields": {"prompt": "question", "answer": "response"}, "render": "raw",
-        "env.template": "User: {}\nAssistant: ", "data.limit": 500000, "agent.max_tokens": 2048, "env.teach": "last",
-        "rollout.tasks_per_step": 256, "workers.tokens_per_microbatch": 4096, "workers.zero_stage": 2,
-        "learner.lr": 5e-6,
-        "eval.every": 0, "report_to": ["wandb"], "project": "openrlhf_train_sft",
-    },
-    "003:93-train_rm": {
-        "recipe": "rm", "learner.lr": 9e-6, "agent.max_tokens": 8192, "workers.tokens_per_microbatch": 2 * 8192,
-        "env.form": "preference", "env.fields": {"chosen": "chosen", "rejected": "rejected"}, "render": "chat",
-        "workers.attention": "auto", "learner.margin": False,
-    },
-    "003:276-train_kto": {
-        "recipe": "kto", "learner.beta": 0.1, "env.form": "labelled", "learner.desirable": 1.0,
-        "env.fields": {"prompt": "instruction", "answer": "response", "label": "score"}, "render": "raw",
-        "env.template": "User: {}\nAssistant: ", "learner.lr": 5e-7, "agent.max_tokens": 8192,
-    },
-    "003:602-train_kd": {
-        "recipe": "distill", "learner.kd_coef": 0.4, "roles.teacher.model": "meta-llama/Llama-2-13b-chat-hf",
-        "model": "meta-llama/Llama-2-7b-hf", "learner.lr": 5e-6, "workers.zero_stage": 3, "epochs": 1.0,
-        "env.template": "User: {}\nAssistant: ",
-    },
-    "004:120-train_ppo_ray": {
-        "recipe": "grpo", "learner.kl.applied_to": "loss", "learner.kl.estimator": "k3", "learner.kl.coef": 0.01,
-        # --no_advantage_std_norm does nothing for this estimator in OpenRLHF: the standard deviation stays.
-        "learner.name": "grpo", "learner.advantage_norm": "none", "learner.lr": 5e-7, "engine.count": 4,
-        "env.models": [("OpenRLHF/Llama-3-8b-rm-700k", True)], "workers.tokens_per_microbatch": 8 * 2048,
-    },
-    "003:313-train_sft": {
-        "recipe": "sft", "render": "raw", "env.template": None, "env.fields": {"prompt": "input", "answer": "output"},
-        "learner.lr": 2e-6, "rollout.tasks_per_step": 128, "agent.max_tokens": 2048,
     },
 }  # fmt: skip
 

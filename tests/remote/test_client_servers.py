@@ -359,25 +359,6 @@ def test_a_server_that_is_alone_is_asked_again_for_a_while(game):
     asyncio.run(main())
 
 
-@pytest.mark.slow
-def test_a_server_that_starts_again_is_waited_for_where_the_other_has_other_tasks(start):
-    comes_back, other = start("GuessSpec"), start("GuessSpec")
-
-    async def main() -> None:
-        async with registry.spec("game", urls=[comes_back.url, other.url], reconnect=5) as spec:
-            for server, more in (other, ["n=3"]), (comes_back, []):
-                server.process.kill()
-                server.process.wait()
-                starting = asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(server.url).port}", *more)
-                if server is other:
-                    await starting
-                    spec.replicas.servers[1].description = None  # its connection dropped
-            task, _ = await asyncio.gather(spec.tasks("train").get(0), starting)
-            assert task.id == "t0"
-
-    asyncio.run(main())
-
-
 def test_what_the_request_is_to_blame_for_is_asked_once(game):
     asked = 0
 
