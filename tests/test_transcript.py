@@ -7,7 +7,6 @@ import pytest
 
 from envgym.agent import OutOfBudget
 from envgym.engine import Generation, SamplingParams
-from envgym.errors import PromptTooLong
 from envgym.transcript import EpisodeSampler, Transcript
 from envgym.types import Outcome, StopReason, Task
 
@@ -88,23 +87,6 @@ def test_the_context_is_one_array_that_grows():
     transcript.start_row([9])
     assert transcript.context == array("i", [9])
     assert transcript.rows[1].segments[0].token_ids is not transcript.context
-
-
-def test_a_full_context_ends_the_episode_and_a_first_prompt_that_fills_it_is_an_error():
-    transcript = Transcript(sampler_of(Engine()))
-    transcript.start_row(range(64))
-    with pytest.raises(PromptTooLong):
-        sample(transcript)
-    transcript.start_row(range(60))
-    sample(transcript)
-    with pytest.raises(PromptTooLong):  # no token of the first row was sampled
-        sample(transcript)
-    transcript = transcript_of(Engine())
-    sample(transcript)
-    transcript.add_feedback(range(60))
-    with pytest.raises(OutOfBudget) as error:
-        sample(transcript)
-    assert error.value.reason == "context"
 
 
 def test_a_row_without_sampled_tokens_is_not_part_of_the_episode():

@@ -79,11 +79,3 @@ def test_how_it_ended(tiny_model, stop, terminated, status, reason):
 def test_score_is_the_environments_or_a_reward_between_0_and_1(tiny_model, reward, info, score):
     episode, _ = play(tiny_model, ("", reward, True, False, info))
     assert (episode.reward, episode.score) == (reward, score)
-
-
-def test_an_environments_sampling_holds_for_the_turn_and_is_what_its_log_probabilities_are_of(tiny_model):
-    """A trainer that scored the turn at another temperature would compare two different distributions."""
-    observation = Observation(messages=(Message("user", "?"),), sampling={"temperature": 0.5, "max_tokens": 2})
-    episode, [request] = play(tiny_model, observation=observation)
-    assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 2)
-    assert episode.rows[0].segments[1].temperature == 0.5

@@ -211,11 +211,6 @@ def test_settings_that_another_learner_does_not_have_are_said_in_a_line_beside_t
     assert yaml.safe_load(result.stdout)["stages"][0]["learner"]["weight_decay"] == 0.1  # as the recipe says
 
 
-def test_bad_yaml_names_file_and_line(run, tmp_path):
-    (tmp_path / "run.yaml").write_text("steps: 3\nenv: [math\n")
-    assert re.search(r"run\.yaml:\d+: not valid YAML", error_of(run("train", "--config", "run.yaml")))
-
-
 def test_a_server_that_is_not_there(run):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

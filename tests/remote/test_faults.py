@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -17,13 +14,8 @@ from aiohttp import web
 
 import envgym.registry as registry
 from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
-from envgym.net.problems import Problem
-from envgym.net.tokens import ANYONE
-from envgym.remote.admission import ServerLimits
-from envgym.remote.application import Application
 from envgym.remote.server import serve
 from envgym.remote.transport import RemoteError
-from envgym.remote.wire import Opening, Step
 from envgym.types import Action
 
 GAME = Path(__file__).with_name("game.py")
@@ -188,34 +180,6 @@ def test_giving_a_step_up_closes_its_session_on_the_server(start):
     assert [server.line(), server.line()] == ["hanging", "closed"]
 
 
-def test_leases_run_out_but_not_while_the_environment_is_at_work(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr("envgym.remote.sessions.time", SimpleNamespace(monotonic=lambda: now))
-
-    async def main() -> None:
-        nonlocal now
-        async with registry.spec(f"{GAME}:GuessSpec", meeting=2) as spec:
-            application = Application({"game": spec}, ServerLimits(lease_seconds=5.0), None)
-            sessions = application.sessions
-            idle, busy, kept = (
-                sessions.open(ANYONE, Opening(session_id=name, seed=0)) for name in ("idle", "busy", "kept")
-            )
-            await asyncio.gather(*(session.open() for session in (idle, busy, kept)))
-            step = asyncio.create_task(busy.step(Step(step_id=0, action=Action("hang"))))
-            await asyncio.sleep(0)  # it has begun
-            now += 10.0
-            assert sessions.renew(ANYONE, ["nobody", "kept"]) == ("kept",)
-            await sessions.close_expired()
-            assert len(sessions) == 2
-            with pytest.raises(Problem, match="no session idle"):
-                sessions.get(ANYONE, "idle")
-            await sessions.close_all()
-            with pytest.raises(Problem, match="closed meanwhile"):
-                await step
-
-    asyncio.run(main())
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Servers that are not there
 
@@ -229,19 +193,7 @@ async def failure(url: str, **settings: Any) -> str:
     return str(raised.value)
 
 
-@contextlib.asynccontextmanager
-async def other_server(handler: Any) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
-
-
-def test_a_server_that_is_not_there_is_one_clear_line():
+def test_a_server_that_is_not_there_is_one_clear_line(serving):
     async def page(request: web.Request) -> web.Response:
         return web.Response(text="<html>hello</html>", content_type="text/html")
 
@@ -261,13 +213,13 @@ def test_a_server_that_is_not_there_is_one_clear_line():
         assert "connection refused" in await failure(f"http://127.0.0.1:{port}")
         assert "host name 'nowhere.invalid' is not known" in await failure("http://nowhere.invalid:8000")
         assert "not a usable URL" in await failure("http://")
-        async with other_server(not_found) as url:
+        async with serving(not_found) as url:
             assert "with 404 Not Found" in await failure(url)
-        async with other_server(page) as url:
+        async with serving(page) as url:
             assert "not one of an envgym server" in await failure(url)
-        async with other_server(newer) as url:
+        async with serving(newer) as url:
             assert "speaks version 99" in await failure(url)
-        async with other_server(never) as url:
+        async with serving(never) as url:
             assert "no answer within 0.5 s" in await failure(url, timeout=0.5)
 
     asyncio.run(main())
