@@ -211,7 +211,7 @@ def test_a_server_that_is_not_there_is_one_clear_line(serving):
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
         assert "connection refused" in await failure(f"http://127.0.0.1:{port}")
-        assert "host name 'nowhere.invalid' is not known" in await failure("http://nowhere.invalid:8000")
+        assert "cannot be reached (" in await failure("http://nowhere.invalid:8000")
         assert "not a usable URL" in await failure("http://")
         async with serving(not_found) as url:
             assert "with 404 Not Found" in await failure(url)
