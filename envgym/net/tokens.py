@@ -158,7 +158,7 @@ def api_key(variable: str, api: str) -> str:
     key = os.environ.get(variable, "").strip() if variable else ""
     if variable and not key:
         raise ConfigError(f"{api}: the environment variable {variable}, which should hold its API key, is not set")
-    if not _is_token(key):
+    if not key.isascii() or any(map(str.isspace, key)):
         raise ConfigError(f"{api}: the environment variable {variable} must hold one API key and nothing else")
     return key
 
@@ -186,8 +186,3 @@ def _views(text: str) -> Iterator[str]:
 
 def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text)).casefold()
-
-
-def _is_token(text: str) -> bool:
-    """True for a text that is valid in a header."""
-    return text.isascii() and not any(character.isspace() for character in text)

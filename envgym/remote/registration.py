@@ -103,7 +103,7 @@ class _RegisteredServer:
 
     replica: Replica
     instance: str
-    timer: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle
 
 
 class RegisteredServers:
@@ -142,11 +142,13 @@ class RegisteredServers:
             self._problems.pop(key, None)
         member = self._members.get(key)
         if member is not None:  # None: it has left meanwhile
-            if member.timer is not None:
-                member.timer.cancel()
-            reason = f"has not registered for {LEASE_SECONDS:g} s"
-            member.timer = asyncio.get_running_loop().call_later(LEASE_SECONDS, self._remove, key, reason)
+            member.timer.cancel()
+            member.timer = self._start_lease(key)
         return ""
+
+    def _start_lease(self, key: _Key) -> asyncio.TimerHandle:
+        reason = f"has not registered for {LEASE_SECONDS:g} s"
+        return asyncio.get_running_loop().call_later(LEASE_SECONDS, self._remove, key, reason)
 
     async def _add(self, key: _Key, registration: ServerRegistration, client: ServerClient) -> None:
         """Connect to a registered server and use it, in place of its earlier instance. Raises `EnvgymError` if it
@@ -167,21 +169,19 @@ class RegisteredServers:
         except BaseException:
             await replica.close()
             raise
-        self._members[key] = _RegisteredServer(replica, registration.instance)
+        self._members[key] = _RegisteredServer(replica, registration.instance, self._start_lease(key))
         logger.warning("%s: %s is used, for up to %s sessions", self._label, registration.url, replica.capacity)
 
     def _remove(self, key: _Key, why: str) -> None:
         member = self._members.pop(key, None)
         if member is not None:
             logger.warning("%s: %s %s", self._label, key[1], why)
-            if member.timer is not None:
-                member.timer.cancel()
+            member.timer.cancel()
             self._replicas.retire(member.replica)
 
     async def close(self) -> None:
         for member in self._members.values():
-            if member.timer is not None:
-                member.timer.cancel()
+            member.timer.cancel()
         await self._dialling.close()
 
 
@@ -277,7 +277,8 @@ class Listener:
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """The settings of a server that registers: the trainer's URL, a token and certificates for it, the URL by which the
-    trainer is to dial the server (None: that of its socket), and its weight."""
+    trainer is to dial the server (None: that of its socket), and its weight. Raises `ConfigError` for an address or a
+    weight that cannot be used."""
 
     trainer: str
     token_file: Path | None = None
@@ -285,8 +286,7 @@ class Announcement:
     advertise: str | None = None
     weight: float = 1.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for an address or a weight that cannot be used."""
+    def __post_init__(self) -> None:
         for option, url in (("--register", self.trainer), ("--advertise", self.advertise)):
             with reported_as(ConfigError, option, cause=ConfigError):
                 env_name = "" if url is None else parse_address(url).name

@@ -57,8 +57,6 @@ async def serve(
     for name, spec in specs.items():
         check_name(name)
         check_servable(spec)
-    if announcement is not None:
-        announcement.check()
     limits = limits or ServerLimits()
     tokens = None if token_file is None else Tokens.read(token_file)
     tls = None if tls_cert is None and tls_key is None else tls_context(tls_cert, tls_key)
