@@ -147,15 +147,6 @@ def test_a_finished_run_is_told_again_and_not_trained_again(run):
 
 
 @pytest.mark.slow
-def test_the_trained_policy_is_evaluated(run):
-    printed = program(
-        run.folder.parents[1], "eval", "--config", "runs/first/config.yaml", "--model", "runs/first",
-        "eval.tasks=6", "eval.greedy=false",
-    )  # fmt: skip
-    assert "6 tasks, 6 episodes" in printed
-
-
-@pytest.mark.slow
 def test_demonstrations_are_learned_without_an_engine_and_a_finished_run_goes_further(tmp_path, tiny_model):
     program(
         tmp_path, "train", "--env", "math_verify", "--model", tiny_model, "--name", "taught", "agent=replay",

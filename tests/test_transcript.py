@@ -5,7 +5,6 @@ from array import array
 
 import pytest
 
-from envgym.agent import OutOfBudget
 from envgym.engine import Generation, SamplingParams
 from envgym.transcript import EpisodeSampler, Transcript
 from envgym.types import Outcome, StopReason, Task
@@ -42,17 +41,6 @@ def transcript_of(engine, **settings):
     transcript = Transcript(sampler_of(engine, **settings))
     transcript.start_row([1, 2])
     return transcript
-
-
-def test_an_episodes_budget_does_not_raise_a_turns_limit():
-    engine = Engine()
-    transcript = transcript_of(engine, max_tokens=10)
-    for _ in range(3):
-        sample(transcript)
-    assert engine.limits == [4, 4, 2]
-    with pytest.raises(OutOfBudget) as error:
-        sample(transcript)
-    assert error.value.reason == "tokens"
 
 
 def test_a_turns_override_holds_within_the_budget():

@@ -51,8 +51,6 @@ def test_help_says_what_becomes_of_flags(run):
     ("words", "said"),
     [
         (["train_pdo"], "there is no program 'train_pdo'. Did you mean 'train_dpo'?"),
-        ([*DPO, "--betta", "1"], "train_dpo has no flag --betta. Did you mean 'beta'?"),
-        (["train_dpo"], "train_dpo: which model? Give --pretrain"),
         (["rlhf:train_dpo"], "train_dpo: which settings? Give --config FILE"),
         (["rlhf:train_dpo", "--config", "none.yaml"], "config file none.yaml does not exist"),
         ([*DPO[:4], "missing.jsonl"], "there is no file or folder missing.jsonl"),

@@ -445,7 +445,6 @@ REFUSED = {
     "learner.beta=0.1": "learner grpo: unknown key 'beta'. Did you mean 'learner.kl.coef'?",
     "learner.temperature=1": "learner grpo: unknown key 'temperature'. Did you mean 'rollout.temperature' or",
     "agent.turns=1": "agent multi_turn: unknown key 'turns'.",
-    "data.paht=x": "unknown key 'data.paht'. Did you mean 'data.path'?",
     # a value of the wrong kind or size says what was given
     "steps=-1": "key 'steps': must be at least 1, got -1",
     "steps=many": "key 'steps': must be a whole number, got 'many'",
@@ -453,13 +452,10 @@ REFUSED = {
     "learner.lr=.inf": "learner grpo: key 'lr': must be a finite number, got inf",
     "learner.lr=true": "learner grpo: key 'lr': must be a number, got True",
     "learner.shaping.clip=[0, .nan]": "learner grpo: key 'shaping.clip': the lower bound comes first",
-    "steps=true": "key 'steps': must be a number, got True",
-    "env.digits=true": "environment math_verify-v0: key 'digits': must be a number, got True",
     "steps=12345678901234567890123": "key 'steps': must fit into 64 bits, got 12345678901234567890123",
     "seed=4294967296": "key 'seed': must be less than 4294967296",  # engines take no greater ones
     "engine.args={a: 1, a: 2}": "engine.args={a: 1, a: 2}: key 'a' is given twice",
     "workers.tokens_per_microbatch=all": "key 'workers.tokens_per_microbatch': must be a whole number, or 'auto'",
-    "workers.packing=3": "key 'workers.packing': must be true or false, or 'auto', got 3",
     "eval.every=no": "key 'eval.every': must be a number, got False (YAML reads no, off, yes and on without quotes as",
     "colocate=off": "must be 'auto', 'none' or 'all', got False (YAML reads no, off,",
     "eval.every=-1": "key 'eval.every': must be at least 0, or 'epoch', got -1",

@@ -12,7 +12,7 @@ from envgym.openrlhf.translate import translate
 
 PPO = ["--pretrain", "org/model", "--prompt_data", "org/prompts", "--reward_pretrain", "org/judge"]
 SFT = ["--pretrain", "org/model", "--dataset", "rows"]
-PLAY, JUDGE = ([*SFT, "--output_path", "o", "--eval_task", task] for task in ("play", "rm"))
+PLAY = [*SFT, "--output_path", "o", "--eval_task", "play"]
 
 
 def settings_of(program, *flags, **options):
@@ -35,11 +35,8 @@ def settings_of(program, *flags, **options):
         ("train_ppo_ray", [*PPO, "--use_ms"], "--use_ms: the ModelScope hub is not read"),
         ("train_sft", [*SFT, "--dataset_probs", "0.5,0.5"], None),
         ("train_sft", [*SFT[:3], "a,b,c", "--dataset_probs", "0.5,0.5"], "names 3 sources, --dataset_probs 2"),
-        ("train_sft", [*SFT, "--multiturn"], "--multiturn needs --apply_chat_template"),
         ("train_prm", SFT, "train_prm: at which text does a step end? Give --placeholder_token"),
         ("batch_inference", PLAY, "generate_vllm, generate or rm, not play"),
-        ("batch_inference", [*JUDGE, "--post_processor", "best"], "rs, csft"),
-        ("batch_inference", [*JUDGE, "--reward_template", "{input}"], "{reward}"),
         ("serve_rm", [], "serve_rm: which model? Give --reward_pretrain"),
         ("lora_combiner", ["--model_path", "m", "--lora_path", "l"], "where is the result to go? Give --output_path"),
     ],
@@ -208,8 +205,6 @@ def test_sources_without_probabilities_follow_each_other():
     assert {key: value for key, value in made.items() if key.startswith("data.sources")} == {
         "data.sources.s1.path": "a", "data.sources.s2.path": "b",
     }  # fmt: skip
-    weighed = settings_of("train_sft", *SFT[:3], "a,b", "--dataset_probs", "0.2,0.8")
-    assert weighed["data.sources.s2.weight"] == 0.8
 
 
 def test_rewards_come_from_the_first_of_several_files():

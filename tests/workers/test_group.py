@@ -134,27 +134,6 @@ def test_two_ranks_learn_what_one_learns_in_bfloat16(
     assert float((steps[1] - steps[0]).norm() / steps[0].norm()) < 0.03  # rounding of bfloat16, nothing more
 
 
-@pytest.mark.slow
-def test_two_ranks_go_on_from_their_state(with_group, make_rows, normalizers, tmp_path):
-    async def body(group):
-        async def step(seed):
-            rows = make_rows(6, seed)
-            await group.accumulate(rows, normalizers(rows))
-            await group.step(1e-2)
-            await export_group(group, tmp_path / "weights")
-            return load_file(tmp_path / "weights")
-
-        await step(0)
-        await group.on_all(lambda rank: rank.save_state(str(tmp_path / "state")))
-        straight = await step(1)
-        await group.on_all(lambda rank: rank.load_state(str(tmp_path / "state")))
-        return straight, await step(1)
-
-    straight, resumed = with_group(body, ranks=2, zero_stage=2)
-    for name, tensor in straight.items():
-        assert torch.equal(resumed[name], tensor), name
-
-
 STAGES = [(ranks, stage) for ranks in (1, 2) for stage in (0, 2, 3)]
 SPREADS = [
     pytest.param(saved, loaded, marks=[] if (saved, loaded) == ((2, 2), (1, 3)) else [pytest.mark.slow])

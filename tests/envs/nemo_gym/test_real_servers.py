@@ -33,16 +33,8 @@ SERVERS = {"reasoning_gym": "math", "example_session_state_mgmt": "agent", "blac
 pytestmark = pytest.mark.timeout(900)  # the package may have to be installed first
 
 
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        return [free.getsockname()[1] for free in sockets]
-
-
 @contextlib.contextmanager
-def running(package, folder, names):
+def running(package, folder, free_ports, names):
     """The real servers called `names`, in one process, and their head server, until the context ends.
 
     Its `rows` are files of the rows that come with each server.
@@ -79,8 +71,8 @@ def running(package, folder, names):
 
 
 @pytest.fixture(scope="module")
-def servers(nemo_gym_package, tmp_path_factory):
-    with running(nemo_gym_package, tmp_path_factory.mktemp("nemo_gym"), list(SERVERS)) as found:
+def servers(nemo_gym_package, tmp_path_factory, free_ports):
+    with running(nemo_gym_package, tmp_path_factory.mktemp("nemo_gym"), free_ports, list(SERVERS)) as found:
         yield found
 
 
@@ -192,7 +184,7 @@ def test_a_head_server_is_no_resources_server(servers):
 @pytest.mark.parametrize(
     ("does", "kinds"), [(signal.SIGKILL, {"server_lost", "server_unreachable"}), (signal.SIGSTOP, {"server_timeout"})]
 )
-def test_a_real_server_that_is_killed_or_frozen_fails_its_episodes(nemo_gym_package, tmp_path, does, kinds):
+def test_a_real_server_that_is_killed_or_frozen_fails_its_episodes(nemo_gym_package, tmp_path, does, kinds, free_ports):
     async def main(found):
         failures = []
         async with spec(found, "example_session_state_mgmt", request_timeout=2) as counters:
@@ -210,7 +202,7 @@ def test_a_real_server_that_is_killed_or_frozen_fails_its_episodes(nemo_gym_pack
                 await env.close()
         return failures
 
-    with running(nemo_gym_package, tmp_path, ["example_session_state_mgmt"]) as found:
+    with running(nemo_gym_package, tmp_path, free_ports, ["example_session_state_mgmt"]) as found:
         failures = asyncio.run(main(found))
     assert {failure.kind for failure in failures} <= kinds
     assert all(failure.retryable for failure in failures)
@@ -276,8 +268,10 @@ def test_a_rollout_calls_real_tools_and_every_episode_is_its_own(servers, tiny_m
 
 
 @pytest.mark.slow
-def test_a_server_killed_in_mid_episode_leaves_failed_episodes_and_no_rewards(nemo_gym_package, tmp_path, tiny_model):
-    with running(nemo_gym_package, tmp_path, ["example_session_state_mgmt"]) as found:
+def test_a_server_killed_in_mid_episode_leaves_failed_episodes_and_no_rewards(
+    nemo_gym_package, tmp_path, tiny_model, free_ports
+):
+    with running(nemo_gym_package, tmp_path, free_ports, ["example_session_state_mgmt"]) as found:
 
         def kill(turn):
             if turn == 1:
