@@ -244,6 +244,8 @@ class EpisodeSampler:
             with self._timed():
                 generation = await self.engine.generate(Request(name, ids, limited, self.seconds_left))
             sampled = len(generation.token_ids)
+            if (n := len(generation.logprobs)) != sampled:
+                raise InvalidOutcome("engine", f"the engine's generate returned {n} logprobs for {sampled} tokens")
             return generation
         finally:
             self._release(sampling.max_tokens, sampled)

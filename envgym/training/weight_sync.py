@@ -411,6 +411,8 @@ class WeightSync:
 
         Raises `RunError` if the two are another policy: at once beyond `sync.tolerance` or `LARGEST`, else after the
         engines' first samples (`check_samples`)."""
+        if (n := len(actor)) != len(engine):
+            raise RunError(f"the engine's score returned {len(engine)} numbers for {n + 1} tokens: {n} are needed")
         sizes = [abs(a - b) for a, b in zip(actor, engine, strict=True)]
         maximum, mean = max(sizes), fmean(sizes)
         if self.tolerance is not None:

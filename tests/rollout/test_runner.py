@@ -968,3 +968,16 @@ def test_an_error_of_a_judge_fails_its_group_and_no_other(world, judge, kind):
     groups = play(spec)
     assert [{episode.outcome.reason for episode in group.episodes} for group in groups] == [{""}, {kind}, {""}]
     assert [{episode.reward for episode in group.episodes} for group in groups] == [{1.0}, {None}, {1.0}]
+
+
+def test_an_engine_with_too_few_logprobs_is_a_failure_of_the_engine(world):
+    class Short(OneToken):
+        async def generate(self, request):
+            return Generation((7, 8), (-1.0,), StopReason.STOP, ())
+
+    [group, *_] = play(make_spec(world), engine=Short())
+    outcome = group.episodes[0].outcome
+    assert (outcome.reason, outcome.message) == (
+        "engine",
+        "the engine's generate returned 1 logprobs for 2 tokens",
+    )

@@ -180,6 +180,13 @@ def test_an_engine_that_computes_differently_from_the_same_files_stops_the_run(p
         compare(before=difference, after=0.0, samples=0.0, precision=precision)
 
 
+def test_an_engine_that_scores_too_few_tokens_is_refused():
+    pair = ActorAndEngine([0.0] * 4)
+    pair.score = lambda token_ids: asyncio.sleep(0, [-1.0] * 3)
+    with pytest.raises(RunError, match=r"^the engine's score returned 3 numbers for 5 tokens: 4 are needed$"):
+        asyncio.run(pair.sync(None, "float32")(0))
+
+
 def test_a_resumed_run_is_compared_with_its_first_sync():
     """Its engines have read older files, whose difference from the actor says nothing."""
     compare(before=5.0, after=0.07, samples=0.039, version=3)
