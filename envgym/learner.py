@@ -230,7 +230,7 @@ class Learner(ABC):
     def wrong_return(method: Callable[..., Any], returned: str) -> RunError:
         """The error for a wrong return value (`returned` describes it), with the method's file and line."""
         code = inspect.unwrap(method).__code__
-        return RunError(f"{code.co_filename}, line {code.co_firstlineno}: {code.co_name} returned {returned}")
+        return RunError(f"{code.co_filename}, line {code.co_firstlineno}: {code.co_qualname} returned {returned}")
 
     min_group_size: ClassVar[int] = 1
     """Minimum number of episodes in a group that is trained on."""

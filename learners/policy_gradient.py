@@ -6,6 +6,7 @@ imported at the top: settings are validated, and their keys suggested, where tor
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -380,8 +381,8 @@ class CriticFreeLearner(PolicyGradient):
 
     def _checked_advantages(self, rewards: Sequence[float]) -> Sequence[float]:
         advantages = self.advantages(rewards)
-        if advantages is None or len(advantages) != len(rewards):
-            returned = f"{advantages!r:.60} for {len(rewards)} members of a group: one number for each"
+        if advantages is None or len(advantages) != len(rewards) or not all(map(math.isfinite, advantages)):
+            returned = f"{advantages!r:.60} for {len(rewards)} members of a group: one finite number for each"
             raise self.wrong_return(self.advantages, returned)
         return advantages
 

@@ -96,12 +96,13 @@ def test_its_rows_of_two_objectives_have_a_denominator_each(own):
 
 
 @pytest.mark.parametrize("credit", ["episode", "turn"])
-@pytest.mark.parametrize("wrong", ["[0.0]", "None"])
-def test_advantages_that_are_too_few_are_told_with_the_authors_line(own, credit, wrong):
+@pytest.mark.parametrize("wrong", ["[0.0]", "None", "[0.0, nan, 0.0]"])
+def test_advantages_that_are_too_few_or_not_finite_are_told_with_the_authors_line(own, credit, wrong):
     text = OWN.replace("return [reward - (max(rewards) - self.config.margin) for reward in rewards]", f"return {wrong}")
+    text = f"from math import nan\n{text}"
     Path(own).write_text(text)
     kind = load_component("learner", own)
     line = text.splitlines().index("    def advantages(self, rewards):") + 1
     with pytest.raises(RunError) as error:
         kind(kind.Config(name=own, credit=credit)).prepare(number_rows([group_of_turns([1.0], [0.0], [2.0])]))
-    assert str(error.value).startswith(f"{own}, line {line}: advantages returned {wrong} for 3 members of a group")
+    assert str(error.value).startswith(f"{own}, line {line}: AgainstTheBest.advantages returned {wrong} for 3 members")
