@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import LossAndMetrics, MetricSums, Outputs, RowBatch
+from envgym.learner import Learner, LossAndMetrics, MetricSums, Outputs, RowBatch
 from envgym.loading import load_class, target_of_name
 
 if TYPE_CHECKING:
@@ -137,7 +137,11 @@ def actor_loss(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) 
     policy_loss = policy_loss_of(config.policy_loss)
     if policy_loss.of_episode:
         log_ratio = sequence_log_ratio(log_ratio, logprobs, masked(batch.loss_weights), batch.episodes)
-    losses, low, high = policy_loss.losses(log_ratio, logprobs, masked(batch.arrays["advantages"]), config)
+    result = policy_loss.losses(log_ratio, logprobs, masked(batch.arrays["advantages"]), config)
+    shapes = [list(getattr(part, "shape", ())) for part in (result if isinstance(result, tuple) else [result])]
+    if shapes != [shape := list(log_ratio.shape)] * 3:
+        raise Learner.wrong_return(policy_loss.losses, f"shapes {shapes}, not (losses, low, high) of {shape} each")
+    losses, low, high = result
     losses = weights * losses
     entropy = masked(outputs.entropy)
     means = {"policy/entropy": entropy, "policy/clip_fraction_low": low, "policy/clip_fraction_high": high}

@@ -136,5 +136,5 @@ def _truncate(text: str, length: int) -> str:
     """The text without its middle if it is longer than `length`: an error comes last, after what was printed."""
     if len(text) <= length:
         return text
-    half = length // 2
-    return f"{text[:half]}\n[truncated: {len(text)} characters in all]\n{text[half - length :]}"
+    start = length // 2
+    return f"{text[:start]}\n[truncated: {len(text)} characters in all]\n{text[start - length :]}"

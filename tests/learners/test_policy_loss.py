@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
-from envgym.learners.losses import policy_loss_of, sequence_log_ratio
+from envgym.errors import RunError
+from envgym.learner import Outputs, RowBatch
+from envgym.learners.losses import actor_loss, policy_loss_of, sequence_log_ratio
 from envgym.learners.policy_gradient import PolicyGradientConfig
+from envgym.types import Objective
 
 
 def double(*values):
@@ -122,3 +125,32 @@ def test_weights_that_add_up_to_one_an_episode_change_no_ratio():
         weights = torch.full((1, 2), scale).double()
         means = sequence_log_ratio(log_ratio, log_ratio, weights, torch.tensor([0]))
         assert means.exp().tolist() == [pytest.approx([8**0.5] * 2)]
+
+
+@pytest.mark.parametrize(
+    ("returned", "shapes"),
+    [
+        ("-(advantages * logprobs).mean(), clipped, clipped", "[[], [2, 3], [2, 3]]"),
+        ("-advantages * logprobs", "[[2, 3]]"),
+        ("(-advantages,) * 2", "[[2, 3], [2, 3]]"),
+        ("None", "[[]]"),
+    ],
+)
+def test_losses_that_are_not_of_each_token_are_refused_with_the_authors_line(tmp_path, returned, shapes):
+    file = tmp_path / "mine.py"
+    text = f"""
+from envgym.learners.policy_losses import PolicyLoss
+
+class Mine(PolicyLoss):
+    def losses(self, log_ratio, logprobs, advantages, config):
+        clipped = advantages > 9
+        return {returned}
+"""
+    file.write_text(text)
+    ones = torch.ones(2, 3)
+    batch = RowBatch(Objective.POLICY_GRADIENT, ones.long(), ones, -ones, {"advantages": ones}, ones[:, 0], ones[:, 0])
+    config = PolicyGradientConfig(name="x", policy_loss=f"{file}:Mine")
+    with pytest.raises(RunError) as error:
+        actor_loss(Outputs(logprobs=-ones, entropy=ones), batch, config)
+    line = f"Mine.losses returned shapes {shapes}, not (losses, low, high) of [2, 3] each"
+    assert str(error.value) == f"{file}, line 5: {line}"
