@@ -217,7 +217,9 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and f"{name}.".startswith(f"{error.name}."):
-            raise NameNotFound(f"there is no Python module {error.name!r}") from None
+            points = importlib.metadata.entry_points(module=name)
+            hint = "".join(f", which {p.dist and p.dist.name} names as its {p.group} {p.name!r}" for p in points)
+            raise NameNotFound(f"there is no Python module {error.name!r}{hint}") from None
         raise _import_error(name, None, error) from error
     except (EnvgymError, KeyboardInterrupt):
         raise

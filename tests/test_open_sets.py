@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from envgym.config.resolve import resolve
+from envgym.engines import make_engine
+from envgym.engines.spec import EngineSpec
 from envgym.errors import NameNotFound
 
 ENVGYM = str(Path(sys.executable).with_name("envgym"))
@@ -206,3 +208,14 @@ def test_files_need_no_package(tmp_path, monkeypatch):
     assert (stage.learner.settings["policy_loss"], stage.engine.kind) == ("mine.py:LogRatio", "mine.py:Engine")
     with pytest.raises(NameNotFound, match=r"mine.py defines no 'LogRation'. Did you mean 'LogRatio'\?"):
         resolve(settings | {"learner.policy_loss": "mine.py:LogRation"})
+
+
+def test_a_module_that_is_not_there_is_told_with_its_entry_point(tmp_path, monkeypatch):
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[envgym.engines]\nscripted = absent_package.engines:Scripted\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    line = "no Python module 'absent_package', which theirs names as its envgym.engines 'scripted'"
+    with pytest.raises(NameNotFound, match=line):
+        make_engine("absent_package.engines:Scripted", EngineSpec("model"))
