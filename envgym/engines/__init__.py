@@ -29,11 +29,9 @@ def make_engine(target: str, spec: EngineSpec) -> HostedEngine:
     """Make the engine of a class, in its process: the specification is the constructor's only argument. Raises
     `ConfigError` without the methods of `HostedEngine` that are called with this specification."""
     engine: HostedEngine = load_class(target, (object,), "engine")(spec)
-    conditions = {"connect": spec.transfer != "files", "load_adapter": spec.lora_rank > 0, "close": False}
-    conditions |= dict.fromkeys(("sleep", "wake"), spec.sleeps)
-    names = [name for name in dir(HostedEngine) if conditions.get(name, not name.startswith("_"))]
+    uses = dict(connect=spec.transfer != "files", load_adapter=spec.lora_rank, sleep=spec.sleeps, wake=spec.sleeps)
+    names = [name for name in dir(HostedEngine) if uses.get(name, not name.startswith("_"))]
     # The second: a subclass of the protocol inherits methods that do nothing.
-    absent = {name: (None, getattr(HostedEngine, name).__get__(engine)) for name in names}
-    if missing := [name for name in names if getattr(engine, name, None) in absent[name]]:
+    if missing := [n for n in names if getattr(engine, n, None) in (None, getattr(HostedEngine, n).__get__(engine))]:
         raise ConfigError(f"{target} is not usable as engine: it does not define {', '.join(missing)}")
     return engine

@@ -23,7 +23,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from envgym import errors
 from envgym.errors import EnvgymError, WorkerError
-from envgym.loading import is_file_target, load_class, user_line
+from envgym.loading import user_line
 
 UTF8 = {"PYTHONUTF8": "1"}
 """Environment of workers: libraries that read files in the locale's encoding read UTF-8."""
@@ -110,9 +110,7 @@ class Runtime(Protocol):
 
 
 def load_target(target: str) -> Any:
-    """Import `package.module:Class` or `file.py:Class`."""
-    if is_file_target(target):
-        return load_class(target, (object,), "worker")
+    """Import `package.module:Class`."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 
