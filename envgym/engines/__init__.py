@@ -27,10 +27,11 @@ def choose_engine(kind: str) -> tuple[str, str]:
 
 def make_engine(target: str, spec: EngineSpec) -> HostedEngine:
     """Make the engine of a class, in its process: the specification is the constructor's only argument. Raises
-    `ConfigError` without the methods of `HostedEngine` that are called with this specification."""
+    `ConfigError` without the methods of `HostedEngine`, but for `connect` and those that this specification does not
+    need."""
     engine: HostedEngine = load_class(target, (object,), "engine")(spec)
-    uses = dict(connect=spec.transfer != "files", load_adapter=spec.lora_rank, sleep=spec.sleeps, wake=spec.sleeps)
-    names = [name for name in dir(HostedEngine) if uses.get(name, not name.startswith("_"))]
+    calls = {"connect": False, "load_adapter": spec.lora_rank, "sleep": spec.sleeps, "wake": spec.sleeps}
+    names = [name for name in dir(HostedEngine) if calls.get(name, not name.startswith("_"))]
     # The second: a subclass of the protocol inherits methods that do nothing.
     if missing := [n for n in names if getattr(engine, n, None) in (None, getattr(HostedEngine, n).__get__(engine))]:
         raise ConfigError(f"{target} is not usable as engine: it does not define {', '.join(missing)}")

@@ -418,12 +418,9 @@ def test_an_engine_without_methods_that_it_needs_is_refused_with_all_of_them(tmp
     file.write_text(MINIMAL)
     spec = EngineSpec("model")
     assert make_engine(f"{file}:Minimal", spec).spec is spec
-    for fields, names in (
-        ({"sleeps": True, "lora_rank": 8}, "load_adapter, sleep, wake"),
-        ({"transfer": "nccl"}, "connect"),
-    ):
-        with pytest.raises(ConfigError, match=f"^{file}:Minimal is not usable as engine: it does not define {names}$"):
-            make_engine(f"{file}:Minimal", EngineSpec("model", **fields))
+    line = f"^{file}:Minimal is not usable as engine: it does not define load_adapter, sleep, wake$"
+    with pytest.raises(ConfigError, match=line):
+        make_engine(f"{file}:Minimal", EngineSpec("model", sleeps=True, lora_rank=8))
 
 
 def test_the_empty_methods_of_the_protocol_do_not_count_as_an_engines(tmp_path):
