@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,14 +131,14 @@ def read_bucket(bucket: Bucket) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@dataclass(slots=True)
 class IncomingWeights:
     """The buckets that an engine receives in one update: each must come once and in order."""
 
-    names: set[str] = field(default_factory=set)
-    checksum: int = 0
-    """The checksum of all tensors so far."""
-    _n_buckets: int = 0
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.checksum = 0
+        """The checksum of all tensors so far."""
+        self._n_buckets = 0
 
     def expect(self, bucket: Bucket) -> None:
         """Raise `WorkerError` unless `bucket` is the next one."""
