@@ -12,7 +12,6 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field
 
 from envgym.errors import ConfigError, InvalidStep, PromptTooLong, UnknownKey, printable_line
-from envgym.models.weights_file import Bucket as Bucket
 from envgym.settings import Settings, validate_settings
 from envgym.types import Message, StopReason, ToolSpec, VersionSpan
 
@@ -115,6 +114,16 @@ class Engine(Protocol):
         completion."""
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A part of a model's weights, in a file that exists until the engines have read it."""
+
+    number: int
+    path: str
+    n_bytes: int
+    checksum: int
 
 
 class HostedEngine(Engine, Protocol):

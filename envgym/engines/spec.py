@@ -1,4 +1,5 @@
-"""The specification of an engine, independent of its class, and a model's folder, as every engine reads it."""
+"""The specification of an engine, independent of its class; a model's folder, as every engine reads it; and the weights
+that a trainer sends in files, checked."""
 
 from __future__ import annotations
 
@@ -6,9 +7,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from envgym.errors import ConfigError
+from envgym.engine import Bucket
+from envgym.errors import ConfigError, WorkerError
+from envgym.models.weights_file import checksum
+
+if TYPE_CHECKING:
+    import torch
+
 
 LONGEST_DEFAULT = 32768
 """Maximum context length in tokens by default: the cache of a longer one takes tens of gigabytes."""
@@ -81,3 +88,44 @@ def end_tokens(config: Any, model: str) -> tuple[int, ...]:
         value = getattr(source, "eos_token_id", None)
         token_ids.update([value] if isinstance(value, int) else value or [])
     return tuple(sorted(token_ids))
+
+
+def read_bucket(bucket: Bucket) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket, mapped into memory: its file may be deleted while they are used. Raises `WorkerError` if
+    their checksum differs from the one at writing."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = load_file(bucket.path)
+    if checksum(tensors) != bucket.checksum:
+        raise WorkerError(f"bucket {bucket.number} of the weights has changed on its way (checksums differ)")
+    return tensors
+
+
+class IncomingWeights:
+    """The buckets that an engine receives in one update: each must come once and in order."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.checksum = 0
+        """The checksum of all tensors so far."""
+        self._n_buckets = 0
+
+    def expect(self, bucket: Bucket) -> None:
+        """Raise `WorkerError` unless `bucket` is the next one."""
+        if bucket.number != self._n_buckets:
+            raise WorkerError(f"bucket {bucket.number} of the weights came in place of bucket {self._n_buckets}")
+        self._n_buckets += 1
+        self.checksum += bucket.checksum
+
+    def take(self, bucket: Bucket | Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors of the next bucket, after checking its number and checksum."""
+        assert isinstance(bucket, Bucket)
+        self.expect(bucket)
+        tensors = read_bucket(bucket)
+        self.names.update(tensors)
+        return tensors
+
+    def check(self, n_buckets: int) -> None:
+        """Raise `WorkerError` where buckets are missing."""
+        if self._n_buckets != n_buckets:
+            raise WorkerError(f"{self._n_buckets} of {n_buckets} buckets of the weights came")

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from envgym.engine import EngineInfo, Generation, HostedEngine, Request, SamplingParams
+from envgym.engine import Bucket, EngineInfo, Generation, HostedEngine, Request, SamplingParams
 from envgym.errors import ConfigError, WorkerError
 from envgym.models import capped_attention
-from envgym.models.weights_file import Bucket, IncomingWeights, checksum
+from envgym.models.weights_file import checksum
 from envgym.processes.gpus import check_visible_gpu
 from envgym.types import StopReason, VersionSpan
 from envgym.workers.config import number_format
 from envgym.workers.lora import ADAPTER_WEIGHTS
 
-from .spec import LONGEST_DEFAULT, EngineSpec, check_model_folder, end_tokens
+from .spec import LONGEST_DEFAULT, EngineSpec, IncomingWeights, check_model_folder, end_tokens
 
 MAX_BATCH = 256
 """Requests sampled together; the rest wait."""

@@ -17,14 +17,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.engine import EngineInfo, Generation, HostedEngine, Request
+from envgym.engine import Bucket, EngineInfo, Generation, HostedEngine, Request
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
-from envgym.models.weights_file import Bucket, IncomingWeights, checksum, read_bucket
+from envgym.models.weights_file import checksum
 from envgym.types import StopReason, VersionSpan
 from envgym.workers.config import number_format
 from envgym.workers.lora import ADAPTER_WEIGHTS
 
-from .spec import LONGEST_DEFAULT, EngineSpec, check_model_folder, end_tokens
+from .spec import LONGEST_DEFAULT, EngineSpec, IncomingWeights, check_model_folder, end_tokens, read_bucket
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
 """The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that reports which weights sampled which tokens."""

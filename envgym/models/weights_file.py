@@ -1,16 +1,14 @@
-"""Weights in safetensors files: a model's own, and the buckets in which they go from a trainer to engines, with
-checksums."""
+"""Weights in safetensors files, and their checksum."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.disk import replacement_file
-from envgym.errors import WorkerError, report_full_disk
+from envgym.errors import report_full_disk
 
 if TYPE_CHECKING:
     import torch
@@ -68,94 +66,3 @@ def _sum_of_words(tensor: torch.Tensor) -> int:
     else:
         total = int(np.add.reduce(words.numpy().view(np.uint64), dtype=np.uint64))
     return total ^ zlib.crc32(tail)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Buckets: the files in which weights go from a trainer to engines
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A part of a model's weights, in a file that exists until the engines have read it."""
-
-    number: int
-    path: str
-    n_bytes: int
-    checksum: int
-
-
-def split_into_buckets(tensors: Iterable[tuple[str, torch.Tensor]], n_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors in buckets of at most `n_bytes`; a larger tensor is a bucket of its own."""
-    bucket: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > n_bytes:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
-def write_bucket(number: int, path: str, tensors: Mapping[str, torch.Tensor]) -> Bucket:
-    """Write a bucket to `path`."""
-    tensors = _on_host(tensors)
-    write_weights(path, tensors)
-    return Bucket(number, path, sum(tensor.nbytes for tensor in tensors.values()), checksum(tensors))
-
-
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors in host memory; those of a GPU as copies in pinned memory, to which it writes at full speed. torch
-    reuses that memory from bucket to bucket."""
-    import torch
-
-    copies = dict(tensors)
-    for name, tensor in tensors.items():
-        if tensor.is_cuda:
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            copies[name] = pinned.copy_(tensor.detach(), non_blocking=True)
-    if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.synchronize()
-    return copies
-
-
-def read_bucket(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, mapped into memory: its file may be deleted while they are used. Raises `WorkerError` if
-    their checksum differs from the one at writing."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, torch.Tensor] = load_file(bucket.path)
-    if checksum(tensors) != bucket.checksum:
-        raise WorkerError(f"bucket {bucket.number} of the weights has changed on its way (checksums differ)")
-    return tensors
-
-
-class IncomingWeights:
-    """The buckets that an engine receives in one update: each must come once and in order."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.checksum = 0
-        """The checksum of all tensors so far."""
-        self._n_buckets = 0
-
-    def expect(self, bucket: Bucket) -> None:
-        """Raise `WorkerError` unless `bucket` is the next one."""
-        if bucket.number != self._n_buckets:
-            raise WorkerError(f"bucket {bucket.number} of the weights came in place of bucket {self._n_buckets}")
-        self._n_buckets += 1
-        self.checksum += bucket.checksum
-
-    def take(self, bucket: Bucket | Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of the next bucket, after checking its number and checksum."""
-        assert isinstance(bucket, Bucket)
-        self.expect(bucket)
-        tensors = read_bucket(bucket)
-        self.names.update(tensors)
-        return tensors
-
-    def check(self, n_buckets: int) -> None:
-        """Raise `WorkerError` where buckets are missing."""
-        if self._n_buckets != n_buckets:
-            raise WorkerError(f"{self._n_buckets} of {n_buckets} buckets of the weights came")

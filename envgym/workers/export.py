@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from envgym.models.weights_file import Bucket, checksum, split_into_buckets, write_bucket
+from envgym.engine import Bucket
+from envgym.models.weights_file import checksum, write_weights
 
 from . import zero
 
@@ -260,6 +261,40 @@ class NoOpClient:
     def update_weights(self, update_info: Any) -> None: ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+def split_into_buckets(tensors: Iterable[tuple[str, torch.Tensor]], n_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors in buckets of at most `n_bytes`; a larger tensor is a bucket of its own."""
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > n_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def write_bucket(number: int, path: str, tensors: Mapping[str, torch.Tensor]) -> Bucket:
+    """Write a bucket to `path`."""
+    tensors = _on_host(tensors)
+    write_weights(path, tensors)
+    return Bucket(number, path, sum(tensor.nbytes for tensor in tensors.values()), checksum(tensors))
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors in host memory; those of a GPU as copies in pinned memory, to which it writes at full speed. torch
+    reuses that memory from bucket to bucket."""
+    copies = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.is_cuda:
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies[name] = pinned.copy_(tensor.detach(), non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return copies
 
 
 def _ipc_chunks(parameters: ParameterSource, bucket_bytes: int) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 
 from envgym.engines import vllm
 from envgym.engines.spec import LONGEST_DEFAULT, EngineSpec
-from envgym.models.weights_file import write_bucket
+from envgym.workers.export import write_bucket
 
 
 @pytest.fixture

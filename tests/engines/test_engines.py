@@ -15,9 +15,10 @@ from envgym.engines import choose_engine, make_engine
 from envgym.engines.spec import EngineSpec
 from envgym.errors import ConfigError, InvalidOutcome, NameNotFound, WorkerError
 from envgym.loading import entry_points
-from envgym.models.weights_file import split_into_buckets, write_bucket, write_weights
+from envgym.models.weights_file import write_weights
 from envgym.processes.local import LocalRuntime
 from envgym.types import StopReason, VersionSpan
+from envgym.workers.export import split_into_buckets, write_bucket
 from tests.weight_files import bucket_of, load
 
 CONTEXT = 256

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from envgym.engines import choose_engine
-from envgym.engines.spec import EngineSpec
+from envgym.engines.spec import EngineSpec, read_bucket
 from envgym.engines.transformers import TransformersEngine
 from envgym.learner import RoleSpec
-from envgym.models.weights_file import read_bucket
 from envgym.processes.local import LocalRuntime
 from envgym.types import Row, Segment, int_array
 from envgym.workers import export

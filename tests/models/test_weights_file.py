@@ -2,14 +2,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from envgym.engines.spec import IncomingWeights, read_bucket
 from envgym.errors import WorkerError
-from envgym.models.weights_file import (
-    IncomingWeights,
-    read_bucket,
-    split_into_buckets,
-    write_bucket,
-    write_weights,
-)
+from envgym.models.weights_file import write_weights
+from envgym.workers.export import split_into_buckets, write_bucket
 
 
 def test_what_is_written_is_read_back(tmp_path):

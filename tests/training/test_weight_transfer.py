@@ -11,15 +11,17 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from envgym.config.schema import SyncConfig
 from envgym.engines.pool import EnginePool
+from envgym.engines.spec import read_bucket
 from envgym.engines.vllm import WeightReader
 from envgym.errors import ConfigError, RunError, WorkerError
 from envgym.learner import RoleSpec
-from envgym.models.weights_file import checksum, read_bucket, write_bucket
+from envgym.models.weights_file import checksum
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import WorkerHandle, message_of
 from envgym.training import weight_sync as module
 from envgym.training.weight_sync import FileTransfer, NcclTransfer, make_transfer
 from envgym.workers.config import WorkersConfig, WorkerSpec
+from envgym.workers.export import write_bucket
 from envgym.workers.group import WorkerGroup
 
 CHECKSUM = 7
