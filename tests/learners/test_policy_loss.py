@@ -139,7 +139,7 @@ def test_weights_that_add_up_to_one_an_episode_change_no_ratio():
 def test_losses_that_are_not_of_each_token_are_refused_with_the_authors_line(tmp_path, returned, shapes):
     file = tmp_path / "mine.py"
     text = f"""
-from envgym.learners.policy_losses import PolicyLoss
+from envgym.learners.losses import PolicyLoss
 
 class Mine(PolicyLoss):
     def losses(self, log_ratio, logprobs, advantages, config):
