@@ -396,5 +396,5 @@ def test_a_setting_may_say_where_an_environment_is_that_nobody_registered():
 
 
 def test_the_registry_imports_no_client():
-    code = "import sys, envgym.registry as r; r.spec('math_verify'); print([m for m in sys.modules if 'remote' in m])"
+    code = "import sys, envgym.registry as r; r.spec('math_verify'); print([m for m in sys.modules if m.startswith('envgym.remote.')])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
