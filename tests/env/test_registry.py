@@ -396,5 +396,8 @@ def test_a_setting_may_say_where_an_environment_is_that_nobody_registered():
 
 
 def test_the_registry_imports_no_client():
-    code = "import sys, envgym.registry as r; r.spec('math_verify'); print([m for m in sys.modules if m.startswith('envgym.remote.')])"
+    code = (
+        "import sys, envgym.registry as r; r.spec('math_verify')\n"
+        "print([name for name in sys.modules if name.startswith('envgym.remote.')])"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
