@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, UnionType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -70,10 +70,10 @@ def parse_words(words: Sequence[str], components: Mapping[str, Any]) -> dict[str
         key = re.sub(r"^stages\.[^.]+\.", "", key)
         for setting in settings:
             if re.fullmatch(re.escape(setting.key).replace("NAME", "[^.]+"), key):
-                kinds = {*get_args(setting.field.annotation)} - {NoneType} or {setting.field.annotation}
-                is_optional = NoneType in get_args(setting.field.annotation)
+                annotation = setting.field.annotation
+                kinds = {*get_args(annotation)} if get_origin(annotation) in (Union, UnionType) else {annotation}
                 is_rows = isinstance(value, list) and key in ("data.path", "data.test_path")
-                return kinds == {str} and not is_rows and (value is not None or not is_optional)
+                return kinds - {NoneType} == {str} and not is_rows and (value is not None or NoneType not in kinds)
         return False
 
     return parse_overrides(words, takes_text)

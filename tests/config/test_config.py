@@ -384,6 +384,7 @@ def test_a_setting_that_is_text_takes_it_as_it_is(key, text):
         ("env.digits=3", 3),
         ("eval.every=no", False),
         ("rollout.failed_reward=1e-1", 0.1),
+        ("learner.freeze=[embed_tokens]", ["embed_tokens"]),  # a list of texts is no text
     ],
 )
 def test_other_values_are_yaml_still(word, value):
