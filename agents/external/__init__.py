@@ -41,9 +41,9 @@ class ExternalConfig(AgentConfig):
     """Settings of the external agent."""
 
     command: str | list[str] = Field(min_length=1)
-    """The program: a command line, or its words. It finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY` and
-    the first observation on standard input (`{"messages": [...], "tools": [...], "task": {"id": ..., "fields":
-    {...}}}`); its output is the action."""
+    """The program: a command line, or its words. It finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY` (with
+    a key of its own, in `ENVGYM_SESSION_URL`) and the first observation on standard input (`{"messages": [...],
+    "tools": [...], "task": {"id": ..., "fields": {...}}}`); its output is the action."""
     task_fields: tuple[str, ...] = ()
     """Names of the task's fields to pass to the program, null if a task lacks one. It does not see the others, which
     may hold the tests or a solution."""
@@ -103,6 +103,7 @@ class External(Agent):
         environ = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
         base_url = access.base_url
         environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": access.key, "OPENAI_API_BASE": base_url}
+        environ |= {"ENVGYM_SESSION": access.ticket, "ENVGYM_SESSION_URL": access.session_url}
         program, command, pipe = self._command[0], family.guard_command(self._command), asyncio.subprocess.PIPE
         if shutil.which(program) is None:
             raise InvalidOutcome("agent", f"{program} cannot be run: No such file or directory")
@@ -130,6 +131,7 @@ class External(Agent):
             raise InvalidOutcome("agent", f"{program} printed more than {MAX_OUTPUT} bytes")
         if status := process.returncode:
             text = errors.removeprefix(f"{process.pid}\n".encode()).decode(errors="replace")  # the guard's line
+            text = text.replace(access.key, "…")  # of a URL that it was given
             last = text.strip().splitlines()[-1:] or ["no error output"]
             raise InvalidOutcome("agent", f"{program} ended with status {status}: {last[0]:.200}")
         return output.decode(errors="replace")

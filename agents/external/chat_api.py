@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self
 
-from aiohttp import web
-
 from envgym.engine import Generation
 from envgym.types import Message, StopReason, ToolSpec, as_messages
 
@@ -40,20 +38,28 @@ EXHAUSTED = {
 """Reasons why no more tokens can be sampled. Programs search them for `context length` and `max_tokens`."""
 
 
-def refusal(status: int, message: str, code: str = "invalid_request") -> web.HTTPException:
-    """The exception that rejects a request, in the form of the API's errors."""
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    response = web.HTTPUnauthorized if status == 401 else web.HTTPBadRequest
-    return response(text=json.dumps({"error": error}), content_type="application/json")
+class Refusal(Exception):
+    """A rejected request: the HTTP status and the API's code of the answer."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    @property
+    def body(self) -> Body:
+        """The body of the answer."""
+        error = {"message": str(self), "type": "invalid_request_error", "param": None, "code": self.code}
+        return {"error": error}
 
 
 def check_settings(body: Any, harmless: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `refusal` if the body is no object, or if a setting has a value that is not among the harmless ones."""
+    """Raise `Refusal` if the body is no object, or if a setting has a value that is not among the harmless ones."""
     if not isinstance(body, Mapping):
-        raise refusal(400, "the body is a JSON object")
+        raise Refusal(400, "the body is a JSON object")
     for name, values in harmless.items():
         if body.get(name) not in values:
-            raise refusal(400, f"{name!r} cannot be {json.dumps(body[name])[:60]}: leave it out")
+            raise Refusal(400, f"{name!r} cannot be {json.dumps(body[name])[:60]}: leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +75,9 @@ class PolicyRequest:
     def from_body(
         cls, body: Any, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], limit: Any, name: str
     ) -> Self:
-        """Check `limit`, the maximum tokens of the answer, which setting `name` holds. Raises a `refusal`."""
+        """Check `limit`, the maximum tokens of the answer, which setting `name` holds. Raises a `Refusal`."""
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise refusal(400, f"{name} is a whole number of at least 1, not {limit!r:.40}")
+            raise Refusal(400, f"{name} is a whole number of at least 1, not {limit!r:.40}")
         return cls(messages, () if body.get("tool_choice") == "none" else tools, limit, body)
 
 
@@ -80,10 +86,10 @@ class CompletionRequest(PolicyRequest):
 
     @classmethod
     def parse(cls, body: Any) -> CompletionRequest:
-        """Parse a body. Raises a `refusal` if it is malformed or asks for something unsupported."""
+        """Parse a body. Raises a `Refusal` if it is malformed or asks for something unsupported."""
         check_settings(body, REFUSED)
         if not isinstance(body.get("messages"), list) or not body["messages"]:
-            raise refusal(400, "messages is a list of at least one message")
+            raise Refusal(400, "messages is a list of at least one message")
         try:
             messages = tuple(
                 replace(message, role="system") if message.role == "developer" else message
@@ -91,7 +97,7 @@ class CompletionRequest(PolicyRequest):
             )
             tools = tuple(_tool(tool) for tool in body.get("tools") or ())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise refusal(400, f"malformed messages or tools: {type(error).__name__}: {error}") from None
+            raise Refusal(400, f"malformed messages or tools: {type(error).__name__}: {error}") from None
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         return cls.from_body(body, messages, tools, limit, "max_tokens")
 
@@ -101,8 +107,8 @@ class CompletionRequest(PolicyRequest):
         return self._chunks(completion) if self.body.get("stream") else completion
 
     def out_of_budget(self, reason: str) -> NoReturn:
-        """Raise the `refusal` of a request for which no token can be sampled."""
-        raise refusal(400, EXHAUSTED[reason], "context_length_exceeded")
+        """Raise the `Refusal` of a request for which no token can be sampled."""
+        raise Refusal(400, EXHAUSTED[reason], "context_length_exceeded")
 
     def _completion(self, message: Message, generation: Generation, context: list[int]) -> Body:
         """The completion, with log-probabilities and token ids where they are requested."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import secrets
@@ -19,16 +18,19 @@ from aiohttp.typedefs import Handler
 
 from envgym.agent import OutOfBudget
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
-from envgym.net.listening import listen
-from envgym.net.server import MAX_BODY, serve_requests
+from envgym.net.listening import is_loopback, listen
+from envgym.net.problems import Problem
+from envgym.net.server import MAX_BODY, authenticate, serve_requests
 
-from .chat_api import CompletionRequest, PolicyRequest, refusal
+from .chat_api import CompletionRequest, PolicyRequest, Refusal
 from .conversation import Answer, Conversation
 from .responses_api import ResponsesRequest
 
 Api = type[CompletionRequest | ResponsesRequest]
 TICKET = "envgym_session"
 """Key in a request's `metadata` that identifies the session of a program without its own URL."""
+SESSION_HEADER = "X-Envgym-Session"
+"""Header with a session's ticket, for programs that send a key of their own in `Authorization`."""
 
 
 @dataclass(slots=True)
@@ -43,12 +45,17 @@ class PolicySession:
 
 
 class PolicyAddress(NamedTuple):
-    """The address of a program's session: its own URL and key or, if all programs share the endpoint's URL, the
-    `ticket` under `TICKET` in its requests' metadata."""
+    """The address of a program's session: its own URL and key, or instead of both the `ticket`: in the URL
+    (`session_url`), in the header `SESSION_HEADER`, or under `TICKET` in the metadata of requests."""
 
     base_url: str
     key: str
     ticket: str
+
+    @property
+    def session_url(self) -> str:
+        """A base URL with the key in it, for programs that send a key of their own."""
+        return f"{self.base_url.rsplit('/', 2)[0]}/{self.ticket}/v1"
 
 
 class Endpoint:
@@ -92,9 +99,9 @@ class Endpoint:
             await asyncio.shield(self._leave())
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._remember_refusal])
-        app.router.add_get("/{session}/v1/models", self._models)
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer_refusals])
         for prefix in ("/{session}", ""):
+            app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._respond, CompletionRequest))
             app.router.add_post(f"{prefix}/v1/responses", partial(self._respond, ResponsesRequest))
         try:
@@ -114,20 +121,28 @@ class Endpoint:
     # -- routes -------------------------------------------------------------------------------------------
 
     @web.middleware
-    async def _remember_refusal(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answer_refusals(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer errors in the form of the API, and remember the last one for the episode's record, without the key."""
         try:
+            if is_loopback(self._host):
+                authenticate(request, None)  # refuses web pages and names of other machines
             return await handler(request)
+        except Problem as problem:
+            refusal = Refusal(problem.status, problem.body.detail, problem.body.kind)
+        except web.HTTPRequestEntityTooLarge:
+            refusal = Refusal(413, f"a body has at most {MAX_BODY} bytes", "request_too_large")
         except web.HTTPException as error:
-            name = request.match_info.get("session", request.path.split("/")[1])
-            if (session := self._sessions.get(name)) is not None:
-                text = error.text or ""
-                with contextlib.suppress(ValueError):
-                    text = json.loads(text)["error"]["message"]
-                session.conversation.refusal = f"{text} (/v1/{request.path.rpartition('/v1/')[2]:.60})"
-            raise
+            refusal = Refusal(error.status, f"{error.status}: {error.reason}")
+        except Refusal as error:
+            refusal = error
+        name = (_ticket(request) or request.path.split("/")[1]).partition(".")[0]
+        if (session := self._sessions.get(name)) is not None:
+            _, version, path = request.path.rpartition("/v1/")
+            session.conversation.refusal = f"{refusal} (/v1/{path:.60})" if version else str(refusal)
+        return web.json_response(refusal.body, status=refusal.status)
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._of_url(request)
+        self._session(request, _ticket(request))
         model = {"id": "policy", "object": "model", "owned_by": "envgym"}
         return web.json_response({"object": "list", "data": [model]})
 
@@ -143,7 +158,7 @@ class Endpoint:
         except OutOfBudget as limit:
             answer = parsed.out_of_budget(limit.reason)
         except EnvgymError as error:
-            raise refusal(400, str(error)) from None
+            raise Refusal(400, str(error)) from None
         if isinstance(answer, dict):
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -154,29 +169,33 @@ class Endpoint:
         return response
 
     async def _authenticated(self, request: web.Request) -> tuple[PolicySession, Any]:
-        """The session that a request belongs to, and its body. Raises a `refusal`."""
-        if "session" in request.match_info:
-            return self._of_url(request), await _body(request)
+        """The session that a request belongs to, and its body. Raises a `Refusal`."""
+        if ticket := _ticket(request):
+            return self._session(request, ticket), await _body(request)
         body = await _body(request)
         metadata = body.get("metadata") if isinstance(body, Mapping) else None
         ticket = metadata.get(TICKET) if isinstance(metadata, Mapping) else None
         if not isinstance(ticket, str):
-            raise refusal(401, f"whose request is it? Its metadata has no {TICKET!r}", "invalid_api_key")
-        name, _, key = ticket.partition(".")
-        session = self._session(name, key)
-        request.match_info["session"] = name  # as if the URL named it
+            reason = f"whose request is it? Its URL, header {SESSION_HEADER} and metadata ({TICKET}) name no session"
+            raise Refusal(401, reason, "invalid_api_key")
+        session = self._session(request, ticket)
+        request.match_info["session"] = ticket  # as if the URL named it
         return session, body
 
-    def _of_url(self, request: web.Request) -> PolicySession:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return self._session(request.match_info["session"], key)
-
-    def _session(self, name: str, key: str) -> PolicySession:
-        """A session by its name. Raises a `refusal` for an unknown name or a wrong key."""
+    def _session(self, request: web.Request, ticket: str) -> PolicySession:
+        """The session of a ticket, or of a name with the key in the request's headers. Raises a `Refusal` for an
+        unknown name or a wrong key."""
+        name, _, key = ticket.partition(".")
+        key = key or request.headers.get("Authorization", "").removeprefix("Bearer ")
         session = self._sessions.get(name)
-        if session is None or not hmac.compare_digest(key.encode(), session.key.encode()):
-            raise refusal(401, "this session has ended, or the key is not its own", "invalid_api_key")
+        if session is None or not hmac.compare_digest(key.encode(errors="replace"), session.key.encode()):
+            raise Refusal(401, "this session has ended, or the key is not its own", "invalid_api_key")
         return session
+
+
+def _ticket(request: web.Request) -> str:
+    """The ticket in a request's header or, without one, the ticket or the name in its URL; else empty."""
+    return request.headers.get(SESSION_HEADER) or request.match_info.get("session", "")
 
 
 async def _sample(session: PolicySession, parsed: PolicyRequest) -> Answer:
@@ -190,7 +209,7 @@ async def _sample(session: PolicySession, parsed: PolicyRequest) -> Answer:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise refusal(401, "this session has ended", "invalid_api_key") from None
+        raise Refusal(401, "this session has ended", "invalid_api_key") from None
     finally:
         session.sampling.discard(sampling)
 
@@ -199,4 +218,4 @@ async def _body(request: web.Request) -> Any:
     try:
         return await request.json()
     except (ValueError, LookupError, RecursionError):  # no JSON, no such encoding, brackets 10,000 deep
-        raise refusal(400, "the body is not JSON") from None
+        raise Refusal(400, "the body is not JSON") from None

@@ -18,7 +18,7 @@ from envgym.engine import Generation
 from envgym.types import Message, StopReason, ToolCall, ToolSpec
 from envgym.types.conversations import texts_of
 
-from .chat_api import TOKEN_FIELDS, PolicyRequest, check_settings, refusal
+from .chat_api import TOKEN_FIELDS, PolicyRequest, Refusal, check_settings
 
 Item = dict[str, Any]
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -229,19 +229,19 @@ class ResponsesRequest(PolicyRequest):
 
     @classmethod
     def parse(cls, body: Any) -> ResponsesRequest:
-        """Parse a body. Raises a `refusal` if it is malformed or asks for something unsupported."""
+        """Parse a body. Raises a `Refusal` if it is malformed or asks for something unsupported."""
         check_settings(body, REFUSED)
         text = body.get("text")
         form = text.get("format") if isinstance(text, Mapping) else text
         if form not in (None, {"type": "text"}):
-            raise refusal(400, f"the text's format cannot be {json.dumps(form)[:60]}: leave it out")
+            raise Refusal(400, f"the text's format cannot be {json.dumps(form)[:60]}: leave it out")
         try:
             messages = messages_of(body.get("input"), body.get("instructions"))
             tools = tools_of(body.get("tools"))
         except MalformedItem as error:
-            raise refusal(400, str(error)) from None
+            raise Refusal(400, str(error)) from None
         if not messages:
-            raise refusal(400, "input is text or a list of at least one item")
+            raise Refusal(400, "input is text or a list of at least one item")
         return cls.from_body(body, messages, tools, body.get("max_output_tokens"), "max_output_tokens")
 
     def answer(self, message: Message, generation: Generation, context: list[int]) -> Item:

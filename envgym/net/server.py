@@ -16,6 +16,7 @@ from typing import ClassVar, TypeVar
 from weakref import WeakSet
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
 
 from .listening import is_loopback
@@ -37,6 +38,11 @@ SERVER = "envgym"
 """The header `Server`, without versions."""
 
 logger = logging.getLogger(__name__)
+application_logger = logging.getLogger(f"{__name__}.applications")
+application_logger.addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+)
+"""Passes on nothing about malformed requests: aiohttp would quote them."""
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -47,7 +53,7 @@ async def serve_requests(
     """Answer requests on `listener`; at the end wait for those in flight, for `drain` seconds at most."""
     runner: web.BaseRunner
     if isinstance(server, web.Application):
-        runner = web.AppRunner(server, access_log=None, shutdown_timeout=drain)
+        runner = web.AppRunner(server, access_log=None, shutdown_timeout=drain, logger=application_logger)
     else:
         runner = web.ServerRunner(server, shutdown_timeout=drain)
     await runner.setup()

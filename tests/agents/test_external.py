@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import re
 import subprocess
@@ -16,9 +17,10 @@ from envgym import Env, EnvSpec
 from envgym.agent import OutOfBudget
 from envgym.agents.external import External, ExternalConfig
 from envgym.agents.external.conversation import Conversation
-from envgym.agents.external.endpoint import TICKET, Endpoint, PolicyAddress
+from envgym.agents.external.endpoint import SESSION_HEADER, TICKET, Endpoint, PolicyAddress
 from envgym.engine import Generation, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome
+from envgym.net.server import MAX_BODY
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
@@ -604,6 +606,94 @@ def test_a_budget_that_runs_out_is_an_incomplete_response(renderer, tmp_path):
     assert (episode.outcome.status, episode.outcome.reason) == ("truncated", "tokens")
     assert Asks.heard[0].text.startswith("incomplete")
     assert "token_ids" not in Asks.heard[0].text
+
+
+BODIES = {"chat/completions": {"messages": [{"role": "user", "content": "?"}]}, "responses": {"input": "?"}}
+"""A request of each dialect."""
+
+
+def with_endpoint(renderer, scenario, say=lambda n, prompt: "yes"):
+    """The result of `scenario(client, address, conversation)` on a new session of a real endpoint."""
+
+    async def main():
+        sampler = EpisodeSampler(Scripted(renderer, say), "e", SamplingParams(max_tokens=8), 512)
+        conversation = Conversation(renderer, sampler, None, None)
+        async with Endpoint().session(conversation) as address, aiohttp.ClientSession() as client:
+            return await scenario(client, address, conversation)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_session_is_known_by_its_url_or_by_a_header_whatever_key_the_program_sends(renderer, path):
+    async def scenario(client, address, conversation):
+        root = address.base_url.rsplit("/", 2)[0]
+        theirs, statuses = {"Authorization": "Bearer sk-of-another-service", "x-api-key": "another"}, []
+        for url, headers in [
+            (address.session_url, theirs),
+            (address.session_url, {}),
+            (f"{root}/v1", {**theirs, SESSION_HEADER: address.ticket}),
+            (address.base_url, {**theirs, SESSION_HEADER: address.ticket}),
+            (address.base_url, theirs),
+            (f"{address.session_url[:-4]}x/v1", theirs),
+            (f"{root}/v1", {**theirs, SESSION_HEADER: address.ticket[:-1]}),
+            (f"{root}/v1", {SESSION_HEADER: address.key}),
+            (f"{root}/v1", {"Authorization": b"Bearer \xff".decode(errors="surrogateescape")}),
+            (address.base_url, {"Authorization": b"Bearer \xff".decode(errors="surrogateescape")}),
+        ]:
+            async with client.post(f"{url}/{path}", json=BODIES[path], headers=headers) as answer:
+                statuses.append(answer.status)
+                assert answer.status == 200 or (await answer.json())["error"]["message"]
+            assert address.key not in conversation.refusal
+        return statuses
+
+    assert with_endpoint(renderer, scenario) == [200] * 4 + [401] * 6
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_body_too_large_a_strange_host_and_a_web_page_are_refused_in_the_form_of_the_api(renderer, path):
+    async def scenario(client, address, conversation):
+        answers = []
+        for headers, body in [
+            ({"Host": "attacker.example"}, b"{}"),
+            ({"Origin": "http://localhost"}, b"{}"),
+            ({}, b" " * (MAX_BODY + 1)),
+        ]:
+            async with client.post(f"{address.session_url}/{path}", data=body, headers=headers) as answer:
+                answers.append((answer.status, (await answer.json())["error"]["message"]))
+        return answers
+
+    refusals = with_endpoint(renderer, scenario)
+    assert [status for status, _ in refusals] == [403, 403, 413]
+    assert ["answers to localhost" in refusals[0][1], "web pages" in refusals[1][1]] == [True, True]
+    assert refusals[2][1] == f"a body has at most {MAX_BODY} bytes"
+
+
+def test_the_key_is_in_no_log_and_in_no_record(renderer, caplog, tmp_path):
+    """Whatever the program asks for with it: a route that does not exist, a broken request, its URL as its error."""
+    caplog.set_level(logging.DEBUG)
+
+    async def scenario(client, address, conversation):
+        refusals = []
+        for path in ("/nothing", "/v1/nothing", f"/v1/{address.ticket}/v1/nothing"):
+            async with client.get(f"{address.session_url.removesuffix('/v1')}{path}") as answer:
+                assert answer.status == 404
+                refusals.append(conversation.refusal)
+        port = int(address.base_url.split(":")[2].split("/")[0])
+        for broken in ("v1/models HTTP/9.9 x", "v1 HTTP/1.1\r\nx y: 1"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"GET /{address.ticket}/{broken}\r\n\r\n".encode())
+            assert b"400 Bad Request" in await reader.read()
+            writer.close()
+        return address.key, refusals
+
+    key, refusals = with_endpoint(renderer, scenario)
+    assert all(refusals)
+    assert refusals[1].endswith("(/v1/nothing)")
+    assert [text for text in [*refusals, caplog.text] if key in text] == []
+    source = "import os, sys\nsys.exit(os.environ['ENVGYM_SESSION_URL'])"
+    [episode] = play(renderer, Scripted(renderer, None), program(tmp_path, source))
+    assert re.search(r"status 1: http://127\.0\.0\.1:\d+/[\w-]+\.…/v1$", episode.outcome.message)
 
 
 @pytest.mark.parametrize(("ticket", "status"), [("{}", 200), ("{}x", 401), ("", 401), (None, 401), ("né.é", 401)])
