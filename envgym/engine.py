@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from envgym.errors import ConfigError, InvalidStep, PromptTooLong, UnknownKey, printable_line
 from envgym.settings import Settings, validate_settings
@@ -18,6 +18,7 @@ from envgym.types import Message, StopReason, ToolSpec, VersionSpan
 MaxTokens = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0)]
 TopP = Annotated[float, Field(gt=0, le=1)]
+StopText = Annotated[str, Field(min_length=1)]
 
 
 class TurnSampling(Settings):
@@ -29,6 +30,9 @@ class TurnSampling(Settings):
     top_k: int = Field(0, ge=-1)  # -1 is vLLM's 0
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = ()
     seed: int | None = None
+    stop: Annotated[
+        tuple[StopText, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+    ] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,8 @@ class SamplingParams:
     """Parameters for sampling one turn. Frozen: no two episodes can share mutable parameters.
 
     `top_p` below 1 truncates the support and biases importance ratios, so the default is 1.
-    `temperature` 0 is greedy. `seed` makes one request repeatable (deterministic mode).
+    `temperature` 0 is greedy. `seed` makes one request repeatable (deterministic mode). `stop` are texts: an
+    engine may end a turn with the token that completes one of them, and the agent cuts off later tokens.
     """
 
     max_tokens: int
@@ -45,6 +50,7 @@ class SamplingParams:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    stop: tuple[str, ...] = ()
 
     def with_overrides(self, overrides: Mapping[str, Any] | None) -> SamplingParams:
         """A copy with the fields that an environment sets for one turn. Raises `ConfigError` for an unknown field, and

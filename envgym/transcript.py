@@ -71,8 +71,10 @@ class Transcript:
         if feedback.token_ids:
             self._append(feedback)
 
-    async def sample(self, overrides: Mapping[str, Any] | None = None) -> Generation:
-        """Sample a turn after the current token sequence and append it.
+    async def sample(
+        self, overrides: Mapping[str, Any] | None = None, cut: Callable[[Generation], Generation] | None = None
+    ) -> Generation:
+        """Sample a turn after the current token sequence and append it, or the beginning of it that `cut` returns.
 
         `overrides` replace sampling parameters for this turn only. Raises `OutOfBudget` if the episode's token limit is
         used up or, after the first turn, the context is full; `PromptTooLong` if the first prompt fills the context.
@@ -84,6 +86,7 @@ class Transcript:
             if not self.rows[0].turns:
                 raise
             raise OutOfBudget(Limit.CONTEXT) from None
+        generation = generation if cut is None else cut(generation)
         sampling = self._engine.sampling
         self.record(generation, (sampling.with_overrides(overrides) if overrides else sampling).temperature)
         return generation

@@ -21,6 +21,7 @@ from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.processes import family
 from envgym.render import Renderer
+from envgym.render.renderer import sampling_of
 from envgym.types import Action, Episode, Message, Observation, Outcome, StopReason, Task
 
 from .conversation import Conversation
@@ -80,7 +81,8 @@ class External(Agent):
     async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:
         assert sampler is not None, "an agent that uses the policy needs a sampler"
         observation, _ = await env.reset(seed=seed, options={"task": task})
-        conversation = Conversation(self.renderer, sampler, observation.sampling, self.config.max_tokens)
+        sampling = sampling_of(observation, self.renderer)
+        conversation = Conversation(self.renderer, sampler, sampling, self.config.max_tokens)
         async with self._endpoint.session(conversation) as access:
             text = (await self._answer(observation, task, access)).rstrip("\n")
         conversation.check_turns(self._command[0])

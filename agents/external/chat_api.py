@@ -17,18 +17,21 @@ from typing import Any, NoReturn, Self
 from envgym.engine import Generation
 from envgym.types import Message, StopReason, ToolSpec, as_messages
 
+from .conversation import Answer
+
 Body = dict[str, Any]
 """The JSON object of an answer, or of one of its chunks."""
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """The token fields of a message or an output item: all three are present, or none."""
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "stop": (None, [], ""),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none", "required"),  # turns without a call are counted for `required`
     "n": (None, 1),
     "logit_bias": (None, {}),
 }
 """Settings that would change the policy's answers, and the accepted values of each, which do not."""
+MAX_STOPS = 64
+"""Maximum number of texts that stop an answer."""
 EXHAUSTED = {
     "context": "the model's context length is used up",
     "tokens": "the episode's max_tokens are used up",
@@ -70,15 +73,29 @@ class PolicyRequest:
     tools: tuple[ToolSpec, ...]
     max_tokens: int | None
     body: Mapping[str, Any]
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer, which has the text before the first of them."""
 
     @classmethod
     def from_body(
-        cls, body: Any, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], limit: Any, name: str
+        cls,
+        body: Any,
+        messages: tuple[Message, ...],
+        tools: tuple[ToolSpec, ...],
+        limit: Any,
+        name: str,
+        stop: Any = (),
     ) -> Self:
-        """Check `limit`, the maximum tokens of the answer, which setting `name` holds. Raises a `Refusal`."""
+        """Check `limit`, the maximum tokens of the answer, which setting `name` holds, and `stop`. Raises a
+        `Refusal`."""
+        texts = [stop] if isinstance(stop, str) else stop or []
+        if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) for text in texts):
+            raise Refusal(400, f"the texts that stop an answer are text or a list of at most {MAX_STOPS}")
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
             raise Refusal(400, f"{name} is a whole number of at least 1, not {limit!r:.40}")
-        return cls(messages, () if body.get("tool_choice") == "none" else tools, limit, body)
+        return cls(
+            messages, () if body.get("tool_choice") == "none" else tools, limit, body, tuple(filter(None, texts))
+        )
 
 
 class CompletionRequest(PolicyRequest):
@@ -99,11 +116,11 @@ class CompletionRequest(PolicyRequest):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Refusal(400, f"malformed messages or tools: {type(error).__name__}: {error}") from None
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
-        return cls.from_body(body, messages, tools, limit, "max_tokens")
+        return cls.from_body(body, messages, tools, limit, "max_tokens", body.get("stop"))
 
-    def answer(self, message: Message, generation: Generation, context: list[int]) -> Body | Iterator[Body]:
+    def answer(self, answer: Answer) -> Body | Iterator[Body]:
         """The completion, or its chunks if a stream is requested."""
-        completion = self._completion(message, generation, context)
+        completion = self._completion(answer.message, answer.generation, answer.context)
         return self._chunks(completion) if self.body.get("stream") else completion
 
     def out_of_budget(self, reason: str) -> NoReturn:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from envgym.agent import OutOfBudget, Sampler
 from envgym.agents.token_level import extend
@@ -13,10 +15,29 @@ from envgym.errors import InvalidOutcome, TurnRefused
 from envgym.render import Renderer
 from envgym.render.spelling import mark_after_prompt
 from envgym.transcript import Transcript
-from envgym.types import Episode, Limit, Message, Observation, Outcome, Row, Task, ToolSpec, Turn
+from envgym.types import (
+    Episode,
+    Limit,
+    Message,
+    Observation,
+    Outcome,
+    Row,
+    StopReason,
+    Task,
+    ToolSpec,
+    Turn,
+    VersionSpan,
+)
 
-Answer = tuple[Message, Generation, list[int]]
-"""The policy's message, the sampled turn, and its prompt tokens."""
+
+class Answer(NamedTuple):
+    """The policy's message, the sampled turn, its prompt tokens, and the requested text that ended it, if any: the turn
+    has that text, the message ends before it."""
+
+    message: Message
+    generation: Generation
+    context: list[int]
+    stop: str | None
 
 
 class Branch:
@@ -27,6 +48,8 @@ class Branch:
         self.transcript = transcript
         self.tools = tools
         self.messages: list[Message] = []
+        self.stopped: dict[int, Message] = {}
+        """Messages that ended before a requested text, with that text, by their places: programs may add it again."""
         self.busy = False
 
     def continues(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> bool:
@@ -38,8 +61,12 @@ class Branch:
             and bool(new)
             and all(message.role != "assistant" for message in new)
             and len(old) == len(self.messages)
-            and all(map(_is_repeated, old, self.messages))
+            and all(self._is_repeated(index, message) for index, message in enumerate(old))
         )
+
+    def _is_repeated(self, index: int, sent: Message) -> bool:
+        recorded = (self.messages[index], self.stopped.get(index))
+        return any(message is not None and _is_repeated(sent, message) for message in recorded)
 
 
 class Conversation:
@@ -68,14 +95,20 @@ class Conversation:
         self._branches: list[Branch] = []
         self._last: tuple[str, Generation] | None = None
 
-    async def answer(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None) -> Answer:
-        """Sample the assistant's next message.
+    async def answer(
+        self,
+        messages: Sequence[Message],
+        tools: tuple[ToolSpec, ...],
+        max_tokens: int | None,
+        stop: tuple[str, ...] = (),
+    ) -> Answer:
+        """Sample the assistant's next message, up to the first of the texts in `stop`.
 
         Raises `OutOfBudget` if the episode has reached a limit, `PromptTooLong` if a first prompt fills the context.
         """
         previous_error = self.error
         try:
-            answer = await self._answer(messages, tools, max_tokens)
+            answer = await self._answer(messages, tools, max_tokens, stop)
         except (TurnRefused, OutOfBudget) as error:
             self.limit = error.reason if isinstance(error, OutOfBudget) else Limit.TEMPLATE
             raise OutOfBudget(self.limit) from None
@@ -86,7 +119,9 @@ class Conversation:
             self.error = None
         return answer
 
-    async def _answer(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None) -> Answer:
+    async def _answer(
+        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None, stop: tuple[str, ...]
+    ) -> Answer:
         branch = next((branch for branch in self._branches if branch.continues(messages, tools)), None)
         if branch is None:
             branch = Branch(self._renderer, Transcript(self._sampler, is_whole=False), tools)
@@ -98,29 +133,52 @@ class Conversation:
         branch.busy = True
         try:
             context = branch.transcript.context.tolist()
-            generation = await self._sample(branch.transcript, max_tokens)
+            generation = await self._sample(branch.transcript, max_tokens, stop)
         except BaseException:
             branch.messages = []  # the last message has no answer: a retried request starts a new branch
             raise
         finally:
             branch.busy = False
         message = branch.dialogue.add_policy_turn(generation.token_ids)
+        ending = self._ending(generation.token_ids, stop)
         # The API has no form for a malformed call: the program gets its text.
         calls = () if any(call.error for call in message.tool_calls) else message.tool_calls
         content = branch.dialogue.content if calls else message.text
-        reply = replace(Message("assistant", content), tool_calls=calls)
+        reply = replace(Message("assistant", content.partition(ending)[0] if ending else content), tool_calls=calls)
+        if reply.text != content:
+            branch.stopped[len(messages)] = replace(Message("assistant", content), tool_calls=calls)
         branch.messages = [*messages, reply]
         self.turns.append(branch.transcript.rows[-1].turns[-1])
         self.messages = list(branch.dialogue.messages)
-        self._last = reply.text, generation
-        return reply, generation, context
+        self._last = content, generation
+        return Answer(reply, generation, context, ending)
 
-    async def _sample(self, transcript: Transcript, max_tokens: int | None) -> Generation:
+    async def _sample(self, transcript: Transcript, max_tokens: int | None, stop: tuple[str, ...]) -> Generation:
         """Sample under the run's sampling parameters, so that training matches exploration; a program may only ask for
         fewer tokens."""
         limit = self._sampler.sampling.with_overrides(self._sampling).max_tokens
         limit = limit if max_tokens is None else min(limit, max_tokens)
-        return await transcript.sample({**self._sampling, "max_tokens": limit})
+        overrides = {**self._sampling, "max_tokens": limit}
+        if not stop:
+            return await transcript.sample(overrides)
+        return await transcript.sample({**overrides, "stop": stop}, partial(self._cut, stop))
+
+    def _cut(self, stop: tuple[str, ...], generation: Generation) -> Generation:
+        """The turn up to the token that completes a text in `stop`, after which an engine may have gone on."""
+        ids = generation.token_ids
+        length = bisect_left(range(len(ids)), True, key=lambda n: self._ending(ids[: n + 1], stop) is not None) + 1
+        if length > len(ids):
+            return generation
+        versions = (
+            VersionSpan(s.version, s.start, min(s.end, length)) for s in generation.versions if s.start < length
+        )
+        return Generation(ids[:length], generation.logprobs[:length], StopReason.STOP, tuple(versions))
+
+    def _ending(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> str | None:
+        """The text in `stop` that comes first in a turn; None without any."""
+        text = self._renderer.text(token_ids)
+        places = [(text.find(ending), ending) for ending in stop if ending in text]
+        return min(places)[1] if places else None
 
     def check_turns(self, program: str) -> None:
         """Raise `InvalidOutcome` if the policy has answered no request of `program`."""

@@ -150,11 +150,11 @@ class Endpoint:
         session, body = await self._authenticated(request)
         parsed = api.parse(body)
         try:
-            message, generation, context = await _sample(session, parsed)
+            sampled = await _sample(session, parsed)
             if parsed.body.get("tool_choice") == "required":
                 missing = session.conversation.missing_calls or 0
-                session.conversation.missing_calls = missing + (not message.tool_calls)
-            answer = parsed.answer(message, generation, context)
+                session.conversation.missing_calls = missing + (not sampled.message.tool_calls)
+            answer = parsed.answer(sampled)
         except OutOfBudget as limit:
             answer = parsed.out_of_budget(limit.reason)
         except EnvgymError as error:
@@ -200,7 +200,7 @@ def _ticket(request: web.Request) -> str:
 
 async def _sample(session: PolicySession, parsed: PolicyRequest) -> Answer:
     """The policy's answer. The request is cancelled when its session ends, since the episode is then complete."""
-    answering = session.conversation.answer(parsed.messages, parsed.tools, parsed.max_tokens)
+    answering = session.conversation.answer(parsed.messages, parsed.tools, parsed.max_tokens, parsed.stop)
     sampling = asyncio.create_task(answering, context=session.context.copy())
     session.sampling.add(sampling)
     try:

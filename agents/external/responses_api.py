@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envgym.engine import Generation
 from envgym.types import Message, StopReason, ToolCall, ToolSpec
 from envgym.types.conversations import texts_of
 
 from .chat_api import TOKEN_FIELDS, PolicyRequest, Refusal, check_settings
+from .conversation import Answer
 
 Item = dict[str, Any]
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -244,8 +244,9 @@ class ResponsesRequest(PolicyRequest):
             raise Refusal(400, "input is text or a list of at least one item")
         return cls.from_body(body, messages, tools, body.get("max_output_tokens"), "max_output_tokens")
 
-    def answer(self, message: Message, generation: Generation, context: list[int]) -> Item:
+    def answer(self, answer: Answer) -> Item:
         """The `Response` with the message, and the exact tokens on its last item."""
+        message, generation, context, _ = answer
         items = with_tokens(output_items(message), context, generation.token_ids, generation.logprobs)
         truncated = generation.stop_reason is StopReason.LENGTH
         return self._response(items, truncated, usage(len(context), len(generation.token_ids)))

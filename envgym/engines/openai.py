@@ -100,9 +100,10 @@ class OpenAIEngine(ChatEngine):
 
     def _body(self, request: ChatRequest) -> dict[str, Any]:
         # `top_p` also at 1: servers have defaults of their own. `top_k` is not one of OpenAI's parameters.
-        changes = {"stop_token_ids": None, "top_k": request.sampling.top_k or None}
+        sampling = request.sampling
+        changes = {"stop_token_ids": None, "top_k": sampling.top_k or None, "stop": list(sampling.stop) or None}
         tools = [tool.as_dict() for tool in rewrite_tools(request.tools, escape_for_api)] or None
-        return self._api.body(mark_after_prompt(request.messages), **(asdict(request.sampling) | changes), tools=tools)
+        return self._api.body(mark_after_prompt(request.messages), **(asdict(sampling) | changes), tools=tools)
 
     def _advice(self, status: int) -> str:
         """The remedy for a rejected request, as the rest of a sentence."""

@@ -87,7 +87,10 @@ class VLLMEngine:
         return self._steps
 
     async def generate(self, request: Request) -> Generation:
-        stop = {"stop_token_ids": [*request.sampling.stop_token_ids, *self._end_tokens]}
+        texts = list(request.sampling.stop)
+        stop = {"stop_token_ids": [*request.sampling.stop_token_ids, *self._end_tokens], "stop": texts}
+        if texts and self._engine.output_processor.tokenizer is None:  # it takes a second, and few runs need it
+            self._engine.output_processor.tokenizer = _load_tokenizer(self._engine.vllm_config.model_config)
         # `ignore_eos`: the end tokens are all among the stop tokens.
         try:
             sampling = _sampling_params(**(asdict(request.sampling) | stop), ignore_eos=True, logprobs=0)
@@ -313,11 +316,19 @@ def _repacked(model: Any) -> Iterable[Any]:
 
 
 def _sampling_params(**settings: Any) -> Any:
-    """vLLM's sampling parameters for one output of token ids and log-probabilities, without text."""
+    """vLLM's sampling parameters for one output of token ids and log-probabilities, without text unless one is to end
+    it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **settings)
+    settings |= {"flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    return SamplingParams(detokenize=bool(settings.get("stop")), **settings)
+
+
+def _load_tokenizer(config: Any) -> Any:
+    from vllm.tokenizers import get_tokenizer
+
+    return get_tokenizer(config.tokenizer, trust_remote_code=config.trust_remote_code)
 
 
 def _refusals() -> tuple[type[Exception], ...]:

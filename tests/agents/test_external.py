@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from array import array
 
 import aiohttp
 import pytest
@@ -462,7 +463,8 @@ QUESTION = [{"role": "user", "content": "?"}]
         ({"messages": []}, "a list of at least one message"),
         ({"messages": [{"content": "x"}]}, "a prompt is a string or a list"),
         ({"messages": QUESTION, "n": 2}, "'n' cannot be 2"),
-        ({"messages": QUESTION, "stop": ["x"]}, "'stop' cannot be"),
+        ({"messages": QUESTION, "stop": [1]}, "the texts that stop an answer are text or a list of at most"),
+        ({"messages": QUESTION, "stop": ["x"] * 65}, "the texts that stop an answer are text or a list of at most 64"),
         ({"messages": QUESTION, "max_tokens": 0}, "max_tokens"),
         ({"messages": QUESTION, "tool_choice": {"type": "function"}}, "'tool_choice' cannot be"),
         ({"messages": QUESTION, "tools": [{"type": "function"}]}, "malformed messages or tools"),
@@ -498,6 +500,77 @@ def test_a_malformed_call_reaches_the_program_as_the_text_it_is(renderer):
     message = answer["choices"][0]["message"]
     assert "tool_calls" not in message
     assert message["content"]
+
+
+@pytest.mark.parametrize("ends_early", [True, False])
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("Observation:", "Thought: a\n"),
+        (["</code>", "Observation:", "Thought: b"], "Thought: a\n"),
+        (["é", "a"], "Thought: "),
+        ("é", "Thought: a\nObservation: caf"),
+        (["none of it", ""], None),
+    ],
+)
+def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(renderer, stop, text, ends_early):
+    """Whether the engine knows texts or samples on; what the program gets ends before the text."""
+    said = "Thought: a\nObservation: café Thought: b"
+    engine = Scripted(renderer, None)
+    ids = [*renderer.encode(said), renderer.tokenizer.eos_token_id]
+    asked = []
+
+    async def generate(request):
+        asked.append(request.sampling.stop)
+        token_ids = ids
+        if ends_early:
+            lengths = (n for n in range(1, len(ids)) if any(s in renderer.text(ids[:n]) for s in asked[-1]))
+            token_ids = ids[: next(lengths, len(ids))]
+        spans = (VersionSpan(3, 0, 2), VersionSpan(4, 2, len(token_ids)))
+        return Generation(array("i", token_ids), array("f", range(len(token_ids))), StopReason.LENGTH, spans)
+
+    engine.generate = generate
+    body = {"messages": QUESTION, "stop": stop, "return_token_ids": True, "logprobs": True}
+    _, answer = ask_endpoint(renderer, json.dumps(body), engine=engine)
+    [choice] = answer["choices"]
+    sampled = choice["token_ids"]
+    assert asked == [tuple(filter(None, [stop] if isinstance(stop, str) else stop))]
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == list(range(len(sampled)))
+    if text is None:
+        assert (choice["message"]["content"], choice["finish_reason"], sampled) == (said, "length", ids)
+    else:
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+        assert sampled == ids[: len(sampled)]
+        assert any(ending in renderer.text(sampled) for ending in asked[0])
+        assert not any(ending in renderer.text(sampled[:-1]) for ending in asked[0])
+
+
+def test_a_stopped_turn_is_continued_with_the_text_that_stopped_it_or_without(renderer, recording, check_episode):
+    """Some programs add the text again (smolagents' CodeAgent does)."""
+    engine = recording(Scripted(renderer, lambda n, prompt: f"<code>\nx = {n}</code> and on"))
+    runner_sampler = EpisodeSampler(engine, "e", SamplingParams(max_tokens=64), 2048)
+    conversation = Conversation(renderer, runner_sampler, None, None)
+
+    async def main():
+        messages = [Message("user", "go")]
+        for n, addition in enumerate(["</code>", "", "</code>", "</code> and on"]):
+            message, generation, _, stop = await conversation.answer(messages, (), None, ("</code>",))
+            assert (message.text, stop) == (f"<code>\nx = {n}", "</code>")
+            assert renderer.text(generation.token_ids).rstrip().endswith("</code>")
+            messages += [Message("assistant", message.text + addition), Message("user", "on")]
+        await conversation.answer(messages, (), None)
+
+    asyncio.run(main())
+    first, second = conversation.rows
+    assert [len(first.turns), len(second.turns)] == [4, 1]  # the program had changed its last message
+    assert all(turn.stop_reason is StopReason.STOP for turn in first.turns)
+    sampled = [segment for segment in first.segments if segment.role == "action"]
+    whole = [generation for _, generation in engine.answers.values()]
+    for segment, generation in zip(sampled, whole, strict=False):
+        length = len(segment.token_ids)
+        assert list(segment.token_ids) == list(generation.token_ids[:length])
+        assert length < len(generation.token_ids)
+    assert not conversation.token_ids_of("<code>\nx = 0")
 
 
 # -- the Responses API ------------------------------------------------------------------------------------
