@@ -281,39 +281,51 @@ def _check_episode(episode, answers):
         assert episode.outcome.reason in ("length", "context", "tokens", "environment", "template")
 
 
-# -- the real NeMo-Gym ------------------------------------------------------------------------------------
+# -- the real packages of other frameworks ----------------------------------------------------------------
 
-NEMO_GYM = Path(__file__).parent / "envs" / "nemo_gym"
-WITH_NEMO_GYM = ("with", "NeMo-Gym")
+PACKAGES = {"nemo_gym_package": "NeMo-Gym", "openenv_package": "OpenEnv"}
+"""The fixtures that install a framework, and its name."""
 
 
 @pytest.fixture(scope="session")
 def nemo_gym_package() -> tuple[Path, dict[str, str]]:
-    """The real NeMo-Gym in an environment of its own: its Python, and the variables to run it with.
-
-    Made once, in about a minute; later versions of the lock make it anew. Skips where there is no Python 3.12.
-    """
+    """The real NeMo-Gym: its Python, and the variables to run it with. Skips where there is no Python 3.12."""
     python = _python_3_12()
     if python is None:
         pytest.skip("NeMo-Gym needs Python 3.12, and there is none here")
-    folder = Path.home() / ".cache" / "envgym" / "nemo-gym-0.4.0"
-    lock = (NEMO_GYM / "requirements.txt").read_text()
+    installed, variables = install("nemo_gym", "nemo-gym-0.4.0", python)
+    return installed, {**variables, "PYTHONPATH": str(Path(__file__).parent / "envs" / "nemo_gym" / "stubs")}
+
+
+@pytest.fixture(scope="session")
+def openenv_package() -> tuple[Path, dict[str, str]]:
+    """The real OpenEnv: its Python, and the variables to run it with."""
+    return install("openenv", "openenv-0.10.0", sys.executable)
+
+
+def install(tests: str, name: str, python: str) -> tuple[Path, dict[str, str]]:
+    """A framework in an environment of its own, by the lock `requirements.txt` in its folder of tests.
+
+    Made once, in about a minute; later versions of the lock make it anew.
+    """
+    requirements = Path(__file__).parent / "envs" / tests / "requirements.txt"
+    folder = Path.home() / ".cache" / "envgym" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as waiting:
         fcntl.flock(waiting, fcntl.LOCK_EX)  # another run of the tests may be making it
         made = folder / "requirements.txt"
-        if not made.exists() or made.read_text() != lock:
+        if not made.exists() or made.read_text() != requirements.read_text():
             shutil.rmtree(folder, ignore_errors=True)
             pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             for command in (
                 [python, "-m", "venv", folder],
-                [*pip, "--no-deps", "--no-compile", "-r", NEMO_GYM / "requirements.txt"],
+                [*pip, "--no-deps", "--no-compile", "-r", requirements],
             ):
                 done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-                assert done.returncode == 0, f"NeMo-Gym cannot be installed: {done.stderr[-2000:]}"
-            made.write_text(lock)
-    variables = {"PYTHONPATH": str(NEMO_GYM / "stubs"), "OMP_NUM_THREADS": "1"}
-    return folder / "bin" / "python", {**os.environ, **variables}
+                assert done.returncode == 0, f"{name} cannot be installed: {done.stderr[-2000:]}"
+            shutil.copy(requirements, made)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return folder / "bin" / "python", {**variables, "OMP_NUM_THREADS": "1"}
 
 
 def _python_3_12() -> str | None:
@@ -334,19 +346,20 @@ def _python_3_12() -> str | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if "nemo_gym_package" in getattr(item, "fixturenames", ()):
-        item.user_properties.append(WITH_NEMO_GYM)  # which reports carry, also from another process
+    for fixture in PACKAGES.keys() & set(getattr(item, "fixturenames", ())):
+        item.user_properties.append(("with", PACKAGES[fixture]))  # which reports carry, also from another process
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say whether the tests with the real NeMo-Gym ran: a green run without them shows less."""
-    counts = {}
-    for outcome in ("passed", "failed", "error", "skipped", "deselected"):
-        reports = terminalreporter.stats.get(outcome, ())
-        counts[outcome] = len({each.nodeid for each in reports if WITH_NEMO_GYM in _properties(each)})
-    if any(counts.values()):
-        said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
-        terminalreporter.write_line(f"With the real NeMo-Gym, {sum(counts.values())} tests: {said}")
+    """Say whether the tests with the real packages ran: a green run without them shows less."""
+    for package in PACKAGES.values():
+        counts = {}
+        for outcome in ("passed", "failed", "error", "skipped", "deselected"):
+            reports = terminalreporter.stats.get(outcome, ())
+            counts[outcome] = len({each.nodeid for each in reports if ("with", package) in _properties(each)})
+        if any(counts.values()):
+            said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+            terminalreporter.write_line(f"With the real {package}, {sum(counts.values())} tests: {said}")
 
 
 def _properties(report: object) -> list[tuple[str, object]]:
