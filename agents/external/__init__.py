@@ -1,7 +1,8 @@
 """The external agent: runs a program that was not written for envgym, and trains the policy that it calls.
 
-The program sends OpenAI chat completions or responses requests to a payload base URL. The policy answers each request,
-recorded with the exact tokens of prompt and answer; the program's output is the action.
+The program sends requests of OpenAI's chat completions or responses, or of Anthropic's messages, to its own base URL.
+The policy answers each request, recorded with the exact tokens of prompt and answer; the program's output is the
+action.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ class ExternalConfig(AgentConfig):
     """Settings of the external agent."""
 
     command: str | list[str] = Field(min_length=1)
-    """The program: a command line, or its words. It finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY` (with
-    a key of its own, in `ENVGYM_SESSION_URL`) and the first observation on standard input (`{"messages": [...],
-    "tools": [...], "task": {"id": ..., "fields": {...}}}`); its output is the action."""
+    """The program: a command line, or its words. It finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, in
+    `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY` or, with a key of its own, in `ENVGYM_SESSION_URL`, and the first
+    observation on standard input (`{"messages": [...], "tools": [...], "task": {"id": ..., "fields": {...}}}`); its
+    output is the action."""
     task_fields: tuple[str, ...] = ()
     """Names of the task's fields to pass to the program, null if a task lacks one. It does not see the others, which
     may hold the tests or a solution."""
@@ -105,6 +107,7 @@ class External(Agent):
         environ = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
         base_url = access.base_url
         environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": access.key, "OPENAI_API_BASE": base_url}
+        environ |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": access.key}
         environ |= {"ENVGYM_SESSION": access.ticket, "ENVGYM_SESSION_URL": access.session_url}
         program, command, pipe = self._command[0], family.guard_command(self._command), asyncio.subprocess.PIPE
         if shutil.which(program) is None:

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from envgym.engine import Generation
 from envgym.types import Message, StopReason, ToolSpec, as_messages
@@ -49,12 +49,6 @@ class Refusal(Exception):
         self.status = status
         self.code = code
 
-    @property
-    def body(self) -> Body:
-        """The body of the answer."""
-        error = {"message": str(self), "type": "invalid_request_error", "param": None, "code": self.code}
-        return {"error": error}
-
 
 def check_settings(body: Any, harmless: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise `Refusal` if the body is no object, or if a setting has a value that is not among the harmless ones."""
@@ -75,31 +69,37 @@ class PolicyRequest:
     body: Mapping[str, Any]
     stop: tuple[str, ...] = ()
     """Texts that end the answer, which has the text before the first of them."""
+    needs_call: bool = False
+    """True if the answer is to have a tool call."""
+
+    events_end: ClassVar[bytes] = b""
+    """The last bytes of a stream."""
 
     @classmethod
     def from_body(
-        cls,
-        body: Any,
-        messages: tuple[Message, ...],
-        tools: tuple[ToolSpec, ...],
-        limit: Any,
-        name: str,
-        stop: Any = (),
+        cls, body: Any, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], name: str, stop: Any, choice: Any
     ) -> Self:
-        """Check `limit`, the maximum tokens of the answer, which setting `name` holds, and `stop`. Raises a
-        `Refusal`."""
+        """Check `stop` and the maximum tokens of the answer, which setting `name` holds. Raises a `Refusal`."""
+        limit = body.get(name)
         texts = [stop] if isinstance(stop, str) else stop or []
         if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) for text in texts):
             raise Refusal(400, f"the texts that stop an answer are text or a list of at most {MAX_STOPS}")
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
             raise Refusal(400, f"{name} is a whole number of at least 1, not {limit!r:.40}")
-        return cls(
-            messages, () if body.get("tool_choice") == "none" else tools, limit, body, tuple(filter(None, texts))
-        )
+        tools = () if choice == "none" else tools
+        return cls(messages, tools, limit, body, tuple(filter(None, texts)), choice == "required")
+
+    @staticmethod
+    def error_body(refusal: Refusal) -> Body:
+        """The body of an error in the form of the API."""
+        error = {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": refusal.code}
+        return {"error": error}
 
 
 class CompletionRequest(PolicyRequest):
     """A request for a chat completion."""
+
+    events_end: ClassVar[bytes] = b"data: [DONE]\n\n"
 
     @classmethod
     def parse(cls, body: Any) -> CompletionRequest:
@@ -115,8 +115,8 @@ class CompletionRequest(PolicyRequest):
             tools = tuple(_tool(tool) for tool in body.get("tools") or ())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Refusal(400, f"malformed messages or tools: {type(error).__name__}: {error}") from None
-        limit = body.get("max_completion_tokens", body.get("max_tokens"))
-        return cls.from_body(body, messages, tools, limit, "max_tokens", body.get("stop"))
+        limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        return cls.from_body(body, messages, tools, limit, body.get("stop"), body.get("tool_choice"))
 
     def answer(self, answer: Answer) -> Body | Iterator[Body]:
         """The completion, or its chunks if a stream is requested."""
@@ -171,9 +171,10 @@ class CompletionRequest(PolicyRequest):
         if "tool_calls" in delta:
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
         chunk = {**completion, "object": "chat.completion.chunk"}
-        yield {**chunk, "choices": [{**choice, "delta": delta}]}
         options = self.body.get("stream_options")
-        if isinstance(options, Mapping) and options.get("include_usage"):
+        with_usage = isinstance(options, Mapping) and options.get("include_usage")
+        yield {**chunk, "choices": [{**choice, "delta": delta}], **({"usage": None} if with_usage else {})}
+        if with_usage:
             yield {**chunk, "choices": [], "usage": usage}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -119,6 +118,10 @@ class Conversation:
             self.error = None
         return answer
 
+    def count(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> int:
+        """The number of tokens of these messages as a prompt. Raises `InvalidStep` if they cannot be rendered."""
+        return len(self._renderer.prompt(Observation(mark_after_prompt(messages), tools=tools)))
+
     async def _answer(
         self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None, stop: tuple[str, ...]
     ) -> Answer:
@@ -144,9 +147,10 @@ class Conversation:
         # The API has no form for a malformed call: the program gets its text.
         calls = () if any(call.error for call in message.tool_calls) else message.tool_calls
         content = branch.dialogue.content if calls else message.text
-        reply = replace(Message("assistant", content.partition(ending)[0] if ending else content), tool_calls=calls)
-        if reply.text != content:
-            branch.stopped[len(messages)] = replace(Message("assistant", content), tool_calls=calls)
+        text, ending_in_content, _ = content.partition(ending) if ending else (content, "", "")
+        reply = Message("assistant", text, calls)
+        if ending_in_content:
+            branch.stopped[len(messages)] = Message("assistant", text + ending_in_content, calls)
         branch.messages = [*messages, reply]
         self.turns.append(branch.transcript.rows[-1].turns[-1])
         self.messages = list(branch.dialogue.messages)

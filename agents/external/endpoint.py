@@ -1,4 +1,5 @@
-"""The endpoint that external programs call: OpenAI chat completions and responses, one session per episode."""
+"""The endpoint that external programs call: OpenAI's chat completions and responses and Anthropic's messages, one
+session per episode."""
 
 from __future__ import annotations
 
@@ -24,9 +25,16 @@ from envgym.net.server import MAX_BODY, authenticate, serve_requests
 
 from .chat_api import CompletionRequest, PolicyRequest, Refusal
 from .conversation import Answer, Conversation
+from .messages_api import MessagesRequest
 from .responses_api import ResponsesRequest
 
-Api = type[CompletionRequest | ResponsesRequest]
+Api = type[CompletionRequest | ResponsesRequest | MessagesRequest]
+APIS: dict[str, Api] = {
+    "chat/completions": CompletionRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+}
+"""The APIs by their routes."""
 TICKET = "envgym_session"
 """Key in a request's `metadata` that identifies the session of a program without its own URL."""
 SESSION_HEADER = "X-Envgym-Session"
@@ -61,7 +69,7 @@ class PolicyAddress(NamedTuple):
 class Endpoint:
     """A server that runs while there are sessions. Each session has its own base URL, key and ticket.
 
-    It listens on loopback at a free port by default. Both APIs are routes over the same conversation.
+    It listens on loopback at a free port by default. All APIs are routes over the same conversation.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -102,8 +110,9 @@ class Endpoint:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer_refusals])
         for prefix in ("/{session}", ""):
             app.router.add_get(f"{prefix}/v1/models", self._models)
-            app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._respond, CompletionRequest))
-            app.router.add_post(f"{prefix}/v1/responses", partial(self._respond, ResponsesRequest))
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
+            for path, api in APIS.items():
+                app.router.add_post(f"{prefix}/v1/{path}", partial(self._respond, api))
         try:
             listener = self._server.enter_context(listen(self._host, self._port, refusal=None))
         except ConfigError as error:
@@ -139,19 +148,29 @@ class Endpoint:
         if (session := self._sessions.get(name)) is not None:
             _, version, path = request.path.rpartition("/v1/")
             session.conversation.refusal = f"{refusal} (/v1/{path:.60})" if version else str(refusal)
-        return web.json_response(refusal.body, status=refusal.status)
+        api = MessagesRequest if "/v1/messages" in request.path else CompletionRequest
+        return web.json_response(api.error_body(refusal), status=refusal.status)
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request, _ticket(request))
-        model = {"id": "policy", "object": "model", "owned_by": "envgym"}
-        return web.json_response({"object": "list", "data": [model]})
+        model = {"id": "policy", "object": "model", "owned_by": "envgym", "created": 0}
+        model |= {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's
+        return web.json_response({"object": "list", "data": [model], "has_more": False})
+
+    async def _count(self, request: web.Request) -> web.Response:
+        session, body = await self._authenticated(request)
+        parsed = MessagesRequest.parse({**body, "max_tokens": 1} if isinstance(body, Mapping) else body)
+        try:
+            return web.json_response({"input_tokens": session.conversation.count(parsed.messages, parsed.tools)})
+        except EnvgymError as error:
+            raise Refusal(400, str(error)) from None
 
     async def _respond(self, api: Api, request: web.Request) -> web.StreamResponse:
         session, body = await self._authenticated(request)
         parsed = api.parse(body)
         try:
             sampled = await _sample(session, parsed)
-            if parsed.body.get("tool_choice") == "required":
+            if parsed.needs_call:
                 missing = session.conversation.missing_calls or 0
                 session.conversation.missing_calls = missing + (not sampled.message.tool_calls)
             answer = parsed.answer(sampled)
@@ -163,15 +182,16 @@ class Endpoint:
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        for chunk in answer:
-            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
+        for event in answer:
+            name = f"event: {event['type']}\n" if "type" in event else ""
+            await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
+        await response.write(api.events_end)
         return response
 
     async def _authenticated(self, request: web.Request) -> tuple[PolicySession, Any]:
         """The session that a request belongs to, and its body. Raises a `Refusal`."""
-        if ticket := _ticket(request):
-            return self._session(request, ticket), await _body(request)
+        if sent := _ticket(request):
+            return self._session(request, sent), await _body(request)
         body = await _body(request)
         metadata = body.get("metadata") if isinstance(body, Mapping) else None
         ticket = metadata.get(TICKET) if isinstance(metadata, Mapping) else None
@@ -186,11 +206,16 @@ class Endpoint:
         """The session of a ticket, or of a name with the key in the request's headers. Raises a `Refusal` for an
         unknown name or a wrong key."""
         name, _, key = ticket.partition(".")
-        key = key or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        headers = (request.headers.get("x-api-key", ""), request.headers.get("Authorization", ""))
+        keys = [key] if key else [value.removeprefix("Bearer ") for value in headers]
         session = self._sessions.get(name)
-        if session is None or not hmac.compare_digest(key.encode(errors="replace"), session.key.encode()):
+        if session is None or not any(_is_key(text, session.key) for text in keys):
             raise Refusal(401, "this session has ended, or the key is not its own", "invalid_api_key")
         return session
+
+
+def _is_key(text: str, key: str) -> bool:
+    return hmac.compare_digest(text.encode(errors="replace"), key.encode())
 
 
 def _ticket(request: web.Request) -> str:

@@ -24,7 +24,6 @@ Item = dict[str, Any]
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Roles of the API's messages, and the chat template's role for each: a developer is the system."""
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "stream": (None, False),
     "background": (None, False),
     "previous_response_id": (None,),
     "conversation": (None,),
@@ -217,6 +216,35 @@ def response(output: Sequence[Item], *, truncated: bool = False, **fields: Any) 
     }
 
 
+def events_of(finished: Item) -> Iterator[Item]:
+    """A `Response` as the events of a stream, numbered. Each text and each call is one delta."""
+    return ({**event, "sequence_number": number} for number, event in enumerate(_events_of(finished)))
+
+
+def _events_of(finished: Item) -> Iterator[Item]:
+    created = {**finished, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield {"type": "response.created", "response": created}
+    yield {"type": "response.in_progress", "response": created}
+    for index, item in enumerate(finished["output"]):
+        place = {"item_id": item["id"], "output_index": index}
+        opening = {key: value for key, value in item.items() if key not in TOKEN_FIELDS} | {"status": "in_progress"}
+        if item["type"] == "message":
+            [part] = item["content"]
+            place["content_index"] = 0
+            yield {"type": "response.output_item.added", "output_index": index, "item": {**opening, "content": []}}
+            yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
+            yield {"type": "response.output_text.delta", **place, "delta": part["text"], "logprobs": []}
+            yield {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []}
+            yield {"type": "response.content_part.done", **place, "part": part}
+        else:
+            name, arguments = item["name"], item["arguments"]
+            yield {"type": "response.output_item.added", "output_index": index, "item": {**opening, "arguments": ""}}
+            yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
+            yield {"type": "response.function_call_arguments.done", **place, "name": name, "arguments": arguments}
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    yield {"type": f"response.{finished['status']}", "response": finished}
+
+
 def _id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
 
@@ -242,23 +270,25 @@ class ResponsesRequest(PolicyRequest):
             raise Refusal(400, str(error)) from None
         if not messages:
             raise Refusal(400, "input is text or a list of at least one item")
-        return cls.from_body(body, messages, tools, body.get("max_output_tokens"), "max_output_tokens")
+        return cls.from_body(body, messages, tools, "max_output_tokens", body.get("stop"), body.get("tool_choice"))
 
-    def answer(self, answer: Answer) -> Item:
-        """The `Response` with the message, and the exact tokens on its last item."""
+    def answer(self, answer: Answer) -> Item | Iterator[Item]:
+        """The `Response` with the message, and the exact tokens on its last item; its events if a stream is
+        requested."""
         message, generation, context, _ = answer
         items = with_tokens(output_items(message), context, generation.token_ids, generation.logprobs)
         truncated = generation.stop_reason is StopReason.LENGTH
         return self._response(items, truncated, usage(len(context), len(generation.token_ids)))
 
-    def out_of_budget(self, reason: str) -> Item:
+    def out_of_budget(self, reason: str) -> Item | Iterator[Item]:
         """The empty, incomplete `Response` once no token can be sampled, whatever the reason. It ends a program's loop
         like a truncated answer; an error might crash it."""
         return self._response(output_items(Message("assistant", "")), True, usage(0, 0))
 
-    def _response(self, items: list[Item], truncated: bool, usage: Item) -> Item:
+    def _response(self, items: list[Item], truncated: bool, usage: Item) -> Item | Iterator[Item]:
         if truncated:
             items = [{**item, "status": "incomplete"} for item in items]
         echoed = {name: self.body[name] for name in ECHOED if self.body.get(name) is not None}
         echoed |= {"model": str(self.body.get("model") or "policy"), "tools": self.body.get("tools") or []}
-        return response(items, truncated=truncated, usage=usage, **echoed)
+        answer = response(items, truncated=truncated, usage=usage, **echoed)
+        return events_of(answer) if self.body.get("stream") else answer

@@ -233,7 +233,8 @@ def ask(path, **settings):
     [
         ("print('no call')", "made no call"),
         (f"{HEEDLESS}ask('/chat/completions', n=2)", r"was refused, .*: 'n' cannot be 2: leave .* (/v1/chat/compl"),
-        (f"{HEEDLESS}ask('/responses', stream=True)", r"was refused, .*: 'stream' cannot be true"),
+        (f"{HEEDLESS}ask('/responses', background=True)", r"was refused, .*: 'background' cannot be true"),
+        (f"{HEEDLESS}ask('/messages')", r"was refused, .*: max_tokens is missing (/v1/messages)"),
         (f"{HEEDLESS}ask('/completions')", r"was refused, .*: 404: Not Found (/v1/completions)"),
         (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); sys.exit('out of luck')", "status 1: out of luck"),
         (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); import time; time.sleep(60)", "longer than 3 s"),
@@ -643,7 +644,7 @@ def test_a_response_that_was_cut_is_incomplete(renderer):
         ({}, "input is text or a list"),
         ({"input": []}, "at least one item"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input item 0: the type 'item_reference' is no message"),
-        ({"input": "?", "stream": True}, "'stream' cannot be true"),
+        ({"input": "?", "background": True}, "'background' cannot be true"),
         ({"input": "?", "previous_response_id": "resp_1"}, "'previous_response_id' cannot be"),
         ({"input": "?", "tools": [{"type": "web_search"}]}, "only function tools"),
         ({"input": "?", "tool_choice": {"type": "function", "name": "x"}}, "'tool_choice' cannot be"),
@@ -681,7 +682,12 @@ def test_a_budget_that_runs_out_is_an_incomplete_response(renderer, tmp_path):
     assert "token_ids" not in Asks.heard[0].text
 
 
-BODIES = {"chat/completions": {"messages": [{"role": "user", "content": "?"}]}, "responses": {"input": "?"}}
+BODIES = {
+    "chat/completions": {"messages": [{"role": "user", "content": "?"}]},
+    "responses": {"input": "?"},
+    "messages": {"messages": [{"role": "user", "content": "?"}], "max_tokens": 8},
+    "messages/count_tokens": {"messages": [{"role": "user", "content": "?"}]},
+}
 """A request of each dialect."""
 
 
@@ -707,6 +713,7 @@ def test_a_session_is_known_by_its_url_or_by_a_header_whatever_key_the_program_s
             (address.session_url, {}),
             (f"{root}/v1", {**theirs, SESSION_HEADER: address.ticket}),
             (address.base_url, {**theirs, SESSION_HEADER: address.ticket}),
+            (address.base_url, {**theirs, "x-api-key": address.key}),
             (address.base_url, theirs),
             (f"{address.session_url[:-4]}x/v1", theirs),
             (f"{root}/v1", {**theirs, SESSION_HEADER: address.ticket[:-1]}),
@@ -720,7 +727,30 @@ def test_a_session_is_known_by_its_url_or_by_a_header_whatever_key_the_program_s
             assert address.key not in conversation.refusal
         return statuses
 
-    assert with_endpoint(renderer, scenario) == [200] * 4 + [401] * 6
+    assert with_endpoint(renderer, scenario) == [200] * 5 + [401] * 6
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_key_of_another_session_opens_no_session(renderer, path):
+    async def main():
+        engine, endpoint = Scripted(renderer, lambda n, prompt: "yes"), Endpoint()
+        mine, other = (
+            Conversation(renderer, EpisodeSampler(engine, name, SamplingParams(max_tokens=8), 512), None, None)
+            for name in "ab"
+        )
+        async with endpoint.session(mine) as a, endpoint.session(other) as b, aiohttp.ClientSession() as client:
+            name = a.ticket.partition(".")[0]
+            for url, headers in [
+                (a.base_url, {"Authorization": f"Bearer {b.key}"}),
+                (a.base_url, {"x-api-key": b.key}),
+                (a.session_url.replace(a.key, b.key), {}),
+                (a.base_url, {SESSION_HEADER: f"{name}.{b.key}"}),
+            ]:
+                async with client.post(f"{url}/{path}", json=BODIES[path], headers=headers) as answer:
+                    assert answer.status == 401
+        assert (mine.turns, other.turns) == ([], [])
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -733,7 +763,9 @@ def test_a_body_too_large_a_strange_host_and_a_web_page_are_refused_in_the_form_
             ({}, b" " * (MAX_BODY + 1)),
         ]:
             async with client.post(f"{address.session_url}/{path}", data=body, headers=headers) as answer:
-                answers.append((answer.status, (await answer.json())["error"]["message"]))
+                error = await answer.json()
+                assert (error.get("type") == "error") == path.startswith("messages")
+                answers.append((answer.status, error["error"]["message"]))
         return answers
 
     refusals = with_endpoint(renderer, scenario)
