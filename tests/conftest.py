@@ -283,7 +283,7 @@ def _check_episode(episode, answers):
 
 # -- the real packages of other frameworks ----------------------------------------------------------------
 
-PACKAGES = {"nemo_gym_package": "NeMo-Gym", "openenv_package": "OpenEnv"}
+PACKAGES = {"nemo_gym_package": "NeMo-Gym", "openenv_package": "OpenEnv", "litellm_package": "LiteLLM"}
 """The fixtures that install a framework, and its name."""
 
 
@@ -293,14 +293,20 @@ def nemo_gym_package() -> tuple[Path, dict[str, str]]:
     python = _python_3_12()
     if python is None:
         pytest.skip("NeMo-Gym needs Python 3.12, and there is none here")
-    installed, variables = install("nemo_gym", "nemo-gym-0.4.0", python)
+    installed, variables = install("envs/nemo_gym", "nemo-gym-0.4.0", python)
     return installed, {**variables, "PYTHONPATH": str(Path(__file__).parent / "envs" / "nemo_gym" / "stubs")}
 
 
 @pytest.fixture(scope="session")
 def openenv_package() -> tuple[Path, dict[str, str]]:
     """The real OpenEnv: its Python, and the variables to run it with."""
-    return install("openenv", "openenv-0.10.0", sys.executable)
+    return install("envs/openenv", "openenv-0.10.0", sys.executable)
+
+
+@pytest.fixture(scope="session")
+def litellm_package() -> tuple[Path, dict[str, str]]:
+    """The real LiteLLM: its Python, and the variables to run it with."""
+    return install("agents", "litellm-1.110.2", sys.executable)
 
 
 def install(tests: str, name: str, python: str) -> tuple[Path, dict[str, str]]:
@@ -308,7 +314,7 @@ def install(tests: str, name: str, python: str) -> tuple[Path, dict[str, str]]:
 
     Made once, in about a minute; later versions of the lock make it anew.
     """
-    requirements = Path(__file__).parent / "envs" / tests / "requirements.txt"
+    requirements = Path(__file__).parent / tests / "requirements.txt"
     folder = Path.home() / ".cache" / "envgym" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as waiting:
