@@ -6,6 +6,7 @@ import ast
 import asyncio
 import inspect
 import json
+import os
 import re
 import shlex
 import shutil
@@ -57,7 +58,7 @@ def ours(page: str) -> list[list[str]]:
 def write_files(page: str, folder: Path) -> list[str]:
     """Make the files that the page shows or takes from `examples/`, and return its other Python blocks. A first line
     names the file."""
-    for name in {word.split(":")[0] for words in ours(page) for word in words if word.startswith("examples/")}:
+    for name in set(re.findall(r"examples/[\w./]+", " ".join(word for words in ours(page) for word in words))):
         (folder / "examples").mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     code = write_named_blocks(PAGES[page], "python", folder)
@@ -72,7 +73,10 @@ def write_files(page: str, folder: Path) -> list[str]:
 
 
 def run(folder: Path, words: list[str], timeout: float) -> str:
-    done = subprocess.run([ENVGYM, *words], cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+    environ = {**os.environ, "PATH": f"{Path(ENVGYM).parent}:{os.environ['PATH']}"}  # a page's `python`
+    done = subprocess.run(
+        [ENVGYM, *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout, check=False
+    )
     assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
