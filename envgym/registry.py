@@ -266,10 +266,10 @@ def _unknown_scheme(url: str) -> str:
     scheme = url.partition("://")[0]
     message = f"{scheme}://…: environments are served at http://HOST:PORT/NAME or https://HOST:PORT/NAME (envgym serve)"
     if scheme in ("ws", "wss"):
-        message += (
-            f"; write http{scheme[2:]}://… for a server of envgym. OpenEnv's servers, which use a WebSocket, are not "
-            "supported: write an Env that calls OpenEnv's own client"
-        )
+        address = f"http{scheme[2:]}://…"
+        schemes = [name for name in entry_points("envgym.schemes") if not name.startswith("http")]
+        message += f"; write {address} for a server of envgym"
+        message += "".join(f", {name}:{address} for one of {name}" for name in schemes)
     return message
 
 

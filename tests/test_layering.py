@@ -36,6 +36,7 @@ ALLOWED = {
 }  # fmt: skip
 FOREIGN = {
     "envs/nemo_gym": {"envgym.agent", "envgym.agents", "envgym.render", "envgym.rollout.scripted"},
+    "envs/openenv": {"envgym.remote.access", "envgym.remote.transport"},
     "envs/openrlhf": {"envgym.agent", "envgym.agents", "envgym.transcript"},
 }
 """What another framework's folder imports beside: it holds their agents, and servers that speak as theirs do."""

@@ -28,6 +28,8 @@ COMPUTED = {
     ("envgym/rollout/runner.py", "error.kind"): set(),  # of an `InvalidOutcome`
     ("envgym/rollout/runner.py", "kind"): set(FAILURES.values()),
     ("envgym/sandbox/sandbox.py", "KIND"): {"sandbox"},
+    ("envs/openenv/protocol.py", "kind"): {"connection", "refused", "capacity", "server"},
+    ("envs/openenv/protocol.py", "kinds[error['code']]"): {"capacity", "session_lost", "server"},
     ("envs/nemo_gym/client.py", "kind"): {
         "server_unreachable", "server_lost", "server_timeout", "server_protocol", "agent", "model_server",
     },

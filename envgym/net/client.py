@@ -95,6 +95,15 @@ async def read_content(answer: aiohttp.ClientResponse) -> bytes:
             raise NoAnswer("unusable", f"answers with more than {MAX_ANSWER / 2**20:.3g} MiB")
     return bytes(content)
 
+    async def connect(self, url: str, *, heartbeat: float) -> aiohttp.ClientWebSocketResponse:
+        """A WebSocket, closed after a ping that has no answer for half of `heartbeat` seconds. Raises `NoAnswer`."""
+        options: dict[str, Any] = {"headers": self._headers, "proxy": _proxy(url), "max_msg_size": MAX_ANSWER}
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                return await self._session.ws_connect(url, heartbeat=heartbeat, **options)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise _failure(error) from None
+
 
 def _proxy(url: str) -> str | None:
     """The environment's proxy for an https:// address, if there is one that can be used: SOCKS needs another

@@ -359,7 +359,7 @@ def test_a_packages_malformed_id_stands_in_nobodys_way(monkeypatch):
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("ws://127.0.0.1:8000/ws", "ws://…: environments are served at http://.*OpenEnv's servers.*not supported"),
+        ("ws://127.0.0.1:8000/ws", r"ws://…: environments are served at http://.*write http://… .*, openenv:http://…"),
         ("wss://user:secret@host/ws", "write https://… for a server of envgym"),
         ("ftp://host/game", "ftp://…: environments are served at http://HOST:PORT/NAME"),
     ],
