@@ -61,6 +61,9 @@ def page() -> str:
         additions("env", "of a reward function", RewardConfig, EnvConfig),
         additions("env", "at a URL", RemoteConfig, EnvConfig),
     ]
+    for scheme in sorted({*names("schemes")} - {"http", "https"}):
+        [entry] = entry_points(group="envgym.schemes", name=scheme)
+        parts.append(additions("env", f"at `{scheme}:URL`", load_env_class(entry.value).Config, EnvConfig))
     parts += [
         additions("agent", f"`{name}`", load_component("agent", name).Config, AgentConfig) for name in names("agents")
     ]

@@ -338,6 +338,16 @@ def _of_task_set(path: Path, id: str | None = None) -> Registration:
 
 def _named_remotely(names: Mapping[str, NamedEnvironment]) -> dict[str, Registration]:
     """The registrations of remote environments' names (`envgym envs add`)."""
-    if (target := entry_points("envgym.schemes").get("http")) is None:
+    if "http" not in entry_points("envgym.schemes"):
         return {}
-    return {name: Registration(name, target, entry.settings()) for name, entry in names.items() if _ID.fullmatch(name)}
+    return {name: registration_of(name, entry) for name, entry in names.items() if _ID.fullmatch(name)}
+
+
+def registration_of(name: str, entry: NamedEnvironment) -> Registration:
+    """The registration of a remote environment's name, which stands for a single URL of another scheme than http."""
+    schemes, settings = entry_points("envgym.schemes"), entry.settings()
+    scheme = entry.urls[0].partition(":")[0]
+    if scheme not in schemes or scheme in ("http", "https") or len(entry.urls) > 1:
+        return Registration(name, schemes["http"], settings)
+    del settings["urls"]
+    return Registration(entry.urls[0], schemes[scheme], settings)

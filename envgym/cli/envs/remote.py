@@ -12,7 +12,7 @@ from envgym.cli.parser import Parser
 from envgym.errors import ConfigError, NameNotFound, did_you_mean, printable
 
 if TYPE_CHECKING:
-    from envgym.remote.client import RemoteEnvSpec
+    from envgym.env import EnvSpec
     from envgym.remote_names import Scope
 
 
@@ -26,7 +26,7 @@ def add_main(arguments: Sequence[str]) -> int:
     """
     parser = Parser("envs add", add_main)
     parser.add_argument("name", metavar="NAME", help="the new name")
-    parser.add_argument("urls", metavar="URL", nargs="+", help="address of a server: http://HOST:PORT/NAME")
+    parser.add_argument("urls", metavar="URL", nargs="+", help="address of a server: [SCHEME:]http://HOST:PORT/NAME")
     parser.add_argument("--token-file", metavar="F", type=Path, help="file with the server's token")
     parser.add_argument("--ca-file", metavar="F", type=Path, help="certificates to trust instead of the system's")
     _add_scope(parser)
@@ -34,7 +34,6 @@ def add_main(arguments: Sequence[str]) -> int:
 
     from envgym import registry, remote_names
     from envgym.loading import is_file_target
-    from envgym.remote.client import RemoteEnvSpec
 
     if is_file_target(options.name) or ":" in options.name:
         raise ConfigError(f"{options.name!r} reads as a file or an import path: names look like [namespace/]name[-v0]")
@@ -44,7 +43,9 @@ def add_main(arguments: Sequence[str]) -> int:
     files = {"token_file": options.token_file, "ca_file": options.ca_file}
     absolute = {name: path and path.expanduser().absolute() for name, path in files.items()}
     entry = remote_names.NamedEnvironment(urls=tuple(options.urls), **absolute)
-    description = asyncio.run(_reach(RemoteEnvSpec(name, **entry.settings())))
+    registration = registry.registration_of(name, entry)
+    spec: EnvSpec = registry.load_env_class(registration.entry_point)(registration.id, **registration.kwargs)
+    description = asyncio.run(_reach(name, spec))
     scope: Scope = "project" if options.project else "user"
     is_known = name in remote_names.read(scope)
     path = remote_names.save(scope, name, entry)
@@ -86,9 +87,13 @@ def _add_scope(parser: Parser) -> None:
     scope.add_argument("--project", action="store_true", help="in envgym.yaml, for everyone in this folder")
 
 
-async def _reach(spec: RemoteEnvSpec) -> str:
+async def _reach(name: str, spec: EnvSpec) -> str:
     """The environment's description from its servers. Raises `EnvgymError` if none answers."""
+    from envgym.remote.client import RemoteEnvSpec
+
     async with spec:
+        if not isinstance(spec, RemoteEnvSpec):
+            return f"{name}: {spec.summary}"
         description = spec.description
         sizes = [
             f"{'no end of' if split.size is None else split.size} {name} tasks"

@@ -49,7 +49,7 @@ class Peers:
     async def until_closed(self):
         """Wait until every instance is closed."""
         async with asyncio.timeout(30):
-            while len(self.logged("close")) < len(self.logged("open")):
+            while len(self.logged("close")) < len(self.logged("open")):  # noqa: ASYNC110  # another process writes
                 await asyncio.sleep(0.05)
 
     def logged(self, kind):

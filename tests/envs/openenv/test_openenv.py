@@ -326,3 +326,60 @@ def test_a_server_without_ids_ends_a_session_with_its_socket(running_peers, prox
 
 def port_of(peers, name):
     return int(peers.urls[name].rpartition(":")[2])
+
+
+# -- at the command line ------------------------------------------------------------------------------------
+
+
+def test_a_name_stands_for_the_address(peers, run):
+    """Also in suites and mixtures, which take names."""
+    url = peers.urls["text"]
+    added = run("envs", "add", "words", f"openenv:{url}", "--project")
+    assert (added.returncode, added.stdout.splitlines()[0]) == (0, "words: Text environment")
+    shown = run("envs", "show", "words").stdout
+    assert shown.startswith(f"openenv:{url}  Text environment\n")
+    assert "user: Say " in shown
+    assert f"remote: openenv:{url}" in run("envs", "list").stdout
+    two = run("envs", "add", "two", f"openenv:{url}", f"openenv:{url}", "--project")
+    assert two.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://127.0.0.1:9", "http://127.0.0.1:9 cannot be reached (connection refused)"),
+        ("127.0.0.1:9", "127.0.0.1:9: not a usable URL"),
+        ("{url}/nothing", "/nothing/schema answers 404; is it an OpenEnv server?"),
+    ],
+)
+def test_an_address_without_a_server_is_one_line(peers, run, url, says):
+    tried = run("envs", "show", f"openenv:{url.format(url=peers.urls['text'])}")
+    assert (tried.returncode, tried.stderr.count("\n")) == (2, 1)
+    assert says in tried.stderr
+
+
+def test_a_wrong_token_is_one_line(run, serving, tmp_path):
+    async def main(request):
+        from aiohttp import web
+
+        is_known = request.headers.get("Authorization") == "Bearer 0123456789abcdef"
+        return web.json_response({"action": {}}, status=200 if is_known else 401)
+
+    async def tried(token):
+        (tmp_path / "token").write_text(token)
+        (tmp_path / "token").chmod(0o600)
+        async with serving(main) as url:
+            return await asyncio.to_thread(
+                run, "envs", "show", f"openenv:{url}", f"env.token_file={tmp_path / 'token'}"
+            )
+
+    refused = asyncio.run(tried("another-token-of-16"))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "answers 401; set env.token_file to the file with its token" in refused.stderr
+    assert "does not describe actions" in asyncio.run(tried("0123456789abcdef")).stderr
+
+
+def test_every_check_passes(peers, run):
+    checked = run("envs", "check", f"openenv:{peers.urls['text']}")
+    assert checked.returncode == 0, checked.stdout
+    assert "server " in checked.stdout  # its description is in the fingerprints
