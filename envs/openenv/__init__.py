@@ -37,8 +37,6 @@ from .protocol import Answer, OpenEnvServer, ServerRefusal, Session
 class OpenEnvConfig(DataEnvConfig):
     """Settings of the connection and of the policy's view. The rows of `data` are arguments of `reset`."""
 
-    mode: Literal["auto", "text", "tools"] = "auto"
-    """The form of the policy's actions. `auto`: text if an action has one required field, else tool calls."""
     show: str | None = None
     """The part of an observation that the policy reads: a field, or `field.key`. Unset: its only field if that is a
     text, else all fields as JSON, without the metadata."""
@@ -69,6 +67,8 @@ class OpenEnvEnv(Env):
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         await super().reset(seed=seed)
         seed = self.rng.getrandbits(31) if seed is None else seed
+        if self._session is not None and not self._session.is_usable:
+            await self.close()
         if self._session is None:
             self._session = await self.spec.server.open()
         data = {**self.config.reset, **self.task.fields, "seed": seed, "episode_id": uuid.uuid4().hex}
@@ -81,7 +81,7 @@ class OpenEnvEnv(Env):
         self._rewards: list[float] = []
         self._is_done = self._is_truncated = False
         self._metrics: dict[str, float] = {}
-        first = Message("user", text_of(answer["observation"], self.config.show)[0])
+        first = Message("user", text_of(answer["observation"], self.config.show))
         messages = [Message("system", self.config.instruction), first] if self.config.instruction else [first]
         if self.spec.actions.field:
             return Observation(messages), {}
@@ -110,14 +110,14 @@ class OpenEnvEnv(Env):
         if self._toolbox is None:
             try:
                 observation = await self._take_step(self.spec.actions.of_text(action.text))
-                messages.append(Message("user", text_of(observation, self.config.show)[0]))
+                messages.append(Message("user", text_of(observation, self.config.show)))
             except ServerRefusal as refusal:
                 messages.append(Message("user", f"Error: {refusal}"))
         else:
             for call in action.tool_calls:  # in their order, each a step
                 if not self._is_done:
                     messages += await self._toolbox.call([call])
-            self._metrics |= self._toolbox.metrics
+            self._metrics = {**self._toolbox.metrics, **self._metrics}  # the server's own come first
             self._is_truncated |= not action.tool_calls  # a turn without a call says nothing to the server
         reward = sum(self._rewards) if self._rewards else None
         is_terminated = self._is_done and not self._is_truncated
@@ -129,8 +129,8 @@ class OpenEnvEnv(Env):
             observation = await self._take_step(self.spec.actions.of_call(name, arguments))
         except ServerRefusal as refusal:
             raise WrongArguments(str(refusal)) from None
-        text, is_error = text_of(observation, self.config.show)
-        if is_error:
+        text, result = text_of(observation, self.config.show), observation.get("result")
+        if observation.get("error") or (isinstance(result, Mapping) and result.get("is_error")):
             raise ToolFailure(text)
         return text
 
@@ -190,7 +190,7 @@ class OpenEnvSpec(DataEnvSpec):
         self.server = OpenEnvServer(self.url, secret, wait=config.wait, reconnect=config.reconnect)
         self.closing.push_async_callback(self.server.close)
         schema = await self.server.fetch("/schema")
-        self.actions = form_of(schema.get("action"), config.mode, self.url)
+        self.actions = form_of(schema.get("action"), self.url)
         metadata = await self.server.fetch("/metadata")
         self._metadata = {name: metadata.get(name) for name in ("name", "description")} | {"schema": schema}
 

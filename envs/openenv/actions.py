@@ -42,51 +42,38 @@ class ActionForm:
         return dict(arguments) if self.act else {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
 
 
-def form_of(schema: Any, mode: str, url: str) -> ActionForm:
-    """The form of the actions with this JSON schema. Raises `ConfigError` if it cannot be `mode` (`text`, `tools` or
-    `auto`)."""
+def form_of(schema: Any, url: str) -> ActionForm:
+    """The form of the actions with this JSON schema: text if one field is required, or there is only one. Raises
+    `ConfigError` if the schema has no fields."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(properties, Mapping):
         raise ConfigError(f"{url}/schema does not describe actions; is it an OpenEnv server?")
     fields = [name for name in properties if name != "metadata"]
     required = [name for name in schema.get("required") or fields if name != "metadata"]
-    has_tools = "tool_name" in required
-    if mode == "text" and (has_tools or len(required) != 1):
-        raise ConfigError(f"env.mode=text needs actions with one field; {url} takes {', '.join(fields) or 'none'}")
-    if has_tools:
+    if "tool_name" in required:
         return ActionForm()
-    if mode != "tools" and len(required) == 1:
+    if len(required) == 1:
         return ActionForm(required[0], dict(properties[required[0]]).get("type", "string") == "string")
     parameters = {**schema, "properties": {name: properties[name] for name in fields}}
     description = str(parameters.pop("description", "") or "Take an action.")
     return ActionForm(act=ToolSpec(ACT, description, without_titles(parameters)))
 
 
-def text_of(observation: Mapping[str, Any], show: str | None) -> tuple[str, bool]:
-    """An observation as the policy reads it, and whether it is a tool's error: the part of it that `show` names
-    (`field` or `field.key`), else the result of a tool, else its only field if that is a text, else its fields as JSON;
-    without fields its metadata."""
+def text_of(observation: Mapping[str, Any], show: str | None) -> str:
+    """An observation as the policy reads it: the part of it that `show` names (`field` or `field.key`), else the result
+    of a tool, else its only field if that is a text, else its fields as JSON; without fields its metadata."""
     part: Any = observation
-    for key in show.split(".") if show else ():
-        part = part.get(key, "") if isinstance(part, Mapping) else ""
-    if not show and "tool_name" in observation:
-        return _result_text(observation)
-    if not show:
+    if show:
+        for key in show.split("."):
+            part = part.get(key, "") if isinstance(part, Mapping) else ""
+    elif "tool_name" in observation:
+        part = observation.get("error") or observation.get("result")
+        if isinstance(part, Mapping):
+            texts = [str(block["text"]) for block in part.get("content") or () if "text" in block]
+            part = part.get("message") or "\n".join(texts) or part.get("data")
+    else:
         part = {name: value for name, value in observation.items() if name not in HIDDEN}
         part = part or observation.get("metadata") or ""
         if len(part) == 1 and isinstance(text := next(iter(part.values())), str):
             part = text
-    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False), False
-
-
-def _result_text(observation: Mapping[str, Any]) -> tuple[str, bool]:
-    error, result = observation.get("error"), observation.get("result")
-    if isinstance(error, Mapping):
-        return str(error.get("message") or error.get("error_type")), True
-    if not isinstance(result, Mapping):
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), False
-    blocks = [block for block in result.get("content") or () if isinstance(block, Mapping)]
-    if not blocks:
-        return json.dumps(result.get("data"), ensure_ascii=False), bool(result.get("is_error"))
-    text = "\n".join(str(block.get("text", f"[{block.get('type')}]")) for block in blocks)
-    return text, bool(result.get("is_error"))
+    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)

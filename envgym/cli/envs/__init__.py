@@ -1,4 +1,4 @@
-"""`envgym envs`: list, show, check, try, create and name environments."""
+"""`envgym envs`: list, show, check, try, create, name and export environments."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ACTIONS = {
     "new": ("new", "create a working file to start from"),
     "add": ("remote", "save a name for a remote environment"),
     "remove": ("remote", "remove a saved remote environment"),
+    "export": ("export", "write an environment as a project of another framework"),
 }
 
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     envgym envs ACTION --help for details.
 
-    usage: list | show E | check E | try E | new NAME | add NAME URL | remove NAME [key=value …]
+    usage: list | show E | check E | try E | new NAME | add NAME URL | remove NAME | export E --as D [key=value …]
     example: envgym envs list
       envgym envs show math_verify
       envgym envs check my_env.py

@@ -3,15 +3,36 @@
 import asyncio
 import contextlib
 import json
+import random
+import re
+import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+ENVGYM = Path(sys.executable).with_name("envgym")
+
+
+@pytest.fixture(scope="session")
+def documented():
+    """`documented(words, **replaced)`: the words after `envgym` of the page's command that begins with `words`."""
+    page = (HERE.parents[2] / "docs" / "reference" / "openenv.md").read_text()
+    commands = re.findall(r"^```console\nenvgym (.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+    def documented(words, replaced):
+        [command] = [command for command in commands if command.startswith(words)]
+        for old, new in replaced.items():
+            assert old in command
+            command = command.replace(old, new)
+        return shlex.split(command)
+
+    return documented
 
 
 class Peers:
@@ -95,31 +116,69 @@ def peers(running_peers):
 
 
 @pytest.fixture(scope="session")
-def rewards_of_their_client(openenv_package):
-    """`rewards_of_their_client(url, jobs)`: the rewards that OpenEnv's own client sees, for each job of `theirs.py`."""
+def their_clients(openenv_package):
+    """`their_clients(url, jobs)`: what OpenEnv's own clients see of the jobs of `theirs.py`."""
     python, variables = openenv_package
 
-    def rewards(url, jobs, **more):
-        command = [python, HERE / "theirs.py", url]
-        environment = {**variables, **more}
+    def see(url, jobs, **more):
         run = subprocess.run(
-            command, input=json.dumps(jobs), env=environment, capture_output=True, text=True, timeout=200, check=False
-        )
+            [python, HERE / "theirs.py", url], input=json.dumps(jobs), env={**variables, **more}, capture_output=True,
+            text=True, timeout=200, check=False,
+        )  # fmt: skip
         assert run.returncode == 0, run.stderr[-3000:]
         return json.loads(run.stdout)
 
-    return rewards
+    return see
+
+
+class Server:
+    """`envgym serve … --dialect openenv` in a process of its own: its `urls` are in the environments' order."""
+
+    def __init__(self, environments, options, out):
+        self.out = out
+        with out.open("wb") as file:
+            command = [ENVGYM, *environments, *options]
+            if environments[0] != "serve":
+                command = [ENVGYM, "serve", *environments, "--dialect", "openenv", "--port", "0", *options]
+            self.process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file)
+        self.urls, deadline = [], time.monotonic() + 90
+        while len(self.urls) < (1 if environments[0] == "serve" else len(environments)):
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.1)
+            self.urls = re.findall(r"^serving .* at (\S+) ", self.log, re.MULTILINE)
+
+    @property
+    def log(self):
+        return self.out.read_text()
+
+
+@pytest.fixture(scope="session")
+def serving_ours(tmp_path_factory):
+    """`with serving_ours(["math_verify"], "--max-sessions", 2) as server`; or a whole command, `["serve", …]`."""
+
+    @contextlib.contextmanager
+    def serving_ours(environments, *options):
+        server = Server(environments, options, tmp_path_factory.mktemp("server") / "log")
+        try:
+            yield server
+        finally:
+            server.process.kill()
+            server.process.wait()
+
+    return serving_ours
 
 
 class Proxy:
     """A TCP proxy to a port, which cuts connections and rewrites what the client sends.
 
-    `cut()` cuts now. After `cut_answers = True` each connection is cut once the server answers on it.
+    `cut()` cuts all connections, `cut(share)` some at random. After `cut_answers = True` the next one on which the
+    server answers is cut before the answer.
     """
 
     def __init__(self, port, rewrite=lambda data: data):
         self._port, self._rewrite = port, rewrite
-        self._writers = set()
+        self._writers, self._draws = set(), random.Random(0)
         self.cut_answers = False
         self.connections = 0
 
@@ -132,9 +191,10 @@ class Proxy:
         self._server.close()
         self.cut()
 
-    def cut(self):
-        for writer in self._writers:
-            writer.transport.abort()
+    def cut(self, share=1.0):
+        for writer in list(self._writers):
+            if self._draws.random() < share:
+                writer.transport.abort()
 
     async def _connect(self, reader, writer):
         self.connections += 1
@@ -153,6 +213,7 @@ class Proxy:
                 writer.write(self._rewrite(data) if is_request else data)
                 await writer.drain()
         writer.close()
+        self._writers.discard(writer)
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,14 @@ import contextlib
 import itertools
 import json
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import envgym
-from envgym.errors import CallTimeout, ConfigError, InvalidOutcome
+from envgym.errors import CallTimeout, InvalidOutcome
 from envgym.rollout.runner import run_episode
 from envgym.rollout.scripted import ScriptedEpisode, script_of
 from envgym.types import Action, ToolCall
@@ -81,7 +84,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_rewards_are_those_that_their_client_sees(peers, rewards_of_their_client, name):
+def test_rewards_are_those_that_their_client_sees(peers, their_clients, name):
     """52 episodes in all. The reward of a reset, 0.5 in `text`, is in none."""
 
     async def main():
@@ -91,11 +94,11 @@ def test_rewards_are_those_that_their_client_sees(peers, rewards_of_their_client
     repeats = 2 if name in ("integer", "pair") else 1
     episodes = asyncio.run(main())
     jobs = [
-        {"seed": seed, "actions": [COLUMNS[name](said) for said in turns]}
+        {"reset": {"seed": seed}, "actions": [COLUMNS[name](said) for said in turns]}
         for seed, turns in enumerate(TURNS[name] * repeats)
     ]
     rewards = [[step[1] for step in steps] for _, steps in episodes]
-    assert rewards == rewards_of_their_client(peers.urls[name], jobs)
+    assert rewards == [[reward for _, reward, _ in job["steps"]] for job in their_clients(peers.urls[name], jobs)]
     assert len({tuple(each) for each in rewards}) > 1
     assert all(steps[-1][2] and not steps[-1][3] for _, steps in episodes)
 
@@ -150,14 +153,6 @@ def test_tools_are_those_that_the_server_lists_and_calls_are_steps(peers):
     assert "no tool 'no_such_tool'" in texts(steps[2])[0]
     assert [step[1] for step in steps] == [None, None, None, 0.0]
     assert len(peers.logged("step")) == taken + 3
-
-
-def test_fields_of_an_action_can_be_a_call(peers):
-    observation, [step] = play_at(peers.urls["text"], 0, [("act", {"message": "dogwood"})], mode="tools")
-    assert [tool.name for tool in observation.tools] == ["act"]
-    assert texts(step)[0].startswith("Say ")
-    with pytest.raises(ConfigError, match=r"env\.mode=text needs actions with one field"):
-        play_at(peers.urls["pair"], 0, [], mode="text")
 
 
 def test_a_turn_without_a_call_ends_an_episode_with_tools_unfinished(peers):
@@ -261,6 +256,8 @@ def test_a_frozen_server_is_a_timeout(running_peers):
             with pytest.raises(CallTimeout):
                 await env.step(act("a"))
             peers.process.send_signal(signal.SIGCONT)
+            observation, _ = await env.reset(options={"task": await task_of(spec)})  # not the late answer to the step
+            assert observation.messages[0].text == "Say dogwood."
         await peers.until_closed()
         return asyncio.all_tasks()
 
@@ -331,10 +328,10 @@ def port_of(peers, name):
 # -- at the command line ------------------------------------------------------------------------------------
 
 
-def test_a_name_stands_for_the_address(peers, run):
+def test_a_name_stands_for_the_address(peers, run, documented):
     """Also in suites and mixtures, which take names."""
     url = peers.urls["text"]
-    added = run("envs", "add", "words", f"openenv:{url}", "--project")
+    added = run(*documented("envs add", {"http://127.0.0.1:8000": url}))
     assert (added.returncode, added.stdout.splitlines()[0]) == (0, "words: Text environment")
     shown = run("envs", "show", "words").stdout
     assert shown.startswith(f"openenv:{url}  Text environment\n")
@@ -383,3 +380,52 @@ def test_every_check_passes(peers, run):
     checked = run("envs", "check", f"openenv:{peers.urls['text']}")
     assert checked.returncode == 0, checked.stdout
     assert "server " in checked.stdout  # its description is in the fingerprints
+
+
+# -- trained on ---------------------------------------------------------------------------------------------
+
+
+def test_a_policy_is_trained_over_a_socket_that_is_cut_at_random(running_peers, proxy, documented, tmp_path):
+    """Three steps of the page's command. No step of an episode is taken twice, and what was lost is retried."""
+    settings = (
+        "engine.kind=transformers", "steps=3", "rollout.tasks_per_step=4", "rollout.group_size=4",
+        "rollout.max_tokens=24", "eval.every=0", "checkpoint.every=0", "--name", "short",
+    )  # fmt: skip
+
+    async def main(peers):
+        has_sessions = asyncio.Event()
+
+        def watch(data):
+            if data.startswith(b"GET /ws"):
+                has_sessions.set()
+            return data
+
+        async with proxy(port_of(peers, "text"), watch) as cutting:
+            words = documented("train", {"http://127.0.0.1:8000": cutting.url, "path/or/hub-id": "starter"})
+            program = (Path(sys.executable).with_name("envgym"), *words, *settings)
+            with (tmp_path / "out").open("wb") as out:
+                process = await asyncio.create_subprocess_exec(*program, cwd=tmp_path, stdout=out, stderr=out)
+            ending = asyncio.create_task(process.wait())
+            await asyncio.wait([ending, asyncio.create_task(has_sessions.wait())], return_when="FIRST_COMPLETED")
+            n_cuts = 0
+            while not (await asyncio.wait([ending], timeout=0.1))[0]:
+                cutting.cut(0.1)
+                n_cuts += 1
+            return ending.result(), n_cuts
+
+    with running_peers(("text", 32)) as peers:
+        status, n_cuts = asyncio.run(main(peers))
+        lines = [json.loads(line) for line in peers.log.read_text().splitlines()]
+    assert status == 0, (tmp_path / "out").read_text()[-3000:]
+    summary = json.loads((tmp_path / "runs" / "short" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", 3)
+    assert set(summary["failures"]) <= {"session_lost"}
+    assert n_cuts > 5
+    steps = [episode for kind, episode, _ in lines if kind == "step"]
+    assert max(map(steps.count, set(steps))) == 3
+
+
+def test_nothing_of_openenv_is_imported():
+    code = "import sys, envgym, envgym.envs.openenv, envgym.envs.openenv.serve; print(*sys.modules)"
+    modules = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert {"openenv", "fastmcp", "websockets", "fastapi", "mcp"}.isdisjoint(name.split(".")[0] for name in modules)
