@@ -84,6 +84,15 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
         async with self._session.request(method, url, allow_redirects=False, **fields) as answer:
             return answer.status, answer.headers, await read_content(answer)
 
+    async def connect(self, url: str, *, heartbeat: float) -> aiohttp.ClientWebSocketResponse:
+        """A WebSocket, closed after a ping that has no answer for half of `heartbeat` seconds. Raises `NoAnswer`."""
+        options: dict[str, Any] = {"headers": self._headers, "proxy": _proxy(url), "max_msg_size": MAX_ANSWER}
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                return await self._session.ws_connect(url, heartbeat=heartbeat, **options)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise failure_of(error) from None
+
 
 async def read_content(answer: aiohttp.ClientResponse) -> bytes:
     """The decompressed body of an answer. Raises `NoAnswer` for one of more than `MAX_ANSWER` bytes."""
@@ -94,15 +103,6 @@ async def read_content(answer: aiohttp.ClientResponse) -> bytes:
             answer.close()
             raise NoAnswer("unusable", f"answers with more than {MAX_ANSWER / 2**20:.3g} MiB")
     return bytes(content)
-
-    async def connect(self, url: str, *, heartbeat: float) -> aiohttp.ClientWebSocketResponse:
-        """A WebSocket, closed after a ping that has no answer for half of `heartbeat` seconds. Raises `NoAnswer`."""
-        options: dict[str, Any] = {"headers": self._headers, "proxy": _proxy(url), "max_msg_size": MAX_ANSWER}
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                return await self._session.ws_connect(url, heartbeat=heartbeat, **options)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _failure(error) from None
 
 
 def _proxy(url: str) -> str | None:
