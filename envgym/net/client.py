@@ -89,7 +89,10 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
         options: dict[str, Any] = {"headers": self._headers, "proxy": _proxy(url), "max_msg_size": MAX_ANSWER}
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                return await self._session.ws_connect(url, heartbeat=heartbeat, **options)
+                socket: aiohttp.ClientWebSocketResponse = await self._session.ws_connect(
+                    url, heartbeat=heartbeat, **options
+                )
+                return socket
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise failure_of(error) from None
 
