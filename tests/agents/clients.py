@@ -118,8 +118,10 @@ def anthropic_messages(url, key, streams, tools):
         assert client.messages.count_tokens(messages=messages, **counted).input_tokens > 0
         if streams:
             with client.messages.stream(messages=messages, **settings) as events:
-                text = "".join(events.text_stream)
+                seen = list(events)
                 message = events.get_final_message()
+            assert (seen[0].type, seen[-1].type) == ("message_start", "message_stop")
+            text = "".join(event.text for event in seen if event.type == "text")
             assert text == "".join(block.text for block in message.content if block.type == "text")
         else:
             message = client.messages.create(messages=messages, **settings)
