@@ -24,7 +24,7 @@ from envgym.engine import ChatRequest, SamplingParams
 from envgym.engines.openai import OpenAIEngine
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
-from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
+from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, PromptTooLong
 from envgym.jobs.components import make_agent, make_runner, open_runtime, stage_context_in, start_sampling
 from envgym.net import client as http
 from envgym.rollout.runner import SamplingPlan
@@ -157,6 +157,21 @@ def test_extra_renames_and_removes_fields_and_what_is_unset_is_not_sent(serving)
         {"max_completion_tokens", "temperature", "stop"},
         {"max_tokens", "temperature", "top_p", "top_k"},
     ]
+
+
+def test_a_stop_text_of_an_environment_is_sent(serving):
+    """A text, as environments give it, and several."""
+    asked = []
+
+    async def handler(request):
+        asked.append((await request.json()).get("stop"))
+        return says("42")
+
+    for stop in ("Observation:", ["a", "b"]):
+        ask(serving, handler, sampling=SamplingParams(max_tokens=8).with_overrides({"stop": stop}))
+    assert asked == [["Observation:"], ["a", "b"]]
+    with pytest.raises(InvalidStep, match="stop"):
+        SamplingParams(max_tokens=8).with_overrides({"stop": ""})
 
 
 # -- what is answered -------------------------------------------------------------------------------------------
