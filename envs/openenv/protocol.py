@@ -230,7 +230,7 @@ class Session:
         assert self._socket is not None
         with contextlib.suppress(aiohttp.ClientError, ConnectionError):  # `receive` notices
             await self._socket.send_str(json.dumps(message))
-        answer = await asyncio.shield(self._next)
+        answer = await self._next  # which a cancellation ends: then the session is not usable
         if answer.type is not aiohttp.WSMsgType.TEXT:
             return None
         self._next = asyncio.create_task(self._socket.receive())

@@ -317,7 +317,9 @@ class EnvServer:
     async def _serve_socket(self, request: web.BaseRequest, client: ServerClient) -> web.WebSocketResponse:
         """Answer the messages of a session: the one that the query names, else a new one, which ends with the
         socket."""
-        socket = web.WebSocketResponse(heartbeat=PING_SECONDS, max_msg_size=MAX_BODY, timeout=SHUTDOWN_SECONDS)
+        # Compression would cost more than the rest of an answer.
+        options: Answer = {"heartbeat": PING_SECONDS, "max_msg_size": MAX_BODY, "compress": False}
+        socket = web.WebSocketResponse(timeout=SHUTDOWN_SECONDS, **options)
         if not socket.can_prepare(request):
             raise Problem(426, "invalid-request", "this path is for a WebSocket")
         await socket.prepare(request)
