@@ -312,6 +312,7 @@ def test_a_server_without_ids_ends_a_session_with_its_socket(running_peers, prox
             cutting.cut()
             with pytest.raises(InvalidOutcome) as failure:
                 await env.step(act("a"))
+            await env.reset(options={"task": await task_of(spec)})  # in a new session
         await peers.until_closed()
         return episodes, failure.value
 
