@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from array import array
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -22,6 +23,7 @@ from envgym.agents.external.endpoint import SESSION_HEADER, TICKET, Endpoint, Po
 from envgym.engine import Generation, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.net.server import MAX_BODY
+from envgym.processes.family import descendants
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
@@ -127,6 +129,33 @@ def test_a_program_that_calls_tools_is_one_row_of_exact_tokens(renderer, recordi
     assert [action.text for action in Asks.heard] == ["it is 42"] * 3
     assert all(action.token_ids for action in Asks.heard)  # the policy's last turn, unchanged
     assert all(request[1].stop_reason is StopReason.STOP for request in engine.answers.values())
+
+
+SHORT = """
+    import json, os, sys, urllib.request
+
+    body = json.dumps({"messages": json.load(sys.stdin)["messages"]}).encode()
+    url = os.environ["ENVGYM_SESSION_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+
+
+@pytest.mark.slow
+def test_three_hundred_episodes_leave_no_process_socket_or_file(renderer, tmp_path, monkeypatch):
+    def open_now():
+        """Processes below this one, its sockets, and temporary files."""
+        files = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
+        sockets = sorted(os.readlink(file) for file in files if file.is_socket())
+        return descendants({os.getpid()}), sockets, os.listdir(tmp_path / "temporary")
+
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    command = [sys.executable, "-S", *program(tmp_path, SHORT)[1:]]
+    before = open_now()
+    episodes = play(renderer, Scripted(renderer, lambda n, prompt: "it is 42"), command, size=300)
+    assert [episode.reward for episode in episodes] == [1.0] * 300
+    assert open_now() == before
 
 
 STREAMING = """

@@ -192,17 +192,17 @@ def test_rows_and_settings_are_arguments_of_reset(peers, tmp_path):
 # -- sessions ---------------------------------------------------------------------------------------------
 
 
-def test_a_hundred_episodes_leave_nothing_behind(running_peers):
+def test_three_hundred_episodes_leave_nothing_behind(running_peers):
     async def main(peers):
         async with envgym.spec(f"openenv:{peers.urls['text']}") as spec:
-            await asyncio.gather(*(play(spec, seed, ["a", "b", "c"]) for seed in range(100)))
+            await asyncio.gather(*(play(spec, seed, ["a", "b", "c"]) for seed in range(300)))
         await peers.until_closed()
         return asyncio.all_tasks()
 
     with running_peers(("text", 16)) as peers:
         assert len(asyncio.run(main(peers))) == 1
-        assert len(peers.logged("step")) == 300
-        assert len(set(map(str, peers.logged("reset")))) == 100
+        assert len(peers.logged("step")) == 900
+        assert len(set(map(str, peers.logged("reset")))) == 300
 
 
 def test_a_full_server_is_waited_for(running_peers):
