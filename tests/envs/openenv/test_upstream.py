@@ -1,4 +1,4 @@
-"""OpenEnv's own example environments, which are in its repository and not in its package: `ENVGYM_OPENENV` is a checkout."""
+"""OpenEnv's own examples, which are in its repository and not in its package: `ENVGYM_OPENENV` is a checkout."""
 
 import asyncio
 import contextlib
