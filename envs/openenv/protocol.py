@@ -160,7 +160,8 @@ class OpenEnvServer:
                 return answer
         if status in (404, 405) and body is not None:
             return {"error": {"code": NO_METHOD}}
-        hint = "set env.token_file to the file with its token" if status in (401, 403) else "is it an OpenEnv server?"
+        hint = "its log says why" if status >= 500 else "is it an OpenEnv server?"
+        hint = "set env.token_file to the file with its token" if status in (401, 403) else hint
         kind = "connection" if status in (502, 503, 504) else "refused"
         raise RemoteError(kind, f"{self.url}{path} answers {status}; {hint}")
 

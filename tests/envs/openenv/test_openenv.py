@@ -356,6 +356,21 @@ def test_an_address_without_a_server_is_one_line(peers, run, url, says):
     assert says in tried.stderr
 
 
+def test_an_environment_that_cannot_be_made_is_the_servers_matter(run, serving):
+    async def main(request):
+        from aiohttp import web
+
+        return web.Response(status=500)
+
+    async def tried():
+        async with serving(main) as url:
+            return await asyncio.to_thread(run, "envs", "show", f"openenv:{url}")
+
+    failed = asyncio.run(tried())
+    assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)
+    assert "/schema answers 500; its log says why" in failed.stderr
+
+
 def test_a_wrong_token_is_one_line(run, serving, tmp_path):
     async def main(request):
         from aiohttp import web
