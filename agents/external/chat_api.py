@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn, Self
 from envgym.engine import Generation
 from envgym.types import Message, StopReason, ToolSpec, as_messages
 
-from .conversation import Answer
+from .conversation import PolicyAnswer
 
 Body = dict[str, Any]
 """The JSON object of an answer, or of one of its chunks."""
@@ -118,7 +118,7 @@ class CompletionRequest(PolicyRequest):
         limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         return cls.from_body(body, messages, tools, limit, body.get("stop"), body.get("tool_choice"))
 
-    def answer(self, answer: Answer) -> Body | Iterator[Body]:
+    def answer(self, answer: PolicyAnswer) -> Body | Iterator[Body]:
         """The completion, or its chunks if a stream is requested."""
         completion = self._completion(answer.message, answer.generation, answer.context)
         return self._chunks(completion) if self.body.get("stream") else completion

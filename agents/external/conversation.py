@@ -29,7 +29,7 @@ from envgym.types import (
 )
 
 
-class Answer(NamedTuple):
+class PolicyAnswer(NamedTuple):
     """The policy's message, the sampled turn, its prompt tokens, and the requested text that ended it, if any: the turn
     has that text, the message ends before it."""
 
@@ -100,7 +100,7 @@ class Conversation:
         tools: tuple[ToolSpec, ...],
         max_tokens: int | None,
         stop: tuple[str, ...] = (),
-    ) -> Answer:
+    ) -> PolicyAnswer:
         """Sample the assistant's next message, up to the first of the texts in `stop`.
 
         Raises `OutOfBudget` if the episode has reached a limit, `PromptTooLong` if a first prompt fills the context.
@@ -124,7 +124,7 @@ class Conversation:
 
     async def _answer(
         self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None, stop: tuple[str, ...]
-    ) -> Answer:
+    ) -> PolicyAnswer:
         branch = next((branch for branch in self._branches if branch.continues(messages, tools)), None)
         if branch is None:
             branch = Branch(self._renderer, Transcript(self._sampler, is_whole=False), tools)
@@ -155,7 +155,7 @@ class Conversation:
         self.turns.append(branch.transcript.rows[-1].turns[-1])
         self.messages = list(branch.dialogue.messages)
         self._last = content, generation
-        return Answer(reply, generation, context, ending)
+        return PolicyAnswer(reply, generation, context, ending)
 
     async def _sample(self, transcript: Transcript, max_tokens: int | None, stop: tuple[str, ...]) -> Generation:
         """Sample under the run's sampling parameters, so that training matches exploration; a program may only ask for

@@ -24,7 +24,7 @@ from envgym.net.problems import Problem
 from envgym.net.server import MAX_BODY, authenticate, serve_requests
 
 from .chat_api import CompletionRequest, PolicyRequest, Refusal
-from .conversation import Answer, Conversation
+from .conversation import Conversation, PolicyAnswer
 from .messages_api import MessagesRequest
 from .responses_api import ResponsesRequest
 
@@ -49,7 +49,7 @@ class PolicySession:
     key: str
     context: Context = field(default_factory=copy_context)
     """The context of the episode: its deadlines pause while the policy answers."""
-    sampling: set[asyncio.Future[Answer]] = field(default_factory=set)
+    sampling: set[asyncio.Future[PolicyAnswer]] = field(default_factory=set)
 
 
 class PolicyAddress(NamedTuple):
@@ -223,7 +223,7 @@ def _ticket(request: web.Request) -> str:
     return request.headers.get(SESSION_HEADER) or request.match_info.get("session", "")
 
 
-async def _sample(session: PolicySession, parsed: PolicyRequest) -> Answer:
+async def _sample(session: PolicySession, parsed: PolicyRequest) -> PolicyAnswer:
     """The policy's answer. The request is cancelled when its session ends, since the episode is then complete."""
     answering = session.conversation.answer(parsed.messages, parsed.tools, parsed.max_tokens, parsed.stop)
     sampling = asyncio.create_task(answering, context=session.context.copy())

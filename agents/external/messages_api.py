@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from envgym.types import Message, StopReason, ToolCall, ToolSpec
 
 from .chat_api import EXHAUSTED, TOKEN_FIELDS, Body, PolicyRequest, Refusal, check_settings
-from .conversation import Answer
+from .conversation import PolicyAnswer
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "output_format": (None,),
@@ -148,7 +148,7 @@ class MessagesRequest(PolicyRequest):
         error = {"type": ERRORS.get(refusal.status, "invalid_request_error"), "message": str(refusal)}
         return {"type": "error", "error": error}
 
-    def answer(self, answer: Answer) -> Body | Iterator[Body]:
+    def answer(self, answer: PolicyAnswer) -> Body | Iterator[Body]:
         """The message, or its events if a stream is requested."""
         turn, generation, context, ending = answer
         blocks: list[Body] = [{"type": "text", "text": turn.text}] if turn.text else []

@@ -18,7 +18,7 @@ from envgym.types import Message, StopReason, ToolCall, ToolSpec
 from envgym.types.conversations import texts_of
 
 from .chat_api import TOKEN_FIELDS, PolicyRequest, Refusal, check_settings
-from .conversation import Answer
+from .conversation import PolicyAnswer
 
 Item = dict[str, Any]
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -272,7 +272,7 @@ class ResponsesRequest(PolicyRequest):
             raise Refusal(400, "input is text or a list of at least one item")
         return cls.from_body(body, messages, tools, "max_output_tokens", body.get("stop"), body.get("tool_choice"))
 
-    def answer(self, answer: Answer) -> Item | Iterator[Item]:
+    def answer(self, answer: PolicyAnswer) -> Item | Iterator[Item]:
         """The `Response` with the message, and the exact tokens on its last item; its events if a stream is
         requested."""
         message, generation, context, _ = answer

@@ -136,7 +136,7 @@ class FinalAnswer(BaseModel):
     text: str
 
 
-class Refusal(Exception):
+class MessageError(Exception):
     """An error of a message, with OpenEnv's code."""
 
     def __init__(self, code: str, message: str, **fields: Any) -> None:
@@ -145,12 +145,12 @@ class Refusal(Exception):
 
 
 def read(model: type[M], data: Any) -> M:
-    """The data of a message. Raises `Refusal`, with the wrong fields."""
+    """The data of a message. Raises `MessageError`, with the wrong fields."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False, include_context=False)
-        raise Refusal("VALIDATION_ERROR", "Invalid message", errors=errors) from None
+        raise MessageError("VALIDATION_ERROR", "Invalid message", errors=errors) from None
 
 
 def observed(fields: Answer, reward: float | None = None, ends: bool = False, **metadata: Any) -> Answer:
@@ -184,7 +184,7 @@ class ServedSession:
             try:
                 options["task"] = await self.env.spec.tasks(arguments.split).get(arguments.index)
             except (IndexError, ConfigError) as error:
-                raise Refusal("VALIDATION_ERROR", f"there is no such task: {error}") from None
+                raise MessageError("VALIDATION_ERROR", f"there is no such task: {error}") from None
         observation, _ = await self._call(self.env.reset(seed=arguments.seed, options=options))
         self._tools = {tool.name: tool for tool in observation.tools}
         self.state = {**STATE, "episode_id": arguments.episode_id}
@@ -226,7 +226,7 @@ class ServedSession:
         return observed(fields, reward, terminated or truncated, **metadata)
 
     async def _call(self, work: Awaitable[Any]) -> Any:
-        """Await a call of the environment. Raises its error as a `Refusal`."""
+        """Await a call of the environment. Raises its error as a `MessageError`."""
         async with self.lock:
             try:
                 with UsersCode() as called:
@@ -235,7 +235,7 @@ class ServedSession:
                 self.last_used = time.monotonic()
         if not isinstance(called.error, EnvgymError):
             logger.error("the environment raised", exc_info=called.error)
-        raise Refusal("EXECUTION_ERROR", f"{type(called.error).__name__}: {called.error}")
+        raise MessageError("EXECUTION_ERROR", f"{type(called.error).__name__}: {called.error}")
 
 
 class EnvServer:
@@ -276,7 +276,7 @@ class EnvServer:
         return web.json_response(await self._answer_rpc(parse(body.decode("utf-8", "replace")), client))
 
     async def _open(self, client: ServerClient) -> ServedSession:
-        """A new session, after unused ones have ended. Raises `Refusal` if the server, the environment or the client
+        """A new session, after unused ones have ended. Raises `MessageError` if server, environment or client
         has no place for it."""
         longest = time.monotonic() - IDLE_SECONDS
         for session in list(self._sessions.values()):
@@ -285,16 +285,16 @@ class EnvServer:
         limit, n_used = self._max_sessions, sum(session.client == client for session in self._sessions.values())
         if len(self._sessions) >= limit or n_used >= (client.max_sessions or limit):
             sizes = {"active_sessions": len(self._sessions), "max_sessions": limit}
-            raise Refusal("CAPACITY_REACHED", f"all {limit} sessions are taken", **sizes)
+            raise MessageError("CAPACITY_REACHED", f"all {limit} sessions are taken", **sizes)
         session = ServedSession(self._spec.make(), client)
         self._sessions[session.id] = session
         return session
 
     def _session(self, id: Any, client: ServerClient) -> ServedSession:
-        """The client's session. Raises `Refusal`, of other clients' sessions too."""
+        """The client's session. Raises `MessageError`, of other clients' sessions too."""
         session = self._sessions.get(id) if isinstance(id, str) else None
         if session is None or session.client != client:
-            raise Refusal("SESSION_ERROR", "Unknown session_id")
+            raise MessageError("SESSION_ERROR", "Unknown session_id")
         return session
 
     async def _end(self, session: ServedSession) -> None:
@@ -328,15 +328,15 @@ class EnvServer:
         try:
             attached = self._session(id, client) if id else await self._open(client)
             if attached.is_attached:
-                raise Refusal("SESSION_ERROR", f"Session {id} already has an attached WebSocket")
+                raise MessageError("SESSION_ERROR", f"Session {id} already has an attached WebSocket")
             session, attached.is_attached = attached, True
             async for message in socket:
                 if (answer := await self._answer_message(session, parse(message.data))) is None:
                     break
                 await socket.send_str(json.dumps(answer))
-        except Refusal as refusal:
+        except MessageError as error:
             with contextlib.suppress(ConnectionError):
-                await socket.send_str(json.dumps({"type": "error", "data": refusal.data}))
+                await socket.send_str(json.dumps({"type": "error", "data": error.data}))
         except ConnectionError:  # the client is gone
             pass
         finally:
@@ -361,9 +361,9 @@ class EnvServer:
                     return {"type": "observation", "data": await session.step(data)}
                 case "state":
                     return {"type": "state", "data": session.state}
-            raise Refusal("UNKNOWN_TYPE" if kind else "INVALID_JSON", f"Unknown message type: {kind}")
-        except Refusal as refusal:
-            return {"type": "error", "data": refusal.data}
+            raise MessageError("UNKNOWN_TYPE" if kind else "INVALID_JSON", f"Unknown message type: {kind}")
+        except MessageError as error:
+            return {"type": "error", "data": error.data}
 
     async def _answer_rpc(self, body: Any, client: ServerClient) -> Answer:
         """The answer to a JSON-RPC request."""
@@ -371,18 +371,18 @@ class EnvServer:
         head = {"jsonrpc": "2.0", "id": request.get("id")}
         try:
             return {**head, "result": await self._carry_out(request.get("method"), request.get("params"), client)}
-        except Refusal as refusal:
+        except MessageError as failure:
             codes = {"CAPACITY_REACHED": -32000, "UNKNOWN_TYPE": -32601}
-            error = {"code": codes.get(refusal.data["code"], -32602), "message": str(refusal), "data": refusal.data}
+            error = {"code": codes.get(failure.data["code"], -32602), "message": str(failure), "data": failure.data}
             return {**head, "error": error}
 
     async def _carry_out(self, method: Any, params: Any, client: ServerClient) -> Answer:
-        """The result of a JSON-RPC method. Raises `Refusal`."""
+        """The result of a JSON-RPC method. Raises `MessageError`."""
         params = params if isinstance(params, Mapping) else {}
         if method == "openenv/session/create":
             return {"session_id": (await self._open(client)).id}
         if method not in ("openenv/session/close", "tools/list", "tools/call"):
-            raise Refusal("UNKNOWN_TYPE", f"Method not found: {method}")
+            raise MessageError("UNKNOWN_TYPE", f"Method not found: {method}")
         session = self._session(params.get("session_id"), client)
         if method == "openenv/session/close":
             session.is_closing = True
@@ -394,7 +394,7 @@ class EnvServer:
         call = {"tool_name": params.get("name"), "arguments": params.get("arguments") or {}}
         observation = (await session.step(call))["observation"]
         if observation["error"] is not None:
-            raise Refusal("VALIDATION_ERROR", observation["error"]["message"])
+            raise MessageError("VALIDATION_ERROR", observation["error"]["message"])
         result: Answer = observation["result"]
         return result
 
