@@ -217,6 +217,7 @@ def play_all(package, conversations):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("client", ["litellm_chat", "litellm_messages"])
 def test_litellm_gets_the_recorded_tokens_and_calls_tools(

@@ -401,6 +401,7 @@ def test_every_check_passes(peers, run):
 # -- trained on ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_policy_is_trained_over_a_socket_that_is_cut_at_random(running_peers, proxy, documented, tmp_path):
     """Three steps of the page's command. No step of an episode is taken twice, and what was lost is retried."""
     settings = (

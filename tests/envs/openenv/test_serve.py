@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import aiohttp
@@ -207,7 +208,10 @@ def test_three_hundred_episodes_leave_nothing_at_a_server_with_four_places(servi
         before = open_files(server)
         assert asyncio.run(main(server.urls[0])) == [True] * 300
         asyncio.run(open_and_close(server.urls[0]))
-        assert open_files(server) <= before
+        deadline = time.monotonic() + 20
+        while open_files(server) > before:  # a socket takes a moment to close
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 # -- sessions, tokens and limits ----------------------------------------------------------------------------
