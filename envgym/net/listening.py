@@ -16,6 +16,12 @@ from typing import Any
 
 from envgym.errors import ConfigError
 
+NEEDS_TOKENS = (
+    "without tokens: whoever can reach it could use the environment; give --token-file F, or use --host 127.0.0.1 and "
+    "an SSH tunnel from other machines"
+)
+"""The refusal of a server of environments that takes tokens and was given none."""
+
 
 def listen(host: str, port: int, *, refusal: str | None) -> socket.socket:
     """A socket bound to an address, not yet accepting: connections are rejected until the server is ready.

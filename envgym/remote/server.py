@@ -11,7 +11,7 @@ from pathlib import Path
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
-from envgym.net.listening import is_loopback, listen, stop_signals, tls_context, until_stopped, url_of
+from envgym.net.listening import NEEDS_TOKENS, is_loopback, listen, stop_signals, tls_context, until_stopped, url_of
 from envgym.net.tokens import Tokens
 from envgym.services import check_servable, start_services
 
@@ -21,10 +21,6 @@ from .registration import Announcement, Announcer
 
 OPEN_FILES = 65_536
 """Connections and files the process may have open, where the machine allows as many."""
-REFUSAL = (
-    "without tokens: whoever can reach it could use the environment; give --token-file F, or use --host 127.0.0.1 and "
-    "an SSH tunnel from other machines"
-)
 RESERVED = {"v1", "livez", "readyz", "metrics"}
 """First parts of the server's own paths."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -62,7 +58,7 @@ async def serve(
     tls = None if tls_cert is None and tls_key is None else tls_context(tls_cert, tls_key)
     allow_open_files()
     async with contextlib.AsyncExitStack() as stack:
-        listener = stack.enter_context(listen(host, port, refusal=None if tokens else REFUSAL))
+        listener = stack.enter_context(listen(host, port, refusal=None if tokens else NEEDS_TOKENS))
         bound = listener.getsockname()[0]
         if tls is None and not is_loopback(bound):
             logger.warning(

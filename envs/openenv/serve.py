@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.errors import ConfigError, EnvgymError, did_you_mean
-from envgym.net.listening import is_loopback, listen, stop_signals, url_of
+from envgym.net.listening import NEEDS_TOKENS, is_loopback, listen, stop_signals, url_of
 from envgym.net.problems import Problem
 from envgym.net.server import MAX_BODY, Connections, authenticate, read_json, serve_requests
 from envgym.net.tokens import ServerClient, Tokens
@@ -36,10 +36,6 @@ PING_SECONDS = 60.0
 """Interval of pings, which show that a client is gone."""
 IDLE_SECONDS = 600.0
 """Seconds without use after which a session without a socket makes room for another."""
-REFUSAL = (
-    "without tokens: whoever can reach it could use the environment; give --token-file F, or use --host 127.0.0.1 and "
-    "an SSH tunnel from other machines"
-)
 NO_TLS = "serving without TLS: tokens and episodes can be read on the way; use an SSH tunnel, or a proxy with TLS"
 
 TYPES = {"text": "string", "done": "boolean", "reward": ["number", "null"], "metadata": "object"}
@@ -73,7 +69,7 @@ async def serve(specs: Mapping[str, EnvSpec], options: Namespace) -> None:
     tokens = None if options.token_file is None else Tokens.read(options.token_file)
     async with contextlib.AsyncExitStack() as stack:
         listeners = [
-            stack.enter_context(listen(options.host, port, refusal=None if tokens else REFUSAL))
+            stack.enter_context(listen(options.host, port, refusal=None if tokens else NEEDS_TOKENS))
             for port in (options.port + number if options.port else 0 for number in range(len(specs)))
         ]
         if not is_loopback(listeners[0].getsockname()[0]):
