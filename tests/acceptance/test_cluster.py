@@ -15,7 +15,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.acceptance.test_placements import LETTERS
+from tests.programs import LETTERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

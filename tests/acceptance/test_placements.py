@@ -14,24 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.programs import LETTERS
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 ROUNDING = 1e-5
-
-LETTERS = '''
-import envgym
-
-class Letters(envgym.Env):
-    """Pays the share of characters that are lower-case letters: a reward that random weights earn some of."""
-
-    async def reset(self, *, seed=None, options=None):
-        return [{"role": "user", "content": f"Say something about {self.rng.randint(1, 99)}."}], {}
-
-    async def step(self, action):
-        share = sum("a" <= letter <= "z" for letter in action.text) / max(1, len(action.text))
-        return None, share, True, False, {"score": share}
-'''
 
 PLACEMENTS = {
     "two_ranks": ("workers.ranks=2", "workers.zero_stage=2"),

@@ -5,13 +5,13 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.running import wait_until_listening
 
 HERE = Path(__file__).parent
 
@@ -67,14 +67,7 @@ def process(command, log, ports, environment=None):
     with log.open("wb") as out:
         running = subprocess.Popen(command, env=environment or os.environ, cwd=log.parent, stdout=out, stderr=out)
     try:
-        deadline = time.monotonic() + 90
-        for port in ports:
-            while True:
-                assert running.poll() is None, log.read_text()[-3000:]
-                assert time.monotonic() < deadline, log.read_text()[-3000:]
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                    break
-                time.sleep(0.2)
+        wait_until_listening(running, ports, log)
         yield running
     finally:
         running.kill()
@@ -106,18 +99,6 @@ def nemo_gym(nemo_gym_package):
 @pytest.fixture(scope="session")
 def server_process():
     return process
-
-
-@pytest.fixture(scope="session")
-def free_ports():
-    def free_ports(count):
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-            for free in sockets:
-                free.bind(("127.0.0.1", 0))
-            return [free.getsockname()[1] for free in sockets]
-
-    return free_ports
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,8 @@ import json
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +22,7 @@ from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Action, StopReason, ToolCall, VersionSpan
+from tests.running import wait_until_listening
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 LAUNCHER = Path(__file__).parent / "real_servers.py"
@@ -49,14 +48,7 @@ def running(package, folder, free_ports, names):
     with (folder / "servers.log").open("w") as log:
         process = subprocess.Popen([python, LAUNCHER, folder / "config.yaml"], env=variables, stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 120
-        for port in (head, *ports):
-            while True:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                    break
-                assert process.poll() is None, (folder / "servers.log").read_text()[-3000:]
-                assert time.monotonic() < deadline, "the servers did not start in two minutes"
-                time.sleep(0.1)
+        wait_until_listening(process, [head, *ports], folder / "servers.log", seconds=120)
         installed = python.parents[1] / "lib" / "python3.12" / "site-packages" / "resources_servers"
         yield SimpleNamespace(
             head=f"http://127.0.0.1:{head}",

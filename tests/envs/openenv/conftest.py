@@ -7,13 +7,14 @@ import random
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.running import wait_until_listening
 
 HERE = Path(__file__).parent
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -53,14 +54,7 @@ class Peers:
         with self.out.open("ab") as out:
             command = [self.python, HERE / "peers.py", *self.words]
             self.process = subprocess.Popen(command, env=self.variables, stdout=out, stderr=out)
-        deadline = time.monotonic() + 90
-        for port in self.ports:
-            while True:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                    break
-                assert self.process.poll() is None, self.out.read_text()[-3000:]
-                assert time.monotonic() < deadline, self.out.read_text()[-3000:]
-                time.sleep(0.1)
+        wait_until_listening(self.process, self.ports, self.out)
 
     def kill(self):
         self.process.send_signal(signal.SIGCONT)
@@ -77,18 +71,6 @@ class Peers:
         """The values of all lines of a kind: `open`, `reset`, `step` or `close`."""
         lines = map(json.loads, self.log.read_text().splitlines() if self.log.exists() else ())
         return [value for each, _, value in lines if each == kind]
-
-
-@pytest.fixture(scope="session")
-def free_ports():
-    def free_ports(count):
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-            for free in sockets:
-                free.bind(("127.0.0.1", 0))
-            return [free.getsockname()[1] for free in sockets]
-
-    return free_ports
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,16 @@
 """OpenEnv's own examples, which are in its repository and not in its package: `ENVGYM_OPENENV` is a checkout."""
 
 import asyncio
-import contextlib
 import os
 import random
-import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 import envgym
 from tests.acceptance.conftest import store  # noqa: F401  # a fixture
+from tests.running import wait_until_listening
 
 from .test_openenv import play
 
@@ -56,13 +54,7 @@ def test_an_example_of_openenv_gives_the_rewards_that_its_client_sees(
     with log.open("wb") as out:
         server = subprocess.Popen(command, cwd=Path(CHECKOUT) / "envs", env=variables, stdout=out, stderr=out)
     try:
-        deadline = time.monotonic() + 90
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
-            assert server.poll() is None, log.read_text()[-2000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        wait_until_listening(server, [port], log)
 
         async def main():
             async with envgym.spec(f"openenv:{url}") as spec:
