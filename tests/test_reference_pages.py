@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import envgym
+from envgym.envs.foreign import FAILURES as FAILURES_OF_PROGRAMS
 from envgym.remote.transport import ERROR_KINDS
 from envgym.rollout.runner import FAILURES
 from envgym.types.episodes import Limit
@@ -28,6 +29,7 @@ COMPUTED = {
     ("envgym/rollout/runner.py", "error.kind"): set(),  # of an `InvalidOutcome`
     ("envgym/rollout/runner.py", "kind"): set(FAILURES.values()),
     ("envgym/sandbox/sandbox.py", "KIND"): {"sandbox"},
+    ("envs/foreign/__init__.py", "kind"): set(FAILURES_OF_PROGRAMS),
     ("envs/openenv/protocol.py", "kind"): {"connection", "refused", "capacity", "server"},
     ("envs/openenv/protocol.py", "kinds[error['code']]"): {"capacity", "session_lost", "server"},
     ("envs/nemo_gym/client.py", "kind"): {

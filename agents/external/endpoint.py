@@ -7,12 +7,12 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -22,9 +22,10 @@ from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
 from envgym.net.listening import is_loopback, listen
 from envgym.net.problems import Problem
 from envgym.net.server import MAX_BODY, authenticate, serve_requests
+from envgym.types import Message, ToolSpec
 
 from .chat_api import CompletionRequest, PolicyRequest, Refusal
-from .conversation import Conversation, PolicyAnswer
+from .conversation import PolicyAnswer
 from .messages_api import MessagesRequest
 from .responses_api import ResponsesRequest
 
@@ -41,11 +42,25 @@ SESSION_HEADER = "X-Envgym-Session"
 """Header with a session's ticket, for programs that send a key of their own in `Authorization`."""
 
 
+class Answering(Protocol):
+    """A session's answers to requests, such as a `Conversation`, whose attributes these are."""
+
+    error: Exception | None
+    refusal: str
+    missing_calls: int | None
+
+    async def answer(
+        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None, stop: tuple[str, ...]
+    ) -> PolicyAnswer: ...
+
+    def count(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> int: ...
+
+
 @dataclass(slots=True)
 class PolicySession:
     """An episode's access to the policy."""
 
-    conversation: Conversation
+    conversation: Answering
     key: str
     context: Context = field(default_factory=copy_context)
     """The context of the episode: its deadlines pause while the policy answers."""
@@ -82,7 +97,7 @@ class Endpoint:
         """The URL while the server listens, else empty."""
 
     @asynccontextmanager
-    async def session(self, conversation: Conversation) -> AsyncIterator[PolicyAddress]:
+    async def session(self, conversation: Answering) -> AsyncIterator[PolicyAddress]:
         """A program's access to the policy within the context.
 
         Raises `InvalidOutcome` if the endpoint cannot listen at its address. If the conversation has an error at the

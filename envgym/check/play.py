@@ -142,9 +142,10 @@ def text_of(observation: Observation) -> str:
 
 
 def call_limit(spec: EnvSpec) -> float:
-    """Time limit of a reset or a step; with services (a model) it is the same as in a run."""
+    """Time limit of a reset or a step; with services (a model) or programs it is the same as in a run."""
     limit = spec.config.call_timeout
-    return limit if any(part.services for part in (spec, *spec.parts())) else min(CALL_SECONDS, limit)
+    is_slow = any(part.services or part.starts_programs for part in (spec, *spec.parts()))
+    return limit if is_slow else min(CALL_SECONDS, limit)
 
 
 # -- comparison -------------------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ class EnvSpec:
     """Distributions that decide rewards; their versions are in the fingerprint."""
     gives_rewards: ClassVar[bool] = True
     """False if steps give no rewards or scores by design: recordings to imitate."""
+    starts_programs: ClassVar[bool] = False
+    """True if resets and steps may take seconds because they start programs."""
 
     from_json: ClassVar[Callable[[str], EnvSpec]]
     """Builds an equal spec from `to_json`. The registry sets it."""

@@ -27,6 +27,8 @@ LOOK_SECONDS = 1.0
 """Seconds between two listings of the family."""
 GRACE_SECONDS = 1
 """Seconds between SIGTERM to a guarded program's group and the end of its family."""
+ENDING = {signal.SIGHUP, signal.SIGTERM}
+"""Signals that end a family."""
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -59,29 +61,44 @@ def end_guarded(pid: int) -> None:
 def run(parent: int, command: list[str]) -> int:
     """Run a program until it or `parent` ends, at most for `GRACE_SECONDS` after a SIGTERM, then kill all that descends
     from it. Returns its exit status; for a signal 128 and its number, as in shells."""
+    adopt_orphans()
+    die_with(parent, signal.SIGHUP)
+    os.write(2, f"{os.getpid()}\n".encode())
+    program = subprocess.Popen(command, preexec_fn=functools.partial(die_with, os.getpid()))
+    os.closerange(0, 3)  # the pipes are the program's alone
+    code = os.waitstatus_to_exitcode(keep(program.pid))
+    return code if code >= 0 else 128 - code
+
+
+def adopt_orphans() -> None:
+    """Make orphans of this process's family children of this process (Linux only)."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def keep(child: int, grace: int = GRACE_SECONDS) -> int:
+    """Wait for a child of this process, which has called `adopt_orphans`; then kill all that descends from this process.
+    Returns the child's wait status.
+
+    SIGHUP kills them at once, SIGTERM after `grace` seconds: the child, in the same process group, gets that signal too.
+    """
 
     def kill_family(*signal_and_frame: object) -> None:
         for pid in descendants({os.getpid()}) - {os.getpid()}:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the family become children of this process
-    die_with(parent, signal.SIGHUP)
-    os.write(2, f"{os.getpid()}\n".encode())
-    program = subprocess.Popen(command, preexec_fn=functools.partial(die_with, os.getpid()))
     signal.signal(signal.SIGHUP, kill_family)
     signal.signal(signal.SIGALRM, kill_family)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_SECONDS))  # the program has it too, by its group
-    os.closerange(0, 3)  # the pipes are the program's alone
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(grace))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     pid = status = 0
-    while pid != program.pid:
+    while pid != child:
         pid, status = os.waitpid(-1, 0)
     with contextlib.suppress(ChildProcessError):  # until none is left
         while True:
             kill_family()
             os.waitpid(-1, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    return status
 
 
 def pid_in(log: int) -> int | None:

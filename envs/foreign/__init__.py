@@ -1,0 +1,206 @@
+"""Environments of other frameworks whose own programs run the episodes, in their own interpreters.
+
+A framework has a folder beside this one, with a `worker.py` that its interpreter runs (see `fork_server`) and an
+`EnvSpec` class. The program's model is an endpoint of ours, so that the tokens are exact and nothing of the framework
+is imported or written again. The agent (`agent`) records an episode as training needs it. Without that agent, each
+request of the program is an observation and the action is its answer, so that checks and people can take steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from envgym.agents.external.conversation import PolicyAnswer
+from envgym.agents.external.endpoint import Endpoint
+from envgym.engine import Generation
+from envgym.env import Env, Info, StepResult
+from envgym.env.data import DataEnvConfig, DataEnvSpec
+from envgym.errors import ConfigError, InvalidOutcome
+from envgym.tasks import Form, TaskSet
+from envgym.tasks.config import DataConfig
+from envgym.types import Action, Message, Observation, Task, ToolSpec, float_array, int_array
+
+from .interpreter import ForeignInterpreter
+
+FAILURES = ("agent", "no_reward", "policy_unreachable", "sandbox", "verifier")
+"""Kinds of failures that a worker may report."""
+
+
+class ForeignConfig(DataEnvConfig):
+    """Settings of the framework's interpreter and of its tasks. `data` has rows in place of the framework's own."""
+
+    python: Path | None = None
+    """The Python interpreter of a virtual environment with the framework."""
+    environ: tuple[str, ...] = ()
+    """Names of additional environment variables to pass to it, such as those of API keys."""
+    test_fraction: float | None = Field(None, ge=0, le=1)
+    """Fraction of the tasks that is held out; 1: all. Unset: 0.1, or 0 if there is only one task."""
+
+
+class Requests:
+    """In place of an endpoint's `Conversation`: requests that wait for the environment's steps to answer them."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.refusal = ""
+        self.missing_calls: int | None = None
+        self.waiting: asyncio.Queue[tuple[Observation, asyncio.Future[Action]]] = asyncio.Queue()
+        self._length = 0
+
+    async def answer(
+        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None, stop: tuple[str, ...]
+    ) -> PolicyAnswer:
+        """The action as an answer. The observation has the messages after the last answer."""
+        start = 1 + max((n for n, message in enumerate(messages) if message.role == "assistant"), default=-1)
+        is_longer, self._length = len(messages) > self._length, len(messages)
+        answering: asyncio.Future[Action] = asyncio.get_running_loop().create_future()
+        self.waiting.put_nowait((Observation(messages[start if is_longer else 0 :], tools=tools), answering))
+        action = await answering
+        has_calls = action.tool_calls and action.content is not None
+        text, calls = (action.content, action.tool_calls) if has_calls else (action.text, ())
+        ids, logprobs = int_array(action.token_ids), float_array([0.0] * len(action.token_ids))
+        generation = Generation(ids, logprobs, action.stop_reason, ())
+        return PolicyAnswer(Message("assistant", text or "", calls), generation, [], None)
+
+    def count(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> int:
+        """A number of tokens that an estimate would give: four characters each."""
+        return sum(len(message.text) for message in messages) // 4
+
+
+class ForeignEnv(Env):
+    """One episode of the framework's program."""
+
+    spec: ForeignSpec
+
+    _requests: Requests
+    _result: asyncio.Task[dict[str, Any]] | None = None
+    _answering: asyncio.Future[Action]
+    """The last request, which the next action answers."""
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        await self.close()
+        self._requests = Requests()
+        self._result = asyncio.create_task(self._run(seed or 0))
+        observation = await self._next_request()
+        if observation is None:
+            raise InvalidOutcome("agent", f"{self.spec.framework} made no call to the policy")
+        return observation, {}
+
+    async def step(self, action: Action) -> StepResult:
+        assert self._result is not None, "reset comes before step"
+        self._answering.set_result(action)
+        if (observation := await self._next_request()) is not None:
+            return observation, None, False, False, {}
+        reward, truncated, info = verdict(self._result.result())
+        return [], reward, not truncated, truncated, info
+
+    async def close(self) -> None:
+        task, self._result = self._result, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, InvalidOutcome):
+                await task
+
+    async def _run(self, seed: int) -> dict[str, Any]:
+        async with Endpoint().session(self._requests) as access:
+            return await self.spec.run(self.task, {}, access.session_url, seed, math.inf)
+
+    async def _next_request(self) -> Observation | None:
+        """The next request to the policy; None when the episode has ended."""
+        assert self._result is not None
+        waiting = asyncio.create_task(self._requests.waiting.get())
+        try:
+            await asyncio.wait([waiting, self._result], return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                return None
+            observation, self._answering = waiting.result()
+            return observation
+        finally:
+            waiting.cancel()
+
+
+class ForeignSpec(DataEnvSpec):
+    """The framework's interpreter, its tasks and its episodes. A subclass names the framework and its worker."""
+
+    env_class = ForeignEnv
+    Config = ForeignConfig
+    config: ForeignConfig
+    answer_required = False
+    starts_programs = True
+    framework: ClassVar[str]
+    """The framework's name, for messages."""
+    worker: ClassVar[Path]
+    """The file that its interpreter runs (see `fork_server`). `load` returns `rows`, the path of a file of JSON lines
+    with an `id`, a `prompt` and the worker's own fields, and `version`, which identifies the environment."""
+
+    interpreter: ForeignInterpreter
+    _loaded: Mapping[str, Any] | None = None
+
+    def load_settings(self) -> dict[str, Any]:
+        """The settings for the worker's `load`."""
+        raise NotImplementedError
+
+    async def setup(self) -> None:
+        config, name = self.config, self.framework
+        if config.python is None:
+            hint = f"set env.python=VENV/bin/python, of a virtual environment with {name}"
+            raise ConfigError(f"environment {self.id}: {hint}")
+        python = config.python.expanduser().absolute()  # a virtual environment's is a link, which is not to be followed
+        if not python.is_file():
+            raise ConfigError(f"environment {self.id}: env.python={config.python} is no file")
+        self.interpreter = ForeignInterpreter(name, python, self.worker, self.load_settings(), config.environ)
+        self.closing.push_async_callback(self.interpreter.close)
+        self._loaded = await self.interpreter.start()
+        await super().setup()
+        if config.data is None:
+            await self._load(self._rows(Path(self._loaded["rows"])))
+
+    def _rows(self, path: Path) -> DataConfig:
+        """The tasks in a file of the worker, which goes when its interpreter ends: a copy goes to the cache."""
+        rows: Any = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        fraction = (0.1 if len(rows) > 1 else 0.0) if self.config.test_fraction is None else self.config.test_fraction
+        if fraction == 1:
+            return DataConfig(test_path=rows, id="id")
+        return DataConfig(path=rows, test_fraction=fraction, id="id")
+
+    def form(self) -> Form:
+        return lambda row, context: {"prompt": "", **row}  # so that the whole rows are the tasks' fields
+
+    def default_tasks(self, split: str) -> TaskSet:
+        if self._splits is None:
+            raise ConfigError(f"environment {self.id}: its tasks are known after its set-up")
+        return self._splits.train if split == "train" else self._splits.test
+
+    def fingerprint(self) -> dict[str, str]:
+        return {**super().fingerprint(), **({"grader": str(self._loaded["version"])} if self._loaded else {})}
+
+    @property
+    def summary(self) -> str:
+        return str((self._loaded or {}).get("description") or super().summary)
+
+    async def run(self, task: Task, settings: Mapping[str, Any], url: str, seed: int, seconds: float) -> dict[str, Any]:
+        """The worker's result of one episode, with the policy at `url`. Raises `InvalidOutcome` if it failed."""
+        call = {"settings": dict(settings), "row": dict(task.fields), "seed": seed, "url": url, "model": "policy"}
+        result = await self.interpreter.run(call, None if seconds == math.inf else seconds)
+        if failure := result.get("failure"):
+            kind = failure["kind"] if failure["kind"] in FAILURES else "agent"
+            message = f"{self.framework}: {failure['message']:.500}"
+            raise InvalidOutcome(kind, message, retryable=bool(failure.get("retryable")))
+        return result
+
+
+def verdict(result: Mapping[str, Any]) -> tuple[float, bool, Info]:
+    """(Reward, truncated, info) of a worker's result. Raises `InvalidOutcome` without a finite reward."""
+    reward = result.get("reward")
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise InvalidOutcome("no_reward", f"the episode has the reward {reward!r:.60}")
+    metrics = {f"reward_{name}": number for name, number in result.get("rewards", {}).items()}
+    return float(reward), bool(result.get("truncated")), {"metrics": {**metrics, **result.get("metrics", {})}}

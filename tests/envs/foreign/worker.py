@@ -1,0 +1,62 @@
+"""A framework in one file: its tasks are sums, and its program asks the policy over HTTP, as its rows say."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def load(settings):
+    if settings["name"] != "sums":
+        raise LookupError(f"there is no environment {settings['name']!r}: there is sums")
+    print("output of a framework")
+    rows = f"{tempfile.gettempdir()}/rows.jsonl"
+    with open(rows, "w") as file:
+        for number in range(settings["count"]):
+            row = {
+                "id": f"sums/{number}",
+                "prompt": f"{number} + 1",
+                "answer": str(number + 1),
+                "does": settings["does"],
+            }
+            file.write(json.dumps(row) + "\n")
+    return {"rows": rows, "version": "sums 1", "description": "Adds numbers."}
+
+
+def ask(call, messages):
+    body = json.dumps({"model": call["model"], "messages": messages, "tools": [TOOL]}).encode()
+    request = urllib.request.Request(f"{call['url']}/chat/completions", body, {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+
+async def run(call):
+    row, does = call["row"], call["row"]["does"]
+    assert sys.stdin.read() == ""
+    if does == "die":
+        os.abort()
+    if does == "raise":
+        raise RuntimeError("a bug\nof the framework")
+    if does == "fail":
+        return {"failure": {"kind": "verifier", "message": "no file", "retryable": True}}
+    if does == "leave":
+        subprocess.Popen(["setsid", "sleep", "4321"])  # noqa: ASYNC220
+        tempfile.mkdtemp()
+    messages = [{"role": "user", "content": row["prompt"]}]
+    answer = await asyncio.to_thread(ask, call, messages)
+    if does == "wait":
+        await asyncio.sleep(1000)
+    if does == "block":
+        time.sleep(1000)  # noqa: ASYNC251 - a program that blocks
+    turns = 1
+    while answer.get("tool_calls") and turns < 3:
+        messages += [answer, {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": row["answer"]}]
+        answer = await asyncio.to_thread(ask, call, messages)
+        turns += 1
+    reward = {"nan": float("nan"), "none": None}.get(does, float(row["answer"] in answer["content"]))
+    return {"reward": reward, "rewards": {"right": reward}, "metrics": {"turns": turns}, "truncated": does == "cut"}
