@@ -85,8 +85,8 @@ class ForeignInterpreter:
         raise ConfigError(f"{self.name}: {reason}")
 
     async def run(self, call: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
-        """The result of a call, which has `seconds`, if given. Its processes have ended when this returns or raises; they
-        end after it if it is cancelled.
+        """The result of a call, which has `seconds`, if given. When this returns or raises, its processes have ended;
+        if it is cancelled, they end soon after.
 
         Raises `InvalidOutcome` (`agent`) if it took longer, or if the interpreter died.
         """
