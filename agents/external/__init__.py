@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import shutil
+from collections.abc import Sequence
 from typing import ClassVar
 
 from pydantic import Field
@@ -37,6 +38,12 @@ MAX_OUTPUT = 2**20
 """Maximum bytes of a program's output; more ends it and fails the episode."""
 END_SECONDS = 10.0
 """Seconds a killed program may take to end."""
+
+
+def passed_environment(names: Sequence[str]) -> dict[str, str]:
+    """The environment of a program: `PASSED_VARIABLES`, and those that the user names."""
+    passed = {*PASSED_VARIABLES, *names}
+    return {name: value for name, value in os.environ.items() if name in passed or name.startswith("LC_")}
 
 
 class ExternalConfig(AgentConfig):
@@ -103,8 +110,7 @@ class External(Agent):
             "task": {"id": task.id, "fields": {name: task.fields.get(name) for name in self.config.task_fields}},
         }
         payload = json.dumps(observed, default=str)
-        names = {*PASSED_VARIABLES, *self.config.environ}
-        environ = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
+        environ = passed_environment(self.config.environ)
         base_url = access.base_url
         environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": access.key, "OPENAI_API_BASE": base_url}
         environ |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": access.key}

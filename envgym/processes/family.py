@@ -76,10 +76,10 @@ def adopt_orphans() -> None:
 
 
 def keep(child: int, grace: int = GRACE_SECONDS) -> int:
-    """Wait for a child of this process, which has called `adopt_orphans`; then kill all that descends from this process.
-    Returns the child's wait status.
+    """Wait for a child of this process, which has called `adopt_orphans`, then kill all that descends from it. Returns
+    the child's wait status.
 
-    SIGHUP kills them at once, SIGTERM after `grace` seconds: the child, in the same process group, gets that signal too.
+    SIGHUP kills them at once, SIGTERM after `grace` seconds: the child, in the same process group, has that signal too.
     """
 
     def kill_family(*signal_and_frame: object) -> None:

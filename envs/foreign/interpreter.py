@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.agents.external import PASSED_VARIABLES
+from envgym.agents.external import passed_environment
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.processes import family
 
@@ -56,8 +56,6 @@ class ForeignInterpreter:
 
         Raises `ConfigError` if the interpreter cannot be run, or `load` reports a mistake of the user.
         """
-        names = {*PASSED_VARIABLES, *self._environ}
-        environ = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
         self._folder = tempfile.mkdtemp(prefix="envgym-")
         pipe = asyncio.subprocess.PIPE
         # -P: modules beside fork_server.py must not stand in for the framework's.
@@ -65,7 +63,7 @@ class ForeignInterpreter:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 self._python, "-P", fork_server.__file__, str(os.getpid()), *files,
-                stdin=pipe, stdout=pipe, stderr=pipe, env=environ, start_new_session=True, limit=MAX_LINE,
+                stdin=pipe, stdout=pipe, stderr=pipe, env=passed_environment(self._environ), start_new_session=True, limit=MAX_LINE,
             )  # fmt: skip
         except OSError as error:
             shutil.rmtree(self._folder)
