@@ -42,14 +42,16 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, strict: bool) -> None:
 def mark_for_muon(model: nn.Module) -> None:
     """Set `use_muon` on every parameter of a Hugging Face model, from where DeepSpeed reads it.
 
-    DeepSpeed's own marks go by names, and count a scalar head and embeddings of other names as hidden matrices.
+    DeepSpeed's own marks go by names, and count a scalar head and embeddings of other names as hidden matrices. The
+    convolutions and position tables of a vision tower are no matrices; experts are one matrix each, in one tensor.
     """
     outer_ids = {id(parameter) for parameter in model.parameters()} - {id(p) for p in model.base_model.parameters()}
     for module in model.modules():
         if isinstance(module, nn.Embedding) or module is model.get_output_embeddings():
             outer_ids |= {id(parameter) for parameter in module.parameters(recurse=False)}
-    for parameter in model.parameters():
-        parameter.use_muon = parameter.dim() >= 2 and id(parameter) not in outer_ids
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.dim() == 2 or (parameter.dim() == 3 and ".experts." in name)
+        parameter.use_muon = is_matrix and id(parameter) not in outer_ids
 
 
 def muon_optimizer(

@@ -1,16 +1,19 @@
 """How weights move, on real DeepSpeed: offload, frozen names, the moving average, Muon, float16."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from envgym.errors import ConfigError, RunError
 from envgym.workers.micro_batches import micro_batches
+from envgym.workers.optimizer import mark_for_muon
+from tests.vision_models import KINDS, vision_config
 from tests.weight_files import export
 
 MATRIX = "model.layers.0.mlp.up_proj.weight"  # 64 x 32
@@ -250,6 +253,18 @@ def test_a_scalar_head_is_no_hidden_matrix(make_worker):
     worker = make_worker(role="critic", head="scalar", learn={"optimizer": "muon"})
     marked = {name for name, parameter in worker.network.model.named_parameters() if parameter.use_muon}
     assert marked == {name for name, _ in worker.network.model.named_parameters() if "_proj" in name}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_matrices_of_a_vision_tower_are_orthogonalised(kind):
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(vision_config(kind))
+    mark_for_muon(model)
+    marked = {name for name, parameter in model.named_parameters() if parameter.use_muon}
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() == 2}
+    assert marked == {name for name in matrices if not re.search(r"embed_tokens|lm_head|position_emb|pos_embed", name)}
+    assert any("layers" in name for name in marked)
+    assert any("vis" in name for name in marked)
 
 
 @pytest.mark.parametrize(("zero_stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (3, "bfloat16")])
