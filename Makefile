@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-CODE := envgym envs agents learners tests benchmarks examples docs
+CODE := envgym envs agents learners tests benchmarks examples docs requirements
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: demo test test-slow test-slow-training test-slow-starter test-slow-workers test-slow-environments
@@ -79,12 +79,13 @@ format: .venv/installed-dev
 AGE = $(shell $(PYTHON) -c 'import sys; print("new" if sys.version_info >= (3, 11) else sys.version.split()[0])')
 ADVICE := name another one, such as make demo PYTHON=python3.12
 
-.venv/installed: requirements/cpu.txt pyproject.toml
+.venv/installed: requirements/cpu.txt requirements/mend_torchvision.py pyproject.toml
 	$(if $(filter-out new,$(or $(AGE),none)),$(error envgym needs Python 3.11 or newer, $(PYTHON) is $(or $(AGE),not \
 		there): $(ADVICE)))
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0 setuptools==78.1.1
 	$(PIP) --no-deps -r requirements/cpu.txt
+	$(BIN)/python requirements/mend_torchvision.py
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
