@@ -1,0 +1,1 @@
+"""verifiers: its environments in envgym, played by its own engine in an interpreter of its own."""

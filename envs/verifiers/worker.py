@@ -1,0 +1,218 @@
+"""verifiers' side of the bridge: its tasks as rows, and one episode by its own engine.
+
+The interpreter of a virtual environment with verifiers 0.4 runs this file; nothing of envgym imports it. It does for an
+episode what `vf-eval` does: the environment is loaded once, and the client of each episode has that episode's URL.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from pydantic import ValidationError
+from verifiers.v1 import runtimes
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.runtimes import subprocess as subprocess_runtime
+from verifiers.v1.utils import loaders
+
+KINDS = {
+    "ProviderError": ("policy_unreachable", True),
+    "HarnessError": ("harness", False),
+    "InterceptionError": ("harness", True),
+    "ToolsetError": ("tools", True),
+    "SandboxError": ("sandbox", True),
+    "TaskError": ("verifier", False),
+    "TimeoutError": ("timeout", True),
+}
+"""The kind of a failure by the class of its error, and whether another attempt may succeed. Errors of other classes
+come from the environment's code."""
+STAGES = {"setup_timeout": "sandbox", "finalize_timeout": "verifier", "scoring_timeout": "verifier"}
+"""Stages that leave an episode without its reward when their time is over."""
+
+_env: vf.Env
+_seat = ""
+"""The agent that the policy plays."""
+
+
+def load(settings: dict[str, Any]) -> dict[str, Any]:
+    """Load the environment `name`, and write its tasks, one a line.
+
+    `args` has the settings of its taskset; `options` all others, as after `--env.` in `vf-eval`; `limit` is the maximum
+    number of tasks. Raises `LookupError`, `ValueError` or `ImportError`, with one line.
+    """
+    global _env, _seat
+    version = metadata.version("verifiers")
+    if not version.startswith("0.4."):
+        raise ImportError(f"this is verifiers {version}, and 0.4 is needed")
+    name = settings["name"]
+    try:
+        config = _config(name, settings.get("args") or {}, settings.get("options") or {})
+        _env = loaders.load_environment(config)
+        seats = [seat for seat, agent in agent_config_fields(config).items() if agent.client is None]
+        if len(seats) != 1:
+            raise ValueError(
+                f"{name} has {len(agent_config_fields(config))} agents ({', '.join(agent_config_fields(config))}), and "
+                "the policy plays one: give the others a model by env.options.AGENT.model and "
+                "env.options.AGENT.client.base_url"
+            )
+        _seat = seats[0]
+        return {"version": version, "description": _description(name), "rows": _write_rows(name, settings.get("limit"))}
+    except ModuleNotFoundError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+        if cause.name == _module_of(name):
+            raise LookupError(f"there is no module {cause.name} beside verifiers: install {name}") from None
+        raise ImportError(f"{name} needs the package {cause.name}, which is not installed beside verifiers") from None
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ValueError(f"{name} does not take these settings: {problems}") from None
+    except ValueError as error:
+        raise ValueError(_line(error)) from None
+    except Exception as error:
+        raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {_line(error)}") from None
+
+
+def _module_of(name: str) -> str:
+    """The module of a taskset's name, `owner/name@version`."""
+    return name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def _config(name: str, args: Mapping[str, Any], options: Mapping[str, Any]) -> vf.EnvConfig:
+    """The environment's settings. By default an agent without a harness in its package only chats and calls the task's
+    tools, and all of its programs are processes of this machine."""
+    data = {**options, "taskset": {**(options.get("taskset") or {}), **args, "id": name}}
+    packaged = loaders.default_harness_id(name)
+    harness = {"id": "null" if packaged == "bash" else packaged}
+    for seat, default in agent_config_fields(loaders.env_config_type(name, options.get("id", ""))()).items():
+        data[seat] = {"runtime": {"type": "subprocess"}, **(data.get(seat) or {})}
+        if default.harness is None:
+            data[seat].setdefault("harness", harness)
+        if "client" in data[seat]:
+            data[seat]["client"] = {"type": "eval", **data[seat]["client"]}
+    return loaders.resolve_env_config(data)
+
+
+def _description(name: str) -> str:
+    try:
+        return str(metadata.metadata(_module_of(name)).json.get("summary") or "")
+    except metadata.PackageNotFoundError:  # a module on the path
+        return (type(_env.taskset).__doc__ or "").strip().partition("\n")[0]
+
+
+def _write_rows(name: str, limit: int | None) -> str:
+    taskset = _env.taskset
+    data_type = type(taskset).task_type().data_type()
+    if hidden := [field for field, info in data_type.model_fields.items() if info.exclude]:
+        raise ValueError(f"the tasks of {name} are not whole as JSON: they exclude {', '.join(hidden)}")
+    if limit is None and not taskset.bounded:
+        raise ValueError(f"the tasks of {name} have no end: set env.limit to the number to take")
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False, encoding="utf-8") as file:
+        for task in taskset if limit is None else taskset.take(limit):
+            file.write(json.dumps(task.data.model_dump(mode="json", exclude_defaults=True)) + "\n")
+    return file.name
+
+
+async def run(call: dict[str, Any]) -> dict[str, Any]:
+    """Play one episode of the task `row`, with the policy `model` at `url`."""
+    _adapt_runtime(Path(tempfile.mkdtemp()))
+    task_type = type(_env.taskset).task_type()
+    try:
+        data = task_type.data_type().model_validate(call["row"])
+    except ValidationError as error:
+        return _failed("row", f"the row is no task of {_env.config.env_id}: {_line(error)}")
+    client = vf.EvalClientConfig(base_url=call["url"], api_key_var="ENVGYM_NO_KEY")
+    (slot,) = _env.slots(task_type(data, _env.config.taskset.task))
+    async with _env.serving():
+        context = vf.ModelContext(client=client, model=call["model"], sampling=vf.SamplingConfig())
+        return _verdict(await _env.run_slot(slot, context))
+
+
+def _verdict(episode: vf.Episode) -> dict[str, Any]:
+    """The result of an episode. Theirs counts a reward of 0 for each that failed."""
+    failed = [record for record in (*episode.traces, episode) if not record.ok]
+    # An agent's error comes first: it is the cause of its episode's.
+    if errors := [error for record in failed for error in record.errors[-1:]]:
+        kind, is_retryable = KINDS.get(errors[0].type, ("environment", False))
+        return _failed(kind, f"{errors[0].type}: {errors[0].message}", is_retryable)
+    traces = [trace for trace in episode.traces if trace.agent.name == _seat]
+    if failed or len(traces) != 1:
+        return _failed("environment", f"{_seat} has played {len(traces)} times, and the episode is ok: {not failed}")
+    [trace] = traces
+    if (stop := trace.stop_condition) in STAGES:
+        return _failed(STAGES[stop], f"the time is over ({stop})", True)
+    scores = {name: reward for name, reward in trace.rewards.items() if reward and math.isfinite(reward.value)}
+    if not scores or len(scores) < len(trace.rewards):
+        values = {name: reward and reward.score for name, reward in trace.rewards.items()}
+        return _failed("no_reward", f"{values} has a value that is missing or not finite" if values else "no rewards")
+    return {
+        "reward": trace.reward,
+        "rewards": {name: reward.score for name, reward in scores.items()},
+        "metrics": {name: value for name, value in trace.metrics.items() if value is not None and math.isfinite(value)},
+        "truncated": trace.is_truncated or stop == "agent_timeout",
+        "failure": None,
+    }
+
+
+def _failed(kind: str, message: str, retryable: bool = False) -> dict[str, Any]:
+    failure = {"kind": kind, "message": " ".join(message.split())[:500], "retryable": retryable}
+    return {"reward": None, "rewards": {}, "metrics": {}, "truncated": False, "failure": failure}
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _adapt_runtime(folder: Path) -> None:
+    """Keep the files of this process's episode in `folder`, and start the programs of harnesses without uv.
+
+    The runtime would write into the user's cache and into `/tmp`, and would make a virtual environment by uv for a
+    program whose packages this interpreter has.
+    """
+    subprocess_runtime.CACHE_DIR = folder
+
+    def path_here(path: str) -> str:
+        return str(folder / Path(path).name) if path.startswith("/tmp/vf-port-") else path
+
+    class Runtime(subprocess_runtime.SubprocessRuntime):  # type: ignore[misc]
+        async def _read(self, path: str, max_bytes: int | None = None) -> Any:
+            return await super()._read(path_here(path), max_bytes)
+
+        async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+            await super().run_background(argv, {name: path_here(value) for name, value in env.items()}, log)
+
+        async def prepare_uv_script(
+            self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
+        ) -> Any:
+            text = script if isinstance(script, str) else script.decode()
+            if not _has_packages_of(text):
+                return await super().prepare_uv_script(script, env, activate=activate)
+            file = folder / "scripts" / f"{hash(text):x}.py"  # apart from the files of the policy's commands
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            return [sys.executable, str(file)]
+
+    runtimes.SubprocessRuntime = Runtime
+
+
+def _has_packages_of(script: str) -> bool:
+    """Tell whether this interpreter has all that a script's header requires."""
+    lines = script.partition("# /// script\n")[2].partition("# ///\n")[0].splitlines()
+    header = tomllib.loads("\n".join(line.removeprefix("#").removeprefix(" ") for line in lines))
+    requirements = [Requirement(text) for text in header.get("dependencies", ())]
+    python = "{}.{}.{}".format(*sys.version_info)
+    try:
+        return SpecifierSet(header.get("requires-python", "")).contains(python) and all(
+            not (need.extras or need.url or need.marker) and need.specifier.contains(metadata.version(need.name))
+            for need in requirements
+        )
+    except metadata.PackageNotFoundError:
+        return False
