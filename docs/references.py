@@ -24,16 +24,15 @@ from envgym.cli import load_command, summaries_of_commands
 from envgym.cli.envs import ACTIONS
 from envgym.cli.errors import Invocation
 from envgym.cli.parser import Parser
+from envgym.cli.serve import protocols
 from envgym.config.recipes import FOLDER, load_recipe, recipe_names
 from envgym.config.resolve import stages_of
 from envgym.config.schema import StageConfig
 from envgym.config.words import dotted_keys, merge_stage
 from envgym.env.spec import first_sentence
 from envgym.learner import LearnerConfig
-from envgym.loading import entry_points
 
 REFERENCE = Path(__file__).parent / "reference"
-DIALECTS = entry_points("envgym.dialects")
 WRITTEN = "Written by `python docs/references.py` from the code."
 
 # -- the command line ----------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ words, with dots for nested keys ([all settings](settings.md)). {WRITTEN}
 The exit status is 0 for success, 2 for a mistake that the user can fix (one line on standard error explains it), 130
 for Ctrl-C, and 1 for an error in envgym, for a failed check of `envgym envs check`, and for a difference below that of
 `envgym compare --fail-below`."""
-ACTIONS_OF = {"model": ["merge", "export"], "envs": [*ACTIONS], "serve": [f"--dialect {name}" for name in DIALECTS]}
+ACTIONS_OF = {"model": ["merge", "export"], "envs": [*ACTIONS], "serve": [f"--dialect {name}" for name in protocols()]}
 
 
 def cli() -> str:

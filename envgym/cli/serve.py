@@ -29,7 +29,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument(
         "envs", metavar="E", nargs="+", help="environment: id, file.py[:Name] or import path; NAME=E names it"
     )
-    names = ", ".join(entry_points("envgym.dialects"))
+    names = ", ".join(protocols())
     parser.add_argument("--dialect", metavar="D", help=f"use another protocol ({names}); D --help lists its options")
     dialect = chosen_dialect(arguments)
     dialect.add_options(parser)
@@ -40,6 +40,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     return 0
 
 
+def protocols() -> list[str]:
+    """The dialects that serve: a module called `export` only writes projects."""
+    return [name for name, target in entry_points("envgym.dialects").items() if not target.endswith(".export")]
+
+
 def chosen_dialect(arguments: Sequence[str]) -> Any:
     """The module of the `--dialect`, by default of envgym's own protocol. It is needed before parsing, since it adds
     options."""
@@ -47,7 +52,11 @@ def chosen_dialect(arguments: Sequence[str]) -> Any:
     parser.add_argument("--dialect")
     name = parser.parse_known_args([word for word in arguments if word not in ("-h", "--help")])[0].dialect
     if name is not None:
-        return import_target(target_of_name("envgym.dialects", name, "dialect"))
+        module = import_target(target_of_name("envgym.dialects", name, "dialect"))
+        if not hasattr(module, "serve"):
+            advice = f"envgym envs export E --as {name} --out DIR writes a package"
+            raise ConfigError(f"{name} has no protocol to serve: {advice}")
+        return module
     from envgym.remote import dialect
 
     return dialect

@@ -14,9 +14,9 @@ FILES = ("openenv.yaml", "server/app.py", "Dockerfile", "README.md")
 """The files of a project, in which `NAME` stands for the environment's."""
 
 
-def export(name: str, spec: EnvSpec, folder: Path) -> None:
+def export(name: str, spec: EnvSpec, folder: Path) -> str:
     """Write `openenv.yaml`, an app that serves the environment, a Dockerfile and a README into an empty folder, and the
-    environment's description beside them, with its file if it is in one."""
+    environment's description beside them, with its file if it is in one. Return the command to run next."""
     description = json.loads(spec.to_json())
     for file in FILES:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -27,3 +27,4 @@ def export(name: str, spec: EnvSpec, folder: Path) -> None:
         shutil.copy(file, folder)
         description["id"] = f"{Path(file).name}:{target}".removesuffix(":")
     (folder / "environment.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    return f"python {folder}/server/app.py --port 8000"

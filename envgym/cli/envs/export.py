@@ -11,7 +11,7 @@ from envgym.loading import import_target, target_of_name
 
 
 def export_main(arguments: Sequence[str]) -> int:
-    """Write an environment as a project of another framework: its description, an app that serves it, a Dockerfile.
+    """Write an environment as a project of another framework, such as an app that serves it, or a package.
 
     usage: E --as DIALECT --out DIR [key=value …]
     example: envgym envs export math_verify --as openenv --out math_env env.digits=3
@@ -34,6 +34,6 @@ def export_main(arguments: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty: choose another folder with --out")
-        export(name_of(spec), spec, folder)
-    print(f"wrote {folder}. Next:\n  python {folder}/server/app.py --port 8000")
+        commands = export(name_of(spec), spec, folder)
+    print(f"wrote {folder}. Next:\n  {commands}")
     return 0
