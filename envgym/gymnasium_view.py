@@ -93,4 +93,4 @@ def _text(observation: Observation) -> str:
 
 
 def _render(observation: Observation) -> str:
-    return "\n".join(f"{message.role}: {message.text}" for message in observed_messages(observation))
+    return "\n".join(f"{message.role}: {message.printed}" for message in observed_messages(observation))

@@ -19,8 +19,8 @@ from envgym.config.recipes import recipe_names
 ROOT = Path(__file__).parents[1]
 LINKED = ("envs", "agents", "learners")
 HEAVY = {
-    "accelerate", "datasets", "deepspeed", "matplotlib", "numpy", "peft", "pyarrow", "ray", "safetensors", "tokenizers",
-    "torch", "transformers", "vllm",
+    "PIL", "accelerate", "datasets", "deepspeed", "matplotlib", "numpy", "peft", "pyarrow", "ray", "safetensors",
+    "tokenizers", "torch", "transformers", "vllm",
 }  # fmt: skip
 ALLOWED = {
     "envs": {

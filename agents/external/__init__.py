@@ -24,7 +24,7 @@ from envgym.errors import ConfigError, InvalidOutcome
 from envgym.processes import family
 from envgym.render import Renderer
 from envgym.render.renderer import sampling_of
-from envgym.types import Action, Episode, Message, Observation, Outcome, StopReason, Task
+from envgym.types import Action, Episode, Message, Observation, Outcome, StopReason, Task, refuse_images
 
 from .conversation import Conversation
 from .endpoint import Endpoint, PolicyAddress
@@ -104,6 +104,7 @@ class External(Agent):
     async def _answer(self, observation: Observation, task: Task, access: PolicyAddress) -> str:
         """The program's output. Raises `InvalidOutcome` if the program cannot be run, fails or does not end."""
         messages = observation.messages or (Message("user", observation.text or ""),)
+        refuse_images(messages, "an external program")
         observed = {
             "messages": [message.as_dict() for message in messages],
             "tools": [tool.as_dict() for tool in observation.tools],

@@ -138,7 +138,7 @@ class CheckedEpisode(ScriptedEpisode):
 def text_of(observation: Observation) -> str:
     """The text of an observation that the policy reads, tools included."""
     tools = [f"{tool.name} {tool.description} {tool.parameters}" for tool in observation.tools]
-    return "\n".join([*tools, *(message.text for message in observed_messages(observation))])
+    return "\n".join([*tools, *(message.printed for message in observed_messages(observation))])
 
 
 def call_limit(spec: EnvSpec) -> float:

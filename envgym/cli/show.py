@@ -147,7 +147,7 @@ def _show(console: Console, episode: Episode, decode: Callable[[Sequence[int]], 
 
 def content_of(message: Message) -> list[str]:
     """The text of a message, if it has any, and a line for each of its calls."""
-    parts = [message.text] if message.text else []
+    parts = [message.printed] if message.printed else []
     for call in message.tool_calls:
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False, default=str)
         parts.append(f"a call that cannot be read: {call.error}" if call.error else f"calls {call.name}({arguments})")

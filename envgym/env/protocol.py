@@ -9,18 +9,19 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
 from pydantic import Field
 
-from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, ResetNeeded, describe, needs
+from envgym.errors import ConfigError, DataError, InvalidOutcome, InvalidStep, ResetNeeded, describe, needs
 from envgym.loading import user_line
 from envgym.processes.cancellation import call_in_time
 from envgym.processes.threads import DedicatedThread
 from envgym.settings import Settings
 from envgym.types import Action, Message, Observation, Span, Task, as_action, as_observation
 from envgym.types.episodes import check_numbers
+from envgym.types.messages import decoded_images
 
 if TYPE_CHECKING:
     import numpy
@@ -277,9 +278,18 @@ class CheckedEnv(Env):
             self.spans.append(("environment", round(start, 4), round(time.time(), 4)))
         if not (isinstance(result, tuple) and len(result) == len(form.split(",")) and isinstance(result[-1], dict)):
             raise InvalidStep(f"{self.spec.id}: {method.__name__} must return {form}, not {describe(result)}")
+        return await self._checked_observation(result[0]), *result[1:]
+
+    async def _checked_observation(self, value: Any) -> Observation:
+        """An environment's return value as an observation, with images that were decoded on a thread. Raises
+        `InvalidStep` for anything else."""
         try:
-            return as_observation(result[0]), *result[1:]
-        except (TypeError, ValueError) as error:
+            observation = as_observation(value)
+            if any(message.images for message in observation.messages):
+                messages = await asyncio.to_thread(decoded_images, observation.messages)
+                observation = replace(observation, messages=messages)
+            return observation
+        except (TypeError, ValueError, DataError) as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ from envgym.rewards.functions import (
 from envgym.tasks import TaskList, TaskSet, prompt_key
 from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
 from envgym.tasks.config import SourceConfig
-from envgym.types import Action, Episode, Message, Observation, Reward, Task, as_messages
+from envgym.types import Action, Episode, Message, Observation, Reward, Task, as_messages, refuse_images
 
 from .data import DataEnvConfig, DataEnvSpec
 from .protocol import Env, Info, StepResult
@@ -150,6 +150,7 @@ class RewardEnv(Env):
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         if self.config.chat:
             return Observation(messages=as_messages(self.task.prompt)), {}
+        refuse_images(as_messages(self.task.prompt), "a prompt of raw text")
         return Observation(text=prompt_text(self.task)), {}
 
     async def step(self, action: Action) -> StepResult:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from envgym.disk import regular_file
 from envgym.errors import ConfigError, InvalidStep, needs
-from envgym.types import Message, Observation, ToolCall, ToolSpec, observed_messages
+from envgym.types import Message, Observation, ToolCall, ToolSpec, observed_messages, refuse_images
 
 from .spelling import BREAK, IN_APIS, Speller, rewrite
 from .tool_calls import Reading
@@ -110,7 +110,9 @@ class Renderer(ABC):
         return token_id in self.stop_token_ids or token_id in self._special
 
     def escape(self, messages: Iterable[Message]) -> tuple[Message, ...]:
-        """Escape messages for rendering: insert a `BREAK` into every special token that others have spelled out."""
+        """Escape messages for rendering: insert a `BREAK` into every special token that others have spelled out. Raises
+        `InvalidStep` for an image."""
+        refuse_images(messages := tuple(messages), "a model whose tokens are rendered here")
         policy_text, text = self.speller.escape_policy_text, self.speller.escape
         return tuple(rewrite(m, policy_text if m.role == "assistant" else text) for m in messages)
 
@@ -224,7 +226,7 @@ class NoRenderer(Renderer):
 
     def opening(self, observation: Observation) -> tuple[str, list[int]]:
         """An episode's first messages, and no token ids."""
-        text = "\n".join(f"{message.role}: {message.text}" for message in observed_messages(observation))
+        text = "\n".join(f"{message.role}: {message.printed}" for message in observed_messages(observation))
         if self.on_opening is not None:
             self.on_opening(observation, text)
         return text, []

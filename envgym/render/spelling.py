@@ -8,12 +8,13 @@ space is inserted instead.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envgym.types import Message, TextPart, ToolSpec
+from envgym.types import ImagePart, Message, TextPart, ToolSpec
 
 BREAK = "\ufdd0\ufdef"
 """Two code points that Unicode reserves as noncharacters. They are removed from a text that contains them."""
@@ -59,7 +60,12 @@ def rewrite(message: Message, change: Callable[[str], str]) -> Message:
         for call in message.tool_calls
     )
     names: dict[str, Any] = {name: change(getattr(message, name)) for name in ("role", "tool_call_id", "name")}
-    return replace(message, content=(TextPart(change(message.text)),), tool_calls=calls, from_others=False, **names)
+    content: list[TextPart | ImagePart] = []
+    for is_text, run in itertools.groupby(message.content, lambda part: isinstance(part, TextPart)):
+        parts = list(run)  # a token may be spelled across adjacent texts
+        content += [TextPart(change("".join([part.text for part in parts])))] if is_text else parts
+    names["content"] = tuple(content) or (TextPart(""),)
+    return replace(message, tool_calls=calls, from_others=False, **names)
 
 
 def rewrite_tools(tools: Iterable[ToolSpec], change: Callable[[str], str]) -> tuple[ToolSpec, ...]:

@@ -15,7 +15,7 @@ from envgym.net.client import JsonCaller
 from envgym.net.shared_calls import SharedCalls
 from envgym.net.tokens import api_key
 from envgym.render.spelling import escape_for_api, mark_from_others, rewrite
-from envgym.types import Message, as_messages
+from envgym.types import ImagePart, Message, as_messages
 
 from .client import ChatClient, Conversation
 from .declarations import Chat
@@ -45,7 +45,9 @@ class ChatCompletions(JsonCaller):
 
     def body(self, messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
         """The body of a request, with fields added or replaced by `extra`; fields that are None are omitted."""
-        dicts = [rewrite(message, escape_for_api).as_dict(arguments_as_text=True) for message in messages]
+        dicts = [
+            rewrite(message, escape_for_api).as_dict(arguments_as_text=True, image=_image_url) for message in messages
+        ]
         body = {"model": self._chat.model, "messages": dicts, **fields, **self._chat.extra}
         return {name: value for name, value in body.items() if value is not None}
 
@@ -56,6 +58,10 @@ class ChatCompletions(JsonCaller):
         answer = await self.post(f"{self._chat.base_url}/chat/completions", body, defect=defect, tries=tries)
         self.counters.update({name: count or 0 for name, count in usage_of(answer).items()})
         return answer
+
+
+def _image_url(image: ImagePart) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": image.data_uri()}}
 
 
 def first_choice(answer: Any) -> Mapping[str, Any] | None:

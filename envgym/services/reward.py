@@ -17,7 +17,7 @@ from envgym.net.client import JsonCaller, RequestRejected
 from envgym.net.tokens import read_token
 from envgym.processes.runtime import Runtime
 from envgym.render.spelling import escape_for_api, mark_after_prompt, rewrite
-from envgym.types import as_messages
+from envgym.types import Message, as_messages, refuse_images
 from envgym.workers.group import Ranks
 
 from .batches import Batcher
@@ -47,12 +47,11 @@ class RewardModelClient(RewardClient):
         self._batcher: Batcher[Text, Assessment] = Batcher(self._send, size=BATCHES_PER_ROUND * declared.batch_size)
 
     async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:
-        text = conversation if isinstance(conversation, str) else [m.as_dict() for m in as_messages(conversation)]
+        text = conversation if isinstance(conversation, str) else _dicts(as_messages(conversation))
         return await self._submit(text)
 
     async def assess_step(self, prompt: Conversation, steps: Sequence[str], *, is_last: bool) -> float:
-        prompt_messages = [message.as_dict() for message in as_messages(prompt)]
-        text: Text = {"before": prompt_messages, "steps": [*steps], "is_last": is_last}
+        text: Text = {"before": _dicts(as_messages(prompt)), "steps": [*steps], "is_last": is_last}
         return preference((await self._submit(text)).reward)
 
     async def _submit(self, text: Text) -> Assessment:
@@ -196,7 +195,7 @@ class RewardEndpointClient(RewardClient):
         if isinstance(conversation, str):
             return Query(conversation, "", label)
         marked = mark_after_prompt(as_messages(conversation))
-        messages = [rewrite(message, escape_for_api).as_dict() for message in marked]
+        messages = _dicts([rewrite(message, escape_for_api) for message in marked])
         answer = str(messages[-1]["content"])
         prompt = "\n".join(str(message["content"]) for message in messages[:-1])
         if template is None:
@@ -254,6 +253,12 @@ def _assessments(answer: Any, count: int, url: str) -> list[Assessment]:
         )
         for index, reward in enumerate(rewards)
     ]
+
+
+def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as a reward model takes them. Raises `InvalidStep` for an image."""
+    refuse_images(messages, "a reward model")
+    return [message.as_dict() for message in messages]
 
 
 def _numbers(value: Any, count: int) -> list[float] | None:

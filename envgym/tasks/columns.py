@@ -213,7 +213,10 @@ def key_of(text: str) -> int:
 
 
 def _key(messages: Iterable[Message]) -> int:
-    lines = [f"{message.role} {' '.join(message.text.split())}" for message in messages]
+    lines = []
+    for message in messages:
+        names = [f" {image.sha256}" for image in message.images]
+        lines.append(f"{message.role} {' '.join(message.text.split())}{''.join(names)}")
     return key_of("\n".join(lines))
 
 
@@ -246,7 +249,7 @@ def _prompt(
         messages = as_messages(value)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise DataError(f"{location}: field {name!r}: {error}") from None
-    if not may_be_empty and not any(message.text.strip() for message in messages):
+    if not may_be_empty and not any(message.text.strip() or message.images for message in messages):
         raise DataError(f"{location}: field {name!r} is empty")
     return (value if isinstance(value, str) else messages), messages
 

@@ -23,6 +23,7 @@ from .episodes import (
     number_rows,
     timed,
 )  # fmt: skip
+from .images import ImagePart, ImageSpan
 from .messages import (
     Action,
     Message,
@@ -39,12 +40,12 @@ from .messages import (
     check_json,
     int_array,
     observed_messages,
+    refuse_images,
 )  # fmt: skip
 
 __all__ = [
-    "Action", "Episode", "Group", "Limit", "Message", "Objective", "Observation", "Outcome", "Reward", "Role", "Row",
-    "SeedScope", "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn",
-    "VersionSpan", "add_instruction", "as_action", "as_messages", "as_observation", "check_json",
-    "float_array", "int_array",
-    "number_rows", "observed_messages", "timed",
+    "Action", "Episode", "Group", "ImagePart", "ImageSpan", "Limit", "Message", "Objective", "Observation", "Outcome",
+    "Reward", "Role", "Row", "SeedScope", "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall",
+    "ToolSpec", "Turn", "VersionSpan", "add_instruction", "as_action", "as_messages", "as_observation", "check_json",
+    "float_array", "int_array", "number_rows", "observed_messages", "refuse_images", "timed",
 ]  # fmt: skip

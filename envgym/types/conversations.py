@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .images import KINDS, ImagePart, image_of
+
 CALL = "function_call"
 """The role of a turn that is a call, in ShareGPT's files."""
 ROLES = {
@@ -32,11 +34,27 @@ def known_role(name: str) -> str:
 def texts_of(content: Any) -> list[str]:
     """The texts of a message's content, which is text or a list of parts. Raises `TypeError` for a part that is no
     text, such as an image."""
+    return [_text_of(part) for part in _parts(content)]
+
+
+def parts_of(content: Any) -> list[str | ImagePart]:
+    """The texts and images of a message's content, which is text or a list of parts. Raises `TypeError` for a part that
+    is neither, and `ValueError` for a file that is no image."""
+    return [_image_of(part) or _text_of(part) for part in _parts(content)]
+
+
+def _parts(content: Any) -> Sequence[Any]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, Sequence):
         raise TypeError(f"the content of a message is text or a list of its parts, not {type(content).__name__}")
-    return [_text_of(part) for part in content]
+    return content
+
+
+def _image_of(part: Any) -> ImagePart | None:
+    if isinstance(part, ImagePart):
+        return part
+    return image_of(part) if isinstance(part, Mapping) and part.get("type") in KINDS else None
 
 
 def _text_of(part: Any) -> str:
@@ -48,16 +66,16 @@ def _text_of(part: Any) -> str:
         thought = "".join(texts_of(part.get("thinking") or part.get("reasoning") or ""))
         return f"{THINK}\n{thought.strip()}\n{END_OF_THOUGHT}\n\n" if thought.strip() else ""
     name = f"of type {kind!r}" if kind else f"{part!r:.60}"
-    raise TypeError(f"a message has a part {name}: only text is trained on so far, so leave out rows with other parts")
+    raise TypeError(f"a message has a part {name}, which is not read here: leave out rows with such parts")
 
 
-def with_thought(item: Mapping[str, Any], texts: list[str]) -> list[str]:
-    """The texts of an assistant's message with the thought that a field of it holds, between `<think>` and `</think>`:
+def with_thought(item: Mapping[str, Any], parts: list[str | ImagePart]) -> list[str | ImagePart]:
+    """The parts of an assistant's message with the thought that a field of it holds, between `<think>` and `</think>`:
     the renderer gives it to a template that takes it elsewhere."""
     thought = next((item[name] for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()), "")
-    if not thought or any(END_OF_THOUGHT in text for text in texts):
-        return texts
-    return [f"{THINK}\n{thought.strip()}\n{END_OF_THOUGHT}\n\n", *texts]
+    if not thought or any(isinstance(part, str) and END_OF_THOUGHT in part for part in parts):
+        return parts
+    return [f"{THINK}\n{thought.strip()}\n{END_OF_THOUGHT}\n\n", *parts]
 
 
 def called_in(content: Any) -> tuple[str, list[Any]]:

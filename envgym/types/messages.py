@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-from envgym.errors import coroutines_in, describe
+from envgym.errors import InvalidStep, coroutines_in, describe
 
-from .conversations import CALL, called_in, known_role, texts_of, with_thought
+from .conversations import CALL, called_in, known_role, parts_of, with_thought
+from .images import FORMS, ImagePart, decoded
 
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """A piece of text in a message. Text is the only kind of part so far."""
+    """A piece of text in a message."""
 
     text: str
 
@@ -51,23 +52,24 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message: `Message("user", "hi")`, or `Message.user("hi")`.
+    """One chat message: `Message("user", "hi")`, or `Message.user("hi")`; with an image `Message.user("See:", image)`.
 
-    `role` is `system`, `user`, `assistant` or `tool`. `content` is text or parts of it, and is stored as a tuple of
-    `TextPart`. An assistant's message may hold `tool_calls`; a tool's result names its call (`tool_call_id`) and the
-    tool (`name`). `from_others` marks text by the policy, a tool or another player: special tokens spelled in it are
-    ordinary characters. Tool results and replies to the policy are always rendered so.
+    `role` is `system`, `user`, `assistant` or `tool`. `content` is text, an image (see `ImagePart.from_value`), or a
+    list of them, and is stored as a tuple of `TextPart` and `ImagePart`. An assistant's message may hold `tool_calls`;
+    a tool's result names its call (`tool_call_id`) and the tool (`name`). `from_others` marks text by the policy, a
+    tool or another player: special tokens spelled in it are ordinary characters. Tool results and replies to the policy
+    are always rendered so.
 
     `weight` is the weight of a recorded turn in the loss; a turn of weight 0 is not trained on. `unlearned` are the
     parts of its text that are not trained on, as (start, end), the end excluded. Both count characters from the end of
     the text: -1 is the last one, 0 the position after it. Messages that differ only in `weight` and `unlearned` are
     equal.
 
-    Raises `TypeError` for content of another type.
+    Raises `TypeError` for content of another type, and `ValueError` for a file that is no image.
     """
 
     role: str
-    content: tuple[TextPart, ...]
+    content: tuple[TextPart | ImagePart, ...]
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
@@ -78,18 +80,25 @@ class Message:
     if TYPE_CHECKING:  # `__post_init__` converts these wider types
 
         def __init__(
-            self, role: str, content: str | Sequence[str | TextPart], tool_calls: tuple[ToolCall, ...] = (),
+            self, role: str, content: Any, tool_calls: tuple[ToolCall, ...] = (),
             tool_call_id: str = "", name: str = "", from_others: bool = False, weight: float = 1.0,
             unlearned: tuple[tuple[int, int], ...] = (),
         ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
         parts: Any = self.content if isinstance(self.content, list | tuple) else (self.content,)
-        content = []
+        content: list[TextPart | ImagePart] = []
         for part in parts:
-            if not isinstance(part, str | TextPart):
-                raise TypeError(f"the content of a message is text or a list of texts, not {type(part).__name__}")
-            content.append(TextPart(part) if isinstance(part, str) else part)
+            if isinstance(part, str | TextPart):
+                content.append(TextPart(part) if isinstance(part, str) else part)
+                continue
+            try:
+                content.append(ImagePart.from_value(part))
+            except TypeError:
+                kind = type(part).__name__
+                raise TypeError(
+                    f"the content of a message is text, an image ({FORMS}), or a list of these, not {kind}"
+                ) from None
         object.__setattr__(self, "content", tuple(content))
 
     @classmethod
@@ -97,8 +106,8 @@ class Message:
         return cls("system", text)
 
     @classmethod
-    def user(cls, text: str) -> Message:
-        return cls("user", text)
+    def user(cls, *parts: Any) -> Message:
+        return cls("user", parts)
 
     @classmethod
     def assistant(cls, text: str) -> Message:
@@ -106,16 +115,41 @@ class Message:
 
     @property
     def text(self) -> str:
+        """Its text, without its images."""
         return "".join([part.text for part in self.content])
 
-    def as_dict(self, *, arguments_as_text: bool = False, with_errors: bool = False) -> dict[str, Any]:
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """Its images, in order."""
+        return tuple([part for part in self.content if isinstance(part, ImagePart)])
+
+    @property
+    def printed(self) -> str:
+        """Its content for people: `[image 64 x 48]` stands for an image."""
+        return "".join([part.label if isinstance(part, ImagePart) else part.text for part in self.content])
+
+    def as_dict(
+        self, *, arguments_as_text: bool = False, with_errors: bool = False,
+        image: Callable[[ImagePart], Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """The form that chat templates and OpenAI-compatible APIs take, `{"role": …, "content": …}` at least.
+
+        The content of a message with images is a list of parts, its images in the form that `image` makes of them.
+        Without `image`, as in records, it is the text, and `parts` has the parts with the images' names.
 
         A call's arguments are a mapping, which templates expect, or JSON text, which APIs expect. The key `from_others`
         appears only if it is true; templates and APIs get escaped messages, where it is false. `with_errors` adds the
         `error` of a malformed call, for records.
         """
         result: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.images:
+            parts = [
+                {"type": "text", "text": part.text}
+                if isinstance(part, TextPart)
+                else part.as_dict() if image is None else image(part)
+                for part in self.content
+            ]  # fmt: skip
+            result["parts" if image is None else "content"] = parts
         if self.tool_calls:
             result["tool_calls"] = []
             for call in self.tool_calls:
@@ -134,8 +168,8 @@ class Message:
 
 
 def joined_text(messages: Sequence[Message]) -> str:
-    """The texts of messages, with a line break between two of them."""
-    return "\n".join([message.text for message in messages])
+    """The texts of messages, with a line break between two of them, and `[image 64 x 48]` for an image."""
+    return "\n".join([message.printed for message in messages])
 
 
 def add_instruction(prompt: str | Sequence[Message], instruction: str, separator: str = "\n\n") -> list[Message]:
@@ -143,9 +177,13 @@ def add_instruction(prompt: str | Sequence[Message], instruction: str, separator
     one. An empty instruction adds nothing."""
     messages = list(as_messages(prompt))
     if instruction:
+        parts: list[Any] = [instruction]
         if messages and messages[-1].role == "user":
-            instruction = f"{messages.pop().text}{separator}{instruction}"
-        messages.append(Message("user", instruction))
+            last = messages.pop()
+            parts = (
+                [*last.content, f"{separator}{instruction}"] if last.images else [last.text + separator + instruction]
+            )
+        messages.append(Message("user", parts))
     return messages
 
 
@@ -155,7 +193,8 @@ def as_messages(
     """Convert a prompt to messages. Text becomes one user message, a mapping a `Message`, a single message a list of
     one. Mappings may be in other programs' forms (`conversations`).
 
-    Raises `TypeError` for anything else, and for parts that are no text; `ValueError` for a call that names no tool.
+    Raises `TypeError` for anything else, and for parts that are neither text nor an image; `ValueError` for a call that
+    names no tool, and for a file that is no image.
     """
     if isinstance(prompt, str):
         return (Message("user", prompt),)
@@ -179,14 +218,14 @@ def as_messages(
 
 def _message(item: Mapping[str, Any]) -> Message:
     """The inverse of `Message.as_dict`; a call's arguments may be JSON text, as the APIs write them."""
-    role, content = known_role(item["role"]), item.get("content") or ""
+    role, content = known_role(item["role"]), _recorded_parts(item) or item.get("content") or ""
     described = item.get("tool_calls") or ([item["function_call"]] if item.get("function_call") else [])
     if role == CALL:
         role = "assistant"
         content, described = called_in(content)
-    texts = texts_of(content)
+    parts = parts_of(content)
     if role == "assistant":
-        texts = with_thought(item, texts)
+        parts = with_thought(item, parts)
     calls = []
     for call in _parsed(described, "a call"):
         function = (call.get("function") or call) if isinstance(call, Mapping) else {}
@@ -197,7 +236,35 @@ def _message(item: Mapping[str, Any]) -> Message:
     ids = (str(item.get("tool_call_id") or ""), str(item.get("name") or ""))
     weight = item["weight"] if isinstance(item.get("weight"), int | float) else 1.0
     unlearned = item["unlearned"] if isinstance(item.get("unlearned"), tuple) else ()  # no file holds tuples
-    return Message(role, texts, tuple(calls), *ids, bool(item.get("from_others")), weight, unlearned)
+    return Message(role, parts, tuple(calls), *ids, bool(item.get("from_others")), weight, unlearned)
+
+
+def _recorded_parts(item: Mapping[str, Any]) -> list[Any]:
+    """The parts of a record's message with images, which a Parquet file has as JSON text. Empty for other messages."""
+    parts: Any = item.get("parts")
+    if isinstance(parts, str) and '"sha256"' in parts:
+        parts = _parsed(parts, "the parts of a message")
+    if not isinstance(parts, list):
+        return []
+    return parts if any(isinstance(part, Mapping) and "sha256" in part for part in parts) else []
+
+
+def decoded_images(
+    messages: Iterable[Message], store: Callable[[ImagePart], ImagePart] = lambda image: image
+) -> tuple[Message, ...]:
+    """The messages with each image as its file says, read to the end (`images.decoded`), and then as `store` returns
+    it. Raises `ValueError` and `DataError` for an image that cannot be read."""
+
+    def change(part: TextPart | ImagePart) -> TextPart | ImagePart:
+        return store(decoded(part)) if isinstance(part, ImagePart) else part
+
+    return tuple([replace(m, content=tuple(map(change, m.content))) if m.images else m for m in messages])
+
+
+def refuse_images(messages: Iterable[Message], reader: str) -> None:
+    """Raise `InvalidStep` for a message with an image, which the `reader` (`a reward model`) does not take."""
+    if any(message.images for message in messages):
+        raise InvalidStep(f"a message has an image, and {reader} takes text alone: leave images out")
 
 
 def _parsed(value: Any, tool: str) -> Any:

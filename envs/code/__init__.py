@@ -16,7 +16,7 @@ from envgym.errors import DataError
 from envgym.sandbox import Limits, Sandbox
 from envgym.tasks import GeneratedTasks
 from envgym.tasks.columns import ANSWER_FIELDS, PROMPT_FIELDS
-from envgym.types import Action, Message, Observation, Task, add_instruction, as_messages
+from envgym.types import Action, Message, Observation, Task, add_instruction, as_messages, refuse_images
 
 from .cases import Case, long_integers, read_cases
 from .grading import SuiteResult, grade
@@ -64,6 +64,7 @@ class CodeEnv(Env):
         self.cases = self.spec.cases(self.task)
         self.attempts_left = self.config.attempts
         if self.config.completion:
+            refuse_images(as_messages(self.task.prompt), "a prompt of raw text")
             return Observation(text=prompt_text(self.task)), {}
         return add_instruction(self.task.prompt, self.config.instruction), {}
 

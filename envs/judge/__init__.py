@@ -14,7 +14,7 @@ from envgym.env import Env, Info, StepResult
 from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.services import Chat, ChatClient, Service
-from envgym.types import Action, Episode, Message, Reward, Task, as_messages
+from envgym.types import Action, Episode, Message, Reward, Task, as_messages, refuse_images
 
 from .prompts import Question, ranking_prompt, scoring_prompt
 from .replies import ranking_in, score_in
@@ -149,6 +149,7 @@ class JudgeSpec(DataEnvSpec):
 
 def _question(task: Task, rubric: str) -> Question:
     messages = as_messages(task.prompt)
+    refuse_images(messages, "a judge")
     is_single = len(messages) == 1
     text = "\n\n".join(message.text if is_single else f"{message.role}: {message.text}" for message in messages)
     return Question(text, "" if task.answer is None else str(task.answer), rubric)

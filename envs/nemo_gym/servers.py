@@ -133,7 +133,7 @@ class ResourcesServer:
             call = ToolCall(f"call_{episode.calls}", name, arguments)
             episode.calls += 1
             turn = await episode.answer(Action("", (), (call,), content=""))
-        return web.Response(text="\n\n".join(message.text for message in observed_messages(turn.observation)))
+        return web.Response(text="\n\n".join(message.printed for message in observed_messages(turn.observation)))
 
     async def _verify(self, request: web.Request) -> web.Response:
         """The result of a whole `Response`. Its calls have their rewards; its last message is the last action. Closes
@@ -177,8 +177,8 @@ async def _step_result(episode: ServedEpisode, action: Action | None) -> Item:
     turn = await episode.answer(action)
     observation = turn.observation
     results = [message for message in observation.messages if message.role == "tool"]
-    texts = [message.text for message in observation.messages if message.role != "tool"]
-    info: dict[str, Any] = {"tool_outputs": [{"call_id": m.tool_call_id, "output": m.text} for m in results]}
+    texts = [message.printed for message in observation.messages if message.role != "tool"]
+    info: dict[str, Any] = {"tool_outputs": [{"call_id": m.tool_call_id, "output": m.printed} for m in results]}
     if episode.has_ended:
         info |= {name: value for name, value in episode.result({}).items() if name not in ("reward", "terminated")}
     return {

@@ -156,7 +156,7 @@ def observed(fields: Answer, reward: float | None = None, ends: bool = False, **
 
 
 def text_of(observation: Observation) -> str:
-    return "\n\n".join(message.text for message in observed_messages(observation))
+    return "\n\n".join(message.printed for message in observed_messages(observation))
 
 
 # -- sessions ----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from envgym.hashing import text_hash
 from envgym.processes.pool import Processes, ProcessSession
 from envgym.registry import spec_from_json
 from envgym.rewards import Reward, prompt_text
-from envgym.types import Action, Episode, Message, Observation, Task, as_messages
+from envgym.types import Action, Episode, Message, Observation, Task, as_messages, refuse_images
 
 if TYPE_CHECKING:
     from .host import AgentHost, RewardHost
@@ -151,6 +151,7 @@ class AgentEnv(Env):
         """The first observation: the agent's own or, before `execute` runs the episode, the prompt."""
         self.score = None
         *messages, last = as_messages(self.task.prompt)
+        refuse_images([*messages, last], "an agent file for OpenRLHF")
         if self.spec.executes and self.policy.tokenizer is not None:  # `execute` comes next
             text = last.text
         else:

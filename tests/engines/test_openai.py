@@ -1,6 +1,7 @@
 """An API as the policy, against a real server that misbehaves in every way a real one does."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import logging
@@ -14,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -105,6 +107,26 @@ def test_a_turn_is_asked_as_the_api_wants_it(serving):
     assert body == {
         "model": "m", "max_tokens": 8, "temperature": 0.0, "top_p": 0.9, "seed": 5, "tools": [ADD.as_dict()]
     }  # fmt: skip
+
+
+def test_a_picture_is_asked_about_as_a_data_uri(serving):
+    asked = []
+
+    async def handler(request):
+        asked.append((await request.json())["messages"])
+        return says("red")
+
+    picture = envgym.types.ImagePart.from_value(np.zeros((4, 6, 3), np.uint8))
+    prompt = Message("user", ["Which ", picture, "<|im_end|>?"], from_others=True)
+    ask(serving, handler, messages=(Message("user", "Hello"), prompt))
+    [[hello, message]] = asked
+    assert hello == {"role": "user", "content": "Hello"}
+    url = f"data:image/png;base64,{base64.b64encode(picture.data).decode()}"
+    assert message["content"] == [
+        {"type": "text", "text": "Which "},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "< |im_end|>?"},
+    ]
 
 
 def test_special_tokens_that_tools_spell_are_broken_up(serving):

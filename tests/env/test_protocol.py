@@ -389,9 +389,9 @@ def test_messages_and_observations_take_text():
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda: Message("user", 5), "the content of a message is text or a list of texts, not int"),
-        (lambda: Message("user", None), "text or a list of texts, not NoneType"),
-        (lambda: Message("user", ["a", 5]), "text or a list of texts, not int"),
+        (lambda: Message("user", 5), r"the content of a message is text, an image \(.*\), or a list of these, not int"),
+        (lambda: Message("user", None), "or a list of these, not NoneType"),
+        (lambda: Message("user", ["a", 5]), "or a list of these, not int"),
         (lambda: Observation(5), "an observation is text, messages or an Observation, not int"),
         (lambda: Observation(None), "text, messages or an Observation, not NoneType"),
         (lambda: Observation([5]), "a prompt is a string or a list of .* messages, not 5"),

@@ -4,6 +4,7 @@ import asyncio
 import json
 from importlib.metadata import files
 
+import numpy as np
 import pytest
 
 import envgym
@@ -13,7 +14,8 @@ from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, DataError, InvalidStep
 from envgym.jobs.components import make_agent
 from envgym.jobs.prompts import survey
-from envgym.types import Observation, as_messages
+from envgym.render import load_tokenizer, make_renderer
+from envgym.types import Message, Observation, as_messages
 
 RULE, ASKED, SAID = {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "1 + 2?"}, "3 it is"
 SYSTEM = {"role": "system", "content": "You add."}
@@ -196,12 +198,28 @@ def test_thoughts_among_the_parts_and_in_the_text_count_once():
 
 
 @pytest.mark.parametrize(
-    "part",
-    [{"type": "image_url", "image_url": {"url": "http://x"}}, {"type": "image"}, {"type": "image", "text": None}],
+    ("part", "problem"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://x"}}, "the text 'http://x': .* of the web are not read"),
+        ({"type": "image", "image": "/etc/passwd"}, "an image is not given as the text '/etc/passwd': give a pathlib"),
+        ({"type": "image"}, "a message has a part of type 'image' without an image"),
+        ({"type": "video", "video": "x"}, "a message has a part of type 'video', which is not read here"),
+    ],
 )
-def test_an_image_is_one_sentence(part):
-    with pytest.raises(TypeError, match=r"a message has a part of type 'image.*': only text is trained on so far"):
+def test_a_part_that_is_neither_text_nor_an_image_is_one_sentence(part, problem):
+    with pytest.raises((TypeError, ValueError), match=problem):
         as_messages([{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}])
+
+
+def test_a_picture_that_would_be_rendered_as_tokens_is_refused(tiny_model):
+    picture = Message.user("What is it?", np.zeros((4, 4, 3), np.uint8))
+    dialogue = make_renderer("chat", load_tokenizer(tiny_model)).dialogue()
+    with pytest.raises(InvalidStep, match="a message has an image, and a model whose tokens are rendered here takes"):
+        dialogue.start(Observation(messages=(picture,)))
+    dialogue.start(Observation(messages=(Message.user("What is it?"),)))
+    dialogue.add_policy_turn([5, 0])
+    with pytest.raises(InvalidStep, match="a message has an image, and a model whose tokens are rendered here takes"):
+        dialogue.add_observation(Observation(messages=(picture,)))
 
 
 def test_a_policy_that_writes_in_channels_is_refused_and_its_recordings_are_not(tiny_model, tmp_path):

@@ -122,7 +122,7 @@ async def choose_task(spec: EnvSpec, seed: int, word: tuple[str, int] | None) ->
 
 def lines_of(observation: Observation) -> list[tuple[str, str]]:
     """An observation as pairs of role and text."""
-    lines = [(_speaker(message), message.text) for message in observation.messages]
+    lines = [(_speaker(message), message.printed) for message in observation.messages]
     return lines if observation.text is None else [*lines, ("text", observation.text)]
 
 
