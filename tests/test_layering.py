@@ -39,6 +39,7 @@ FOREIGN = {
     "envs/nemo_gym": {"envgym.agent", "envgym.agents", "envgym.render", "envgym.rollout.scripted"},
     "envs/openenv": {"envgym.remote.access", "envgym.remote.transport"},
     "envs/openrlhf": {"envgym.agent", "envgym.agents", "envgym.transcript"},
+    "envs/verifiers": {"envgym.render"},
 }
 """What another framework's folder imports beside: it holds their agents, and servers that speak as theirs do."""
 SEE_THE_RUN = ("api.py", "cli", "config", "jobs", "placement", "training")

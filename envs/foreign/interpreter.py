@@ -60,10 +60,11 @@ class ForeignInterpreter:
         pipe = asyncio.subprocess.PIPE
         # -P: modules beside fork_server.py must not stand in for the framework's.
         files = (family.__file__, self._worker, self._folder)
+        environ = passed_environment(self._environ)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 self._python, "-P", fork_server.__file__, str(os.getpid()), *files,
-                stdin=pipe, stdout=pipe, stderr=pipe, env=passed_environment(self._environ), start_new_session=True, limit=MAX_LINE,
+                stdin=pipe, stdout=pipe, stderr=pipe, env=environ, start_new_session=True, limit=MAX_LINE,
             )  # fmt: skip
         except OSError as error:
             shutil.rmtree(self._folder)

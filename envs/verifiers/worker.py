@@ -182,7 +182,7 @@ def _adapt_runtime(folder: Path) -> None:
     def path_here(path: str) -> str:
         return str(folder / Path(path).name) if path.startswith("/tmp/vf-port-") else path
 
-    class Runtime(subprocess_runtime.SubprocessRuntime):  # type: ignore[misc]
+    class EpisodeRuntime(subprocess_runtime.SubprocessRuntime):  # type: ignore[misc]
         async def _read(self, path: str, max_bytes: int | None = None) -> Any:
             return await super()._read(path_here(path), max_bytes)
 
@@ -200,7 +200,7 @@ def _adapt_runtime(folder: Path) -> None:
             file.write_text(text, encoding="utf-8")
             return [sys.executable, str(file)]
 
-    runtimes.SubprocessRuntime = Runtime
+    runtimes.SubprocessRuntime = EpisodeRuntime
 
 
 def _has_packages_of(script: str) -> bool:

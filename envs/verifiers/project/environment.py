@@ -76,8 +76,8 @@ class EnvgymEnv(vf.Env[EnvgymConfig]):
         """Play an episode. Its reward is the sum over the steps; a failure of the environment is the episode's."""
         env, tools, rewards, ends = self.spec.make(), (), [], False
         try:
-            posed = await self.spec.tasks(task.data.split).get(task.data.index)
-            observation, _ = await env.reset(seed=task.data.index, options={"task": posed})
+            envgym_task = await self.spec.tasks(task.data.split).get(task.data.index)
+            observation, _ = await env.reset(seed=task.data.index, options={"task": envgym_task})
             async with agents.agent.interaction(task) as interaction:
                 trace = interaction.trace
                 while not ends:
