@@ -283,7 +283,12 @@ def _check_episode(episode, answers):
 
 # -- the real packages of other frameworks ----------------------------------------------------------------
 
-PACKAGES = {"nemo_gym_package": "NeMo-Gym", "openenv_package": "OpenEnv", "litellm_package": "LiteLLM"}
+PACKAGES = {
+    "nemo_gym_package": "NeMo-Gym",
+    "openenv_package": "OpenEnv",
+    "litellm_package": "LiteLLM",
+    "harbor_package": "Harbor",
+}
 """The fixtures that install a framework, and its name."""
 
 
@@ -301,6 +306,15 @@ def nemo_gym_package() -> tuple[Path, dict[str, str]]:
 def openenv_package() -> tuple[Path, dict[str, str]]:
     """The real OpenEnv: its Python, and the variables to run it with."""
     return install("envs/openenv", "openenv-0.10.0", sys.executable)
+
+
+@pytest.fixture(scope="session")
+def harbor_package() -> tuple[Path, dict[str, str]]:
+    """The real Harbor: its Python, and the variables to run it with. Skips where there is no Python 3.12."""
+    python = _python_3_12()
+    if python is None:
+        pytest.skip("Harbor needs Python 3.12, and there is none here")
+    return install("envs/harbor", "harbor-0.25.0", python)
 
 
 @pytest.fixture(scope="session")

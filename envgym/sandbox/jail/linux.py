@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
+import socket
+import struct
 from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -23,6 +26,7 @@ _CAPABILITIES = 64  # more than there are; the kernel rejects unknown ones
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR = 442  # <asm-generic/unistd.h>; system calls from 424 on have one number everywhere
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1  # <linux/sockios.h>, <net/if.h>
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
 
 
@@ -55,12 +59,27 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 def make_read_only(target: str, *, devices: bool = False, recursive: bool = True) -> None:
     """Make a mount (and those below it) read-only, without set-user-id programs and devices (unless `devices`)."""
     attributes = _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | (0 if devices else _MOUNT_ATTR_NODEV)
+    _add_attributes(target, attributes, _AT_RECURSIVE if recursive else 0)
+
+
+def refuse_devices(target: str) -> None:
+    """Make a mount one without set-user-id programs and devices."""
+    _add_attributes(target, _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, 0)
+
+
+def _add_attributes(target: str, attributes: int, flags: int) -> None:
     settings = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
-    flags = _AT_RECURSIVE if recursive else 0
     syscall(
         _MOUNT_SETATTR, _AT_FDCWD, os.fsencode(target), flags, settings, ctypes.c_size_t(32),
         label=f"mount_setattr {target}",
     )  # fmt: skip
+
+
+def start_loopback() -> None:
+    """Start the loopback interface of a network namespace just made."""
+    request = bytearray(struct.pack("16sH22x", b"lo", _IFF_UP))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as interface:
+        fcntl.ioctl(interface, _SIOCSIFFLAGS, request)
 
 
 def pivot_into(folder: str) -> None:

@@ -27,7 +27,7 @@ from .program import (
     write_files,
 )
 
-_ROOT = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.abspath(__file__))
 """Mount point of the new root. Any folder does: only the program's own mount namespace sees it there."""
 _SCRATCH, _HOME, _TEMPORARY, _SHARED, _PACKAGES = "/box", "/box/work", "/box/tmp", "/box/shm", "/packages"
 _DEVICES = ("null", "random", "urandom")
@@ -63,11 +63,11 @@ def become_init(way: str, program: Program, host: HostPaths, streams: Streams) -
     linux.unshare(linux.CLONE_NEWNS, "mount namespaces")
     proc = os.open("/proc", os.O_PATH)
     _build(program, host)
-    linux.pivot_into(_ROOT)
+    linux.pivot_into(ROOT)
     linux.make_read_only("/", devices=True, recursive=False)
     stdin = os.open("/dev/stdin", os.O_RDONLY)
     os.chdir(_HOME)
-    _become_nobody(way, proc)
+    become_nobody(way, proc)
     linux.drop_capabilities()
     linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nobody looks into this process
     reset_signals()  # process 1 is immune to signals from within, unless it handles them
@@ -104,50 +104,55 @@ def _start(program: Program, host: HostPaths, stdin: int, streams: Streams) -> N
 
 
 def _build(program: Program, host: HostPaths) -> None:
-    """Put the new file system together at `_ROOT`."""
+    """Put the new file system together at `ROOT`."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     size = _ROOT_BYTES + len(program.stdin)
-    linux.mount("tmpfs", _ROOT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, f"size={size},mode=755")
+    linux.mount("tmpfs", ROOT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, f"size={size},mode=755")
     for path in host.readable:
-        if os.path.islink(path):  # /lib -> usr/lib
-            os.makedirs(os.path.dirname(_ROOT + path), exist_ok=True)
-            os.symlink(os.readlink(path), _ROOT + path)
-        else:
-            _show(path, path)
+        show(path)
     for path in host.hidden_paths:
         flags = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
-        linux.mount("tmpfs", _ROOT + path, "tmpfs", flags, "size=4k,mode=755")
+        linux.mount("tmpfs", ROOT + path, "tmpfs", flags, "size=4k,mode=755")
     for path in host.packages.values():
-        _show(path, f"{_PACKAGES}/{os.path.basename(path)}")
+        show(path, f"{_PACKAGES}/{os.path.basename(path)}")
     for device in _DEVICES:
-        _show(f"/dev/{device}", f"/dev/{device}", devices=True)
-    os.makedirs(_ROOT + _SCRATCH)
+        show(f"/dev/{device}", devices=True)
+    os.makedirs(ROOT + _SCRATCH)
     options = f"size={program.disk_mb}m,nr_inodes={program.files + 8},mode=755"
-    linux.mount("tmpfs", _ROOT + _SCRATCH, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC, options)
+    linux.mount("tmpfs", ROOT + _SCRATCH, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC, options)
     for folder in (_HOME, _TEMPORARY, _SHARED):
-        os.mkdir(_ROOT + folder, 0o700)
-        os.chown(_ROOT + folder, NOBODY, NOBODY)
-    os.symlink(_TEMPORARY, f"{_ROOT}/tmp")
-    os.symlink(_SHARED, f"{_ROOT}/dev/shm")
-    with open(f"{_ROOT}/dev/stdin", "wb") as file:
+        os.mkdir(ROOT + folder, 0o700)
+        os.chown(ROOT + folder, NOBODY, NOBODY)
+    os.symlink(_TEMPORARY, f"{ROOT}/tmp")
+    os.symlink(_SHARED, f"{ROOT}/dev/shm")
+    with open(f"{ROOT}/dev/stdin", "wb") as file:
         file.write(program.stdin)
 
 
-def _show(source: str, target: str, *, devices: bool = False) -> None:
-    """Make a file or folder of this machine visible in the new root, read-only."""
-    place = _ROOT + target
+def show(source: str, target: str = "", *, devices: bool = False, writable: bool = False) -> None:
+    """Make a file or folder of this machine visible in the new root as `target` (default: by its path), read-only
+    unless `writable`. A link by its path stays one."""
+    place = ROOT + (target or source)
+    if os.path.islink(source) and not target:  # /lib -> usr/lib
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.symlink(os.readlink(source), place)
+        return
     if os.path.isdir(source):
         os.makedirs(place, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(place), exist_ok=True)
         with open(place, "xb"):
             pass
-    linux.mount(source, place, None, linux.MS_BIND | linux.MS_REC)
-    linux.make_read_only(place, devices=devices)
+    linux.mount(source, place, None, linux.MS_BIND | (0 if writable else linux.MS_REC))
+    if writable:
+        linux.refuse_devices(place)
+    else:
+        linux.make_read_only(place, devices=devices)
 
 
-def _become_nobody(way: str, proc: int) -> None:
-    """Enter a user namespace of the program's own, whose only user is nobody, without rights over anything here.
+def become_nobody(way: str, proc: int, number: int = NOBODY) -> None:
+    """Enter a user namespace of the program's own, whose only user is nobody, without rights over anything here. In
+    it that user has `number`. `proc` is an open `/proc`, which is closed.
 
     The kernel counts its processes apart from those of all others, so that a limit on them is the program's own.
     """
@@ -157,13 +162,13 @@ def _become_nobody(way: str, proc: int) -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
         linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else the files below would still be root's
     linux.unshare(linux.CLONE_NEWUSER, "a second user namespace")
-    _map_users(proc, NOBODY, NOBODY)
+    _map_users(proc, NOBODY, NOBODY, number)
     os.close(proc)
 
 
-def _map_users(proc: int, user: int, group: int) -> None:
-    """Call this user and group nobody in the namespace just made. `proc` is an open `/proc`."""
-    texts = {"setgroups": "deny", "uid_map": f"{NOBODY} {user} 1", "gid_map": f"{NOBODY} {group} 1"}
+def _map_users(proc: int, user: int, group: int, number: int = NOBODY) -> None:
+    """Give this user and group `number` in the namespace just made. `proc` is an open `/proc`."""
+    texts = {"setgroups": "deny", "uid_map": f"{number} {user} 1", "gid_map": f"{number} {group} 1"}
     for name, text in texts.items():
         file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
         os.write(file, text.encode())

@@ -25,6 +25,7 @@ _FIRST_UNLISTED = 463
 _CLONE, _CLONE3, _MMAP, _PRLIMIT = (56, 220), (435, 435), (9, 222), (302, 261)
 _SOCKETPAIR, _SIGACTION, _KILL, _TGKILL = (53, 199), (13, 134), (62, 129), (234, 131)
 _FCNTL, _IOCTL, _OPEN, _OPENAT, _OPENAT2 = (72, 25), (16, 29), (2, None), (257, 56), (437, 437)
+_SOCKET, _ISOLATED_FAMILIES = (41, 198), (1, 2, 10, 16)  # Unix, IPv4, IPv6, netlink
 _UNIX_FAMILY, _STREAM, _KIND_OF_SOCKET = 1, 1, 0xF
 _CLONE_THREAD = 0x00010000
 _MAP_SHARED_ANONYMOUS = 0x21
@@ -49,27 +50,29 @@ def _denied(kind: str) -> list[tuple[int | None, int | None]]:
 
 
 # Read when the server starts, because a program's process cannot open the file.
-_DENIED, _DENIED_WITHOUT_NAMESPACES = _denied("always"), _denied("without namespaces")
+_DENIED, _DENIED_OUTSIDE_A_BOX = _denied("always"), _denied("outside a box")
+_DENIED_WITHOUT_NAMESPACES = _denied("without namespaces")
 
 
-def install(*, namespaces: bool) -> None:
+def install(*, namespaces: bool, box: bool = False) -> None:
     """Filter this process and all it starts, from now on. Needs the no-new-privileges flag.
 
     `namespaces`: the process has separate namespaces. Otherwise the filter also denies to start processes, signal
-    others, and change owners and modes of files. Raises `OSError` if the kernel has no filters, or for an architecture
-    without a list.
+    others, and change owners and modes of files. `box`: all processes in these namespaces belong together, so they may
+    use sockets, but only of kinds that the namespaces isolate, IPC and tracing among themselves. Raises `OSError` if
+    the kernel has no filters, or for an architecture without a list.
     """
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"seccomp: no list of system calls for {machine}")
-    code = b"".join(_program(0 if machine == _X86 else 1, _AUDIT_ARCH[machine], namespaces))
+    code = b"".join(_program(0 if machine == _X86 else 1, _AUDIT_ARCH[machine], namespaces, box))
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     header = ctypes.create_string_buffer(program, len(program))
     linux.prctl(linux.PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(header), label="seccomp")
 
 
-def _program(column: int, arch: int, namespaces: bool) -> list[bytes]:
+def _program(column: int, arch: int, namespaces: bool, box: bool) -> list[bytes]:
     """Instructions of a classic BPF program; a test that fails jumps over the instructions after it."""
     program = [
         _instruction(_LOAD, _ARCH_AT),
@@ -79,19 +82,25 @@ def _program(column: int, arch: int, namespaces: bool) -> list[bytes]:
         _instruction(_GREATER_OR_EQUAL, _FIRST_UNLISTED, 0, 1),  # x32's calls on x86_64 as well
         _deny(errno.ENOSYS),
         *_if_call(_CLONE3[column], [_deny(errno.ENOSYS)]),  # its flags cannot be read here; C libraries fall back
-        *_unless(_PRLIMIT[column], _deny_all_but(0, (0,))),  # only its own limits
-        # Memory that processes share without a file could exist without counting for any of them.
-        *_unless(_MMAP[column], _deny_values(3, (_MAP_SHARED_ANONYMOUS,), mask=_MAP_SHARED_ANONYMOUS)),
-        # Stream pairs are closed; a datagram socket could send to any address of this machine.
-        *_unless(
-            _SOCKETPAIR[column], _deny_all_but(0, (_UNIX_FAMILY,)) + _deny_all_but(1, (_STREAM,), mask=_KIND_OF_SOCKET)
-        ),
     ]
-    clone = [_instruction(_LOAD, _argument(0)), _instruction(_ANY_BIT, _NAMESPACES, 0, 1), _deny(errno.EPERM)]
-    denied = _DENIED
-    if namespaces:
-        program += _unless(_SIGACTION[column], _keep_sigchld())
+    if box:
+        program += _unless(_SOCKET[column], _deny_all_but(0, _ISOLATED_FAMILIES))
     else:
+        program += [
+            *_unless(_PRLIMIT[column], _deny_all_but(0, (0,))),  # only its own limits
+            # Memory that processes share without a file could exist without counting for any of them.
+            *_unless(_MMAP[column], _deny_values(3, (_MAP_SHARED_ANONYMOUS,), mask=_MAP_SHARED_ANONYMOUS)),
+            # Stream pairs are closed; a datagram socket could send to any address of this machine.
+            *_unless(
+                _SOCKETPAIR[column],
+                _deny_all_but(0, (_UNIX_FAMILY,)) + _deny_all_but(1, (_STREAM,), mask=_KIND_OF_SOCKET),
+            ),
+        ]
+    clone = [_instruction(_LOAD, _argument(0)), _instruction(_ANY_BIT, _NAMESPACES, 0, 1), _deny(errno.EPERM)]
+    denied = _DENIED if box else _DENIED + _DENIED_OUTSIDE_A_BOX
+    if namespaces and not box:
+        program += _unless(_SIGACTION[column], _keep_sigchld())
+    elif not namespaces:
         denied = denied + _DENIED_WITHOUT_NAMESPACES
         clone += [_instruction(_ANY_BIT, _CLONE_THREAD, 1, 0), _deny(errno.EPERM)]
         program += _deny_host_access(column)

@@ -87,7 +87,7 @@ def _become_program(way: str, folder: str, program: Program, host: HostPaths, pi
     try:
         for reader, _ in pipes:
             os.close(reader)
-        _offer_to_the_out_of_memory_killer()
+        offer_to_the_out_of_memory_killer()
         if way == "confined":
             confined.become_program(folder, program, host, streams)
         namespaces.become_init(way, program, host, streams)
@@ -184,7 +184,7 @@ def _verdict(run: RunningProgram, notes: dict[str, Any], kills: int) -> dict[str
     return {"reason": reason, "exit": code, "cpu": cpu}
 
 
-def _offer_to_the_out_of_memory_killer() -> None:
+def offer_to_the_out_of_memory_killer() -> None:
     """If the machine runs out of memory, let the kernel kill this program, not the training."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:

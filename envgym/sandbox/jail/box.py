@@ -1,0 +1,190 @@
+"""A box: namespaces in which many commands run one after another or at once, with processes and files that stay.
+
+Its file system has of this machine the system's programs, read-only, and the given folders, writable. It has a
+network, with the loopback interface alone. The commands' user is called root and is nobody on this machine (or the
+user who started the box). All processes end with the box, which ends when its control socket closes.
+
+    socket (SEQPACKET), messages are JSON
+      <- {"way": "root" | "user", "folders": {"/app": FOLDER}}       once
+      -> {"proc": bool} | {"failed": "…"}                            once; proc: it has a /proc
+      <- {"id": 1, "words": ["bash", "-c", "…"], "cwd": "/app", "environ": {}} and descriptors of stdin, stdout, stderr
+      <- {"kill": 1}                                                  end that command and what is in its session
+      -> {"id": 1, "exit": 0}                                         negative: a signal
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import socket
+from typing import Any, NoReturn
+
+from . import linux, seccomp
+from .namespaces import ROOT, become_nobody, leave_host_namespaces, show
+from .program import NOBODY, reset_signals
+from .supervisor import offer_to_the_out_of_memory_killer
+
+MESSAGE_BYTES = 2**18
+PROCESSES = 1024
+"""Maximum processes and threads of the commands together."""
+_SYSTEM = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache",
+    "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/os-release",
+    "/etc/terminfo", "/etc/debian_version", "/etc/localtime", "/etc/mime.types", "/etc/protocols", "/etc/services",
+    "/etc/magic",
+)  # fmt: skip
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_LINKS = {
+    "/dev/fd": "/proc/self/fd", "/dev/stdin": "/proc/self/fd/0", "/dev/stdout": "/proc/self/fd/1",
+    "/dev/stderr": "/proc/self/fd/2", "/dev/ptmx": "pts/ptmx", "/etc/mtab": "/proc/self/mounts",
+}  # fmt: skip
+_FILES = {
+    "/etc/passwd": f"root:x:0:0:root:/root:/bin/bash\nnobody:x:{NOBODY}:{NOBODY}:nobody:/nonexistent:/bin/false\n",
+    "/etc/group": f"root:x:0:\nnogroup:x:{NOBODY}:\n",
+    "/etc/hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "/etc/hostname": "sandbox\n",
+    "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+_SHARED_MEMORY_BYTES = 64 * 2**20
+_DIRECTORY_OF_NOBODY = 0o1777
+
+
+def main() -> NoReturn:
+    """Make a box, tell the control socket, which is the standard input, and serve it. Never returns."""
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # so that no file opened later becomes a standard stream
+    settings = json.loads(control.recv(MESSAGE_BYTES))
+    try:
+        leave_host_namespaces(settings["way"])
+        linux.start_loopback()
+        linux.unshare(linux.CLONE_NEWPID, "process namespaces")  # the next child is process 1
+        init = os.fork()
+        if init == 0:
+            has_proc = _become_init(settings["way"], settings["folders"])
+            control.send(json.dumps({"proc": has_proc}).encode())
+            _serve(control)
+        control.close()
+        os.waitpid(init, 0)
+    except BaseException as error:
+        control.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+    finally:
+        os._exit(0)
+
+
+def _become_init(way: str, folders: dict[str, str]) -> bool:
+    """Build the box's file system around this process, and give up all rights. True if there is a `/proc`."""
+    os.setsid()
+    offer_to_the_out_of_memory_killer()
+    linux.unshare(linux.CLONE_NEWNS, "mount namespaces")
+    proc = os.open("/proc", os.O_PATH)
+    has_proc = _build(folders)
+    linux.pivot_into(ROOT)
+    linux.make_read_only("/", devices=True, recursive=False)
+    become_nobody(way, proc, 0)
+    linux.drop_capabilities()
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nobody looks into this process
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    reset_signals()  # process 1 is immune to signals from within, unless it handles them
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
+    seccomp.install(namespaces=True, box=True)
+    return has_proc
+
+
+def _build(folders: dict[str, str]) -> bool:
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("tmpfs", ROOT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
+    for path in filter(os.path.exists, _SYSTEM):
+        show(path)
+    for device in _DEVICES:
+        show(f"/dev/{device}", devices=True)
+    for path, target in _LINKS.items():
+        os.symlink(target, ROOT + path)
+    for path, text in _FILES.items():
+        with open(ROOT + path, "w", encoding="ascii") as file:
+            file.write(text)
+    for folder in ("/dev/pts", "/dev/shm", "/proc"):
+        os.mkdir(ROOT + folder)
+    flags = linux.MS_NOSUID | linux.MS_NODEV
+    options = f"size={_SHARED_MEMORY_BYTES},mode={_DIRECTORY_OF_NOBODY:o}"
+    linux.mount("tmpfs", f"{ROOT}/dev/shm", "tmpfs", flags, options)
+    linux.mount("devpts", f"{ROOT}/dev/pts", "devpts", linux.MS_NOSUID, "newinstance,ptmxmode=0666,mode=600")
+    for path, folder in sorted(folders.items()):  # /logs/agent after /logs
+        show(folder, path, writable=True)
+    try:  # read-only, so that nobody maps users to make namespaces or changes settings of the kernel
+        linux.mount("proc", f"{ROOT}/proc", "proc", flags | linux.MS_NOEXEC | linux.MS_RDONLY)
+    except PermissionError:  # this machine is itself a container that hides parts of its own
+        return False
+    return True
+
+
+def _serve(control: socket.socket) -> NoReturn:
+    """Run the commands that `control` asks for, until it closes."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    commands: dict[int, int] = {}
+    while True:
+        readable, _, _ = select.select([control.fileno(), reader], [], [])
+        if reader in readable:
+            os.read(reader, 2**16)
+            _report_ends(control, commands)
+        if control.fileno() in readable:
+            message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
+            if not message:
+                os._exit(0)  # and the kernel ends all others
+            request = json.loads(message)
+            if "kill" in request:
+                _kill(commands, request["kill"])
+                continue
+            process = os.fork()
+            if process == 0:
+                _execute(request, descriptors)
+            commands[process] = request["id"]
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _report_ends(control: socket.socket, commands: dict[int, int]) -> None:
+    while True:
+        try:
+            process, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if process == 0:
+            return
+        if process in commands:  # else an orphan
+            answer = {"id": commands.pop(process), "exit": os.waitstatus_to_exitcode(status)}
+            control.send(json.dumps(answer).encode())
+
+
+def _kill(commands: dict[int, int], command: int) -> None:
+    for process, id in commands.items():
+        if id == command:
+            try:
+                os.killpg(process, signal.SIGKILL)
+            except ProcessLookupError:
+                os.kill(process, signal.SIGKILL)  # it has not made its session yet
+
+
+def _execute(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Become a command."""
+    try:
+        os.setsid()
+        os.umask(0o022)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        os.closerange(3, 2**16)
+        os.chdir(request["cwd"])
+        os.execvpe(request["words"][0], request["words"], request["environ"])
+    except OSError as error:
+        os.write(2, f"{error}\n".encode())
+    finally:
+        os._exit(126)
