@@ -162,6 +162,8 @@ def _agent(call: dict[str, Any]) -> AgentConfig:
     os.environ |= {"ANTHROPIC_API_KEY": "session", "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
     if name.endswith(":Shell"):
         arguments |= {"url": url}
+    elif name == "terminus-2":
+        arguments.setdefault("record_terminal_session", False)  # else it installs asciinema
     key = "import_path" if ":" in name else "name"
     model = call["model"] if name.endswith(":Shell") else f"openai/{call['model']}"
     return AgentConfig.model_validate({key: name, "model_name": model, "kwargs": arguments})
