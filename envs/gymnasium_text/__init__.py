@@ -1,16 +1,17 @@
-"""Gymnasium environments as text games: the policy reads the state as text and answers with an action as text.
+"""Gymnasium environments as text games: the policy reads the state, or sees it, and answers with an action as text.
 
 FrozenLake and Taxi have rules and maps written for readers. Any other environment shows its own documentation and its
-text rendering (or else its observations), and its actions are numbers.
+text rendering (or else its observations), and its actions are numbers. As a picture, any shows its rendering.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,7 +20,7 @@ from envgym.errors import ConfigError, NameNotFound, VersionNotFound, needs
 from envgym.types import Action, Message, Task
 
 from .toy_text import frozen_lake_maps, shortest_actions, view_of
-from .views import check_writable
+from .views import check_writable, is_picture
 
 if TYPE_CHECKING:
     import gymnasium
@@ -35,6 +36,9 @@ class GymnasiumTextConfig(EnvConfig):
     """Arguments of `gymnasium.make`."""
     map_size: int | None = Field(None, ge=3, le=32)
     """FrozenLake only: squares per side of the map, which each task draws by its seed. Unset: the game's own map."""
+    observation: Literal["text", "image", "both"] = "text"
+    """What the policy is shown. `image`: the game's picture, by its render mode `rgb_array`, or its observation if that
+    is a picture. FrozenLake and others of Gymnasium's need `pygame` for it."""
     rules: str | None = None
     """Explanation of the game at the beginning. Unset: envgym's own text, or the game's documentation."""
     max_turns: int = Field(30, ge=1)
@@ -73,9 +77,14 @@ class GymnasiumTextEnv(Env):
         self._turns = self._invalid = 0
         self._lowest_reward = 0.0
         observation, _ = self._game.reset(seed=seed)
-        rules = self._view.rules if self.config.rules is None else self.config.rules
-        text = "\n\n".join(part for part in (rules, self._view.hint, self._view.state(observation, None)) if part)
-        return [Message("user", text)], {}
+        rules = self.config.rules
+        if rules is None:
+            rules = self._view.rules
+            if self.config.observation == "image":  # which has no letters to explain
+                rules = "\n".join(line for line in rules.splitlines() if not line.startswith("The map: "))
+        *pictures, state = self._shown(observation, None)
+        text = "\n\n".join(part for part in (rules, self._view.hint, state) if part)
+        return [Message("user", [*pictures, text])], {}
 
     def step(self, action: Action) -> StepResult:  # type: ignore[override]
         assert self._game is not None  # a reset came first
@@ -83,18 +92,30 @@ class GymnasiumTextEnv(Env):
         move = self._view.read(action.text)
         if move is None:
             self._invalid += 1
-            text = f"There is no action in your answer. {self._view.hint}"
+            content = [f"There is no action in your answer. {self._view.hint}"]
             reward, terminated, truncated = self.config.invalid_reward, False, False
             reward = min(self._view.invalid_reward, self._lowest_reward) if reward is None else reward
         else:
             observation, reward, terminated, truncated, _ = self._game.step(move)
             reward = float(reward)
             self._lowest_reward = min(self._lowest_reward, reward)
-            text = self._view.state(observation, reward)
+            content = self._shown(observation, reward)
         truncated = bool(truncated) or self._turns >= self.config.max_turns
         metrics = {"turns": self._turns, "invalid_actions": self._invalid}
         info: Info = {"score": self._view.success(reward, bool(terminated)), "metrics": metrics}
-        return [Message("user", text)], reward, bool(terminated), truncated and not terminated, info
+        return [Message("user", content)], reward, bool(terminated), truncated and not terminated, info
+
+    def _shown(self, observation: Any, reward: float | None) -> list[Any]:
+        """The state as the policy is shown it: a picture, if any, and a text."""
+        assert self._game is not None
+        shown, text = self.config.observation, ""
+        if shown != "image":
+            text = self._view.state(observation, reward)
+        elif reward is not None:
+            text = f"Reward: {reward:g}"
+        if shown == "text":
+            return [text]
+        return [observation if is_picture(self._game.observation_space) else self._game.render(), text]
 
     def close(self) -> None:  # type: ignore[override]
         if self._game is not None:
@@ -109,7 +130,7 @@ class GymnasiumText(EnvSpec):
     Config = GymnasiumTextConfig
     config: GymnasiumTextConfig
 
-    _renders: bool | None = None
+    _render_mode: dict[str, str] | None = None
 
     async def setup(self) -> None:
         await asyncio.to_thread(self._try_out)
@@ -127,11 +148,10 @@ class GymnasiumText(EnvSpec):
         if "map" in task.fields:
             kwargs["desc"] = task.fields["map"]
         try:
-            if self._renders is None:  # only an instance shows whether the class renders text
+            if self._render_mode is None:  # only an instance shows what the class renders
                 with contextlib.closing(gymnasium.make(name, disable_env_checker=True, **kwargs)) as game:
-                    self._renders = "ansi" in (game.metadata.get("render_modes") or ())
-            mode = {"render_mode": "ansi"} if self._renders else {}
-            return gymnasium.make(name, disable_env_checker=True, **(mode | kwargs))
+                    self._render_mode = self._choose_render_mode(game)
+            return gymnasium.make(name, disable_env_checker=True, **(self._render_mode | kwargs))
         except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
             raise NameNotFound(f"{self.id}: {_line(error)}") from None
         except gymnasium.error.VersionNotFound as error:
@@ -152,15 +172,32 @@ class GymnasiumText(EnvSpec):
             view = view_of(game)
             return [view.write(action) for action in actions[: self.config.max_turns]]
 
+    def _choose_render_mode(self, game: gymnasium.Env[Any, Any]) -> dict[str, str]:
+        """The argument that makes it render what the policy is shown. Raises `ConfigError` if it has no picture."""
+        modes = game.metadata.get("render_modes") or ()
+        if self.config.observation == "text":
+            return {"render_mode": "ansi"} if "ansi" in modes else {}
+        if is_picture(game.observation_space):
+            return {}
+        if "rgb_array" not in modes:
+            raise ConfigError(f"{self.id}: {self.config.game} has no render mode rgb_array: set env.observation=text")
+        return {"render_mode": "rgb_array"}
+
     def _try_out(self) -> None:
-        """Make an instance once. Raises `EnvgymError` if its observations or actions cannot be text."""
+        """Make an instance once. Raises `EnvgymError` if its observations or actions cannot be shown or written."""
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures are drawn in memory, on machines without a screen
         game = self.new_game(Task("trial"))
         try:
             view_of(game)
-            if game.render_mode != "ansi":
+            if game.render_mode != "ansi" and self.config.observation != "image":
                 check_writable(game.observation_space)
-        except ConfigError as error:
-            raise ConfigError(f"{self.id}: {self.config.game}: {error}") from None
+            if game.render_mode == "rgb_array":
+                game.reset()
+                game.render()
+        except Exception as error:
+            if not isinstance(error, ConfigError) and type(error).__name__ != "DependencyNotInstalled":
+                raise
+            raise ConfigError(f"{self.id}: {self.config.game}: {_line(error)}") from None
         finally:
             game.close()
 

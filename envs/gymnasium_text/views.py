@@ -149,8 +149,14 @@ def check_writable(space: Any) -> None:
     if (count := _size(space)) > MOST_NUMBERS:
         raise ConfigError(
             f"its observations are of {count} numbers, which text cannot show: wrap the environment so that it "
-            "renders text (render mode ansi) or observes less"
+            "renders text (render mode ansi) or observes less, or set env.observation=image"
         )
+
+
+def is_picture(space: Any) -> bool:
+    """True for a space of uint8 arrays [height, width, 3]."""
+    shape = list(getattr(space, "shape", None) or ())
+    return len(shape) == 3 and shape[2] == 3 and str(space.dtype) == "uint8"
 
 
 def _size(space: Any) -> int:

@@ -1,6 +1,7 @@
 """Gymnasium environments in words, with the real ones."""
 
 import asyncio
+import io
 import random
 import sys
 import threading
@@ -43,6 +44,27 @@ class Picture(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(0, 255, (84, 84, 3), np.uint8)
 
 
+class Dot(gymnasium.Env):
+    """Its observation is a picture: a dot that goes where the action says."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012 - as Gymnasium's
+    action_space = gymnasium.spaces.Discrete(4)
+    observation_space = gymnasium.spaces.Box(0, 255, (8, 12, 3), np.uint8)
+
+    def picture(self, place):
+        picture = np.full((8, 12, 3), 255, np.uint8)
+        picture[2, place] = (200, 0, 0)
+        return picture
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.picture(0), {}
+
+    def step(self, action):
+        return self.picture(action), 0.5, False, False, {}
+
+
+gymnasium.register("tests/Dot-v0", Dot)
 gymnasium.register("tests/Remote-v0", Remote)
 gymnasium.register("tests/Picture-v0", Picture)
 
@@ -318,3 +340,71 @@ def test_it_is_its_description():
     again = registry.spec_from_json(spec.to_json())
     assert isinstance(again, GymnasiumText)
     assert again == spec
+
+
+# -- pictures ---------------------------------------------------------------------------------------------
+
+
+def pictures(observation):
+    """Its pictures as arrays."""
+    from PIL import Image
+
+    images = [image for message in observation.messages for image in message.images]
+    return [np.asarray(Image.open(io.BytesIO(image.read()))) for image in images]
+
+
+@pytest.mark.parametrize("shown", ["image", "both"])
+def test_frozen_lake_is_shown_as_its_picture(shown):
+    """With the real pygame, which draws it without a screen."""
+
+    async def run():
+        async with make(map_size=4, kwargs=STILL, observation=shown) as spec:
+            env = spec.make()
+            first, _ = await env.reset(seed=1)
+            second, *_ = await env.step("I go down.")
+            await env.close()
+            return first, second
+
+    first, second = asyncio.run(run())
+    [before], [after] = pictures(first), pictures(second)
+    assert before.shape == after.shape == (256, 256, 3)
+    assert (before != after).any()
+    squares = [
+        (before[64 * row : 64 * row + 64, :64] != after[64 * row : 64 * row + 64, :64]).any() for row in range(4)
+    ]
+    assert squares == [True, True, False, False]  # the player has left the first and is in the second
+    assert ("The map: P is you" in first.messages[0].text) == (shown == "both")
+    assert ("P" in second.messages[0].text) == (shown == "both")
+
+
+def test_an_observation_that_is_a_picture_is_shown():
+    async def run():
+        async with make("tests/Dot-v0", observation="image") as spec:
+            env = spec.make()
+            await env.reset(seed=1)
+            return (await env.step("3"))[0]
+
+    observation = asyncio.run(run())
+    [picture] = pictures(observation)
+    assert picture.shape == (8, 12, 3)
+    assert np.argwhere((picture == (200, 0, 0)).all(axis=2)).tolist() == [[2, 3]]
+    assert observation.messages[0].text == "Reward: 0.5"
+
+
+@pytest.mark.parametrize(
+    ("game", "shown", "says"),
+    [
+        ("tests/Remote-v0", "image", "tests/Remote-v0 has no render mode rgb_array: set env.observation=text"),
+        ("tests/Picture-v0", "both", "its observations are of 21168 numbers"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(game, shown, says):
+    kwargs = {"space": gymnasium.spaces.Discrete(2)} if "Remote" in game else {}
+    with pytest.raises(errors.ConfigError, match=says):
+        asyncio.run(make(game, observation=shown, kwargs=kwargs).ensure_setup())
+
+
+def test_without_pygame_the_command_that_installs_it_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    with pytest.raises(errors.ConfigError, match="pygame is not installed, run `pip install"):
+        asyncio.run(make(observation="image").ensure_setup())
