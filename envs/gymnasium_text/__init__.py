@@ -108,12 +108,12 @@ class GymnasiumTextEnv(Env):
     def _shown(self, observation: Any, reward: float | None) -> list[Any]:
         """The state as the policy is shown it: a picture, if any, and a text."""
         assert self._game is not None
-        shown, text = self.config.observation, ""
-        if shown != "image":
+        kind, text = self.config.observation, ""
+        if kind != "image":
             text = self._view.state(observation, reward)
         elif reward is not None:
             text = f"Reward: {reward:g}"
-        if shown == "text":
+        if kind == "text":
             return [text]
         return [observation if is_picture(self._game.observation_space) else self._game.render(), text]
 
