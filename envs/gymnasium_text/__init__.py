@@ -82,7 +82,7 @@ class GymnasiumTextEnv(Env):
             rules = self._view.rules
             if self.config.observation == "image":  # which has no letters to explain
                 rules = "\n".join(line for line in rules.splitlines() if not line.startswith("The map: "))
-        *pictures, state = self._shown(observation, None)
+        *pictures, state = self._content(observation, None)
         text = "\n\n".join(part for part in (rules, self._view.hint, state) if part)
         return [Message("user", [*pictures, text])], {}
 
@@ -99,13 +99,13 @@ class GymnasiumTextEnv(Env):
             observation, reward, terminated, truncated, _ = self._game.step(move)
             reward = float(reward)
             self._lowest_reward = min(self._lowest_reward, reward)
-            content = self._shown(observation, reward)
+            content = self._content(observation, reward)
         truncated = bool(truncated) or self._turns >= self.config.max_turns
         metrics = {"turns": self._turns, "invalid_actions": self._invalid}
         info: Info = {"score": self._view.success(reward, bool(terminated)), "metrics": metrics}
         return [Message("user", content)], reward, bool(terminated), truncated and not terminated, info
 
-    def _shown(self, observation: Any, reward: float | None) -> list[Any]:
+    def _content(self, observation: Any, reward: float | None) -> list[Any]:
         """The state as the policy is shown it: a picture, if any, and a text."""
         assert self._game is not None
         kind, text = self.config.observation, ""
