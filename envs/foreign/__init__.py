@@ -91,6 +91,7 @@ class ForeignEnv(Env):
         self._result = asyncio.create_task(self._run(seed or 0))
         observation = await self._next_request()
         if observation is None:
+            self._result.result()  # raises what went wrong
             raise InvalidOutcome("agent", f"{self.spec.framework} made no call to the policy")
         return observation, {}
 
