@@ -88,11 +88,15 @@ def importers(part, folders=PRODUCT):
     return [str(path.relative_to(ROOT)) for path in files if any(within(name, module(part)) for name in named_by(path))]
 
 
+BASE = "envs/foreign"
+"""The base of environments of other frameworks, the only one that others of `envs/` import."""
+
+
 def parts():
     """All that can be taken out, as paths."""
     inner = [path for folder in LINKED for path in sorted((ROOT / folder).iterdir()) if path.name[0] != "_"]
     names = [str(path.relative_to(ROOT)) for path in inner]
-    return [name for name in names if name.startswith("envs/") or not importers(name, LINKED)]
+    return [name for name in names if (name.startswith("envs/") and name != BASE) or not importers(name, LINKED)]
 
 
 PARTS = parts()
