@@ -288,6 +288,7 @@ PACKAGES = {
     "openenv_package": "OpenEnv",
     "litellm_package": "LiteLLM",
     "harbor_package": "Harbor",
+    "verifiers_package": "verifiers",
 }
 """The fixtures that install a framework, and its name."""
 
@@ -315,6 +316,12 @@ def harbor_package() -> tuple[Path, dict[str, str]]:
     if python is None:
         pytest.skip("Harbor needs Python 3.12, and there is none here")
     return install("envs/harbor", "harbor-0.25.0", python)
+
+
+@pytest.fixture(scope="session")
+def verifiers_package() -> tuple[Path, dict[str, str]]:
+    """The real verifiers: its Python, and the variables to run it with."""
+    return install("envs/verifiers", "verifiers-0.4.0", sys.executable)
 
 
 @pytest.fixture(scope="session")

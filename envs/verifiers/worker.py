@@ -6,6 +6,7 @@ episode what `vf-eval` does: the environment is loaded once, and the client of e
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
@@ -15,6 +16,13 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+try:
+    VERSION = metadata.version("verifiers")
+except metadata.PackageNotFoundError:
+    VERSION = "none"
+if not VERSION.startswith("0.4."):
+    raise ImportError(f"env.python needs verifiers 0.4, and has {VERSION}: install 'verifiers>=0.4,<0.5' beside it")
 
 import verifiers.v1 as vf
 from packaging.requirements import Requirement
@@ -27,15 +35,13 @@ from verifiers.v1.utils import loaders
 
 KINDS = {
     "ProviderError": ("policy_unreachable", True),
-    "HarnessError": ("harness", False),
-    "InterceptionError": ("harness", True),
-    "ToolsetError": ("tools", True),
+    "InterceptionError": ("agent", True),
+    "ToolsetError": ("sandbox", True),
     "SandboxError": ("sandbox", True),
     "TaskError": ("verifier", False),
-    "TimeoutError": ("timeout", True),
+    "TimeoutError": ("agent", True),
 }
-"""The kind of a failure by the class of its error, and whether another attempt may succeed. Errors of other classes
-come from the environment's code."""
+"""The kind of a failure by the class of its error, and whether another attempt may succeed. Others are `agent`."""
 STAGES = {"setup_timeout": "sandbox", "finalize_timeout": "verifier", "scoring_timeout": "verifier"}
 """Stages that leave an episode without its reward when their time is over."""
 
@@ -51,9 +57,6 @@ def load(settings: dict[str, Any]) -> dict[str, Any]:
     number of tasks. Raises `LookupError`, `ValueError` or `ImportError`, with one line.
     """
     global _env, _seat
-    version = metadata.version("verifiers")
-    if not version.startswith("0.4."):
-        raise ImportError(f"this is verifiers {version}, and 0.4 is needed")
     name = settings["name"]
     try:
         config = _config(name, settings.get("args") or {}, settings.get("options") or {})
@@ -66,15 +69,15 @@ def load(settings: dict[str, Any]) -> dict[str, Any]:
                 "env.options.AGENT.client.base_url"
             )
         _seat = seats[0]
-        return {"version": version, "description": _description(name), "rows": _write_rows(name, settings.get("limit"))}
+        rows = _write_rows(name, settings.get("limit"))
+        return {"rows": rows, "version": f"verifiers {VERSION} {_source_hash(name)}", "description": _description(name)}
     except ModuleNotFoundError as error:
         cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
         if cause.name == _module_of(name):
             raise LookupError(f"there is no module {cause.name} beside verifiers: install {name}") from None
         raise ImportError(f"{name} needs the package {cause.name}, which is not installed beside verifiers") from None
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise ValueError(f"{name} does not take these settings: {problems}") from None
+        raise ValueError(f"{name} does not take these settings: {_problems(error)}") from None
     except ValueError as error:
         raise ValueError(_line(error)) from None
     except Exception as error:
@@ -105,7 +108,7 @@ def _description(name: str) -> str:
     try:
         return str(metadata.metadata(_module_of(name)).json.get("summary") or "")
     except metadata.PackageNotFoundError:  # a module on the path
-        return (type(_env.taskset).__doc__ or "").strip().partition("\n")[0]
+        return (type(_env.taskset).__doc__ or f"{name}, of verifiers").strip().partition("\n")[0]
 
 
 def _write_rows(name: str, limit: int | None) -> str:
@@ -117,18 +120,27 @@ def _write_rows(name: str, limit: int | None) -> str:
         raise ValueError(f"the tasks of {name} have no end: set env.limit to the number to take")
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False, encoding="utf-8") as file:
         for task in taskset if limit is None else taskset.take(limit):
-            file.write(json.dumps(task.data.model_dump(mode="json", exclude_defaults=True)) + "\n")
+            data, place = task.data, str(task.data.idx)
+            row = {"id": f"{place}/{data.id}" if data.id else place, "prompt": data.prompt_text}
+            file.write(json.dumps({**row, "task_data": data.model_dump(mode="json", exclude_defaults=True)}) + "\n")
     return file.name
+
+
+def _source_hash(name: str) -> str:
+    """A hash of the files of the environment's package: an installed one may be edited."""
+    module = Path(str(loaders.import_taskset(name).__file__))
+    files = sorted(module.parent.rglob("*.py")) if module.name == "__init__.py" else [module]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 async def run(call: dict[str, Any]) -> dict[str, Any]:
     """Play one episode of the task `row`, with the policy `model` at `url`."""
-    _adapt_runtime(Path(tempfile.mkdtemp()))
-    task_type = type(_env.taskset).task_type()
+    _adapt_runtime(Path(tempfile.gettempdir()))
+    task_type, row = type(_env.taskset).task_type(), call["row"]
     try:
-        data = task_type.data_type().model_validate(call["row"])
+        data = task_type.data_type().model_validate(row.get("task_data", row))  # the user's rows have it bare
     except ValidationError as error:
-        return _failed("row", f"the row is no task of {_env.config.env_id}: {_line(error)}")
+        return _failed("agent", f"the row is no task of {_env.config.env_id}: {_problems(error)}")
     client = vf.EvalClientConfig(base_url=call["url"], api_key_var="ENVGYM_NO_KEY")
     (slot,) = _env.slots(task_type(data, _env.config.taskset.task))
     async with _env.serving():
@@ -141,11 +153,11 @@ def _verdict(episode: vf.Episode) -> dict[str, Any]:
     failed = [record for record in (*episode.traces, episode) if not record.ok]
     # An agent's error comes first: it is the cause of its episode's.
     if errors := [error for record in failed for error in record.errors[-1:]]:
-        kind, is_retryable = KINDS.get(errors[0].type, ("environment", False))
+        kind, is_retryable = KINDS.get(errors[0].type, ("agent", False))
         return _failed(kind, f"{errors[0].type}: {errors[0].message}", is_retryable)
     traces = [trace for trace in episode.traces if trace.agent.name == _seat]
     if failed or len(traces) != 1:
-        return _failed("environment", f"{_seat} has played {len(traces)} times, and the episode is ok: {not failed}")
+        return _failed("agent", f"{_seat} has played {len(traces)} times, and the episode is ok: {not failed}")
     [trace] = traces
     if (stop := trace.stop_condition) in STAGES:
         return _failed(STAGES[stop], f"the time is over ({stop})", True)
@@ -165,6 +177,10 @@ def _verdict(episode: vf.Episode) -> dict[str, Any]:
 def _failed(kind: str, message: str, retryable: bool = False) -> dict[str, Any]:
     failure = {"kind": kind, "message": " ".join(message.split())[:500], "retryable": retryable}
     return {"reward": None, "rewards": {}, "metrics": {}, "truncated": False, "failure": failure}
+
+
+def _problems(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
 
 
 def _line(error: Exception) -> str:
