@@ -38,6 +38,15 @@ def fetched_model(name: str) -> Path | None:
         return None
 
 
+def optional_file(model: str, name: str) -> Path | None:
+    """A file of a model (a folder or hub id) that only some models have; None without it, and without the hub."""
+    from transformers.utils import cached_file
+
+    may_be_missing = {f"_raise_exceptions_for_{case}": False for case in ("missing_entries", "connection_errors")}
+    file = cached_file(model, name, **may_be_missing)
+    return None if file is None else Path(file)
+
+
 def ask_hub(name: str, file: str, kind: str = "model") -> str:
     """Ask the hub about a file of `name`, and return the problem that prevented an answer; empty after any answer in
     time, also a negative one."""

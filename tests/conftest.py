@@ -113,6 +113,20 @@ def tiny_reward_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
+def vision_model(tmp_path_factory: pytest.TempPathFactory):
+    """vision_model(kind, seed=0) -> the folder of a vision-language model of `tests.vision_models`."""
+    from functools import cache
+
+    from tests.vision_models import make_vision_model
+
+    @cache
+    def make(kind: str, seed: int = 0) -> Path:
+        return make_vision_model(kind, tmp_path_factory.mktemp(kind), [TEXT], seed=seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def serving():
     """`async with serving(handler) as url`: a real HTTP server on which `handler` answers every request, whatever its
     path."""

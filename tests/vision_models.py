@@ -39,7 +39,7 @@ LISTS_ONLY = (
 
 TEXT = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 1024, "initializer_range": 0.2, "bos_token_id": None,
+    "num_key_value_heads": 1, "max_position_embeddings": 1024, "initializer_range": 0.1, "bos_token_id": None,
     "eos_token_id": 0, "pad_token_id": 2,
 }  # fmt: skip
 VISION = {

@@ -76,18 +76,20 @@ def check_model_folder(model: str) -> None:
 
 
 def end_tokens(config: Any, model: str) -> tuple[int, ...]:
-    """The ids that end a turn, sorted: the end-of-sequence tokens of the model's config and generation config."""
+    """The ids that end a turn, sorted: the end-of-sequence tokens of the model's config and generation config. Of a
+    vision-language model without one there, that of its language model's config."""
     from transformers import GenerationConfig
 
-    token_ids: set[int] = set()
     try:
         generation = GenerationConfig.from_pretrained(model)
     except OSError:  # many models have none
         generation = None
-    for source in (config, generation):
+
+    def read(source: Any) -> set[int]:
         value = getattr(source, "eos_token_id", None)
-        token_ids.update([value] if isinstance(value, int) else value or [])
-    return tuple(sorted(token_ids))
+        return {value} if isinstance(value, int) else set(value or ())
+
+    return tuple(sorted(read(config) | read(generation) or read(config.get_text_config())))
 
 
 def read_bucket(bucket: Bucket) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ import transformers
 from envgym.engine import Bucket, EngineInfo, Generation, HostedEngine, Request, SamplingParams
 from envgym.errors import ConfigError, WorkerError
 from envgym.models import capped_attention
+from envgym.models.vision import takes_images
 from envgym.models.weights_file import checksum
 from envgym.processes.gpus import check_visible_gpu
 from envgym.types import StopReason, VersionSpan
@@ -81,6 +82,8 @@ class TransformersEngine:
         check_visible_gpu(self._device.type)
         dtype = number_format(spec.dtype, on_cpu=self._device.type == "cpu")
         try:
+            if takes_images(transformers.AutoConfig.from_pretrained(spec.model)):
+                raise ConfigError(f"{spec.model} is a vision-language model, which engine.kind=vllm alone samples from")
             loaded = transformers.AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **spec.engine_args)
             if "attn_implementation" not in spec.engine_args and (attention := capped_attention(loaded.config)):
                 loaded.set_attn_implementation(attention)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from envgym.engine import Bucket, EngineInfo, Generation, HostedEngine, Request
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
+from envgym.models.vision import check_torchvision, takes_images
 from envgym.models.weights_file import checksum
 from envgym.types import StopReason, VersionSpan
 from envgym.workers.config import number_format
@@ -419,7 +420,7 @@ def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
         "model": spec.model,
         "runner": "generate",
         "dtype": number_format(spec.dtype, on_cpu=cpu),
-        "max_model_len": spec.max_model_len or _default_length(spec.model),
+        **_model_arguments(spec),
         "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,
@@ -445,15 +446,19 @@ def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
     return {**settings, **spec.engine_args}
 
 
-def _default_length(model: str) -> int | None:
-    """`LONGEST_DEFAULT` for a model with a longer context; None for any other."""
+def _model_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """The arguments that follow from a model's config: its default length, at most `LONGEST_DEFAULT`, and of a
+    vision-language model the language model alone."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
+        config = AutoConfig.from_pretrained(spec.model)
     except (OSError, ValueError, KeyError):  # vLLM gives the reason, or knows it
-        return None
-    return LONGEST_DEFAULT if (getattr(config, "max_position_embeddings", None) or 0) > LONGEST_DEFAULT else None
+        return {"max_model_len": spec.max_model_len}
+    check_torchvision(spec.model, config)
+    is_longer = (getattr(config.get_text_config(), "max_position_embeddings", None) or 0) > LONGEST_DEFAULT
+    arguments = {"max_model_len": spec.max_model_len or (LONGEST_DEFAULT if is_longer else None)}
+    return arguments | ({"language_model_only": True} if takes_images(config) else {})
 
 
 def _reason(error: Exception) -> str:

@@ -17,6 +17,7 @@ from envgym.errors import ConfigError, EnvgymError, reported_as
 from envgym.models import check_no_file, is_path
 from envgym.models.export import rounding_in_words
 from envgym.models.sizes import number_format_of
+from envgym.models.vision import save_tokenizer
 from envgym.placement.memory import model_folder
 from envgym.render import load_renderer
 from envgym.run_folder import (
@@ -202,4 +203,4 @@ async def _write_policy(
         with reported_as(ConfigError, f"checkpoint {checkpoint} cannot be read", cause=EnvgymError):
             await actor.on_all(lambda rank: rank.load_state(str(checkpoint / "actor")))
         await actor.on_all(lambda rank: rank.save(str(folder)))
-        load_renderer(base, stage.render).tokenizer.save_pretrained(folder)
+        save_tokenizer(load_renderer(base, stage.render).tokenizer, folder)

@@ -11,6 +11,7 @@ from envgym.errors import ConfigError, reported_as
 
 from .rounding import change_between
 from .sizes import number_format_of
+from .vision import policy_class, save_tokenizer
 from .weights_file import save_model
 
 
@@ -54,6 +55,6 @@ def write_folder(model: Path, target: Path, dtype: str) -> None:
     transformers.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(model)
     name = (config.architectures or [""])[0]
-    loaded = getattr(transformers, name, transformers.AutoModelForCausalLM)
+    loaded = getattr(transformers, name, policy_class(config))
     save_model(loaded.from_pretrained(model, dtype=getattr(torch, dtype)), target)
-    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(target)
+    save_tokenizer(transformers.AutoTokenizer.from_pretrained(model), target)

@@ -24,6 +24,7 @@ from envgym.learner import LearnerConfig
 from envgym.limits import limits
 from envgym.models import is_path
 from envgym.models.sizes import count_parameters
+from envgym.models.vision import TOWERS, policy_class
 from envgym.processes.runtime import Slot
 from envgym.run_folder import policy_of_run
 from envgym.services.declarations import RewardModel
@@ -61,7 +62,7 @@ OTHER_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size")
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a model, from its config."""
+    """Sizes of a model, from its config. `vision`: the parameters that texts do not reach, of a vision tower."""
 
     parameters: int
     hidden: int
@@ -69,6 +70,7 @@ class ModelSizes:
     intermediate: int
     vocabulary: int
     key_value_width: int
+    vision: int = 0
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSizes | None:
@@ -84,7 +86,10 @@ class ModelSizes:
     @classmethod
     def _from_config(cls, folder: Path, config: dict[str, Any]) -> ModelSizes | None:
         is_known = "model_type" in config
+        has_tower = config.get("vision_config") is not None
         config = config.get("text_config", config)
+        if has_tower and not all(map(config.get, SIZES)):  # its text config may leave out what is the default
+            config = _default_sizes(folder) | config
         for name in (*SIZES, *filter(config.get, OTHER_SIZES)):
             if type(size := config.get(name)) is not int or not 0 < size < 2**32:
                 raise ValueError(f"{name} is {size!r:.60}, and not a positive whole number")
@@ -99,7 +104,8 @@ class ModelSizes:
             layer = width * (2 * head * heads + 2 * kv) + 3 * width * inner + 2 * width
             tables = 1 if config.get("tie_word_embeddings") else 2
             parameters = layers * layer + tables * vocabulary * width + width
-        return cls(parameters, width, layers, inner, vocabulary, kv) if parameters else None
+        vision = count_parameters(folder, TOWERS) if has_tower else 0
+        return cls(parameters, width, layers, inner, vocabulary, kv, vision) if parameters else None
 
 
 PERMANENT = ("weights", "gradients", "optimizer")
@@ -138,7 +144,7 @@ def rank_memory(
     parts = {"weights": numbers * width / (ranks if stage == 3 else 1)}
     host = 0.0
     if learner is not None:
-        trained = numbers * trained_share
+        trained = numbers * min(trained_share, 1 - sizes.vision / sizes.parameters)
         parts["gradients"] = 4 * trained / (ranks if stage >= 2 else 1)
         moments = 4 * trained * (2 if stage == 0 else 3) / (ranks if stage >= 1 else 1)  # and float32 weights
         if settings.offload_optimizer and on_gpu:
@@ -167,10 +173,10 @@ def _activation_bytes(sizes: ModelSizes, settings: WorkersConfig, width: int, gp
 
 
 def engine_memory(sizes: ModelSizes, stage: StageConfig, plan: Plan, gpu_bytes: int | None) -> Memory:
-    """The memory of an engine, or of each GPU of one: weights, and a cache for keys and values. On a GPU the cache
-    fills the engine's share."""
+    """The memory of an engine, or of each GPU of one: weights, without a vision tower, and a cache for keys and values.
+    On a GPU the cache fills the engine's share."""
     in_16_bits = number_format(stage.engine.dtype, on_cpu=gpu_bytes is None) != "float32"
-    weights = sizes.parameters * (2 if in_16_bits else 4) / stage.engine.tensor_parallel
+    weights = (sizes.parameters - sizes.vision) * (2 if in_16_bits else 4) / stage.engine.tensor_parallel
     if gpu_bytes is None:
         cache = float(stage.engine.args.get("kv_cache_memory_bytes", CPU_CACHE))
     else:
@@ -345,16 +351,28 @@ def _adapter_parameters(sizes: ModelSizes, rank: int) -> float:
     return sizes.layers * rank * (attention + 3 * (sizes.hidden + sizes.intermediate))
 
 
+def _default_sizes(folder: Path) -> dict[str, Any]:
+    """The text config of a folder's vision-language model with transformers' defaults; empty where it knows none."""
+    try:
+        from transformers import AutoConfig
+
+        sizes: dict[str, Any] = AutoConfig.from_pretrained(folder).get_text_config().to_dict()
+    except Exception:  # whatever a config that is none leads to
+        return {}
+    return sizes
+
+
 @cache
 def _count_in_config(folder: Path) -> int:
     """Number of parameters of the model that transformers builds from a folder's config, on the meta device; 0 if
     transformers cannot build it. Takes seconds, since it imports torch."""
     try:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         with torch.device("meta"), limits(*BUILDING):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            config = AutoConfig.from_pretrained(folder)
+            model = policy_class(config).from_config(config)
     except Exception:  # some models compute with their weights while they are built
         return 0
     return sum(parameter.numel() for parameter in model.parameters())

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from envgym.disk import regular_file
 from envgym.errors import ConfigError, InvalidStep, needs
+from envgym.hub import optional_file
 from envgym.types import Message, Observation, ToolCall, ToolSpec, observed_messages, refuse_images
 
 from .spelling import BREAK, IN_APIS, Speller, rewrite
@@ -411,10 +412,13 @@ def load_tokenizer(model: str) -> Any:
             from transformers import AutoTokenizer as Tokenizer
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry; the error below is enough
     try:
-        return Tokenizer.from_pretrained(model)
+        tokenizer = Tokenizer.from_pretrained(model)
+        if not tokenizer.chat_template and (file := optional_file(model, "chat_template.json")):
+            tokenizer.chat_template = json.loads(regular_file(file).read_bytes())["chat_template"]
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]  # its first line may end with "one of:"
         raise ConfigError(f"model {model}: its tokenizer cannot be loaded ({reason})") from None
+    return tokenizer
 
 
 def check_tokenizer(file: Path) -> None:

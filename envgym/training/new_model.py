@@ -12,6 +12,7 @@ from envgym.disk import publish, work_folder
 from envgym.errors import ConfigError, EnvgymError, reported_as
 from envgym.jobs.components import stage_context
 from envgym.models.fresh import FreshModelConfig, make_fresh_model, sample_texts
+from envgym.models.vision import save_tokenizer
 from envgym.run_folder import RunFolder
 from envgym.settings import Settings, validate_settings
 
@@ -57,7 +58,7 @@ async def make_model(name: str, display: Display, *, runtime: str = "local") -> 
             display.phase(f"making {name}: warming it up, once (stored in {final.parent})")
             await Trainer(config, stage, components, folder, display).run()
             await components.workers["actor"].on_all(lambda rank: rank.save(str(folder.model)))
-            components.runner.agent.renderer.tokenizer.save_pretrained(folder.model)
+            save_tokenizer(components.runner.agent.renderer.tokenizer, folder.model)
         shutil.copy(folder.metrics_file, folder.model / "warm_up_metrics.jsonl")
         publish(folder.model, final)
     return final

@@ -28,6 +28,7 @@ from envgym.errors import (
 from envgym.evaluation.held_out import check_held_out
 from envgym.jobs.components import StageContext, stage_context
 from envgym.jobs.models import fetch_model
+from envgym.models.vision import save_tokenizer
 from envgym.monitoring.report import plot
 from envgym.monitoring.trackers import RunInfo, Trackers, run_id
 from envgym.placement.memory import model_folder
@@ -216,13 +217,13 @@ async def _save_models(stage: StageConfig, components: Components, folder: RunFo
             config_extras["pad_token_id"] = tokenizer.pad_token_id
         if words := (await worker.on_all(lambda rank: rank.save(str(path), config_extras)))[0]:  # noqa: B023
             display.note(f"{role}: {words}")
-        tokenizer.save_pretrained(path)
+        save_tokenizer(tokenizer, path)
         if stage.lora_of(role, components.learner.roles[role]).rank:
             adapter = folder.path / ("adapter" if role == "actor" else f"{role}_adapter")
             await worker.on_all(lambda rank: rank.export_adapter(str(adapter)))  # noqa: B023
     if components.learner.config.ema_decay:
         await components.workers["actor"].on_all(lambda rank: rank.save_average(str(folder.model_ema)))
-        tokenizer.save_pretrained(folder.model_ema)
+        save_tokenizer(tokenizer, folder.model_ema)
 
 
 def run_info(config: RunConfig, stage: StageConfig, folder: RunFolder, step: int) -> RunInfo:

@@ -17,6 +17,7 @@ import torch
 
 from envgym.errors import ConfigError, missing_package, needs
 from envgym.models.rounding import WeightChange
+from envgym.models.vision import takes_images, vision_pattern
 from envgym.models.weights_file import write_weights
 
 from .export import full_tensor
@@ -48,7 +49,7 @@ class Adapter:
             lora_alpha=settings.alpha,
             lora_dropout=settings.dropout,
             target_modules=settings.targets,
-            exclude_modules=heads or None,
+            exclude_modules="|".join([vision_pattern(model), *heads]) if takes_images(model.config) else heads or None,
             modules_to_save=heads or None,
             task_type="CAUSAL_LM" if head == "lm" else "SEQ_CLS",
             base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,

@@ -6,6 +6,7 @@ Written for vLLM 0.32. The controller calls the engines, so the trainer's side m
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from envgym.engine import Bucket
+from envgym.models.vision import vision_pattern
 from envgym.models.weights_file import checksum, write_weights
 
 from . import zero
@@ -91,16 +93,17 @@ def flops_per_token(model: nn.Module) -> tuple[float, float]:
 
     N counts the weights of matrix products: not the embedding, which is only looked up (but a head tied to it), and of
     the experts only as many as a token is routed to. A frozen weight needs 4 instead of 6 FLOPs, since no gradient of
-    it is computed. Layers with windowed attention are omitted from b, so that long sequences are never overcounted.
+    it is computed. Layers with windowed attention are omitted from b, so that long sequences are never overcounted. A
+    vision tower does not count: no text passes it.
     """
     config = model.config.get_text_config()
     experts = n_experts(config)
     share = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
-    a = 0.0
+    a, unreached = 0.0, vision_pattern(model)
     for name, parameter in model.named_parameters():
-        if parameter is embedding.weight and not is_tied:
+        if (parameter is embedding.weight and not is_tied) or re.fullmatch(unreached, name):
             continue
         fraction = share if ".experts." in name else 1.0
         a += fraction * (6 if parameter.requires_grad else 4) * zero.n_numbers(parameter)

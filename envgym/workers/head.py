@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from envgym.errors import ConfigError
+from envgym.models.vision import takes_images
+
 from .config import GPU_SHARE, MAX_LOGITS
 
 MIN_SLICE = 1024
@@ -323,13 +326,19 @@ class _Vocabulary:
 
 def configure_scalar_head(config: Any) -> Any:
     """Configure a scalar head in `config` (from Hugging Face), in place. Returns the class that loads the model; it
-    draws a head missing from the checkpoint from the global generator."""
+    draws a head missing from the checkpoint from the global generator. Raises `ConfigError` without such a class."""
     import transformers
 
+    factory = transformers.AutoModelForSequenceClassification
+    if takes_images(config) and type(config) not in factory._model_mapping:
+        raise ConfigError(
+            f"transformers has no critic or reward model of the vision-language model {config.model_type}: name a "
+            "language model for this role (roles.ROLE.model), or choose a learner without one"
+        )
     config.num_labels = 1
     config.reward_at = "end_of_turn"  # training sequences end there, so the reward must be read there
     config.classifier_dropout = 0.0  # Hugging Face's default drops a tenth of the head's inputs
-    return transformers.AutoModelForSequenceClassification
+    return factory
 
 
 def scalar_head(model: nn.Module) -> nn.Module:

@@ -14,6 +14,7 @@ from envgym.disk import work_folder
 from envgym.errors import ConfigError, needs, reported_as
 from envgym.models import check_no_file, is_path
 from envgym.models.rounding import ENOUGH, WeightChange
+from envgym.models.vision import policy_class, save_tokenizer
 from envgym.models.weights_file import save_model
 
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN
@@ -144,9 +145,8 @@ def _load_base(base: str, config: Mapping[str, Any], shapes: Mapping[str, Any]) 
         labels = [shapes[name][0] for head in heads if (name := f"base_model.model.{head}.weight") in shapes]
         if labels and task != "CAUSAL_LM":
             base_config.num_labels = labels[0]
-        model, loading = getattr(transformers, CLASSES[task]).from_pretrained(
-            base, config=base_config, dtype="auto", output_loading_info=True
-        )
+        factory = policy_class(base_config) if task == "CAUSAL_LM" else getattr(transformers, CLASSES[task])
+        model, loading = factory.from_pretrained(base, config=base_config, dtype="auto", output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"the base {base} does not load: {_shorten(error)}") from None
     return model, set(loading["missing_keys"])
@@ -178,7 +178,7 @@ def _round_to_4_bits(model: Any, base: str, origin: Mapping[str, str]) -> Any:
 
 
 def _save_tokenizer(sources: tuple[str, ...], folder: Path) -> bool:
-    """Save the first tokenizer in `sources` to `folder`; False if there is none."""
+    """Save the first tokenizer in `sources`, the last of which is a model, to `folder`; False if there is none."""
     import transformers
 
     for source in sources:
@@ -186,7 +186,7 @@ def _save_tokenizer(sources: tuple[str, ...], folder: Path) -> bool:
         if path.is_dir() and not any(next(path.glob(name), None) for name in ("tokenizer*", "vocab*", "*.model")):
             continue  # transformers would create an empty one
         try:
-            transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+            save_tokenizer(transformers.AutoTokenizer.from_pretrained(source), folder, sources[-1])
         except (OSError, ValueError, KeyError, TypeError):
             continue
         return True

@@ -19,6 +19,7 @@ from torch import nn
 
 from envgym.errors import ConfigError
 from envgym.learner import Learner, pad
+from envgym.models.vision import takes_images
 from envgym.processes.gpus import check_visible_gpu, peak_flops
 from envgym.types import Row
 
@@ -29,7 +30,7 @@ from .export import flops_per_token
 from .learning import ModelLearning
 from .micro_batches import RankInfo, choose_layout, micro_batches, network_inputs
 from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model
-from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
+from .optimizer import MovingAverage, freeze, freeze_vision, mark_for_muon, muon_optimizer
 from .sequence_parallel import Slices
 from .trials import obstacle_to_sharing, try_fused_head, try_fused_layers, try_kernel, use_packing
 
@@ -119,6 +120,11 @@ class ModelWorker(ModelLearning):
     def _split_attention(self, model: nn.Module) -> Slices | None:
         """Let each of the ranks that split token sequences attend with a share of the heads. None: no ranks do."""
         size = self.settings.tensor_parallel
+        if self.settings.ranks_per_row > 1 and takes_images(model.config):
+            raise ConfigError(
+                f"{self.spec.model} is a vision-language model, whose rows ranks cannot share: set "
+                "workers.sequence_parallel=1 and workers.tensor_parallel=1"
+            )
         if size > 1:
             zero.check_split(model, size)
         if self.settings.sequence_parallel == 1:
@@ -137,6 +143,7 @@ class ModelWorker(ModelLearning):
             main_role = next(name for name, spec in self.learner.roles.items() if spec.trained)
             # One list of names serves all trained models: a critic may lack the policy's head.
             freeze(model, self.learner.config.freeze, strict=self.spec.role == main_role)
+            freeze_vision(model)
             if (alpha := self.learner.config.neftune_alpha) and self.spec.role == main_role:
                 add_noise(model, alpha, rows_are_shared=self.settings.ranks_per_row > 1)
 

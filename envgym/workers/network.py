@@ -20,6 +20,7 @@ from torch import nn
 
 from envgym.errors import ConfigError, EnvgymError
 from envgym.models import capped_attention, is_path
+from envgym.models.vision import policy_class
 
 from .adapter import quantization, tame_quantized
 from .attention import VARLEN, not_covered, runs_here, takes_ends
@@ -162,7 +163,10 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
             with attention_over(prefixes):
                 return backbone(**prefixes.inputs(), use_cache=False, **options)
         if self.packed:
-            return backbone(**packed_inputs(token_ids, lengths, valid), use_cache=False, **options)
+            inputs = packed_inputs(token_ids, lengths, valid)
+            if has_axes(self.model.config):
+                inputs["position_ids"] = inputs["position_ids"].expand(4, 1, -1)
+            return backbone(**inputs, use_cache=False, **options)
         if self.slices is not None:
             return self.slices.outputs(backbone, token_ids, **options)
         return backbone(input_ids=token_ids, use_cache=False, **options)
@@ -226,7 +230,7 @@ def load_model(
     transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(name)
-        factory = configure_scalar_head(config) if head == "scalar" else transformers.AutoModelForCausalLM
+        factory = configure_scalar_head(config) if head == "scalar" else policy_class(config)
         # cuDNN compiles a plan for each new shape, which `sdpa` would wait for.
         torch.backends.cuda.enable_cudnn_sdp(False)
         if attention == "auto":  # without either, transformers itself takes sdpa for the models that know it
@@ -295,6 +299,12 @@ def packed_inputs(token_ids: torch.Tensor, lengths: torch.Tensor, valid: torch.T
         "max_length_q": longest,
         "max_length_k": longest,
     }
+
+
+def has_axes(config: Any) -> bool:
+    """True for the Hugging Face config of a model whose tokens have a time, a height and a width as positions. Before
+    them it takes the position in the row, which alone separates packed rows; at tokens of text all four are equal."""
+    return "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
 
 
 def packs(setting: bool | Literal["auto"], model: nn.Module) -> bool:

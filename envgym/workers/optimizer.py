@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from envgym.errors import ConfigError
+from envgym.models.vision import vision_pattern
 
 from . import zero
 
@@ -37,6 +38,15 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, strict: bool) -> None:
             parameter.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for _, parameter in parameters):
         raise ConfigError(f"learner.freeze={list(patterns)} leaves nothing to train")
+
+
+def freeze_vision(model: nn.Module) -> None:
+    """Freeze the vision tower of a Hugging Face model and what connects it to the language model: texts do not reach
+    them, so that they need neither gradients nor moments, and weight decay would only shrink them."""
+    pattern = vision_pattern(model)
+    for name, parameter in model.named_parameters():
+        if re.fullmatch(pattern, name):
+            parameter.requires_grad_(False)
 
 
 def mark_for_muon(model: nn.Module) -> None:
