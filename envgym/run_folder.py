@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 from pydantic import ByteSize, TypeAdapter
 
 from envgym.disk import flush_to_disk, replacement_file, write_atomically
-from envgym.episodes.record import from_record, to_record
+from envgym.episodes.record import from_record, image_names, to_record
 from envgym.errors import CheckpointDamaged, ConfigError, RunError
+from envgym.images import FOLDER, RECORDED, ImageFolder
 from envgym.loading import short_name
 from envgym.types import Group, check_json
 from envgym.yaml_files import read_yaml
@@ -27,6 +29,8 @@ STOP = "stop"
 """A file in the run's folder that asks the run to stop."""
 GROUP = "$group"
 """Key of a buffered group of episodes in the controller's state."""
+IMAGE_SECONDS = 3600.0
+"""Seconds for which an image stays after its last use, even if no file names it."""
 DAMAGED = ".damaged"
 """Suffix of an unreadable checkpoint, once the run has resumed from an older one."""
 
@@ -39,6 +43,7 @@ class RunFolder:
     metrics.jsonl     one object per training step
     rollouts/         every episode, one compressed columnar file per step
     held_out/         the episodes of the evaluations on held-out tasks, one file per evaluated step
+    images/           the images of its episodes, each once, named by the SHA-256 of its file
     learned/          per step, advantages and trainer log-probabilities of their tokens
     events/           per step, times of its phases and of its episodes' waits, turns and env steps: lines of JSON
     checkpoints/      the states to resume from; `best` is a link to the best of them
@@ -58,6 +63,7 @@ class RunFolder:
         self.metrics_file = path / "metrics.jsonl"
         self.rollouts = path / "rollouts"
         self.learned = path / "learned"
+        self.images = ImageFolder(path / FOLDER)
         self.held_out = path / "held_out"
         self.events = path / "events"
         self.checkpoints = path / "checkpoints"
@@ -110,7 +116,8 @@ class RunFolder:
 
     def remove_old_files(self, keep: Mapping[str, int | str | None]) -> None:
         """Remove all but the newest files of `rollouts` and `learned`: `keep` has a number of steps, a size (`20GB`),
-        or None for all. The newest file always stays."""
+        or None for all. The newest file always stays. Images go that no remaining file names."""
+        has_removed = False
         for name, amount in keep.items():
             if amount is None:
                 continue
@@ -120,6 +127,19 @@ class RunFolder:
                 amount_so_far += 1 if isinstance(amount, int) else files[step].stat().st_size
                 if number and amount_so_far > limit:
                     files[step].unlink()
+                    has_removed |= name == "rollouts"
+        if has_removed and self.images.path.is_dir():
+            self._remove_old_images()
+
+    def _remove_old_images(self) -> None:
+        """Remove the images that no file of episodes and no checkpoint names. Recent ones stay: an episode that runs,
+        or waits for its training step, may name them."""
+        rollouts = files_by_step(self.rollouts, ".parquet").values()
+        names = set[str]().union(*map(image_names, [*rollouts, *files_by_step(self.held_out, ".parquet").values()]))
+        for checkpoint in self.saved_checkpoints():
+            names.update(RECORDED.findall((checkpoint / CONTROLLER).read_text(encoding="utf-8")))
+        times = [path.stat().st_mtime for path in rollouts]
+        self.images.remove_others(names, min(*times, time.time() - IMAGE_SECONDS))
 
     def append_events(self, step: int, events: Iterable[Mapping[str, Any]]) -> None:
         """Append a step's timed events."""

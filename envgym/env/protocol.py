@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
 from pydantic import Field
 
-from envgym.errors import ConfigError, DataError, InvalidOutcome, InvalidStep, ResetNeeded, describe, needs
+from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, ResetNeeded, describe, needs
 from envgym.loading import user_line
 from envgym.processes.cancellation import call_in_time
 from envgym.processes.threads import DedicatedThread
 from envgym.settings import Settings
 from envgym.types import Action, Message, Observation, Span, Task, as_action, as_observation
 from envgym.types.episodes import check_numbers
-from envgym.types.messages import decoded_images
 
 if TYPE_CHECKING:
     import numpy
@@ -281,16 +280,14 @@ class CheckedEnv(Env):
         return await self._checked_observation(result[0]), *result[1:]
 
     async def _checked_observation(self, value: Any) -> Observation:
-        """An environment's return value as an observation, with images that were decoded on a thread. Raises
-        `InvalidStep` for anything else."""
+        """An environment's return value as an observation, with images that were checked (`EnvSpec.checked_images`).
+        Raises `InvalidStep` for anything else."""
         try:
             observation = as_observation(value)
-            if any(message.images for message in observation.messages):
-                messages = await asyncio.to_thread(decoded_images, observation.messages)
-                observation = replace(observation, messages=messages)
-            return observation
-        except (TypeError, ValueError, DataError) as error:
+        except (TypeError, ValueError) as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
+        messages = await self.spec.checked_images(observation.messages)
+        return observation if messages is observation.messages else replace(observation, messages=messages)
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Await a method of the environment under its deadline."""

@@ -15,11 +15,13 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError, create_model
 
-from envgym.errors import ConfigError, NameNotFound, reported_as
+from envgym.errors import ConfigError, DataError, InvalidStep, NameNotFound, reported_as
 from envgym.hashing import source_hash, text_hash
+from envgym.images import ImageFolder
 from envgym.settings import settings_error
 from envgym.tasks import SeededTasks, TaskSet
 from envgym.types import Episode, Message, Reward, Task
+from envgym.types.messages import decoded_images
 
 from .in_processes import EnvProcesses, ProcessEnv
 from .protocol import CheckedEnv, Env, EnvConfig, Recording
@@ -67,6 +69,9 @@ class EnvSpec:
         """The processes that instances run in, with `env.processes`; made by `ensure_setup`."""
         self.clients: dict[str, Any] = {}
         """Clients of its `services`, by name. The runtime sets them before `setup`."""
+        self.images: ImageFolder | None = None
+        """The folder of the run's images. The runtime sets it; without one, messages hold the content of their
+        images."""
         self.closing = AsyncExitStack()
         """Closes the resources that `setup` registers here, after `teardown` or if `setup` fails."""
         self._setup_lock = asyncio.Lock()
@@ -175,6 +180,23 @@ class EnvSpec:
         """A note for the user: why episodes may have no answer in the form asked for, and which setting to change. A
         run shows it once, if all of its first episodes have the metric `answered` = 0. Empty: it shows none."""
         return ""
+
+    # -- images -------------------------------------------------------------------------------------------
+
+    def store_images(self, folder: ImageFolder) -> None:
+        """Store the images of all episodes in a folder, also those of a mixture's members."""
+        for part in (self, *self.parts()):
+            part.images = folder
+
+    async def checked_images(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The messages with images that were read to the end, on a thread, and stored in the run's folder. Raises
+        `InvalidStep` for one that cannot be read."""
+        if not any(message.images for message in messages):
+            return messages
+        try:
+            return await asyncio.to_thread(decoded_images, messages, self.images.store if self.images else None)
+        except (ValueError, DataError) as error:
+            raise InvalidStep(f"{self.id}: {error}") from None
 
     # -- making instances ---------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from envgym.disk import regular_file, replacement_file
 from envgym.errors import ConfigError, DataError, RunError, missing_package, reported_as
+from envgym.images import ImageFolder, images_of
 from envgym.types import Episode
 
 from .record import from_record, read_rollouts, to_record, write_rollouts
@@ -26,8 +27,10 @@ class Journal:
     Raises `DataError` for a file that cannot be read or written, or that holds anything but episodes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, images: ImageFolder | None = None) -> None:
+        """`images` are those of its episodes, by default in the folder that `images_of` finds."""
         self.path = path
+        self.images = images
 
     def originals(self) -> dict[EpisodeKey, Episode]:
         """The episodes before the judging of their groups, in the order in which they ended."""
@@ -78,14 +81,14 @@ class Journal:
     def _read(self) -> Iterator[Episode]:
         if not self.path.exists():
             return
-        number = 0
+        number, images = 0, self.images or images_of(self.path)
         try:
             with self.path.open(encoding="utf-8") as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith("\n") and not _is_json(line):
                         return  # truncated by a kill
                     try:
-                        episode = from_record(json.loads(line))
+                        episode = from_record(json.loads(line), images)
                     except (ValueError, KeyError, TypeError, AttributeError) as error:
                         problem = f"this is not an episode ({type(error).__name__}: {error})"
                         raise DataError(f"{self.path}, line {number}: {problem}") from None

@@ -7,14 +7,17 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from envgym.disk import replacement_file
 from envgym.errors import DataError, needs
+from envgym.images import RECORDED, ImageFolder, images_of
 from envgym.types import (
     Episode,
     Group,
+    ImageSpan,
     Message,
     Objective,
     Outcome,
@@ -54,7 +57,8 @@ def to_record(episode: Episode) -> dict[str, Any]:
     """All data of an episode in JSON types, except the values that roles computed for its token sequences.
 
     Messages have the form of OpenAI-compatible APIs, except that the arguments of a tool call are a mapping, and that a
-    malformed call has an `error`. Values of a task that have no JSON type (a date) become text when it is written.
+    malformed call has an `error`. A message with images has `parts` too, and a segment `images`. Values of a task that
+    have no JSON type (a date) become text when it is written.
     """
     task = episode.task
     return {
@@ -80,21 +84,26 @@ def to_record(episode: Episode) -> dict[str, Any]:
     }
 
 
-def from_record(record: Mapping[str, Any]) -> Episode:
-    """The episode of a record from `to_record`. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+def from_record(record: Mapping[str, Any], images: ImageFolder | None = None) -> Episode:
+    """The episode of a record from `to_record`, whose images have their files in `images`. Raises `KeyError`,
+    `TypeError` or `ValueError` for anything else."""
     task, outcome = record["task"], _select_fields(Outcome, record["outcome"])
+
+    def read(messages: Any) -> tuple[Message, ...]:
+        return as_messages(messages) if images is None else images.locate(as_messages(messages))
+
     return Episode(
         **{field: record[name] for name, field in FIELDS.items()},
         task=Task(
             **{name: task[name] for name in PLAIN_OF_TASK},
-            prompt=task["prompt"] if isinstance(task["prompt"], str) else as_messages(task["prompt"]),
+            prompt=task["prompt"] if isinstance(task["prompt"], str) else read(task["prompt"]),
             answer=task["answer"],
             fields=task["fields"],
         ),
         outcome=Outcome(**{**outcome, "status": Status(outcome["status"])}),
         metrics=dict(record["metrics"]),
         fingerprints=dict(record["fingerprints"]),
-        messages=list(as_messages(record["messages"])),
+        messages=list(read(record["messages"])),
         rows=[
             Row(
                 [_segment_of(segment) for segment in row["segments"]],
@@ -118,6 +127,7 @@ def _segment(segment: Segment) -> dict[str, Any]:
         "logprobs": None if segment.logprobs is None else list(segment.logprobs),
         "versions": [_values(span) for span in segment.versions],
         "temperature": segment.temperature,
+        **({"images": [image._asdict() for image in segment.images]} if segment.images else {}),
     }
 
 
@@ -129,6 +139,7 @@ def _segment_of(record: Mapping[str, Any]) -> Segment:
         record["logprobs"],
         tuple(VersionSpan(**_select_fields(VersionSpan, span)) for span in record["versions"]),
         record["temperature"],
+        tuple(ImageSpan(image["sha256"], image["start"], image["length"]) for image in record.get("images") or ()),
     )
 
 
@@ -155,7 +166,10 @@ def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
     tasks: dict[int, tuple[str, str]] = {}  # key and JSON by the task's `id`: the members of a group share the task
     rows = [_columns(episode, tasks) for episode in episodes]
     has_others = any("from_others" in message for row in rows for message in row["messages"])
-    table = pa.Table.from_pylist(rows, _schema(pa, has_others=has_others))
+    has_images = any("parts" in message for row in rows for message in row["messages"]) or any(
+        row.images for episode in episodes for row in episode.rows
+    )
+    table = pa.Table.from_pylist(rows, _schema(pa, has_others=has_others, has_images=has_images))
     with replacement_file(path) as temporary:
         pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP_SIZE)
 
@@ -199,12 +213,29 @@ def read_rollouts(path: Path) -> list[Episode]:
     if missing := [name for name in _schema(pa).names if name not in table.column_names]:
         raise DataError(f"{path} holds no episodes: it has no column {missing[0]!r}")
     episodes = []
+    images = images_of(path)
     for number, columns in enumerate(table.to_pylist(), 1):
         try:
-            episodes.append(from_record({**columns, "task": json.loads(columns["task"])}))
+            episodes.append(from_record({**columns, "task": json.loads(columns["task"])}, images))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{path}, row {number}: this is not an episode ({type(error).__name__}: {error})") from None
     return episodes
+
+
+def image_names(path: Path) -> frozenset[str]:
+    """The names of the images in a file of `write_rollouts`."""
+    return _image_names(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(1024)
+def _image_names(path: Path, mtime_ns: int) -> frozenset[str]:
+    _, pq = _pyarrow("reading rollouts")
+    names = set[str]()
+    with pq.ParquetFile(path) as file:
+        if file.schema_arrow.field("messages").type.value_type.get_field_index("parts") >= 0:
+            for batch in file.iter_batches(ROW_GROUP_SIZE, columns=["task", "messages"]):
+                names.update(RECORDED.findall(json.dumps(batch.to_pylist()).replace('\\"', '"')))
+    return frozenset(names)
 
 
 def _pyarrow(purpose: str) -> tuple[Any, Any]:
@@ -221,6 +252,8 @@ def _columns(episode: Episode, tasks: dict[int, tuple[str, str]]) -> dict[str, A
     for message in record["messages"]:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], default=str)
+        if "parts" in message:
+            message["parts"] = json.dumps(message["parts"])
     maps = {name: list(record[name].items()) for name in ("metrics", "fingerprints")}
     segments = [segment for row in episode.rows for segment in row.segments]
     sampled = [value for segment in segments for value in segment.logprobs or ()]
@@ -233,8 +266,9 @@ def _columns(episode: Episode, tasks: dict[int, tuple[str, str]]) -> dict[str, A
     return {**record, **maps, **summary, "task": task[1]}
 
 
-def _schema(pa: Any, *, has_others: bool = False) -> Any:
-    """The columns. With `has_others`, messages have the field `from_others`."""
+def _schema(pa: Any, *, has_others: bool = False, has_images: bool = False) -> Any:
+    """The columns. With `has_others`, messages have the field `from_others`; with `has_images` they have `parts`, as
+    JSON, and segments have `images`."""
     text, number, integer, token, boolean = pa.string(), pa.float64(), pa.int64(), pa.int32(), pa.bool_()
 
     def struct(**columns: Any) -> Any:
@@ -242,6 +276,8 @@ def _schema(pa: Any, *, has_others: bool = False) -> Any:
 
     call = struct(id=text, type=text, function=struct(name=text, arguments=text), error=text)
     mark = {"from_others": boolean} if has_others else {}
+    mark |= {"parts": text} if has_images else {}
+    images = {"images": pa.list_(struct(sha256=text, start=token, length=token))} if has_images else {}
     message = struct(role=text, content=text, tool_calls=pa.list_(call), tool_call_id=text, name=text, **mark)
     segment = struct(
         role=text,
@@ -250,6 +286,7 @@ def _schema(pa: Any, *, has_others: bool = False) -> Any:
         logprobs=pa.list_(pa.float32()),
         versions=pa.list_(struct(version=integer, start=token, end=token)),
         temperature=number,
+        **images,
     )
     turn = struct(reward=number, stop_reason=text)
     row = struct(objective=text, segments=pa.list_(segment), turns=pa.list_(turn))

@@ -85,6 +85,7 @@ async def stage_context(config: RunConfig, stage: StageConfig, folder: RunFolder
     """The context of a stage in a new runtime. Invalid data raises an error before anything slow starts."""
     async with open_runtime(config, folder) as runtime:
         spec = stage.make_spec()
+        spec.store_images(folder.images)
         async with stage_context_in(config, stage, placed_runtime(stage, [spec], runtime), spec) as context:
             yield context
 

@@ -20,6 +20,7 @@ from envgym.env import EnvSpec
 from envgym.episodes.files import EpisodeKey, Journal, check_target, write_episodes
 from envgym.errors import DataError, EnvgymError, RunError, WorkerError, extend_message, reported_as
 from envgym.hashing import model_hash, task_hash
+from envgym.images import FOLDER, ImageFolder
 from envgym.rollout.runner import group_ids
 from envgym.types import Episode, Task
 from envgym.yaml_files import read_yaml
@@ -33,6 +34,7 @@ class JobFolder:
     config.yaml      every part with its resolved settings
     episodes.jsonl   every episode, written when it ends
     result.json      the result, for scripts
+    images/          the images of the episodes, each once
     logs/            the output of every child process
     """
 
@@ -40,13 +42,14 @@ class JobFolder:
     overwrite = False
     """Discard saved episodes that cannot be used, instead of raising an error."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, images: Path | None = None) -> None:
         self.path = path
+        self.images = ImageFolder(images or path / FOLDER)
         self.resume_hint = f"resume with: envgym eval --resume {path}"
         self.config_file = path / "config.yaml"
         self.result_file = path / "result.json"
         self.logs = path / "logs"
-        self.journal = Journal(path / "episodes.jsonl")
+        self.journal = Journal(path / "episodes.jsonl", self.images)
         self.saved: dict[EpisodeKey, Episode] = {}
         """The episodes that need not be run again."""
         self.model_hash: str | None = None
@@ -177,14 +180,14 @@ class JobFolder:
 
 
 class UnfinishedFile(JobFolder):
-    """The folder `FILE.unfinished` of a job whose episodes become a file."""
+    """The folder `FILE.unfinished` of a job whose episodes become a file. Their images are in `FILE.images`."""
 
     new_hint = "name another file, or start again with --overwrite"
 
     def __init__(self, file: Path, part: Part, *, overwrite: bool) -> None:
         """Raises `EnvgymError` if the file could not be written in the end."""
         check_target(file, overwrite=overwrite)
-        super().__init__(file.with_name(file.name + ".unfinished"))
+        super().__init__(file.with_name(f"{file.name}.unfinished"), file.with_name(f"{file.name}.{FOLDER}"))
         self.resume_hint = "the same command resumes from there"
         self.file = file
         self.part = part

@@ -209,6 +209,8 @@ async def _started_parts(
     """
     parts, config, stage = folder.parts, folder.config, folder.config.stages[-1]
     specs = {spec.to_json(): spec for spec in (part.stage.make_spec() for part in parts)}  # equal ones are one
+    for spec in specs.values():
+        spec.store_images(folder.images)
     async with AsyncExitStack() as stack:
         runtime = await stack.enter_async_context(open_runtime(config, RunFolder(folder.path)))
         if isinstance(source, Script):

@@ -261,11 +261,13 @@ class Runner:
             sampler = EpisodeSampler(source, episode_id, plan.sampling, self.max_model_len, sampling_seed, seconds)
         LOCKSTEP.set(batcher)  # for opponents; each episode has a separate asyncio task, and so a separate context
 
-        def run(env: CheckedEnv) -> Coroutine[Any, Any, Episode]:
+        async def run(env: CheckedEnv) -> Episode:
+            if not isinstance(task.prompt, str):
+                await members.spec.checked_images(task.prompt)  # the record names them
             if self.agent.uses_policy:
-                return self.agent.run(env, task, sampler, seed=seed)
+                return await self.agent.run(env, task, sampler, seed=seed)
             # A replay chooses among demonstrations by its seed, so it must differ between members and purposes.
-            return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), recording_index=member)
+            return await self.agent.replay(env, task, seed=derived_seed(seed, episode_id), recording_index=member)
 
         episode = await run_episode(members.spec, task, run, self.config.episode_timeout, sampler)
         episode.id, episode.env, episode.group_id = episode_id, task.env or members.spec.id, group.id

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from envgym.errors import describe
 
+from .images import ImageSpan
 from .messages import Message, StopReason, Task, int_array
 
 if TYPE_CHECKING:
@@ -54,8 +55,10 @@ class Segment:
     elsewhere). Sampled actions have `logprobs` [T], in nats, under the distribution that they were sampled from, its
     `temperature`, and the policy `versions` that sampled them.
 
+    `images` are its images, in order: the placeholder tokens of each, counted from the segment's first token.
+
     Any iterables are accepted; they are stored as arrays, int32 and float32, which numpy reads without copying.
-    `len` is T.
+    `len` is T. Raises `ValueError` for arrays of other lengths, and images that are not within the segment.
     """
 
     role: Role
@@ -64,6 +67,7 @@ class Segment:
     logprobs: array[float] | None = None
     versions: tuple[VersionSpan, ...] = ()
     temperature: float = 1.0
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         self.token_ids = int_array(self.token_ids)
@@ -76,6 +80,11 @@ class Segment:
             self.logprobs = float_array(self.logprobs)
             if len(self.logprobs) != len(self.token_ids):
                 raise ValueError(f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} tokens")
+        end = 0
+        for image in self.images:
+            if not end <= image.start < image.end <= len(self.token_ids):
+                raise ValueError(f"{image} is not within {len(self.token_ids)} tokens, after the image before it")
+            end = image.end
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -236,6 +245,15 @@ class Row:
         lengths = [len(segment.token_ids) for segment in self.segments]
         return np.repeat(np.array([segment.temperature for segment in self.segments], np.float32), lengths)
 
+    @cached_property
+    def images(self) -> tuple[ImageSpan, ...]:
+        """The images of its segments, whose positions count from its first token."""
+        spans, start = list[ImageSpan](), 0
+        for segment in self.segments:
+            spans += [image._replace(start=start + image.start) for image in segment.images]
+            start += len(segment)
+        return tuple(spans)
+
     @property
     def versions(self) -> tuple[int, ...]:
         """The policy versions that sampled its actions, ascending."""
@@ -257,7 +275,7 @@ class Row:
 
     def without_record(self, **attributes: Any) -> Row:
         """A copy that holds its arrays alone, for workers, with other values of some attributes."""
-        for name in ROW_ARRAYS:
+        for name in (*ROW_ARRAYS, "images"):
             getattr(self, name)  # made from the segments, if they are not yet
         return self.copy_with(segments=[], turns=[], first_outputs=None, last_outputs=None, **attributes)
 
@@ -270,7 +288,9 @@ class Row:
             self.temperatures, self.old_logprobs = None, np.full_like(self.old_logprobs, np.nan)
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens, and the turns with at least one of them."""
+        """Keep the first `length` tokens, and the turns with at least one of them. Of an image that does not fit, no
+        token is kept, nor any after it."""
+        length = next((image.start for image in self.images if image.start < length < image.end), length)
         segments, n_turns = [], 0
         for segment in self.segments:
             if length <= 0:
@@ -278,6 +298,7 @@ class Row:
             for name in ("token_ids", "loss_weights", "logprobs"):
                 if (values := getattr(segment, name)) is not None:
                     setattr(segment, name, values[:length])
+            segment.images = tuple([image for image in segment.images if image.end <= length])
             length -= len(segment)
             n_turns += segment.role == "action"
             segments.append(segment)
@@ -286,7 +307,7 @@ class Row:
 
     def reset_arrays(self) -> None:
         """Make the arrays from the segments again when they are next read: the segments have changed."""
-        for name in ROW_ARRAYS if self.segments else ():
+        for name in (*ROW_ARRAYS, "images") if self.segments else ():
             vars(self).pop(name, None)
 
 

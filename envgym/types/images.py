@@ -136,6 +136,11 @@ class ImageSpan(NamedTuple):
     start: int
     length: int
 
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.start + self.length
+
 
 def sha256_of(content: bytes) -> str:
     """The name of an image."""

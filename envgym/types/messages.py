@@ -250,13 +250,15 @@ def _recorded_parts(item: Mapping[str, Any]) -> list[Any]:
 
 
 def decoded_images(
-    messages: Iterable[Message], store: Callable[[ImagePart], ImagePart] = lambda image: image
+    messages: Iterable[Message], store: Callable[[ImagePart], ImagePart] | None = None
 ) -> tuple[Message, ...]:
-    """The messages with each image as its file says, read to the end (`images.decoded`), and then as `store` returns
-    it. Raises `ValueError` and `DataError` for an image that cannot be read."""
+    """The messages with each image as its file says, read to the end (`images.decoded`), and then as `store`, if any,
+    returns it. Raises `ValueError` and `DataError` for an image that cannot be read."""
 
     def change(part: TextPart | ImagePart) -> TextPart | ImagePart:
-        return store(decoded(part)) if isinstance(part, ImagePart) else part
+        if not isinstance(part, ImagePart):
+            return part
+        return decoded(part) if store is None else store(decoded(part))
 
     return tuple([replace(m, content=tuple(map(change, m.content))) if m.images else m for m in messages])
 

@@ -1,0 +1,71 @@
+"""Folders of images: a run stores each image once, and its records name it."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from .disk import replacement_file
+from .types import ImagePart, Message, TextPart
+from .types.images import NAME
+
+FOLDER = "images"
+"""Name of the folder in a run's or an evaluation's."""
+SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
+RECORDED = re.compile(r'"sha256": ?"([0-9a-f]{64})"')
+"""An image's name in a record, as JSON."""
+
+
+class ImageFolder:
+    """A folder with one file per image, `SHA256.png`, `.jpg` or `.webp`. It is created with its first image."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+
+    def store(self, image: ImagePart) -> ImagePart:
+        """Write the file of an image that `types.images.decoded` returned, in one rename, or mark it as used now.
+        Returns the image without its data, which stay in the file."""
+        content, file = image.read(), self.path / f"{image.sha256}{SUFFIXES[image.media_type]}"
+        with self._lock:  # episodes that show one image at a time write it once
+            try:
+                is_stored = file.stat().st_size == len(content)
+            except FileNotFoundError:
+                is_stored = False
+            if is_stored:
+                os.utime(file)
+            else:
+                self.path.mkdir(parents=True, exist_ok=True)
+                with replacement_file(file) as temporary:
+                    temporary.write_bytes(content)
+        return replace(image, data=None, file=file)
+
+    def find(self, name: str) -> Path | None:
+        """The file of the image `name`; None without one, and for a text that is no image's name."""
+        files = (self.path / f"{name}{suffix}" for suffix in SUFFIXES.values())
+        return next((file for file in files if file.is_file()), None) if NAME.fullmatch(name) else None
+
+    def locate(self, messages: Iterable[Message]) -> tuple[Message, ...]:
+        """The messages of a record, with the files of their images where they are here."""
+
+        def change(part: TextPart | ImagePart) -> TextPart | ImagePart:
+            return replace(part, file=self.find(part.sha256)) if isinstance(part, ImagePart) else part
+
+        return tuple([replace(m, content=tuple(map(change, m.content))) if m.images else m for m in messages])
+
+    def remove_others(self, names: Collection[str], last_use: float) -> None:
+        """Delete the images that are not among `names`, and that were not used since `last_use`, a time in
+        seconds since 1970."""
+        for file in self.path.iterdir() if self.path.is_dir() else ():
+            if NAME.fullmatch(file.stem) and file.stem not in names and file.stat().st_mtime < last_use:
+                file.unlink(missing_ok=True)
+
+
+def images_of(path: Path) -> ImageFolder | None:
+    """The images of a file of episodes, which are beside it or in the folder of its run or evaluation."""
+    folders = (path.with_name(f"{path.name}.{FOLDER}"), path.parent / FOLDER, path.parent.parent / FOLDER)
+    return next((ImageFolder(folder) for folder in folders if folder.is_dir()), None)
