@@ -12,7 +12,7 @@ from pydantic import Field
 
 from envgym.agent import Agent, AgentConfig, OutOfBudget, Sampler
 from envgym.env import CheckedEnv
-from envgym.errors import TurnRefused
+from envgym.errors import InvalidStep, TurnRefused
 from envgym.render import Extension
 from envgym.render.renderer import sampling_of
 from envgym.transcript import Transcript
@@ -54,7 +54,10 @@ class TokenLevel(Agent):
 
 
 def extend(transcript: Transcript, extension: Extension) -> None:
-    """Add a rendered reply to the transcript: to the current row, or as the prompt of a new row."""
+    """Add a rendered reply to the transcript: to the current row, or as the prompt of a new row. Raises `InvalidStep`
+    for an image."""
+    if extension.images:
+        raise InvalidStep("a message has an image, after which no engine samples yet: leave images out")
     if extension.fork:
         transcript.start_row(extension.token_ids)
     else:

@@ -5,6 +5,7 @@ tokens are never rendered again: they stay as the engine returned them, and late
 new token sequence if the template would render the earlier turns differently.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from .chat import ChatRenderer
@@ -22,11 +23,13 @@ def load_renderer(model: str, config: RenderConfig) -> Renderer:
     """The renderer of a model folder or hub id."""
     tokenizer = load_tokenizer(model)
     config.set_template(tokenizer)
-    return make_renderer(config.kind, tokenizer, keep_thoughts=config.keep_thoughts)
+    return make_renderer(config.kind, tokenizer, keep_thoughts=config.keep_thoughts, image_size=config.image_size)
 
 
-def make_renderer(kind: RenderKind, tokenizer: Any, *, keep_thoughts: bool = False) -> Renderer:
+def make_renderer(
+    kind: RenderKind, tokenizer: Any, *, keep_thoughts: bool = False, image_size: Mapping[str, int] | None = None
+) -> Renderer:
     """The renderer of a kind; `auto` takes the tokenizer's chat template if it has one."""
     if kind == "chat" or (kind == "auto" and tokenizer.chat_template):
-        return ChatRenderer(tokenizer, keep_thoughts=keep_thoughts)
+        return ChatRenderer(tokenizer, keep_thoughts=keep_thoughts, image_size=image_size)
     return RawRenderer(tokenizer) if kind == "raw" else TextRenderer(tokenizer)

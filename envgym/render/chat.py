@@ -6,7 +6,7 @@ arguments as text. Nothing here depends on a model's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from os.path import commonprefix
@@ -14,10 +14,10 @@ from typing import Any
 
 from envgym.errors import ConfigError, InvalidStep, TurnRefused
 from envgym.limits import limits
-from envgym.types import Message, Observation, ToolCall, ToolSpec
+from envgym.types import ImagePart, Message, Observation, ToolCall, ToolSpec
 from envgym.types.conversations import END_OF_THOUGHT, THINK
 
-from .renderer import Dialogue, Extension, Renderer
+from .renderer import Dialogue, Extension, Renderer, images_in
 from .spelling import BREAK, rewrite, rewrite_tools
 from .tool_calls import (
     EXAMPLE,
@@ -43,6 +43,8 @@ THOUGHT = "reasoning_content"
 """The field of an assistant's message in which templates take a thought."""
 ChatMessage = dict[str, Any]
 """A message in the form that a template takes."""
+Content = str | list[dict[str, str]]
+"""The content of a message in that form."""
 EXCHANGE: list[ChatMessage] = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
 
 
@@ -73,15 +75,15 @@ class Template:
             if message.role == "assistant":
                 result.append(self.assistant(message.text, message.tool_calls))
             elif message.role == "tool" and not self._shows_results:
-                text = f"<tool_response>\n{message.text}\n</tool_response>"
+                text = joined("<tool_response>\n", _form(message)["content"], "\n</tool_response>")
                 if result and "results" in result[-1]:  # roles may have to alternate
-                    result[-1]["content"] += f"\n{text}"
+                    result[-1]["content"] = joined(result[-1]["content"], "\n", text)
                 else:
                     result.append({"role": "user", "content": text, "results": True})
             elif message.role in ("user", "tool"):
-                result.append(message.as_dict())
+                result.append(_form(message))
             else:
-                self._append(result, message.as_dict(), [*previous, *result])
+                self._append(result, _form(message), [*previous, *result])
         return result
 
     def _append(self, messages: list[ChatMessage], message: ChatMessage, previous: Sequence[ChatMessage]) -> None:
@@ -94,7 +96,7 @@ class Template:
         follows = roles[-1] if messages and roles[-1] in INSTRUCTIONS else ""
         is_written = self._shows(role, not roles, follows, role == "system" and "system" in roles)
         if not is_written and role in INSTRUCTIONS and follows:
-            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{message['content']}"}
+            messages[-1] = {**messages[-1], "content": joined(messages[-1]["content"], "\n\n", message["content"])}
         elif is_written is False:
             place = " after the first message" if roles else ""
             raise InvalidStep(
@@ -264,11 +266,25 @@ class Template:
         text = describe(tools, self.turn(self.assistant("", [EXAMPLE])).strip())
         first, *remaining = messages
         if first["role"] == "system":
-            return [{**first, "content": f"{first['content']}\n\n{text}"}, *remaining]
-        return [{**first, "content": f"{text}\n\n{first['content']}"}, *remaining]
+            return [{**first, "content": joined(first["content"], "\n\n", text)}, *remaining]
+        return [{**first, "content": joined(text, "\n\n", first["content"])}, *remaining]
 
 
-def _parts(content: str | None) -> list[dict[str, str]]:
+def _form(message: Message) -> ChatMessage:
+    """A message in the form that templates take: its content is a list of parts if it has images."""
+    return message.as_dict(image=lambda _: {"type": "image"})
+
+
+def joined(*contents: Content) -> Content:
+    """Contents of messages as one: a text, unless one of them is a list of parts."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(map(str, contents))
+    return [part for content in contents for part in _parts(content)]
+
+
+def _parts(content: Content | None) -> list[dict[str, str]]:
+    if isinstance(content, list):
+        return content
     return [{"type": "text", "text": content}] if content else []
 
 
@@ -276,8 +292,10 @@ class ChatRenderer(Renderer):
     """Messages through the tokenizer's own chat template, with its generation prompt. With `keep_thoughts`, later
     messages are appended to the exact tokens also where the template would write earlier turns differently."""
 
-    def __init__(self, tokenizer: Any, *, keep_thoughts: bool = False) -> None:
-        super().__init__(tokenizer)
+    def __init__(
+        self, tokenizer: Any, *, keep_thoughts: bool = False, image_size: Mapping[str, int] | None = None
+    ) -> None:
+        super().__init__(tokenizer, image_size)
         self.keep_thoughts = keep_thoughts
         if not tokenizer.chat_template:
             raise ConfigError(f"{tokenizer.name_or_path} has no chat template: set render=text")
@@ -312,12 +330,14 @@ class ChatDialogue(Dialogue):
         self._text = ""  # the conversation so far, exactly
         self._raw = False  # True if it holds raw text
         self._opening: tuple[Message, ...] = ()
+        self._images: tuple[ImagePart, ...] = ()  # those of the text, in order
         self._last_turn: tuple[Message, Sequence[int], Reading | None] | None = None  # the policy's, not yet answered
 
     def _on_begin(self, observation: Observation, text: str) -> None:
         self._text = text
         self._raw = observation.text is not None
         self._opening = observation.messages
+        self._images = images_in(observation.messages)
 
     @cached_property
     def _turns(self) -> list[ChatMessage]:
@@ -428,9 +448,11 @@ class ChatDialogue(Dialogue):
         if self.renderer.keep_thoughts and not (observation.tools or has_calls or text.startswith(self._text)):
             text = self._text + continued if (continued := self._continuation(new)) else text
         previous_text, self._text, self._turns = self._text, text, turns
+        images = images_in(observation.messages)
+        self._images += images
         if text.startswith(previous_text):
-            return Extension(self.renderer.encode_after(self._last, text[len(previous_text) :]))
-        return Extension(self.renderer.encode(text), fork=True)
+            return self._render_images(text[len(previous_text) :], images)
+        return self._render_images(text, self._images, fork=True)
 
     def _continuation(self, new: list[ChatMessage]) -> str:
         """The text that the template writes after an answer without a thought, from the token that ended the policy's

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from envgym.errors import ConfigError, did_you_mean, reported_as
 from envgym.limits import limits
@@ -31,6 +31,9 @@ class RenderConfig(Settings):
     """A chat template in place of the tokenizer's: a file, or the template's own text (Jinja)."""
     template_kwargs: dict[str, Any] = Field({})
     """Values of the template's own variables (`render.template_kwargs.enable_thinking=false`)."""
+    image_size: dict[str, PositiveInt] | None = Field(None, min_length=1)
+    """The size at which images are processed, in the terms of the model's processor, which has a default. For Qwen's
+    models the limits of an image's pixels: `{shortest_edge: 3136, longest_edge: 200704}`."""
     keep_thoughts: bool = False
     """Keep the thoughts of earlier turns in the prompt where the template drops them, so that an episode stays one
     token sequence."""

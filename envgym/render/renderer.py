@@ -21,8 +21,18 @@ from typing import Any, NoReturn
 from envgym.disk import regular_file
 from envgym.errors import ConfigError, InvalidStep, needs
 from envgym.hub import optional_file
-from envgym.types import Message, Observation, ToolCall, ToolSpec, observed_messages, refuse_images
+from envgym.types import (
+    ImagePart,
+    Message,
+    Observation,
+    PlacedImage,
+    ToolCall,
+    ToolSpec,
+    observed_messages,
+    refuse_images,
+)
 
+from .images import Placeholders
 from .spelling import BREAK, IN_APIS, Speller, rewrite
 from .tool_calls import Reading
 
@@ -38,8 +48,9 @@ class Renderer(ABC):
     the ids that end the policy's turn.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, image_size: Mapping[str, int] | None = None) -> None:
         self.tokenizer = tokenizer
+        self.placeholders = Placeholders(tokenizer.name_or_path or "the model", image_size)
         decoder = tokenizer.added_tokens_decoder
         self.added_tokens: dict[int, str] = {index: str(token.content) for index, token in decoder.items()}
         """Tokens that the tokenizer finds in any text before it splits the rest (special ones among them), by id."""
@@ -50,7 +61,7 @@ class Renderer(ABC):
         hands_on = getattr(decodes, "__module__", "") == "transformers.tokenization_utils_tokenizers"
         self._backend = tokenizer.backend_tokenizer if hands_on else None
         self._special = {index for index, token in decoder.items() if token.special}
-        self._opening: tuple[Observation | None, str, list[int]] = (None, "", [])
+        self._opening: tuple[Observation | None, str, Extension] = (None, "", Extension([]))
         self.on_opening: Callable[[Observation, str], None] | None = None
         """Called with the first observation of an episode and its text."""
         self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -66,22 +77,24 @@ class Renderer(ABC):
 
     def prompt(self, observation: Observation) -> list[int]:
         """Token ids of an episode's first observation, up to where the policy's turn begins."""
-        return self.dialogue().start(observation)
+        return self.dialogue().begin(observation).token_ids
 
     def check_roles(self, messages: Sequence[Message]) -> None:
         """Raise `InvalidStep` if the template leaves out one of a conversation's messages because of its role."""
 
-    def opening(self, observation: Observation) -> tuple[str, list[int]]:
-        """An episode's first observation as text and as token ids."""
+    def opening(self, observation: Observation) -> tuple[str, Extension]:
+        """An episode's first observation, as text in which each image is the template's mark, and as tokens."""
         # Cached: the members of a group start one after the other from the same observation.
         if self._opening[0] != observation:
             raw = observation.text
             text = self._open(observation) if raw is None else raw
-            token_ids = self.encode(text)
+            images = images_in(observation.messages if raw is None else ())
+            token_ids = self.encode(self.placeholders.write(text, images))
             bos = self.tokenizer.bos_token_id
             if (self._bos_before_messages if raw is None else self._bos_before_text) and token_ids[:1] != [bos]:
                 token_ids.insert(0, bos)
-            self._opening = (observation, text, token_ids)
+            placed = self.placeholders.locate(token_ids, images, self.encode)
+            self._opening = (observation, text, Extension(token_ids, True, placed))
         if self.on_opening is not None:
             self.on_opening(observation, self._opening[1])
         return self._opening[1:]
@@ -111,9 +124,7 @@ class Renderer(ABC):
         return token_id in self.stop_token_ids or token_id in self._special
 
     def escape(self, messages: Iterable[Message]) -> tuple[Message, ...]:
-        """Escape messages for rendering: insert a `BREAK` into every special token that others have spelled out. Raises
-        `InvalidStep` for an image."""
-        refuse_images(messages := tuple(messages), "a model whose tokens are rendered here")
+        """Escape messages for rendering: insert a `BREAK` into every special token that others have spelled out."""
         policy_text, text = self.speller.escape_policy_text, self.speller.escape
         return tuple(rewrite(m, policy_text if m.role == "assistant" else text) for m in messages)
 
@@ -225,12 +236,12 @@ class NoRenderer(Renderer):
     def spells(self, text: str) -> bool:
         return IN_APIS.search(text) is not None
 
-    def opening(self, observation: Observation) -> tuple[str, list[int]]:
-        """An episode's first messages, and no token ids."""
+    def opening(self, observation: Observation) -> tuple[str, Extension]:
+        """An episode's first messages, and no tokens."""
         text = "\n".join(f"{message.role}: {message.printed}" for message in observed_messages(observation))
         if self.on_opening is not None:
             self.on_opening(observation, text)
-        return text, []
+        return text, Extension([], True)
 
     def dialogue(self) -> NoReturn:
         raise ConfigError("this agent renders tokens, which an API as the engine (engine.kind=openai) does not take")
@@ -241,14 +252,16 @@ class NoRenderer(Renderer):
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """The tokens of an observation: to append to the token sequence, or with `fork` the prompt of a new sequence."""
+    """The tokens of an observation: to append to the token sequence, or with `fork` the prompt of a new sequence; and
+    the images among them, in order."""
 
     token_ids: list[int]
     fork: bool = False
+    images: tuple[PlacedImage, ...] = ()
 
 
 class Dialogue(ABC):
-    """One episode's conversation: `start`, then `add_policy_turn` (or `add_demonstration`) and `add_observation`
+    """One episode's conversation: `begin`, then `add_policy_turn` (or `add_demonstration`) and `add_observation`
     alternately.
 
     `messages` is the readable conversation so far. Observations of raw text are appended without a template's marks.
@@ -265,14 +278,20 @@ class Dialogue(ABC):
         self._call_ids: set[str] = set()
 
     def start(self, observation: Observation) -> list[int]:
-        """Begin with the first observation. Returns its token ids, up to where the policy's turn begins."""
+        """The token ids of `begin`, for agents of text alone. Raises `InvalidStep` for an image."""
+        refuse_images(observation.messages, "an agent that starts its dialogue with `start`, and not `begin`,")
+        return self.begin(observation).token_ids
+
+    def begin(self, observation: Observation) -> Extension:
+        """Begin with the first observation. Returns its tokens, up to where the policy's turn begins, as those of a new
+        sequence."""
         self.tools = observation.tools
         messages = self.renderer.escape(observation.messages)
         escaped = observation if messages == observation.messages else replace(observation, messages=messages)
-        text, token_ids = self.renderer.opening(escaped)
+        text, extension = self.renderer.opening(escaped)
         self._on_begin(escaped, text)
-        self._append_observation(observation, token_ids)
-        return list(token_ids)
+        self._append_observation(observation, extension.token_ids)
+        return replace(extension, token_ids=list(extension.token_ids))
 
     def add_policy_turn(self, token_ids: Sequence[int]) -> Message:
         """Add the token ids of the policy's turn and return it as a message. Its calls are parsed if tools are offered;
@@ -287,6 +306,7 @@ class Dialogue(ABC):
         """Add a recorded turn of the assistant in place of the policy's and return its token ids, with the end-of-turn
         token."""
         recorded = Message("assistant", turn) if isinstance(turn, str) else turn
+        refuse_images([recorded], "a turn of the assistant")
         recorded = replace(recorded, tool_calls=self._with_ids(recorded.tool_calls))
         token_ids = self.renderer.encode_after(self._last, self._demonstration(*self.renderer.escape([recorded])))
         self._append_turn(token_ids, Reading(recorded.text, recorded.tool_calls))
@@ -332,6 +352,13 @@ class Dialogue(ABC):
     def _on_text(self, text: str) -> None:
         """Called after raw text was appended."""
 
+    def _render_images(self, text: str, images: Sequence[ImagePart], *, fork: bool = False) -> Extension:
+        """The tokens of a template's text for messages with these images: after the last token, or with `fork` of a
+        whole conversation."""
+        text = self.renderer.placeholders.write(text, images)
+        ids = self.renderer.encode(text) if fork else self.renderer.encode_after(self._last, text)
+        return Extension(ids, fork, self.renderer.placeholders.locate(ids, images, self.renderer.encode))
+
     # -- bookkeeping --------------------------------------------------------------------------------------------
 
     def _append_turn(self, token_ids: Sequence[int], reading: Reading | None) -> Message:
@@ -362,6 +389,11 @@ class Dialogue(ABC):
             self._call_ids.add(call_id)
             result.append(replace(call, id=call_id))
         return tuple(result)
+
+
+def images_in(messages: Iterable[Message]) -> tuple[ImagePart, ...]:
+    """The images of messages, in order."""
+    return tuple(chain.from_iterable(message.images for message in messages))
 
 
 def sampling_of(observation: Observation, renderer: Renderer) -> Mapping[str, Any] | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from envgym.types import Message, Observation
+from envgym.types import Message, Observation, refuse_images
 
 from .renderer import Dialogue, Extension, Renderer
 from .spelling import rewrite_tools
@@ -33,6 +33,10 @@ class TextRenderer(Renderer):
     @property
     def _bos_before_messages(self) -> bool:
         return self.tokenizer.bos_token_id is not None
+
+    def escape(self, messages: Iterable[Message]) -> tuple[Message, ...]:
+        refuse_images(messages := tuple(messages), "the renderer of plain text (render=text or raw)")
+        return super().escape(messages)
 
     def lines(self, messages: Sequence[Message]) -> str:
         """Messages, and the opening of the policy's turn."""

@@ -23,7 +23,7 @@ from .episodes import (
     number_rows,
     timed,
 )  # fmt: skip
-from .images import ImagePart, ImageSpan
+from .images import ImagePart, ImageSpan, PlacedImage
 from .messages import (
     Action,
     Message,
@@ -44,8 +44,9 @@ from .messages import (
 )  # fmt: skip
 
 __all__ = [
-    "Action", "Episode", "Group", "ImagePart", "ImageSpan", "Limit", "Message", "Objective", "Observation", "Outcome",
-    "Reward", "Role", "Row", "SeedScope", "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall",
-    "ToolSpec", "Turn", "VersionSpan", "add_instruction", "as_action", "as_messages", "as_observation", "check_json",
-    "float_array", "int_array", "number_rows", "observed_messages", "refuse_images", "timed",
+    "Action", "Episode", "Group", "ImagePart", "ImageSpan", "Limit", "Message", "Objective", "Observation",
+    "Outcome", "PlacedImage", "Reward", "Role", "Row", "SeedScope", "Segment", "Span", "Status", "StopReason",
+    "Task", "TextPart", "ToolCall", "ToolSpec", "Turn", "VersionSpan", "add_instruction", "as_action",
+    "as_messages", "as_observation", "check_json", "float_array", "int_array", "number_rows", "observed_messages",
+    "refuse_images", "timed",
 ]  # fmt: skip

@@ -129,6 +129,28 @@ class ImagePart:
         return core_schema.no_info_plain_validator_function(_from_wire, serialization=to_wire)
 
 
+class PlacedImage(NamedTuple):
+    """An image and its tokens in a sequence: `length` placeholders from position `start` on."""
+
+    image: ImagePart
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.start + self.length
+
+    @property
+    def span(self) -> ImageSpan:
+        """The same by the image's name."""
+        return ImageSpan(self.image.sha256, self.start, self.length)
+
+    def shifted(self, n_tokens: int) -> PlacedImage:
+        """The same in a sequence with `n_tokens` more before it."""
+        return self._replace(start=self.start + n_tokens)
+
+
 class ImageSpan(NamedTuple):
     """The tokens of an image in a sequence: `length` placeholders from position `start` on, for the image `sha256`."""
 

@@ -211,14 +211,14 @@ def test_a_part_that_is_neither_text_nor_an_image_is_one_sentence(part, problem)
         as_messages([{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}])
 
 
-def test_a_picture_that_would_be_rendered_as_tokens_is_refused(tiny_model):
+def test_a_picture_for_a_model_of_text_is_refused(tiny_model):
     picture = Message.user("What is it?", np.zeros((4, 4, 3), np.uint8))
     dialogue = make_renderer("chat", load_tokenizer(tiny_model)).dialogue()
-    with pytest.raises(InvalidStep, match="a message has an image, and a model whose tokens are rendered here takes"):
-        dialogue.start(Observation(messages=(picture,)))
+    with pytest.raises(InvalidStep, match=f"a message has an image, and {tiny_model} takes text alone"):
+        dialogue.begin(Observation(messages=(picture,)))
     dialogue.start(Observation(messages=(Message.user("What is it?"),)))
     dialogue.add_policy_turn([5, 0])
-    with pytest.raises(InvalidStep, match="a message has an image, and a model whose tokens are rendered here takes"):
+    with pytest.raises(InvalidStep, match=f"a message has an image, and {tiny_model} takes text alone"):
         dialogue.add_observation(Observation(messages=(picture,)))
 
 
