@@ -12,9 +12,10 @@ from string import Formatter
 from typing import Any, TypeVar
 
 from envgym.errors import DataError, did_you_mean, extend_message
-from envgym.types import Message, Task, as_messages
+from envgym.types import ImagePart, Message, Task, as_messages
 
 from .config import SourceConfig
+from .images import MARK, ImageReader, show_images
 from .rows import Row, RowLeftOut, parse_json
 
 PROMPT_FIELDS = ("prompt", "question", "problem", "query", "instruction", "input", "messages")
@@ -23,7 +24,7 @@ CONTEXT_FIELDS = ("context", "passage", "body", "paragraph", "article", "backgro
 PLACES = {"instruction": 0, **dict.fromkeys(CONTEXT_FIELDS, 1), "input": 3}
 """Position of a text field in the prompt, by its name. All other fields, such as a question's, have 2."""
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
-UNSEEN_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
+UNSEEN_FIELDS = ("video", "videos", "audio", "audios")
 ANSWER_FIELDS = (
     "answer", "answers", "solution", "label", "target", "ground_truth", "gold", "expected_answer", "output", "response",
 )  # fmt: skip
@@ -54,6 +55,7 @@ class TaskReader:
     ) -> None:  # fmt: skip
         self.source = source
         self.form = form
+        self._images = ImageReader(source)
         self._answer_required = answer_required
         self._prefix = prefix
         self._prompt_names, self._answer_names = field_names
@@ -68,10 +70,13 @@ class TaskReader:
 
     def read(self, row: Row, location: str, name: str) -> tuple[Task, int]:
         """The task of `row` and the key of its prompt, without a template or system message. `name` is its id unless
-        the source has a field for it; `location` its file and line, for messages."""
+        the source has a field for it; `location` its file and line, for messages and for the paths of images."""
         source, original = self.source, row
+        image_field, images = None, list[ImagePart]()
         if self.form is not None:
             row = self.form(row, location)
+        elif image_field := self._images.field(row, location):
+            images = self._images.images(row[image_field], location)
         if self._fields is None:
             self._fields = self._prompt_field(row, location), self._answer_field(row, location)
             if self.form is None:
@@ -80,7 +85,7 @@ class TaskReader:
         prompt: str | tuple[Message, ...] = ""
         messages: tuple[Message, ...] = ()
         if prompt_field is not None:
-            prompt, messages = _prompt(row, prompt_field, location, may_be_empty=self.form is not None)
+            prompt, messages = self._prompt(row, prompt_field, location, may_be_empty=bool(self.form or images))
         if prompt_field is not None and self.form is None:
             prompt = self._with_context(prompt, row, prompt_field)
             messages = as_messages(prompt)
@@ -88,11 +93,19 @@ class TaskReader:
             prompt = self._fill(source.template, prompt, row, location)
             values = (Message(name, str(row[name])) for name in sorted(self._in_template))
             messages = (*messages, *values) if messages else as_messages(prompt)
+        if self.form is None and (images or not isinstance(prompt, str) or MARK in prompt):
+            are_marks = any(name in original for name in source.images)
+            with_images = show_images(as_messages(prompt), images, location, are_marks=are_marks)
+            prompt = prompt if isinstance(prompt, str) and not images else with_images
+            if source.template is None:
+                messages = with_images
+            elif images:
+                messages = (*messages, Message("images", images))
         system_field = self._system_field(row)
         system = source.system if system_field is None else system_text(row, system_field)
         if system is not None and (not messages or messages[0].role != "system"):
             prompt = (Message("system", system), *as_messages(prompt))
-        used_fields = {prompt_field, answer_field, source.id, source.difficulty}
+        used_fields = {prompt_field, answer_field, source.id, source.difficulty, image_field}
         task = Task(
             id=self._prefix + (str(_value(row, source.id, location)) if source.id else name),
             prompt=prompt,
@@ -115,6 +128,7 @@ class TaskReader:
         uses = {
             "prompt": prompt,
             "answer": [answer_field] if answer_field in row else [],
+            "images": [image_field] if (image_field := self._images.field(row, "")) else [],
             "system message": [system_field] if (system_field := self._system_field(row)) else [],
             "id": [self.source.id] if self.source.id else [],
             "difficulty": [self.source.difficulty] if self.source.difficulty else [],
@@ -125,7 +139,8 @@ class TaskReader:
 
     def _with_context(self, prompt: str | tuple[Message, ...], row: Row, field: str) -> str | tuple[Message, ...]:
         """The prompt with the texts it is about, an instruction and its input, unless settings say what it is."""
-        self.notes.update(f"{name} is not shown: policies get text alone" for name in UNSEEN_FIELDS if row.get(name))
+        unread = (name for name in UNSEEN_FIELDS if row.get(name))
+        self.notes.update(f"{name} is not shown: policies get text and images" for name in unread)
         fields = fields_of_prompt(row, field)
         if len(fields) == 1 or self.source.template is not None:
             return prompt
@@ -135,6 +150,24 @@ class TaskReader:
             return prompt
         self.notes[f"the prompt is {' and '.join(fields)}; data.prompt={field} makes it {field} alone"] += 1
         return "\n\n".join(row[name] for name in fields)
+
+    def _prompt(
+        self, row: Row, name: str, location: str, *, may_be_empty: bool
+    ) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
+        """The prompt in the task's form, and as messages."""
+        may_be_text = name not in MESSAGE_FIELDS
+        value = parse_json(_value(row, name, location), f"{location}: field {name!r}", may_be_text=may_be_text)
+        if self.form is None:
+            value = self._images.parts(value, location)
+        try:
+            if not isinstance(value, str | list):
+                raise TypeError(f"a prompt is text or a list of messages, not {type(value).__name__}")
+            messages = as_messages(value)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise DataError(f"{location}: field {name!r}: {error}") from None
+        if not may_be_empty and not any(message.text.strip() or message.images for message in messages):
+            raise DataError(f"{location}: field {name!r} is empty")
+        return (value if isinstance(value, str) else messages), messages
 
     def _prompt_field(self, row: Row, location: str) -> str | None:
         template = self.source.template
@@ -235,23 +268,6 @@ def _value(row: Row, name: str, location: str) -> Any:
     if name not in row:
         raise DataError(f"{location}: the row has no field {name!r}, only {_list(row)}.{did_you_mean(name, row)}")
     return row[name]
-
-
-def _prompt(
-    row: Row, name: str, location: str, *, may_be_empty: bool
-) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
-    """The prompt in the task's form, and as messages."""
-    may_be_text = name not in MESSAGE_FIELDS
-    value = parse_json(_value(row, name, location), f"{location}: field {name!r}", may_be_text=may_be_text)
-    try:
-        if not isinstance(value, str | list):
-            raise TypeError(f"a prompt is text or a list of messages, not {type(value).__name__}")
-        messages = as_messages(value)
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise DataError(f"{location}: field {name!r}: {error}") from None
-    if not may_be_empty and not any(message.text.strip() or message.images for message in messages):
-        raise DataError(f"{location}: field {name!r} is empty")
-    return (value if isinstance(value, str) else messages), messages
 
 
 def _text_or_number(value: Any, name: str, location: str) -> str | int | float:

@@ -27,6 +27,8 @@ from envgym.settings import Settings
 from .hub import is_hub_id
 
 _ITEM = re.compile(r"\[\w+\]")
+IMAGE_FIELDS = ("images", "image")
+"""Usual names of the field of a row's images."""
 
 
 def _as_names(value: Any) -> Any:
@@ -104,6 +106,11 @@ class SourceConfig(Settings):
     """Field of the prompt: text, or a list of chat messages. Unset: the first usual name that the rows have."""
     answer: Names = ()
     """Field of the reference answer: text or a number. Unset: the first usual name that the rows have."""
+    images: Names = IMAGE_FIELDS
+    """Field of a row's images, one or a list: files' content, as `datasets` has it, data URIs, or paths. They stand at
+    the parts of type `image` or the marks `<image>` of the prompt, or before its text. Null: no field."""
+    image_folder: str | None = None
+    """Folder that the paths of images begin at and may not leave. Unset: that of the file of rows."""
     answer_pattern: Pattern = None
     """A regular expression with one group, which is the answer in the text of its field (`9` in `9 (apples)`)."""
     id: str | None = None

@@ -382,10 +382,10 @@ def test_columns_that_belong_to_the_prompt_are_in_it(row, prompt, write):
 
 
 def test_what_the_prompt_shows_unasked_or_not_at_all_is_said(write, caplog):
-    rows = [{"body": PIGS, "question": f"{n}?", "answer": n, "images": ["a.png"] * (n % 2)} for n in range(4)]
+    rows = [{"body": PIGS, "question": f"{n}?", "answer": n, "videos": ["a.mp4"] * (n % 2)} for n in range(4)]
     everything(load(write(rows), test_fraction=0))
     assert "the prompt is body and question; data.prompt=question makes it question alone (4 rows)" in caplog.text
-    assert "images is not shown: policies get text alone (2 rows)" in caplog.text
+    assert "videos is not shown: policies get text and images (2 rows)" in caplog.text
     caplog.clear()
     tasks = everything(load(write(rows), prompt="question", test_fraction=0))
     assert [task.prompt for task in tasks] == ["0?", "1?", "2?", "3?"]

@@ -1,0 +1,171 @@
+"""Images of rows: those in a column and those in the parts of messages, as other programs write them, and their places
+in a conversation."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from envgym.errors import DataError, did_you_mean
+from envgym.types import ImagePart, Message, TextPart
+from envgym.types.images import KINDS
+
+from .config import IMAGE_FIELDS, SourceConfig
+from .rows import Row, parse_json
+
+MARK = "<image>"
+"""The place of an image in a text, as in the files of ShareGPT's form and of verl."""
+PLACE = "\ufdd0image\ufdd0"
+"""In its stead for a part of a message that says where an image is and not which one, as in TRL's. Text holds no such
+characters."""
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_IMAGE = re.compile(r"data:|https?://|file://|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$", re.IGNORECASE | re.DOTALL)
+"""Text that is an image."""
+_KEYS = ("bytes", "image", "image_url", "url", "path")
+"""Keys of a mapping that is an image, in the order in which they are read: `datasets` has `bytes` and `path`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReader:
+    """Reads the images of a source's rows. A path leads from the folder of the row's file, or from the settings'
+    `image_folder`, to a file in it: the file of rows may be a stranger's, and must not name others.
+
+    All methods raise `DataError` for an image that cannot be read; a `location` is a row's file and line.
+    """
+
+    source: SourceConfig
+
+    def field(self, row: Row, location: str) -> str | None:
+        """The column of images in a row; None without one. What is no image in a column of a usual name is another
+        field, say the name of a container's image."""
+        names = self.source.images
+        if names == IMAGE_FIELDS:
+            return next((name for name in names if _is_image(row.get(name))), None)
+        if names and not (columns := [name for name in names if name in row]):
+            raise DataError(
+                f"{location}: the row has no field {names[0]!r}, which data.images names.{did_you_mean(names[0], row)}"
+            )
+        return columns[0] if names else None
+
+    def images(self, value: Any, location: str) -> list[ImagePart]:
+        """The images in a column: one, or a list of them."""
+        if isinstance(value, str) and value.startswith("["):  # a list in a CSV file
+            value = parse_json(value, f"{location}: the row's images")
+        items = value if isinstance(value, list | tuple) else [] if _is_empty(value) else [value]
+        images = []
+        for number, item in enumerate(items, 1):
+            try:
+                images.append(ImagePart.from_value(self._content(item, location)))
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{location}: image {number}: {error}") from None
+        return images
+
+    def parts(self, value: Any, location: str) -> Any:
+        """A value of messages with the images of its parts read. A part without its image is one of text, `PLACE`."""
+        if isinstance(value, Mapping):
+            if value.get("type") not in KINDS:
+                return {key: self.parts(item, location) for key, item in value.items()}
+            content = _first(value)
+            if content is None and "sha256" not in value:
+                return {"type": "text", "text": PLACE}
+            return value if content is None else {"type": "image", "image": self.images([content], location)[0]}
+        if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+            return [self.parts(item, location) for item in value]
+        return value
+
+    def _content(self, value: Any, location: str) -> Any:
+        """What `ImagePart.from_value` takes, of one image in a row."""
+        if isinstance(value, Mapping):
+            return self._content(_first(value), location)
+        if not isinstance(value, str) or value.startswith("data:"):
+            return value
+        path = value.removeprefix("file://")
+        if _ADDRESS.match(path):
+            raise ValueError(f"{value!r:.80} is an address, and images are not fetched: save the file, give its path")
+        return self._file(path, location)
+
+    def _file(self, name: str, location: str) -> Path:
+        """The file of a path in a row."""
+        file = Path(location.rpartition(":")[0])
+        folder = Path(self.source.image_folder or file.parent)
+        folders = [folder] if self.source.image_folder else [folder, file.resolve().parent]  # a file of the hub's cache
+        path = Path(os.path.normpath(folder.absolute() / name))
+        if not path.is_relative_to(os.path.normpath(folder.absolute())):
+            problem = f"{name!r:.80} is outside of {folder}"
+        elif not path.is_file():
+            problem = f"there is no file {name!r:.80} in {folder}"
+        elif not any(path.resolve().is_relative_to(allowed.resolve()) for allowed in folders):
+            problem = f"{name!r:.80} is a link out of {folder}"
+        else:
+            return path
+        raise ValueError(f"{problem}: data.image_folder=FOLDER names another folder of images")
+
+
+def show_images(
+    messages: Sequence[Message], images: Sequence[ImagePart], location: str, *, are_marks: bool
+) -> tuple[Message, ...]:
+    """The messages with a row's images at their places: the parts that say so, else the marks `<image>` in what the
+    assistant does not say, else before the user's first text. Unless `are_marks`, marks are
+    text.
+
+    Raises `DataError` unless there are as many places as images.
+    """
+    is_part = any(PLACE in message.text for message in messages)
+    n_places = sum(_n_places(message, is_part=is_part) for message in messages) if is_part or are_marks else 0
+    if images and not n_places:
+        first = next((n for n, message in enumerate(messages) if message.role == "user"), None)
+        if first is None:
+            raise DataError(f"{location}: there is no message of the user to show the row's images in")
+        message = replace(messages[first], content=(*images, *messages[first].content))
+        return (*messages[:first], message, *messages[first + 1 :])
+    if n_places != len(images):
+        places = "parts of type image" if is_part else f"marks {MARK}"
+        raise DataError(f"{location}: the messages have {n_places} {places}, and the row has {len(images)} images")
+    if not images:
+        return tuple(messages)
+    place, remaining = PLACE if is_part else MARK, iter(images)
+    filled = []
+    for message in messages:
+        is_filled = _n_places(message, is_part=is_part) > 0
+        filled.append(replace(message, content=tuple(_filled(message, place, remaining))) if is_filled else message)
+    return tuple(filled)
+
+
+def _n_places(message: Message, *, is_part: bool) -> int:
+    if is_part:
+        return message.text.count(PLACE)
+    return 0 if message.role == "assistant" else sum(part.text.count(MARK) for part in message.content)
+
+
+def _filled(message: Message, place: str, images: Iterator[ImagePart]) -> Iterator[TextPart | ImagePart]:
+    for part in message.content:
+        if not (isinstance(part, TextPart) and place in part.text):
+            yield part
+            continue
+        for number, text in enumerate(part.text.split(place)):
+            if number:
+                yield next(images)
+            if text:
+                yield TextPart(text)
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(_IMAGE.match(value)) or (value.startswith("[") and bool(_IMAGE.match(value.rstrip("\"' ]"))))
+    if isinstance(value, list | tuple):
+        return any(map(_is_image, value))
+    if isinstance(value, Mapping):
+        return _first(value) is not None
+    return isinstance(value, bytes | Path | ImagePart) or hasattr(value, "size")  # of Pillow's, of numpy's
+
+
+def _first(value: Mapping[str, Any]) -> Any:
+    return next((value[key] for key in _KEYS if value.get(key)), None)
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value)
