@@ -154,6 +154,15 @@ class WorkersConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class ImageConfig:
+    """The images of a run's rows: the folder that has their files, and the size that the model's processor gives them
+    (its own argument), by default its configured one."""
+
+    folder: str
+    size: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """A model that a role of the learner needs, the same for all of its ranks.
 
@@ -161,6 +170,7 @@ class WorkerSpec:
     model      folder or hub id
     role_spec  whether it is trained, and its outputs
     learner    name and settings of the learner, for a trained role
+    images     where rows may have images; None: they are text alone
     """
 
     role: str
@@ -171,3 +181,4 @@ class WorkerSpec:
     lora: LoraConfig = field(default_factory=LoraConfig)
     seed: int = 0
     deterministic: bool = False
+    images: ImageConfig | None = None

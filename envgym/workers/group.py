@@ -7,12 +7,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from envgym.errors import WorkerDied, WorkerError
+from envgym.errors import RunError, WorkerDied, WorkerError
 from envgym.processes.runtime import CALL_SECONDS, Message, Result, Runtime, Worker, WorkerHandle, message_of
 from envgym.types import Row
 
 from .config import WorkerSpec
-from .micro_batches import RankInfo, merge_metrics, micro_batches, sort_by_prefix
+from .micro_batches import RankInfo, has_images, merge_metrics, micro_batches, sort_by_prefix
 
 if TYPE_CHECKING:
     from envgym.types.episodes import FloatArray
@@ -153,8 +153,13 @@ class WorkerGroup(Ranks["ModelWorker"]):
             shares = [by_length[k::n_shares] for k in range(n_shares)]
         shares = [share or [0] for share in shares]  # with ZeRO 3 every rank must take part
         inputs = [sample.without_record(arrays={}) for sample in samples]
+        with_images = self._with_images(samples)
         results = await self._on_shares(
-            lambda rank, part: rank.forward_base(part) if self._without_adapter else rank.forward(part),
+            lambda rank, part: (
+                rank.forward_base(part, with_images=with_images)
+                if self._without_adapter
+                else rank.forward(part, with_images=with_images)
+            ),
             [[inputs[index] for index in share] for share in shares],
         )
         outputs: dict[int, FloatArray] = {}
@@ -169,7 +174,10 @@ class WorkerGroup(Ranks["ModelWorker"]):
         shares = micro_batches(samples, self._budget, self._n_shares, layout=layout)
         self._accumulated = [[sample for batch in share for sample in batch] for share in shares]
         inputs = [[[sample.without_record() for sample in batch] for batch in share] for share in shares]
-        results = await self._on_shares(lambda rank, part: rank.accumulate(part, dict(normalizers), layout), inputs)
+        with_images = self._with_images(samples)
+        results = await self._on_shares(
+            lambda rank, part: rank.accumulate(part, dict(normalizers), layout, with_images=with_images), inputs
+        )
         return merge_metrics(
             # Ranks that split token sequences return the same sums, which must count once, but may differ in maxima.
             part if rank % self._ranks_per_row == 0 else {n: v for n, v in part.items() if n.endswith("/max")}
@@ -185,6 +193,12 @@ class WorkerGroup(Ranks["ModelWorker"]):
     async def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step with the accumulated gradient. Returns its metrics; see `ModelWorker.step`."""
         return (await self.on_all(lambda rank: rank.step(lr)))[0]
+
+    def _with_images(self, samples: Sequence[Row]) -> bool:
+        """Whether a sample has an image, which decides for all ranks. Raises `RunError` if rows are text alone here."""
+        if (with_images := has_images(samples)) and self._spec.images is None:
+            raise RunError(f"a row has an image, and the {self.role} was started for text alone")
+        return with_images
 
     def _on_shares(
         self, call: Callable[[ModelWorker, Share], Result], shares: Sequence[Share]

@@ -19,6 +19,7 @@ from envgym.learner import MetricSums, Outputs, RowBatch, pad
 from envgym.types import Row
 
 from . import zero
+from .images import ImageTensors
 from .micro_batches import Layout, add_metrics, cost, is_padding, network_inputs
 from .state import ModelState
 
@@ -73,11 +74,20 @@ class ModelLearning(ModelState):
 
     _outputs: list[FloatArray]
     _row_layout: Layout
+    _images: ImageTensors | None
+    """Where rows may have images."""
+    _with_images: bool
 
     def accumulate(
-        self, microbatches: Sequence[list[Row]], normalizers: Mapping[str, float], layout: Layout = "padded"
+        self,
+        microbatches: Sequence[list[Row]],
+        normalizers: Mapping[str, float],
+        layout: Layout = "padded",
+        *,
+        with_images: bool = False,
     ) -> MetricSums:
-        """Forward and backward over all of this rank's micro-batches of one optimizer step.
+        """Forward and backward over all of this rank's micro-batches of one optimizer step. `with_images`: any row of
+        the step, on any rank, has an image.
 
         `normalizers` are the whole step's, so that the gradient does not depend on the split into micro-batches. The
         load-balancing loss of experts does: it is averaged over micro-batches, weighted by their tokens.
@@ -85,6 +95,7 @@ class ModelLearning(ModelState):
         self.engine.train()
         self._outputs = []
         self._row_layout = layout
+        self._with_images = with_images
         shares = self._shares_of_tokens(microbatches) if self.network.balance else [0.0] * len(microbatches)
         # DeepSpeed averages gradients over the ranks with the same weights, but losses here are shares of a sum.
         copies = self.settings.ranks // self.settings.tensor_parallel
@@ -146,7 +157,7 @@ class ModelLearning(ModelState):
         # Puts every parameter into the graph, since all ranks must reduce the same ones.
         loss = 0.0 * next(iter(outputs.values())).sum()
         metrics: MetricSums = {}
-        if (prefixes := inputs[-1]) is not None:
+        if (prefixes := inputs[-2]) is not None:
             n_tokens = cost(samples, layout="packed")
             metrics["tokens/shared_share"] = (float(n_tokens - len(prefixes)), float(n_tokens))
         output = outputs["logprobs" if self.network.head == "lm" else "values"]
@@ -178,7 +189,10 @@ class ModelLearning(ModelState):
         """The network's arguments for a micro-batch. `batches` are its samples, in order, padded to one length."""
         name = self.spec.role_spec.extra_token_ids
         extra_ids = torch.cat([batch.arrays[name] for batch in batches]).long() if name else None
-        return network_inputs(samples, batches, self.device, self._row_layout, extra_ids)
+        images = None
+        if self._with_images and self._images is not None:
+            images = self._images.tensors(samples, packed=self._row_layout == "packed", blank=True)
+        return network_inputs(samples, batches, self.device, self._row_layout, extra_ids, images)
 
     def _shares_of_tokens(self, microbatches: Sequence[list[Row]]) -> list[float]:
         """Each micro-batch's share of the step's tokens, over all ranks; 0 for padding micro-batches."""

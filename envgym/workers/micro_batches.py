@@ -231,10 +231,15 @@ class RankInfo:
 
 def choose_layout(samples: Sequence[Row], *, shares_prefixes: bool, packed: bool) -> Layout:
     """The layout of samples in a model: shared prefixes, if it supports them and they save enough; else packed or
-    padded."""
-    if shares_prefixes and shared_share(samples) >= MIN_SHARED:
+    padded. Rows with images share none: other images have the same tokens."""
+    if shares_prefixes and not has_images(samples) and shared_share(samples) >= MIN_SHARED:
         return "shared"
     return "packed" if packed else "padded"
+
+
+def has_images(samples: Sequence[Row]) -> bool:
+    """True if any row has an image."""
+    return any(sample.images for sample in samples)
 
 
 def micro_batches(
@@ -439,10 +444,11 @@ def network_inputs(
     device: torch.device,
     layout: Layout,
     extra_ids: torch.Tensor | None = None,
+    images: dict[str, torch.Tensor] | None = None,
 ) -> tuple[Any, ...]:
     """The network's arguments for a micro-batch, whose samples, in order, are padded to one length in `batches`: token
     ids [B, T], lengths [B], a bool mask [B, T] of tokens with a weight or sampled, temperatures [B, T], `extra_ids`,
-    and the layout of shared prefixes."""
+    the layout of shared prefixes, and the tensors of `images`."""
     import torch
 
     token_ids, weights, old = (
@@ -457,7 +463,7 @@ def network_inputs(
     lengths = torch.tensor([len(sample.token_ids) for sample in samples], device=device)
     prefixes = SharedPrefixes(samples, device) if layout == "shared" else None
     mask = (weights != 0) | old.isfinite()
-    return token_ids, lengths, mask, torch.from_numpy(scales).to(device), extra_ids, prefixes
+    return token_ids, lengths, mask, torch.from_numpy(scales).to(device), extra_ids, prefixes, images
 
 
 def add_metrics(total: MetricSums, sums: MetricSums) -> None:

@@ -27,6 +27,7 @@ from . import checkpoint, zero
 from .adapter import Adapter
 from .config import WorkerSpec
 from .export import flops_per_token
+from .images import ImageTensors, prepare_for_images
 from .learning import ModelLearning
 from .micro_batches import RankInfo, choose_layout, micro_batches, network_inputs
 from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model
@@ -63,6 +64,7 @@ class ModelWorker(ModelLearning):
         """DeepSpeed's engine around `network`, or `network` itself if it is neither trained nor partitioned."""
         self.learner = _make_learner(spec.learner) if spec.learner and self.trained else None
         self.average: MovingAverage | None = None
+        self._images: ImageTensors | None = None
         self._writer = checkpoint.Writer()
         if torch.cuda.is_available():
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -100,6 +102,8 @@ class ModelWorker(ModelLearning):
             zero.join_process_group(address, self.rank, self.settings.ranks, self.device)
             zero.check_device(self.settings, self.dtype, self.device)
         model = self._load_weights(partitioned=partitioned)
+        if self.spec.images is not None:
+            prepare_for_images(model, self.spec.model, self.spec.role_spec.head)
         if joins:
             zero.wait_for_ranks(self.device)
         slices = self._split_attention(model)
@@ -143,7 +147,8 @@ class ModelWorker(ModelLearning):
             main_role = next(name for name, spec in self.learner.roles.items() if spec.trained)
             # One list of names serves all trained models: a critic may lack the policy's head.
             freeze(model, self.learner.config.freeze, strict=self.spec.role == main_role)
-            freeze_vision(model)
+            if self.spec.images is None:
+                freeze_vision(model)
             if (alpha := self.learner.config.neftune_alpha) and self.spec.role == main_role:
                 add_noise(model, alpha, rows_are_shared=self.settings.ranks_per_row > 1)
 
@@ -175,6 +180,8 @@ class ModelWorker(ModelLearning):
             self._notes.append(try_kernel(self.network, self.engine, self.device))
             use_packing(self.network, self.engine, self.settings.packing, self.device)
         self._not_shared = self._obstacle_to_sharing()
+        if self.spec.images is not None:
+            self._images = ImageTensors(model, self.spec.model, self.spec.images, self.device)
 
     def _obstacle_to_sharing(self) -> str:
         """The reason why prefixes that rows share are not computed once, or an empty string."""
@@ -228,14 +235,15 @@ class ModelWorker(ModelLearning):
 
     # -- forward passes -----------------------------------------------------------------------------------
 
-    def forward_base(self, samples: Sequence[Row]) -> list[FloatArray]:
+    def forward_base(self, samples: Sequence[Row], *, with_images: bool = False) -> list[FloatArray]:
         """`forward` without the adapter: as before training."""
         assert self.adapter is not None
         with self.adapter.disable():
-            return self.forward(samples)
+            return self.forward(samples, with_images=with_images)
 
-    def forward(self, samples: Sequence[Row]) -> list[FloatArray]:
-        """One float32 array [T] per sample, in order. `arrays` are not read.
+    def forward(self, samples: Sequence[Row], *, with_images: bool = False) -> list[FloatArray]:
+        """One float32 array [T] per sample, in order. `arrays` are not read. `with_images`: any sample, of any rank,
+        has an image.
 
         `lm` head: log p(token t | tokens before t), in nats, at the token's temperature, of tokens that have a weight
         or were sampled; 0 for others, whose logits are not computed, and at t = 0. With `top_k`, [T, k, 2]: (log-
@@ -243,12 +251,17 @@ class ModelWorker(ModelLearning):
         """
         self.engine.eval()
         units = [sample.copy_with(arrays={}, microbatch_key=index) for index, sample in enumerate(samples)]
-        layout = choose_layout(units, shares_prefixes=not self._not_shared, packed=self.network.packed)
+        maker = self._images if with_images else None
+        shares_prefixes = maker is None and not self._not_shared
+        layout = choose_layout(units, shares_prefixes=shares_prefixes, packed=self.network.packed)
         [batches] = micro_batches(units, self._budget, 1, layout=layout)
+        partitioned = self.settings.partitions(trained=self.trained)  # all ranks bring in the same layers
         outputs: list[FloatArray] = [np.empty(0, np.float32)] * len(samples)
         with torch.no_grad():
             for batch in self._pad_to_other_ranks(batches):
-                [lines] = self.engine(*network_inputs(batch, [pad(batch, self.device)], self.device, layout)).values()
+                images = maker.tensors(batch, packed=layout == "packed", blank=partitioned) if maker else None
+                inputs = network_inputs(batch, [pad(batch, self.device)], self.device, layout, images=images)
+                [lines] = self.engine(*inputs).values()
                 for sample, line in zip(batch, lines.cpu().numpy(), strict=True):
                     outputs[sample.microbatch_key] = line[: len(sample.token_ids)].copy()
         return outputs

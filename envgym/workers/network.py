@@ -26,6 +26,7 @@ from .adapter import quantization, tame_quantized
 from .attention import VARLEN, not_covered, runs_here, takes_ends
 from .export import n_experts
 from .head import LogprobHead, Rescaling, configure_scalar_head, scalar_head
+from .images import BLANK, with_blank_row
 from .micro_batches import RowBucket, SharedPrefixes
 from .sequence_parallel import Slices
 
@@ -76,6 +77,7 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
         temperatures: torch.Tensor,
         extra_ids: torch.Tensor | None = None,
         prefixes: SharedPrefixes | None = None,
+        images: dict[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Outputs by name, float32:
 
@@ -89,15 +91,15 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
         token_ids [B, T] are rows of `lengths` [B], padded on the right: attention is causal, so no token ever sees
         padding and no attention mask is needed. mask [B, T] bool: the others have hidden states only.
         temperatures [B, T] divide the logits that predict each token. `prefixes`: the rows' layout, if what they share
-        is computed once.
+        is computed once. `images`: the tensors of the rows' images (`ImageTensors`).
         """
         length = token_ids.shape[1]
         valid = torch.arange(length, device=token_ids.device) < lengths[:, None]
-        base = self._run_backbone(token_ids, lengths, valid, prefixes)
-        states, outputs = base.last_hidden_state, {}
+        states, router_logits = self._run_backbone(token_ids, lengths, valid, prefixes, images or {})
+        outputs = {}
         if self.balance and self.training:
             weights = prefixes.counts(valid)[None] if prefixes else None if self.packed else valid
-            outputs["balance"] = balance_loss(self.model, base.router_logits, weights)
+            outputs["balance"] = balance_loss(self.model, router_logits, weights)
         if self.head == "scalar":
             return outputs | {"values": self._values(states, valid, prefixes)}
         # the state at t - 1 predicts token t
@@ -153,23 +155,51 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
         return nn.functional.pad(tensor[:, 1:], (0, 0) * (tensor.dim() - 2) + (0, 1))
 
     def _run_backbone(
-        self, token_ids: torch.Tensor, lengths: torch.Tensor, valid: torch.Tensor, prefixes: SharedPrefixes | None
-    ) -> Any:
+        self,
+        token_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        valid: torch.Tensor,
+        prefixes: SharedPrefixes | None,
+        images: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Outputs of the model without its head: hidden states [B, T, hidden size] of this rank's slices; if packed
-        [1, tokens, hidden size], with shared prefixes [1, N, hidden size]."""
-        options = {"output_router_logits": True} if self.balance and self.training else {}
+        [1, tokens, hidden size], with shared prefixes [1, N, hidden size]; and the router logits of balanced experts
+        [tokens, experts], per layer."""
+        options: dict[str, Any] = {"output_router_logits": True} if self.balance and self.training else {}
+        options |= images
         backbone = self.model.base_model
         if prefixes is not None:
             with attention_over(prefixes):
-                return backbone(**prefixes.inputs(), use_cache=False, **options)
-        if self.packed:
-            inputs = packed_inputs(token_ids, lengths, valid)
-            if has_axes(self.model.config):
+                base = backbone(**prefixes.inputs(), use_cache=False, **options)
+        elif self.slices is not None:
+            base = self.slices.outputs(backbone, token_ids, **options)
+        else:
+            blank_ids = options.pop(BLANK, None)
+            shape = token_ids.shape
+            if blank_ids is not None:
+                token_ids, lengths, valid = with_blank_row(token_ids, lengths, blank_ids)
+            inputs = packed_inputs(token_ids, lengths, valid) if self.packed else {"input_ids": token_ids}
+            if self.packed and has_axes(self.model.config):
                 inputs["position_ids"] = inputs["position_ids"].expand(4, 1, -1)
-            return backbone(**inputs, use_cache=False, **options)
-        if self.slices is not None:
-            return self.slices.outputs(backbone, token_ids, **options)
-        return backbone(input_ids=token_ids, use_cache=False, **options)
+            base = backbone(**inputs | options, use_cache=False)
+            if blank_ids is not None:
+                return self._without_blank_row(base, shape, len(blank_ids))
+        return base.last_hidden_state, getattr(base, "router_logits", ())
+
+    def _without_blank_row(
+        self, base: Any, shape: tuple[int, int], n_blank: int
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Outputs of the model for rows of a `shape` [B, T] alone, of those with a blank image's after them. It adds 0
+        to the states, and so stays in the graph: ranks must reduce the same gradients, the vision tower's too."""
+        states = base.last_hidden_state
+        n_rows, length = shape
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[:, :-n_blank] if self.packed else tensor[:n_rows, :length]
+
+        blank = states[:, -n_blank:] if self.packed else states[n_rows:]
+        logits = (layer.view(*states.shape[:2], -1) for layer in getattr(base, "router_logits", None) or ())
+        return cut(states) + 0.0 * blank.sum(), tuple(cut(layer).flatten(0, 1) for layer in logits)
 
 
 def be_deterministic() -> None:

@@ -1,0 +1,220 @@
+"""The images of rows as tensors for a vision-language model's forward pass."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from envgym.errors import ConfigError, DataError, RunError
+from envgym.images import ImageFolder
+from envgym.models.vision import takes_images
+from envgym.types import ImageSpan, Row
+from envgym.types.images import sha256_of
+
+from .attention import VARLEN, takes_ends
+from .config import ImageConfig
+
+CACHED_BYTES = 2**29
+"""Maximum bytes of the processed images in a worker's memory: members of a group and epochs share them."""
+BLANK = "blank_ids"
+"""The name of the tokens of a blank image, which are an additional row, among the tensors of images."""
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments of models that tell placeholders from text."""
+OF_TEXT = {"input_ids", "attention_mask", *TOKEN_TYPES}
+"""Outputs of processors that a row determines, not an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """An image as the model takes it: its placeholder tokens, and the tensors by their names in the model's call."""
+
+    token_ids: list[int]
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class ImageTensors:
+    """Makes the tensors of images from the files of a run, with the processor of a model's folder.
+
+    `model`: the Hugging Face model. Raises `EnvgymError` if its processor cannot be loaded here.
+    """
+
+    def __init__(self, model: nn.Module, source: str, config: ImageConfig, device: torch.device) -> None:
+        from envgym.render.images import load_processor, size_argument
+
+        self._processor = load_processor(source)
+        self._folder = ImageFolder(Path(config.folder))
+        self._options = size_argument(config.size)
+        self._device, self._dtype = device, model.dtype
+        backbone = model.base_model
+        self._arguments = inspect.signature(backbone.forward).parameters
+        self._positions = getattr(backbone, "get_rope_index", None)
+        names = ("image_token_id", "video_token_id")
+        self._placeholders = {token for name in names if (token := getattr(model.config, name, None)) is not None}
+        if model.config.vision_config._attn_implementation == VARLEN:  # its kernel is causal
+            model.config.vision_config._attn_implementation = "sdpa"
+        if 0 in self._placeholders:  # rows are padded with 0
+            raise ConfigError(f"{source}: token 0 stands for an image, which envgym does not support")
+        self._cache: OrderedDict[str, Processed] = OrderedDict()
+        self._blank: Processed | None = None
+
+    def tensors(self, samples: Sequence[Row], *, packed: bool, blank: bool) -> dict[str, torch.Tensor]:
+        """Arguments of the model's call for the images of a micro-batch's rows, in order, which are padded to the
+        longest or `packed` end to end. Without any image it is empty or, if `blank`, that of a blank image, whose
+        tokens are in `BLANK`: a row to be computed after all others. With it all ranks run the vision tower.
+
+        Raises `DataError` for an image whose file is missing or another one, and `RunError` if its placeholders are not
+        those of the row.
+        """
+        rows = [sample.token_ids.tolist() for sample in samples]
+        images = [self._of_row(tokens, sample.images) for tokens, sample in zip(rows, samples, strict=True)]
+        tensors: dict[str, torch.Tensor] = {}
+        if not any(images):
+            if not blank:
+                return {}
+            self._blank = self._blank or self._process(blank_image())
+            rows.append(self._blank.token_ids)
+            images.append([self._blank])
+            tensors[BLANK] = torch.tensor(self._blank.token_ids)
+        tensors |= collate([image.tensors for line in images for image in line])
+        for name in TOKEN_TYPES:
+            if name in self._arguments:
+                types = [torch.tensor(line) for line in self._processor.create_mm_token_type_ids(rows)]
+                tensors[name] = torch.cat(types)[None] if packed else nn.utils.rnn.pad_sequence(types, batch_first=True)
+        if packed and self._positions is not None:
+            tensors["position_ids"] = torch.cat(list(map(self._row_positions, rows, images)), 2)
+        return {
+            name: tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+            for name, tensor in tensors.items()
+        }
+
+    def _row_positions(self, token_ids: list[int], images: Sequence[Processed]) -> torch.Tensor:
+        """[4, 1, T] the positions of a row in its text, in time, and in an image's height and width."""
+        [types] = self._processor.create_mm_token_type_ids([token_ids])
+        grids = {"image_grid_thw": torch.cat([image.tensors["image_grid_thw"] for image in images])} if images else {}
+        places, _ = self._positions(torch.tensor([token_ids]), torch.tensor([types]), **grids)
+        return torch.cat([torch.arange(len(token_ids)).view(1, 1, -1), places])
+
+    def _of_row(self, token_ids: list[int], spans: Sequence[ImageSpan]) -> list[Processed]:
+        """The images of a row, whose placeholders are compared with the row's."""
+        images, end = [], 0
+        for span in spans:
+            image = self._processed(span.sha256)
+            if token_ids[span.start : span.end] != image.token_ids:
+                raise RunError(
+                    f"image {span.sha256} has {len(image.token_ids)} placeholders in this model, which are not the "
+                    f"{span.length} tokens at {span.start} of a row: it was rendered by another model's processor"
+                )
+            self._check_text(token_ids, end, span.start)
+            images.append(image)
+            end = span.end
+        self._check_text(token_ids, end, len(token_ids))
+        return images
+
+    def _check_text(self, token_ids: list[int], start: int, end: int) -> None:
+        """Raise `RunError` for placeholders without an image among the tokens from `start` to `end`."""
+        if not self._placeholders.isdisjoint(token_ids[start:end]):
+            raise RunError(
+                f"a row has a placeholder between tokens {start} and {end} that belongs to none of its images"
+            )
+
+    def _processed(self, name: str) -> Processed:
+        """The image `name`, from memory or from its file."""
+        if name in self._cache:
+            self._cache.move_to_end(name)
+            return self._cache[name]
+        image = self._cache[name] = self._process(self._open(name))
+        while len(self._cache) > 1 and sum(image.n_bytes for image in self._cache.values()) > CACHED_BYTES:
+            self._cache.popitem(last=False)
+        return image
+
+    def _open(self, name: str) -> Any:
+        """Pillow's image, in RGB."""
+        from PIL import Image
+
+        file = self._folder.find(name)
+        if file is None:
+            raise DataError(
+                f"image {name} of a row is not in {self._folder.path}: its file was deleted, or never stored"
+            )
+        content = file.read_bytes()
+        if sha256_of(content) != name:
+            raise DataError(f"image {file} has changed: its content is not what it is named after")
+        return Image.open(io.BytesIO(content)).convert("RGB")
+
+    def _process(self, image: Any) -> Processed:
+        """Call the processor, on the CPU."""
+        processor = self._processor
+        marker = getattr(processor, "boi_token", None) or processor.image_token
+        outputs = processor(
+            text=[marker],
+            images=[[image]],
+            add_special_tokens=False,
+            return_tensors="pt",
+            return_text_replacement_offsets=True,
+            **self._options,
+        )
+        text = outputs["text_replacement_offsets"][0][0]["replacement"].strip("\n")
+        tensors = {name: outputs[name] for name in self._arguments if name in outputs and name not in OF_TEXT}
+        return Processed(processor.tokenizer(text, add_special_tokens=False)["input_ids"], tensors)
+
+
+def prepare_for_images(model: nn.Module, source: str, head: str) -> None:
+    """Let a Hugging Face model, loaded from `source`, attend both ways within an image where it is defined so: kernels
+    without masks cannot. Raises `ConfigError` for a model that cannot take rows with images."""
+    if head == "scalar":
+        raise ConfigError(
+            f"{source}: critics and reward models do not take images: choose a learner without a critic and "
+            "rewards without a model"
+        )
+    if not takes_images(model.config):
+        raise ConfigError(f"{source} is no vision-language model, and rows of this run have images: name another model")
+    takes_types = "token_type_ids" in inspect.signature(model.base_model.forward).parameters
+    if takes_types and takes_ends(model.config._attn_implementation):
+        model.config._attn_implementation = "sdpa"
+
+
+def blank_image() -> Any:
+    """A grey image of Pillow's, which is small for every processor."""
+    from PIL import Image
+
+    return Image.new("RGB", (64, 64), (128, 128, 128))
+
+
+def collate(images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors of images one after the other, which is the first dimension; all others are padded with zeros to the
+    largest image's."""
+    tensors = {}
+    for name in images[0]:
+        parts = [image[name] for image in images]
+        shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        padded = parts[0].new_zeros(sum(map(len, parts)), *shape)
+        start = 0
+        for part in parts:
+            padded[(slice(start, start + len(part)), *map(slice, part.shape[1:]))] = part
+            start += len(part)
+        tensors[name] = padded
+    return tensors
+
+
+def with_blank_row(
+    token_ids: torch.Tensor, lengths: torch.Tensor, blank_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids [B + 1, T'], lengths [B + 1] and the bool mask [B + 1, T'] of rows, of `token_ids` [B, T] and `lengths`
+    [B], with the row `blank_ids` [N] after them."""
+    length = max(token_ids.shape[1], len(blank_ids))
+    rows = (*token_ids.unbind(), blank_ids)
+    token_ids = torch.stack([nn.functional.pad(row, (0, length - len(row))) for row in rows])
+    lengths = nn.functional.pad(lengths, (0, 1), value=len(blank_ids))
+    return token_ids, lengths, torch.arange(length, device=lengths.device) < lengths[:, None]
