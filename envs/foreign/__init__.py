@@ -37,6 +37,8 @@ FAILURES = ("agent", "no_reward", "policy_unreachable", "sandbox", "verifier")
 class ForeignConfig(DataEnvConfig):
     """Settings of the framework's interpreter and of its tasks. `data` has rows in place of the framework's own."""
 
+    concurrency: int | None = Field(8, ge=1)
+    """Maximum concurrent episodes of this environment, each of which starts programs; null: the rollout's."""
     python: Path | None = None
     """The Python interpreter of a virtual environment with the framework."""
     environ: tuple[str, ...] = ()
