@@ -283,6 +283,6 @@ def test_a_missing_pillow_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(
         envgym.errors.MissingDependency,
-        match=r"an image in a message needs the package 'pillow', which is not installed: .* pillow",
+        match=r"an image in a message needs the package 'pillow', which is not installed: .*pillow",
     ):
         ImagePart.from_value(b"x")
