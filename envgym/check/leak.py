@@ -1,4 +1,4 @@
-"""Check of leaks: is the reference answer in the observation?
+"""Check of leaks: is the reference answer in the observation, or can the reward be had without the task?
 
 An answer that occurs in its problem proves nothing: "4" is in "4 + 0", and the larger of two numbers is one of them. So
 the share of tasks whose answer is in their own observation is compared with chance, the share of those in which the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,12 @@ SECONDS = 4.0
 
 
 async def check(subject: Subject) -> list[Finding]:
-    """The finding on reference answers in the first observation."""
+    """The finding on reference answers in the first observation, or on other ways to a reward that is not earned."""
+    tasks = await subject.tasks(TASKS)
+    forgeries = Counter(filter(None, (subject.spec.spec_for(task).forgery(task) for task in tasks)))
+    if forgeries:
+        message = "; ".join(f"{count} of {len(tasks)} tasks: {text}" for text, count in forgeries.items())
+        return [warning(message, "read episodes with high rewards before you trust them")]
     texts, answers = [], []
     async for number, task in subject.numbered_tasks(TASKS, SECONDS, fewest=2 * MIN_TASKS):
         answer = answer_text(task.answer)

@@ -135,6 +135,11 @@ class EnvSpec:
         """The assistant's turns of a right solution of `task`, for replay; the seed picks a variant."""
         raise ConfigError(f"environment {self.id} has no demonstrations to replay")
 
+    def forgery(self, task: Task) -> str:
+        """How a policy could get a reward of `task` that it has not earned, for `envgym envs check`. Empty: no way is
+        known."""
+        return ""
+
     @property
     def recordings_per_task(self) -> int:
         """Number of recordings per task. A replay runs each as a member of the task's group."""

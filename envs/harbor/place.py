@@ -9,7 +9,6 @@ program in the box, so that no link leads out of it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
@@ -21,8 +20,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -32,6 +31,7 @@ from harbor.models.task.config import EnvironmentConfig, NetworkMode
 from harbor.models.verifier.result import VerifierResult
 from harbor.verifier.verifier import Verifier
 
+IS_ROOT = os.geteuid() == 0
 SANDBOX = Path(__file__).parents[2] / "sandbox"
 MAX_OUTPUT = 2**20
 """Bytes of each output stream of a command that Harbor gets; what is printed after them is dropped."""
@@ -54,8 +54,13 @@ _SYSTEM = {
 """Folders that a task cannot have files in."""
 _PLAIN = re.compile(r"(?:docker\.io/)?(?:library/)?(debian|ubuntu|python|buildpack-deps)(?::([\w.-]+))?(?:@\S+)?")
 _HARMLESS = re.compile(
-    r"(apt(-get)? .*(update|clean|autoremove)\b.*|rm -rf? (/var/lib/apt/lists/?\*?|/tmp/\*|\s)+|true)"
+    r"apt(-get)?( -\w+)* (update|clean|autoremove)( -\w+)*|rm -rf( /var/lib/apt/lists/?\*?| /tmp/\*)+|true"
 )
+_OPTIONS = {
+    "-p", "-y", "-q", "-qq", "-yq", "-yqq", "--yes", "--quiet", "--upgrade", "--no-cache-dir",
+    "--no-install-recommends", "--break-system-packages", "DEBIAN_FRONTEND=noninteractive",
+}  # fmt: skip
+"""Words of commands that make no difference here."""
 
 
 class NeedsContainer(ValueError):
@@ -107,6 +112,8 @@ def read_image(folder: Path, config: EnvironmentConfig, *, has_tests: bool = Fal
         config.network_mode == NetworkMode.PUBLIC and "network_mode" in config.model_fields_set
     ):
         raise NeedsContainer(f"a network (network_mode = {config.network_mode.value!r})")
+    if config.gpus or config.tpu:
+        raise NeedsContainer("GPUs or TPUs")
     if has_tests:
         image.copies = [(source, path) for source, path in image.copies if not f"{path}/".startswith("/tests/")]
         image.folders = [path for path in image.folders if not f"{path}/".startswith("/tests/")]
@@ -150,7 +157,11 @@ def _check_system(name: str) -> None:
 
 def _check_command(image: Image, command: str) -> None:
     """Let commands of a RUN pass that make folders or install what this machine has."""
-    program, *words = [word for word in shlex.split(command) if not word.startswith("-")] or ["true"]
+    program, *words = [word for word in command.split() if word not in _OPTIONS] or ["true"]
+    if _HARMLESS.fullmatch(command or "true"):
+        return
+    if not all(re.fullmatch(r"[\w./=+][\w./=+-]*", word) for word in words):
+        raise NeedsContainer(f"RUN {command}")
     if program == "mkdir":
         image.folders += map(image.path, words)
     elif program in ("apt", "apt-get") and words[:1] == ["install"]:
@@ -164,122 +175,52 @@ def _check_command(image: Image, command: str) -> None:
             folders = [path for place in _PYTHON for path in Path(place).glob("lib/python3*/*-packages/*.dist-info")]
             if not any(pattern.fullmatch(path.name) for path in folders):
                 raise NeedsContainer(f"the Python package {package}, which this machine does not have")
-    elif not _HARMLESS.fullmatch(command or "true"):
+    else:
         raise NeedsContainer(f"RUN {command}")
 
 
-class Output:
-    """A pipe whose first `limit` bytes go to `file`; the others are dropped."""
-
-    def __init__(self, file: IO[bytes], limit: int = MAX_OUTPUT) -> None:
-        self.file = file
-        self.limit = limit
-        """The bytes that may still come; negative: so many were dropped."""
-        self._reader, self.writer = os.pipe()
-        os.set_blocking(self._reader, False)
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.add_reader(self._reader, lambda: self._read() or loop.remove_reader(self._reader))
-
-    def stop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read the output up to here. A process that the command left may hold the pipe open for longer."""
-        loop.remove_reader(self._reader)
-        os.close(self.writer)
-        for _ in range(16):  # of 64 KB: no pipe holds more
-            if not self._read():
-                break
-        os.close(self._reader)
-
-    def _read(self) -> bool:
-        try:
-            chunk = os.read(self._reader, 2**16)
-        except BlockingIOError:
-            return True
-        self.file.write(chunk[: max(self.limit, 0)])
-        self.limit -= len(chunk)
-        return bool(chunk)
-
-
 class Box:
-    """A running box and the commands in it."""
+    """A running box."""
 
     def __init__(self) -> None:
         self._control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ids = count()
-        self._exits: dict[int, asyncio.Future[int]] = {}
         words = [sys.executable, "-s", "-S", "-P", "-c", _PROGRAM, str(SANDBOX)]
         with end:  # it inherits no variables, open files or terminal
             self._process = subprocess.Popen(words, stdin=end.fileno(), env={}, cwd="/", start_new_session=True)
 
-    async def start(self, folders: dict[str, str]) -> None:
+    async def start(self, folders: Mapping[str, str]) -> None:
         """Make the box, with `folders` of this machine by their paths in it. Raises `RuntimeError` if none can be made
         here."""
-        way = "root" if os.geteuid() == 0 else "user"
-        self._control.send(json.dumps({"way": way, "folders": folders}).encode())
+        self._control.send(json.dumps({"way": "root" if IS_ROOT else "user", "folders": folders}).encode())
         self._control.setblocking(False)
-        loop = asyncio.get_running_loop()
         async with asyncio.timeout(START_SECONDS):
-            text = await loop.sock_recv(self._control, 2**16)
+            text = await asyncio.get_running_loop().sock_recv(self._control, 2**16)
         answer = json.loads(text or b'{"failed": "it died"}')
         if "failed" in answer:
             needs = "user namespaces, or a container engine (env.place=docker or podman)"
             raise RuntimeError(f"no box can be made here ({answer['failed']}): it needs {needs}")
-        loop.add_reader(self._control, self._take_exits, loop)
-
-    def _take_exits(self, loop: asyncio.AbstractEventLoop) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while message := self._control.recv(2**16):
-                answer = json.loads(message)
-                future = self._exits.pop(answer["id"])
-                if not future.done():
-                    future.set_result(answer["exit"])
-            loop.remove_reader(self._control)
-            self._fail_commands()
 
     async def run(
-        self,
-        words: list[str],
-        cwd: str,
-        environ: dict[str, str],
-        stdin: IO[bytes] | None,
-        stdout: Output,
-        errors: Output,
+        self, words: Sequence[str], cwd: str, environ: Mapping[str, str], streams: Sequence[IO[bytes]]
     ) -> int:
-        """Run a command to its end, which comes early if this is cancelled, and return its exit status."""
-        id, loop = next(self._ids), asyncio.get_running_loop()
-        future = self._exits[id] = loop.create_future()
-        request = json.dumps({"id": id, "words": words, "cwd": cwd, "environ": environ}).encode()
-        try:
-            with stdin or open(os.devnull, "rb") as source:
-                socket.send_fds(self._control, [request], [source.fileno(), stdout.writer, errors.writer])
-            stdout.start(loop)
-            errors.start(loop)
-            code: int = await future
-            return code
-        except asyncio.CancelledError:
-            with contextlib.suppress(OSError):
-                self._control.send(json.dumps({"kill": id}).encode())
-            raise
-        finally:
-            stdout.stop(loop)
-            errors.stop(loop)
+        """Run a command to its end, which comes early if this is cancelled, and return its exit status. `streams`: the
+        files of its standard input, output and errors."""
+        request = json.dumps({"words": words, "cwd": cwd, "environ": environ}).encode()
+        ours, end = socket.socketpair()
+        with ours:
+            with end:
+                descriptors = [*(stream.fileno() for stream in streams), end.fileno()]
+                socket.send_fds(self._control, [request], descriptors)
+            ours.setblocking(False)
+            status = await asyncio.get_running_loop().sock_recv(ours, 64)
+        if not status:
+            raise RuntimeError("the box has ended")
+        return int(status)
 
     async def close(self) -> None:
         """End the box. When this returns, nothing runs in it."""
-        asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
-        self._fail_commands()
-        try:
-            await asyncio.to_thread(self._process.wait, START_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _fail_commands(self) -> None:
-        for future in self._exits.values():
-            if not future.done():
-                future.set_exception(RuntimeError("the box has ended"))
-        self._exits.clear()
+        await asyncio.to_thread(self._process.wait)
 
 
 class Local(BaseEnvironment):  # type: ignore[misc]
@@ -327,7 +268,7 @@ class Local(BaseEnvironment):  # type: ignore[misc]
 
     def _give_away(self, folder: Path) -> None:
         """Give files to the user that the box's root is on this machine."""
-        if os.geteuid() == 0:
+        if IS_ROOT:
             subprocess.run(["chown", "-hR", f"{_NOBODY}:{_NOBODY}", folder], check=True)
 
     async def enter(self, phase: str) -> None:
@@ -368,82 +309,77 @@ class Local(BaseEnvironment):  # type: ignore[misc]
     ) -> ExecResult:
         if self._resolve_user(user) not in (None, "root", 0, "0"):
             raise RuntimeError(f"the local place has no user {self._resolve_user(user)}, only root")
-        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as errors:
-            outputs = Output(stdout), Output(errors)
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             try:
                 async with asyncio.timeout(timeout_sec):
-                    code = await self._run(["bash", "-c", command], None, *outputs, cwd=cwd, env=env)
+                    status = await self._run(["bash", "-c", command], None, stdout, stderr, cwd, env)
             except TimeoutError:
                 raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
-            texts = []
-            for output in outputs:
-                output.file.seek(0)
-                dropped = f"\n[{-output.limit} more bytes]" if output.limit < 0 else ""
-                texts.append(output.file.read().decode(errors="replace") + dropped)
-            return ExecResult(stdout=texts[0], stderr=texts[1], return_code=code if code >= 0 else 128 - code)
+            code = status if status >= 0 else 128 - status
+            return ExecResult(stdout=_read(stdout), stderr=_read(stderr), return_code=code)
 
     async def _run(
         self,
-        words: list[str],
+        words: Sequence[str],
         stdin: IO[bytes] | None,
-        stdout: Output,
-        errors: Output,
-        *,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
         cwd: str | None = "/",
         env: dict[str, str] | None = None,
     ) -> int:
-        environ = {
-            "PATH": _PATH,
-            "HOME": "/root",
-            "LANG": "C.UTF-8",
-            **self._image.environ,
-            **(self._merge_env(env) or {}),
-        }
+        image = self._image
+        environ = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", **image.environ, **(self._merge_env(env) or {})}
         box = await self._open()
-        return await box.run(words, cwd or self._image.workdir, environ, stdin, stdout, errors)
+        with stdin or open(os.devnull, "rb") as source:
+            return await box.run(words, cwd or image.workdir, environ, (source, stdout, stderr))
 
-    async def _transfer(self, script: str, folder: str, stdin: IO[bytes] | None, file: IO[bytes]) -> None:
-        """Run a script of the shell on `folder`, its output to `file`. Raises `RuntimeError`."""
-        with tempfile.TemporaryFile() as text:
-            stdout, errors = Output(file, MAX_DOWNLOAD), Output(text)
+    async def _transfer(self, script: str, folder: str, stdin: IO[bytes] | None, stdout: IO[bytes]) -> None:
+        """Run a script of the shell on `folder`, its output to a file. Raises `RuntimeError`."""
+        with tempfile.TemporaryFile() as stderr:
             async with asyncio.timeout(TRANSFER_SECONDS):
-                code = await self._run(["sh", "-c", script, "sh", folder], stdin, stdout, errors)
-            text.seek(0)
-            reason = (
-                f"more than {MAX_DOWNLOAD} bytes" if stdout.limit < 0 else text.read().decode(errors="replace").strip()
-            )
-            if code or stdout.limit < 0:
-                raise RuntimeError(f"{folder}: {reason}")
-            file.seek(0)
+                status = await self._run(["bash", "-c", script, "sh", folder], stdin, stdout, stderr)
+            if status:
+                raise RuntimeError(f"{folder}: {_read(stderr)}")
+        stdout.seek(0)
 
-    async def _upload(self, sources: dict[str, Path], folder: str) -> None:
+    async def _upload(self, sources: Mapping[str, Path], folder: str) -> None:
         if f"{folder}/".startswith("/solution/") and self._phase != "solution":
             await self.enter("solution")
-        with tempfile.TemporaryFile() as archive, tempfile.TemporaryFile() as file:
+        with tempfile.TemporaryFile() as archive, tempfile.TemporaryFile() as output:
             with tarfile.TarFile(fileobj=archive, mode="w") as tar:
                 for name, source in sources.items():
                     tar.add(source, arcname=name)
             archive.seek(0)
-            await self._transfer('mkdir -p -- "$1" && exec tar -xf - --no-same-owner -C "$1"', folder, archive, file)
+            await self._transfer('mkdir -p -- "$1" && exec tar -xf - --no-same-owner -C "$1"', folder, archive, output)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         target = PurePosixPath(target_path)
         await self._upload({target.name: Path(source_path).resolve()}, str(target.parent))
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        await self._upload({path.name: path for path in sorted(Path(source_dir).iterdir())}, str(target_dir))
+        await self._upload({path.name: path for path in Path(source_dir).iterdir()}, str(target_dir))
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        Path(target_path).parent.mkdir(parents=True, exist_ok=True)
-        with Path(target_path).open("w+b") as file:
-            await self._transfer('test -f "$1" && exec cat -- "$1"', source_path, None, file)
+        with tempfile.TemporaryFile() as file:
+            await self._transfer(f'test -f "$1" && exec head -c {MAX_DOWNLOAD} -- "$1"', source_path, None, file)
+            Path(target_path).parent.mkdir(parents=True, exist_ok=True)
+            with Path(target_path).open("wb") as target:
+                await asyncio.to_thread(shutil.copyfileobj, file, target)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        script = 'tar -cf - --hard-dereference -C "$1" . || test $? = 1'  # 1: a file changed meanwhile
+        # Status 1 is a file that changed meanwhile. An archive that is cut is an error when it is read.
+        script = f'{{ tar -cf - --hard-dereference -C "$1" . || test $? = 1; }} | head -c {MAX_DOWNLOAD}'
         with tempfile.TemporaryFile() as file:
-            await self._transfer(script, source_dir, None, file)
+            await self._transfer(f"set -o pipefail; {script}", source_dir, None, file)
             with tarfile.open(fileobj=file) as tar:
                 await asyncio.to_thread(tar.extractall, target_dir, filter=_take_regular)
+
+
+def _read(file: IO[bytes]) -> str:
+    """The beginning of a command's output, and how much more there is."""
+    size = os.fstat(file.fileno()).st_size
+    text = os.pread(file.fileno(), MAX_OUTPUT, 0).decode(errors="replace")
+    return text if size <= MAX_OUTPUT else f"{text}\n[{size - MAX_OUTPUT} more bytes]"
 
 
 def _take_regular(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:

@@ -5,16 +5,15 @@ An episode is one trial by Harbor's own program, whose agent asks the policy at 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else litellm downloads a list of prices
@@ -26,7 +25,7 @@ from harbor.agents.base import BaseAgent
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 from harbor.models.environment_type import EnvironmentType
-from harbor.models.task.config import VerifierEnvironmentMode
+from harbor.models.task.config import NetworkMode, VerifierEnvironmentMode
 from harbor.models.task.task import Task
 from harbor.models.task.verifier_mode import resolve_step_verifier_mode, resolve_task_verifier_mode
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
@@ -34,16 +33,20 @@ from harbor.models.trial.error_policy import FailureCause, policy_for
 from harbor.models.trial.result import TrialResult
 from harbor.trial.trial import Trial
 
-_PLACE, _PLACE_FILE = "envgym_harbor_place", Path(__file__).with_name("place.py")
+sys.path.append(str(Path(__file__).parent))
+place = importlib.import_module("place")  # Harbor imports it by this name
 _settings: dict[str, Any] = {}
 _FAILURES = {
     FailureCause.SANDBOX_FAILED: "sandbox",
     FailureCause.VERIFIER_FAILED: "verifier",
     FailureCause.MODEL_PROVIDER_FAILED: "policy_unreachable",
 }
-"""Kinds of failures; the others are `harness`."""
-_PLANTED = "the tests run where the policy worked: files that it left there (conftest.py, ~/.local) may run in them"
-_REWRITTEN = f"{_PLANTED}, and a process that it left running can write /logs/verifier/reward.json"
+"""Kinds of failures; the others are the agent's."""
+_PLANTED = (
+    "the tests run where the policy worked, so that files that it leaves there (conftest.py, ~/.local) may run in them"
+)
+_REWRITTEN = f"{_PLANTED}, and a process that it leaves there can write /logs/verifier/reward.json"
+_REMEDY = 'environment_mode = "separate" in [verifier] prevents it'
 _TOOL = {
     "type": "function",
     "function": {
@@ -55,154 +58,126 @@ _TOOL = {
 
 
 def load(settings: dict[str, Any]) -> dict[str, Any]:
-    """Read the tasks below `settings["path"]`, a task's folder or a folder of them.
+    """Read the tasks at `settings["path"]`, the folder of a task or of tasks, and write a row for each.
 
-    `place`: a type of Harbor's environments, `local`, or empty: `docker` where one runs, else `local`. `reward`: the
-    name of the reward. Raises `LookupError` or `ValueError` for a mistake of the user.
+    `place`: a type of Harbor's environments, `MODULE:CLASS`, `local`, or empty: `docker` where it runs, else `local`.
+    `reward`: the name of the reward. Raises `LookupError` or `ValueError` for a mistake of the user.
     """
-    path = Path(settings["path"]).expanduser().resolve()
-    is_task = (path / "task.toml").exists()
-    folders = [path] if is_task else sorted(file.parent for file in path.glob("*/task.toml"))
+    path = Path(settings["path"])
+    folders = [path] if (path / "task.toml").exists() else sorted(file.parent for file in path.glob("*/task.toml"))
     if not folders:
         raise LookupError(f"{path} is no task of Harbor (a folder with a task.toml) and no folder of tasks")
-    place = settings.get("place") or ("docker" if _has_docker() else "local")
-    if place != "local" and ":" not in place and place not in list(EnvironmentType):
-        raise ValueError(f"Harbor has no place {place!r}: set env.place to local, {', '.join(sorted(EnvironmentType))}")
-    _settings.update(settings, place=place)
-    rows = [_read_task(folder, place) for folder in folders]
+    name = settings["place"] or ("docker" if _has_docker() else "local")
+    if name != "local" and ":" not in name and name not in list(EnvironmentType):
+        raise ValueError(f"Harbor has no place {name!r}: set env.place to local, {', '.join(sorted(EnvironmentType))}")
+    _settings.update(settings, place=name)
+    rows = [_read_task(folder, name == "local") for folder in folders]
     file = Path(tempfile.mkdtemp()) / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return {
-        "rows": str(file),
-        "version": harbor.__version__,
-        "place": place,
-        "description": f"{len(rows)} tasks in {place}",
-    }
+    description = f"Tasks of Harbor at {path}, played in the place {name}"
+    return {"rows": str(file), "version": f"harbor {harbor.__version__}, {name}", "description": description}
 
 
 def _has_docker() -> bool:
     return bool(shutil.which("docker")) and subprocess.run(["docker", "info"], capture_output=True).returncode == 0
 
 
-def _read_task(folder: Path, place: str) -> dict[str, Any]:
-    """A task's row. Raises `ValueError` for a folder that is not one, or that does not run in the place."""
+def _read_task(folder: Path, is_local: bool) -> dict[str, Any]:
+    """A task's row. Raises `ValueError` for a folder that is none, or that the local place cannot play."""
     try:
         task = Task(folder)
-        if place == "local":
+        if is_local:
             _check_local(task)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder.name}: {str(error).splitlines()[0]}") from None
     config, steps = task.config, task.config.steps or []
     modes = [resolve_step_verifier_mode(config, step) for step in steps] or [resolve_task_verifier_mode(config)]
-    is_shared = VerifierEnvironmentMode.SHARED in modes
+    forgery = f"{_PLANTED if is_local else _REWRITTEN}; {_REMEDY}" if VerifierEnvironmentMode.SHARED in modes else ""
     texts = [task.step_instruction(step.name) for step in steps] or [task.instruction]
-    return {
-        "task": folder.name,
-        "path": str(folder),
-        "instruction": "\n\n".join(texts),
-        "steps": len(texts),
-        "forging": (_PLANTED if place == "local" else _REWRITTEN) if is_shared else "",
-    }
-
-
-def _place() -> ModuleType:
-    """The module `place`, which Harbor then imports by its name."""
-    if _PLACE not in sys.modules:
-        spec = importlib.util.spec_from_file_location(_PLACE, _PLACE_FILE)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[_PLACE] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[_PLACE])
-    return sys.modules[_PLACE]
+    scripts = [task.paths.step_solve_path_for(step.name, None) for step in steps] or [task.paths.solve_path]
+    solutions = [script.read_text(encoding="utf-8") for script in scripts if script.is_file()]
+    is_alone = all(re.match(r"(#!.*sh\n)?", text)[0] or text[:2] != "#!" for text in solutions)  # type: ignore[index]
+    if (
+        len(solutions) < len(scripts)
+        or not is_alone
+        or any(re.search(r"/solution|\$0|BASH_SOURCE", t) for t in solutions)
+    ):
+        solutions = []
+    row = {"id": folder.name, "prompt": "\n\n".join(texts), "path": str(folder), "forgery": forgery}
+    return row | {"solutions": solutions}
 
 
 def _check_local(task: Task) -> None:
     """Raise `ValueError` if a task needs more than the local place has."""
-    config, steps, place = task.config, task.config.steps or [], _place()
     try:
-        place.read_image(task.paths.environment_dir, config.environment)
-        for user in [part.user for phase in (config, *steps) for part in (phase.agent, phase.verifier)]:
-            if user not in (None, "root", 0):
-                raise place.NeedsContainer(f"the user {user}")
-        for network in [part.network_mode for phase in (config, *steps) for part in (phase.agent, phase.verifier)]:
-            if network not in (None, "no-network"):
-                raise place.NeedsContainer(f"a network (network_mode = {network.value!r})")
-        if config.environment.gpus:
-            raise place.NeedsContainer("GPUs")
+        place.read_image(task.paths.environment_dir, task.config.environment)
+        for phase in [
+            part for level in (task.config, *(task.config.steps or [])) for part in (level.agent, level.verifier)
+        ]:
+            if phase.user not in (None, "root", 0):
+                raise place.NeedsContainer(f"the user {phase.user}")
+            if phase.network_mode not in (None, NetworkMode.NO_NETWORK):
+                raise place.NeedsContainer(f"a network (network_mode = {phase.network_mode.value!r})")
     except place.NeedsContainer as error:
         raise ValueError(f"it needs {error}: a container engine (env.place=docker or podman)") from None
 
 
 async def run(call: dict[str, Any]) -> dict[str, Any]:
     """Play the task of a row by one trial. A failure of the place, policy, agent or verifier has no reward."""
-    folder = Path(tempfile.mkdtemp())
+    name, verifier = _settings["place"], VerifierConfig()
+    if name == "local":
+        name, verifier = "place:Local", VerifierConfig(import_path="place:Guard")
     config = TrialConfig(
-        task=TaskConfig(path=Path(call["row"]["path"])), trials_dir=folder, agent=_agent(call), **_environment()
+        task=TaskConfig(path=Path(call["row"]["path"])),
+        trials_dir=Path(tempfile.mkdtemp()),
+        agent=_agent(call),
+        environment=EnvironmentConfig.model_validate({"import_path" if ":" in name else "type": name}),
+        verifier=verifier,
     )
-    trial = await Trial.create(config)
-    return _outcome(await trial.run(), _settings.get("reward") or "reward")
-
-
-def _environment() -> dict[str, Any]:
-    place = _settings["place"]
-    if place == "local":
-        return {
-            "environment": EnvironmentConfig(import_path=f"{_place().__name__}:Local"),
-            "verifier": VerifierConfig(import_path=f"{_PLACE}:Guard"),
-        }
-    key = "import_path" if ":" in place else "type"
-    return {"environment": EnvironmentConfig.model_validate({key: place})}
+    return _outcome(await (await Trial.create(config)).run())
 
 
 def _agent(call: dict[str, Any]) -> AgentConfig:
     settings, url = call["settings"], call["url"]
-    name, arguments = settings.get("name") or f"{__name__}:Shell", dict(settings.get("arguments") or {})
+    name, arguments = settings.get("name"), dict(settings.get("arguments") or {})
+    if not name:
+        return AgentConfig(import_path=f"{__name__}:Shell", model_name=call["model"], kwargs={**arguments, "url": url})
     # For agents that read them; any key will do, the session is in the URL.
     os.environ |= {"OPENAI_API_KEY": "session", "OPENAI_BASE_URL": url, "OPENAI_API_BASE": url}
     os.environ |= {"ANTHROPIC_API_KEY": "session", "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
-    if name.endswith(":Shell"):
-        arguments |= {"url": url}
-    elif name == "terminus-2":
+    if name == "terminus-2":
         arguments.setdefault("record_terminal_session", False)  # else it installs asciinema
     key = "import_path" if ":" in name else "name"
-    model = call["model"] if name.endswith(":Shell") else f"openai/{call['model']}"
-    return AgentConfig.model_validate({key: name, "model_name": model, "kwargs": arguments})
+    return AgentConfig.model_validate({key: name, "model_name": f"openai/{call['model']}", "kwargs": arguments})
 
 
-def _outcome(result: TrialResult, name: str) -> dict[str, Any]:
-    """The outcome of a trial. Harbor counts a trial with an exception as 0; here it has no reward."""
-    parts = [result, *(result.step_results or [])]
-    errors = [part.exception_info for part in parts if part.exception_info is not None]
-    causes = [policy_for(error.exception_type) for error in errors]
-    is_exhausted = [cause.cause is FailureCause.AGENT_EXHAUSTED_BUDGET for cause in causes]
-    contexts = [part.agent_result.metadata or {} for part in parts if part.agent_result is not None]
-    outcome: dict[str, Any] = {
-        "reward": None, "rewards": {}, "metrics": {}, "failure": None,
-        "truncated": any(is_exhausted) or any(context.get("truncated") for context in contexts),
-    }  # fmt: skip
-    for error, cause, exhausted in zip(errors, causes, is_exhausted, strict=True):
-        if not exhausted:
-            kind = _FAILURES.get(cause.cause, "harness")
-            return outcome | {
-                "failure": _failure(kind, f"{error.exception_type}: {error.exception_message}", cause.retry)
-            }
+def _outcome(result: TrialResult) -> dict[str, Any]:
+    """The outcome of a trial. Harbor's own mean counts one with an exception as 0; here it has no reward."""
+    steps, name = result.step_results or [], _settings["reward"]
+    parts = (result, *steps)
+    is_truncated = any((part.agent_result.metadata or {}).get("truncated") for part in parts if part.agent_result)
+    for error in [part.exception_info for part in parts if part.exception_info]:
+        policy = policy_for(error.exception_type)
+        if policy.cause is not FailureCause.AGENT_EXHAUSTED_BUDGET:
+            kind = _FAILURES.get(policy.cause, "agent")
+            return _failure(kind, f"{error.exception_type}: {error.exception_message}", policy.retry)
+        is_truncated = True
     if any(part.verifier_result is None for part in parts):
-        return outcome | {"failure": _failure("verifier", "; ".join(e.exception_message for e in errors), True)}
-    for step in result.step_results or []:
-        assert step.verifier_result is not None
-        outcome["metrics"] |= {f"{step.step_name}/{key}": value for key, value in step.verifier_result.rewards.items()}
-    assert result.verifier_result is not None
-    rewards = outcome["rewards"] = dict(result.verifier_result.rewards or {})
-    if name not in rewards or not math.isfinite(rewards[name]):
-        names = ", ".join(sorted(rewards)) or "none"
-        return outcome | {
-            "failure": _failure("no_reward", f"no reward {name!r} (rewards: {names}); set env.reward", False)
-        }
-    return outcome | {"reward": float(rewards[name])}
+        return _failure("verifier", "a verifier gave no result", True)
+    rewards = result.verifier_result.rewards or {}
+    if name not in rewards:
+        return _failure(
+            "no_reward", f"no reward {name!r} (rewards: {', '.join(rewards) or 'none'}); set env.reward", False
+        )
+    metrics = {
+        f"{step.step_name}/{key}": value for step in steps for key, value in step.verifier_result.rewards.items()
+    }
+    return {"reward": rewards[name], "rewards": rewards, "metrics": metrics, "truncated": is_truncated, "failure": None}
 
 
 def _failure(kind: str, message: str, retryable: bool) -> dict[str, Any]:
-    return {"kind": kind, "message": " ".join(message.split())[:500] or kind, "retryable": retryable}
+    failure = {"kind": kind, "message": " ".join(message.split())[:500], "retryable": retryable}
+    return {"reward": None, "rewards": {}, "metrics": {}, "truncated": False, "failure": failure}
 
 
 class ApiConnectionError(Exception):

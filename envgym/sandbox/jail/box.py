@@ -4,16 +4,17 @@ Its file system has of this machine the system's programs, read-only, and the gi
 network, with the loopback interface alone. The commands' user is called root and is nobody on this machine (or the
 user who started the box). All processes end with the box, which ends when its control socket closes.
 
-    socket (SEQPACKET), messages are JSON
-      <- {"way": "root" | "user", "folders": {"/app": FOLDER}}       once
-      -> {"proc": bool} | {"failed": "…"}                            once; proc: it has a /proc
-      <- {"id": 1, "words": ["bash", "-c", "…"], "cwd": "/app", "environ": {}} and descriptors of stdin, stdout, stderr
-      <- {"kill": 1}                                                  end that command and what is in its session
-      -> {"id": 1, "exit": 0}                                         negative: a signal
+    control socket (SEQPACKET), messages are JSON
+      <- {"way": "root" | "user", "folders": {"/app": FOLDER}}     once
+      -> {"proc": bool} | {"failed": "…"}                          once; proc: it has a /proc
+      <- {"words": ["bash", "-c", "…"], "cwd": "/app", "environ": {}}, with descriptors of the command's standard input,
+         output and errors, and of a socket: to it goes the exit status in digits (negative: a signal). If it closes
+         before, the command is ended, with the processes of its group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -127,48 +128,43 @@ def _serve(control: socket.socket) -> NoReturn:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    commands: dict[int, int] = {}
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    callers: dict[int, int] = {}
+    """The sockets of the commands by their processes."""
     while True:
-        readable, _, _ = select.select([control.fileno(), reader], [], [])
+        readable, _, _ = select.select([control.fileno(), reader, *callers.values()], [], [])
+        for process, caller in callers.items():
+            if caller in readable:  # it has closed
+                _kill(process)
         if reader in readable:
             os.read(reader, 2**16)
-            _report_ends(control, commands)
+            _report_ends(callers)
         if control.fileno() in readable:
-            message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
+            message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
             if not message:
                 os._exit(0)  # and the kernel ends all others
-            request = json.loads(message)
-            if "kill" in request:
-                _kill(commands, request["kill"])
-                continue
             process = os.fork()
             if process == 0:
-                _execute(request, descriptors)
-            commands[process] = request["id"]
+                _execute(json.loads(message), descriptors[:3])
+            callers[process] = descriptors.pop()
             for descriptor in descriptors:
                 os.close(descriptor)
 
 
-def _report_ends(control: socket.socket, commands: dict[int, int]) -> None:
-    while True:
-        try:
-            process, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if process == 0:
-            return
-        if process in commands:  # else an orphan
-            answer = {"id": commands.pop(process), "exit": os.waitstatus_to_exitcode(status)}
-            control.send(json.dumps(answer).encode())
+def _kill(process: int) -> None:
+    try:
+        os.killpg(process, signal.SIGKILL)
+    except ProcessLookupError:
+        os.kill(process, signal.SIGKILL)  # it has not made its group yet
 
 
-def _kill(commands: dict[int, int], command: int) -> None:
-    for process, id in commands.items():
-        if id == command:
-            try:
-                os.killpg(process, signal.SIGKILL)
-            except ProcessLookupError:
-                os.kill(process, signal.SIGKILL)  # it has not made its session yet
+def _report_ends(callers: dict[int, int]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (end := os.waitpid(-1, os.WNOHANG))[0]:
+            if caller := callers.pop(end[0], None):  # else an orphan
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(caller, str(os.waitstatus_to_exitcode(end[1])).encode())
+                os.close(caller)
 
 
 def _execute(request: dict[str, Any], descriptors: list[int]) -> NoReturn:

@@ -95,20 +95,29 @@ def policy():
         server.shutdown()
 
 
-@pytest.fixture
-def play(harbor_package, tmp_path):
-    """`play(path, calls, **settings)`: what Harbor's worker says of calls (see `drive.py`)."""
+@pytest.fixture(scope="session")
+def driver(harbor_package):
+    """Harbor's interpreter with the worker (see `drive.py`)."""
     python, environ = harbor_package
-    (tmp_path / "temporary").mkdir()
+    words = [python, Path(__file__).with_name("drive.py"), WORKER]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def play(driver, tmp_path):
+    """`play(path, calls, **settings)`: what Harbor's worker says of calls."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
 
     def play(path, calls=(), **settings):
-        job = {"settings": {"path": str(path), "place": "local", **settings}}
+        job = {"settings": {"path": str(path), "place": "local", "reward": "reward", **settings}, "folder": str(folder)}
         job["calls"] = [{"settings": {}, "url": "http://127.0.0.1:9/v1", **call} for call in calls]
-        words = [python, Path(__file__).with_name("drive.py"), WORKER, tmp_path / "temporary"]
-        done = subprocess.run(
-            words, input=json.dumps(job), capture_output=True, text=True, env=environ, timeout=300, check=False
-        )
-        assert done.stdout, done.stderr
-        return json.loads(done.stdout)
+        driver.stdin.write(json.dumps(job).encode() + b"\n")
+        driver.stdin.flush()
+        answer = json.loads(driver.stdout.readline())
+        assert "crash" not in answer, answer["crash"]
+        return answer
 
     return play

@@ -1,7 +1,7 @@
-"""Runs calls of Harbor's worker in Harbor's interpreter, one after another: PYTHON drive.py WORKER.py FOLDER.
+"""Runs jobs with Harbor's worker in Harbor's interpreter, which is imported once: PYTHON drive.py WORKER.py.
 
-Reads {"settings": {…}, "calls": [{…}]} on standard input and prints {"loaded": {…}, "results": [{…}]} or
-{"mistake": "…"}. FOLDER is for temporary files.
+A job is a line of JSON, {"settings": {…}, "calls": [{…}], "folder": FOLDER}, and runs in a process of its own, with its
+temporary files in the folder. The answer is a line, {"loaded": {…}, "results": [{…}]} or {"mistake": "…"}.
 """
 
 import asyncio
@@ -10,21 +10,37 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 
+answers = os.dup(1)
+os.dup2(2, 1)  # Harbor's output must not mix with the answers
 spec = importlib.util.spec_from_file_location("worker", sys.argv[1])
 worker = sys.modules["worker"] = importlib.util.module_from_spec(spec)
-answers = os.dup(1)
-os.dup2(2, 1)  # Harbor's output must not mix with the answer
-os.environ["TMPDIR"] = tempfile.tempdir = sys.argv[2]
-job = json.load(sys.stdin)
-try:
-    spec.loader.exec_module(worker)
-    answer = {"loaded": worker.load(job["settings"]), "results": []}
-    with open(answer["loaded"]["rows"]) as file:
-        rows = answer["loaded"]["rows"] = [json.loads(line) for line in file]
+spec.loader.exec_module(worker)
+
+
+def answer(job):
+    os.environ["TMPDIR"] = tempfile.tempdir = job["folder"]
+    try:
+        loaded = worker.load(job["settings"])
+    except (LookupError, ValueError, ImportError) as error:
+        return {"mistake": str(error)}
+    with open(loaded["rows"], encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    results = []
     for call in job["calls"]:
         row = rows[call.pop("row", 0)]
-        answer["results"].append(asyncio.run(worker.run({"row": row, "seed": 0, "model": "policy", **call})))
-except (LookupError, ValueError, ImportError) as error:
-    answer = {"mistake": str(error)}
-os.write(answers, json.dumps(answer).encode())
+        results.append(asyncio.run(worker.run({"row": row, "seed": 0, "model": "policy", **call})))
+    return {"loaded": loaded | {"rows": rows}, "results": results}
+
+
+for line in sys.stdin:
+    process = os.fork()
+    if process == 0:
+        try:
+            text = json.dumps(answer(json.loads(line)))
+        except BaseException:
+            text = json.dumps({"crash": traceback.format_exc()})
+        os.write(answers, text.encode() + b"\n")
+        os._exit(0)
+    os.waitpid(process, 0)

@@ -17,7 +17,7 @@ def test_the_oracle_earns_all_and_an_idle_agent_nothing(play, make_task, policy)
     answer = play(make_task(), [ORACLE, NOBODY, {"url": url}])
     assert rewards(answer) == [1, 0, 1]
     assert policy.answers(url) == ["/app\n0", "ready\n\n[exit status 3]"]
-    assert [row["task"] for row in answer["loaded"]["rows"]] == ["ready"]
+    assert [row["id"] for row in answer["loaded"]["rows"]] == ["ready"]
 
 
 STEPS = """
@@ -52,7 +52,7 @@ def test_steps_are_played_in_order_until_one_earns_too_little(play, make_task, p
     assert answer["results"][1]["metrics"] == {"one/reward": 0}  # the second was not played
     assert answer["results"][2]["metrics"] == {"one/reward": 1, "two/reward": 0.5}
     assert "/tests': No such file" in policy.answers(url)[0]
-    assert answer["loaded"]["rows"][0]["instruction"] == "Write one.txt.\n\n\nWrite two.txt.\n"
+    assert answer["loaded"]["rows"][0]["prompt"] == "Write one.txt.\n\n\nWrite two.txt.\n"
     last = play(make_steps(make_task, "final"), [{"url": policy.add("touch /app/one.txt")}])
     assert rewards(last) == [0.5]
 

@@ -23,7 +23,7 @@ FAILURES = {
         "no_reward",
         "(rewards: speed); set env.reward",
     ),
-    "a folder": ("mkdir /logs/verifier/reward.json\n", "harness", "IsADirectoryError"),
+    "a folder": ("mkdir /logs/verifier/reward.json\n", "agent", "IsADirectoryError"),
 }
 
 
@@ -70,7 +70,7 @@ def test_a_command_has_limits(play, make_task, policy):
     only(play(make_task(), [{"url": url}]))
     long, left, missing = policy.answers(url)
     assert len(long) < 1_100_000
-    assert long.endswith("[1951424 more bytes]end")
+    assert long.endswith("\n[1951424 more bytes]end")
     assert left == "left"  # at once, though a process still holds its output
     assert missing == "/root\nbash: line 1: nosuchprogram: command not found\n\n[exit status 127]"
 
@@ -107,6 +107,8 @@ REFUSED = {
     "FROM alpine:3": "the image alpine:3",
     "FROM python:3.2": "the image python:3.2",
     "FROM debian:12\nRUN make": "RUN make",
+    "FROM debian:12\nRUN mkdir -p a && mkdir {b,c}": "RUN mkdir {b,c}",
+    "FROM debian:12\nRUN mkdir -m 700 a": "RUN mkdir -m 700 a",
     "FROM debian:12\nRUN apt-get install -y no-such-package": "the package no-such-package, which this machine",
     "FROM debian:12\nRUN pip install no-such==1": "the Python package no-such==1",
     "FROM debian:12\nCOPY x /usr/bin/x": "files in /usr/bin/x",
@@ -134,7 +136,7 @@ def test_other_images_are_refused_by_what_they_need(play, make_task):
         '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a"]\n': "a network (network_mode = 'allowlist')",
         '[verifier]\nnetwork_mode = "public"\n': "a network (network_mode = 'public')",
         '[agent]\nuser = "someone"\n': "the user someone",
-        "[environment]\ngpus = 1\n": "GPUs",
+        "[environment]\ngpus = 1\n": "GPUs or TPUs",
     }.items(),
 )
 def test_tasks_that_need_more_are_refused(play, make_task, toml, needs):
@@ -154,13 +156,13 @@ def test_a_suite_has_a_row_for_each_task_and_says_where_its_reward_can_be_forged
     make_task("shared")
     path = make_task("separate", toml=f'artifacts = ["/app/answer.txt"]\n{separate}').parent
     answer = play(path, [{"row": 0, **ORACLE}, {"row": 0, **NOBODY}])
-    assert [(row["task"], bool(row["forging"])) for row in answer["loaded"]["rows"]] == [
+    assert [(row["id"], bool(row["forgery"])) for row in answer["loaded"]["rows"]] == [
         ("separate", False),
         ("shared", True),
     ]
     assert [result["reward"] for result in answer["results"]] == [1, 0]
     elsewhere = play(path, place="docker")
-    assert "reward.json" in elsewhere["loaded"]["rows"][1]["forging"]
+    assert "reward.json" in elsewhere["loaded"]["rows"][1]["forgery"]
 
 
 @pytest.mark.skipif(not shutil.which("tmux", path="/usr/local/bin:/usr/bin:/bin"), reason="tmux is not installed")
