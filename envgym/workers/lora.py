@@ -38,7 +38,7 @@ class LoraConfig(Settings):
     policy must be the one that sampled."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Suffixes of the names of the layers that get an adapter (`[q_proj, v_proj]`); by default every linear layer but
-    the head."""
+    the head. A vision tower gets none."""
     quantize: Literal["none", "4bit"] = "none"
     """`4bit` is QLoRA: the frozen weights are stored in 4 bits (NormalFloat, double quantisation), and computed with in
     `workers.dtype`."""
