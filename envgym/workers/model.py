@@ -145,10 +145,10 @@ class ModelWorker(ModelLearning):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self.learner is not None:
             main_role = next(name for name, spec in self.learner.roles.items() if spec.trained)
-            # One list of names serves all trained models: a critic may lack the policy's head.
-            freeze(model, self.learner.config.freeze, strict=self.spec.role == main_role)
             if self.spec.images is None:
                 freeze_vision(model)
+            # One list of names serves all trained models: a critic may lack the policy's head.
+            freeze(model, self.learner.config.freeze, strict=self.spec.role == main_role)
             if (alpha := self.learner.config.neftune_alpha) and self.spec.role == main_role:
                 add_noise(model, alpha, rows_are_shared=self.settings.ranks_per_row > 1)
 

@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoProcessor
 
 from envgym.errors import ConfigError
 from envgym.models.vision import save_tokenizer, vision_pattern
@@ -93,8 +93,7 @@ def test_texts_leave_the_tower_as_it_is(make_worker, vision_model, normalizers, 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]], ids=str)
 def test_an_adapter_is_of_the_language_model_alone(make_worker, vision_model, normalizers, tmp_path, kind, targets):
     worker = make_worker(str(vision_model(kind)), lora={"rank": 2, "targets": targets})
-    trained = {name for name, p in worker.network.model.named_parameters() if p.requires_grad}
-    layers = {name.partition(".lora_")[0] for name in trained}
+    layers = {name.partition(".lora_")[0] for name, _ in worker.network.model.named_parameters() if ".lora_" in name}
     assert not layers & {re.sub(r"\.(weight|base_layer.*)$", "", name) for name in tower_names(worker)}
     assert len(layers) == 2 * (7 if targets == "all-linear" else 2)
     if kind != "llava":
@@ -117,7 +116,24 @@ def test_an_adapter_is_of_the_language_model_alone(make_worker, vision_model, no
     assert type(AutoProcessor.from_pretrained(tmp_path / "merged")).__name__ == "LlavaProcessor"
 
 
+def test_a_critic_of_a_family_that_has_them_is_one(make_worker, vision_model, tmp_path):
+    worker = make_worker(str(vision_model("gemma3")), role="critic", head="scalar")
+    worker.save(str(tmp_path / "before"))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "before").eval()
+    for values, row in zip(worker.forward(rows()), rows(), strict=True):
+        with torch.no_grad():
+            states = model.model(input_ids=torch.tensor([row.token_ids.tolist()]), use_cache=False).last_hidden_state
+            expected = model.score(states)[0, :, 0].numpy()
+        np.testing.assert_allclose(values, expected, atol=1e-5)
+    assert not worker.info().not_shared
+
+
 # -- what is refused --------------------------------------------------------------------------------------
+
+
+def test_frozen_but_for_the_tower_nothing_is_left(make_worker, vision_model):
+    with pytest.raises(ConfigError, match=r"learner\.freeze=\['language_model', 'lm_head'\] leaves nothing to train"):
+        make_worker(str(vision_model("llava")), learn={"freeze": ["language_model", "lm_head"]})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gemma3"])
