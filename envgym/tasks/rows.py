@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from envgym.disk import regular_file
-from envgym.errors import DataError, did_you_mean, needs, reported_as
+from envgym.errors import DataError, did_you_mean, reported_as
 from envgym.types.conversations import ROLES
 
 from .hub import fetch_data_set, is_hub_id
+from .large_files import Table, Text
 
 Row = dict[str, Any]
 BATCH = 1000
@@ -76,21 +77,22 @@ class Rows(ABC):
 
 
 class JsonLines(Rows):
-    """A file with one JSON object per line. Its text is in memory, so that the file may change meanwhile."""
+    """A file with one JSON object per line. Its text is in memory, or in a copy, so that the file may change
+    meanwhile."""
 
     def __init__(self, path: Path, stem: str, limit: int | None) -> None:
         super().__init__(path, stem)
-        self._text = bytearray()
         self._starts, self._lines = array("Q"), array("Q")
         with reported_as(DataError, f"{path} cannot be read"), regular_file(path).open("rb") as file:
+            self._text = Text(path.stat().st_size)
             for number, line in enumerate(file, start=1):
                 if len(self._lines) == limit:
                     break
                 if not line.isspace():
-                    self._starts.append(len(self._text))
+                    self._starts.append(self._text.length)
                     self._lines.append(number)
-                    self._text += line
-        self._starts.append(len(self._text))
+                    self._text.append(line)
+        self._starts.append(self._text.length)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -114,7 +116,7 @@ class JsonLines(Rows):
         """A line of the file, unmodified."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        raw = self._text[self._starts[index] : self._starts[index + 1]]
+        raw = self._text.read(self._starts[index], self._starts[index + 1])
         try:
             return raw.decode("utf-8-sig" if self._lines[index] == 1 else "utf-8")
         except UnicodeDecodeError as error:
@@ -129,11 +131,12 @@ class TextLines(JsonLines):
 
 
 class TableRows(Rows):
-    """A Parquet file, in memory by columns, or an Arrow file, which is mapped into memory."""
+    """A Parquet or an Arrow file, by columns."""
 
     def __init__(self, path: Path, stem: str, limit: int | None) -> None:
         super().__init__(path, stem)
-        table = _read_table(path)
+        self._file = Table(path)
+        table = self._file.data
         self._table = table if limit is None else table.slice(0, limit)
         # Structs have every key of any row, with nulls where a row has none.
         self._calls = [column.name for column in table.schema if any(key in str(column.type) for key in CALL_KEYS)]
@@ -146,11 +149,13 @@ class TableRows(Rows):
         if not 0 <= index < len(self):
             raise IndexError(index)
         [row] = self._table.slice(index, 1).to_pylist()
+        self._file.release()
         return self._clean(row)
 
     def __iter__(self) -> Iterator[Row]:
-        for batch in self._table.to_batches(max_chunksize=BATCH):
+        for batch in self._table.to_batches(max_chunksize=self._file.batch_size(BATCH)):
             yield from map(self._clean, batch.to_pylist())
+            self._file.release()
 
     def _clean(self, row: Row) -> Row:
         row = row | {name: _without_nulls(row[name]) for name in self._calls}
@@ -281,20 +286,6 @@ def _problem(error: json.JSONDecodeError) -> str:
     if error.pos >= end or error.msg.startswith("Unterminated string"):
         return f"it is truncated at column {end}: …{error.doc[:end][-20:]}"
     return f"{error.msg} at column {error.colno}"
-
-
-def _read_table(path: Path) -> Any:
-    with needs("pyarrow", "train", f"reading {path}"):
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    try:
-        if path.suffix == ".parquet":
-            return pyarrow.parquet.read_table(path)
-        return pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
-    except (pyarrow.ArrowException, OSError) as error:
-        kind = "a Parquet" if path.suffix == ".parquet" else "an Arrow"
-        raise DataError(f"{path}: not {kind} file that can be read: {str(error).splitlines()[0]}") from None
 
 
 # -- Files and folders -------------------------------------------------------------------------------------------------

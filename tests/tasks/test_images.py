@@ -4,6 +4,9 @@ import asyncio
 import base64
 import io
 import json
+import random
+import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -22,8 +25,12 @@ def png(color="red", size=(6, 4)):
     return buffer.getvalue()
 
 
+def as_uri(content):
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
 def uri(color="red"):
-    return f"data:image/png;base64,{base64.b64encode(png(color)).decode()}"
+    return as_uri(png(color))
 
 
 RED, BLUE = (ImagePart.from_value(png(color)) for color in ("red", "blue"))
@@ -135,7 +142,7 @@ def test_tables_lists_and_data_sets(name, tmp_path, write):
     elif name == "data.json":
         path.write_text(json.dumps([
             {"question": row["question"], "images": [
-                f"data:image/png;base64,{base64.b64encode(image['bytes']).decode()}" for image in row["images"]
+                as_uri(image["bytes"]) for image in row["images"]
             ]} for row in rows
         ]))  # fmt: skip
     elif name == "data.csv":
@@ -234,3 +241,50 @@ def test_files_of_the_hubs_cache_are_links(tmp_path):
 def test_messages_are_equal_whatever_the_spelling(write):
     [task] = load(write([{"prompt": "<image>\nWhich?", "image": "red.png"}]))
     assert task.prompt == (Message("user", [RED, "\nWhich?"]),)
+
+
+MEMORY = """
+import asyncio, re, sys
+import pyarrow.ipc, pyarrow.parquet
+from envgym.tasks import DataConfig, load_tasks
+
+def peak():
+    return int(re.search("VmHWM:(.*) kB", open("/proc/self/status").read())[1]) // 1024
+
+load_tasks(DataConfig(path=sys.argv[1], limit=1, test_fraction=0), answer_required=False)
+before = peak()
+tasks = load_tasks(DataConfig(path=sys.argv[2], test_fraction=0), answer_required=False).train
+
+async def read():
+    return {(await tasks.get(index)).prompt[0].images[0].sha256 for index in range(tasks.size)}
+
+print(len(asyncio.run(read())), peak() - before)
+"""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_a_data_set_with_many_images_is_not_in_memory(kind, tmp_path, monkeypatch):
+    """4,000 images of 40 KB: 160 MB, of JSON lines 210."""
+    monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / "cache"))
+    red, noise = png(), random.Random(0)
+    for name, count in (("small", 1), ("large", 4_000)):
+        path, rows = tmp_path / f"{name}.{kind}", []
+        for number in range(count):
+            content = red + noise.randbytes(40_000)  # Pillow reads no further than the image
+            image = {"bytes": content, "path": None} if kind != "jsonl" else {"url": as_uri(content)}
+            rows.append({"question": f"{number}?", "images": [image]})
+        if kind == "jsonl":
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            continue
+        table = pyarrow.Table.from_pylist(rows)
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, path, row_group_size=100)  # as `datasets` writes images
+        else:
+            with pyarrow.ipc.new_stream(path, table.schema) as stream:
+                stream.write_table(table, max_chunksize=1000)
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / f"small.{kind}"), str(tmp_path / f"large.{kind}")]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    n_images, growth = map(int, output.split())
+    assert n_images == 4_000
+    assert growth < 100
+    assert not [*(tmp_path / "cache").rglob("*.*")], "the copy has no name, so that nothing has to be removed"
