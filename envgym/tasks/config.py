@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from string import Formatter
@@ -20,9 +22,10 @@ from pydantic import (
 
 from envgym.disk import cache_folder, publish, work_folder
 from envgym.errors import DataError, reported_as
-from envgym.hashing import text_hash
+from envgym.hashing import DIGITS
 from envgym.loading import is_file_target
 from envgym.settings import Settings
+from envgym.types import ImagePart
 
 from .hub import is_hub_id
 
@@ -209,7 +212,8 @@ class DataConfig(SourceConfig):
 
 def data_settings(value: Any) -> Any:
     """The settings `data` in their full form. They may be a path, or rows: a list of mappings or a data set of the
-    `datasets` package. So may `path` and `test_path`. Rows are written to a file in the cache.
+    `datasets` package. So may `path` and `test_path`. Rows are written to a file in the cache, their images (files'
+    content, `pathlib.Path`, PIL, arrays) as data URIs.
 
     Raises `DataError` for a list of anything but mappings, and for rows that are not JSON.
     """
@@ -227,20 +231,35 @@ def _as_path(value: Any) -> Any:
     """A path as text; rows as the path of a file that holds them, named by the hash of its content."""
     if not _holds_rows(value):
         return str(value) if isinstance(value, Path) else value
-    lines = []
-    for row in value:
-        if not isinstance(row, Mapping):
-            raise DataError(f'a row of data is a mapping, {{"question": "…", "answer": "…"}} say, not {row!r:.60}')
-        with reported_as(DataError, "a row of data cannot be written as JSON", cause=TypeError):
-            lines.append(json.dumps(dict(row)) + "\n")
-    if not lines:
-        raise DataError("data has no rows")
-    folder = cache_folder("rows") / text_hash(text := "".join(lines))
-    if not folder.is_dir():
-        with work_folder(folder) as new_folder:
-            (new_folder / "rows.jsonl").write_text(text, encoding="utf-8")
-            publish(new_folder, folder)
+    if "Image(" in str(getattr(value, "features", "")):  # as they are stored, instead of decoded
+        value = (row for table in value.with_format("arrow") for row in table.to_pylist())
+    digest = hashlib.sha256()
+    with work_folder(cache_folder("rows") / uuid.uuid4().hex) as new_folder:
+        with (new_folder / "rows.jsonl").open("wb") as file:
+            for row in value:
+                if not isinstance(row, Mapping):
+                    raise DataError(
+                        f'a row of data is a mapping, {{"question": "…", "answer": "…"}} say, not {row!r:.60}'
+                    )
+                with reported_as(DataError, "a row of data cannot be written as JSON", cause=TypeError):
+                    line = f"{json.dumps(dict(row), default=_as_data_uri)}\n".encode()
+                digest.update(line)
+                file.write(line)
+            if not file.tell():
+                raise DataError("data has no rows")
+        publish(new_folder, folder := cache_folder("rows") / digest.hexdigest()[:DIGITS])
     return str(folder / "rows.jsonl")
+
+
+def _as_data_uri(value: Any) -> str:
+    """An image in a row, as text. Raises `TypeError` for anything else that JSON does not have, `DataError` for a file
+    that is no image."""
+    try:
+        return ImagePart.from_value(value).data_uri()
+    except TypeError:
+        raise TypeError(f"Object of type {type(value).__name__} is no image either") from None
+    except ValueError as error:
+        raise DataError(f"a row of data: {error}") from None
 
 
 def is_generator(path: str) -> bool:

@@ -288,3 +288,26 @@ def test_a_data_set_with_many_images_is_not_in_memory(kind, tmp_path, monkeypatc
     assert n_images == 4_000
     assert growth < 100
     assert not [*(tmp_path / "cache").rglob("*.*")], "the copy has no name, so that nothing has to be removed"
+
+
+@pytest.mark.parametrize("kind", ["list", "datasets"])
+def test_rows_in_python_have_images(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "red.png").write_bytes(png())
+    rows = [{"question": "Which?", "images": [Image.open(tmp_path / "red.png"), tmp_path / "red.png", png("blue")]}]
+    if kind == "datasets":
+        datasets = pytest.importorskip("datasets")
+        buffer = io.BytesIO()
+        Image.new("RGB", (6, 4), "red").save(buffer, "JPEG")
+        features = datasets.Features({"question": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+        stored = [{"question": "Which?", "images": [{"bytes": buffer.getvalue(), "path": None}]}]
+        rows = datasets.Dataset.from_list(stored * 3, features=features).select([2])
+    splits = load_tasks(DataConfig.model_validate({"path": rows, "test_fraction": 0}), answer_required=False)
+    [message] = asyncio.run(splits.train.get(0)).prompt
+    if kind == "datasets":
+        assert message.images[0].read() == buffer.getvalue(), "its file, neither decoded nor written anew"
+    else:
+        assert [image.width for image in message.images] == [6, 6, 6]
+        assert message.images[1:] == (RED, BLUE)
+    with pytest.raises(DataError, match="a row of data: the file of an image cannot be read"):
+        DataConfig.model_validate({"path": [{"question": "?", "image": b"text"}]})
