@@ -66,8 +66,8 @@ class Requests:
         answering: asyncio.Future[Action] = asyncio.get_running_loop().create_future()
         self.waiting.put_nowait((Observation(messages[start if is_longer else 0 :], tools=tools), answering))
         action = await answering
-        has_calls = action.tool_calls and action.content is not None
-        text, calls = (action.content, action.tool_calls) if has_calls else (action.text, ())
+        calls = () if any(call.error for call in action.tool_calls) else action.tool_calls
+        text = action.content if calls else action.text  # a malformed call has no form but its text
         ids, logprobs = int_array(action.token_ids), float_array([0.0] * len(action.token_ids))
         generation = Generation(ids, logprobs, action.stop_reason, ())
         return PolicyAnswer(Message("assistant", text or "", calls), generation, [], None)
