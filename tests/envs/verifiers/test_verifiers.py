@@ -20,7 +20,7 @@ from envgym.processes.family import descendants
 from tests.agents.test_external import Scripted  # isort: skip
 
 
-def call(name, **arguments):
+def call(name, /, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
