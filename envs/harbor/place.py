@@ -206,13 +206,13 @@ class Box:
         """Run a command to its end, which comes early if this is cancelled, and return its exit status. `streams`: the
         files of its standard input, output and errors."""
         request = json.dumps({"words": words, "cwd": cwd, "environ": environ}).encode()
-        ours, end = socket.socketpair()
-        with ours:
+        caller, end = socket.socketpair()
+        with caller:
             with end:
                 descriptors = [*(stream.fileno() for stream in streams), end.fileno()]
                 socket.send_fds(self._control, [request], descriptors)
-            ours.setblocking(False)
-            status = await asyncio.get_running_loop().sock_recv(ours, 64)
+            caller.setblocking(False)
+            status = await asyncio.get_running_loop().sock_recv(caller, 64)
         if not status:
             raise RuntimeError("the box has ended")
         return int(status)

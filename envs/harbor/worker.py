@@ -35,6 +35,8 @@ from harbor.trial.trial import Trial
 
 sys.path.append(str(Path(__file__).parent))
 place = importlib.import_module("place")  # Harbor imports it by this name
+for _module in ("agents.terminus_2.terminus_2", "llms.litellm_config", "trial.multi_step", "trial.single_step"):
+    importlib.import_module(f"harbor.{_module}")  # seconds, which otherwise each episode would take
 _settings: dict[str, Any] = {}
 _FAILURES = {
     FailureCause.SANDBOX_FAILED: "sandbox",
