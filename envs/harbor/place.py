@@ -189,8 +189,7 @@ class Box:
             self._process = subprocess.Popen(words, stdin=end.fileno(), env={}, cwd="/", start_new_session=True)
 
     async def start(self, folders: Mapping[str, str]) -> None:
-        """Make the box, with `folders` of this machine by their paths in it. Raises `RuntimeError` if none can be made
-        here."""
+        """Make the box, with `folders` of this machine by their paths in it. Raises `OSError` if that is impossible."""
         self._control.send(json.dumps({"way": "root" if IS_ROOT else "user", "folders": folders}).encode())
         self._control.setblocking(False)
         async with asyncio.timeout(START_SECONDS):
@@ -198,7 +197,7 @@ class Box:
         answer = json.loads(text or b'{"failed": "it died"}')
         if "failed" in answer:
             needs = "user namespaces, or a container engine (env.place=docker or podman)"
-            raise RuntimeError(f"no box can be made here ({answer['failed']}): it needs {needs}")
+            raise OSError(f"no box can be made here ({answer['failed']}): it needs {needs}")
 
     async def run(
         self, words: Sequence[str], cwd: str, environ: Mapping[str, str], streams: Sequence[IO[bytes]]
@@ -221,6 +220,15 @@ class Box:
         """End the box. When this returns, nothing runs in it."""
         self._control.close()
         await asyncio.to_thread(self._process.wait)
+
+
+async def check_box() -> None:
+    """Raise `OSError` if this machine can make no box."""
+    box = Box()
+    try:
+        await box.start({})
+    finally:
+        await box.close()
 
 
 class Local(BaseEnvironment):  # type: ignore[misc]

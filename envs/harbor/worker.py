@@ -5,6 +5,7 @@ An episode is one trial by Harbor's own program, whose agent asks the policy at 
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import os
@@ -72,6 +73,8 @@ def load(settings: dict[str, Any]) -> dict[str, Any]:
     name = settings["place"] or ("docker" if _has_docker() else "local")
     if name != "local" and ":" not in name and name not in list(EnvironmentType):
         raise ValueError(f"Harbor has no place {name!r}: set env.place to local, {', '.join(sorted(EnvironmentType))}")
+    if name == "local":
+        asyncio.run(place.check_box())
     _settings.update(settings, place=name)
     rows = [_read_task(folder, name == "local") for folder in folders]
     file = Path(tempfile.mkdtemp()) / "rows.jsonl"

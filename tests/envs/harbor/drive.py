@@ -23,7 +23,7 @@ def answer(job):
     os.environ["TMPDIR"] = tempfile.tempdir = job["folder"]
     try:
         loaded = worker.load(job["settings"])
-    except (LookupError, ValueError, ImportError) as error:
+    except (LookupError, ValueError, ImportError, OSError) as error:
         return {"mistake": str(error)}
     with open(loaded["rows"], encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
