@@ -445,9 +445,9 @@ def load_tokenizer(model: str) -> Any:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry; the error below is enough
     try:
         tokenizer = Tokenizer.from_pretrained(model)
-        if not tokenizer.chat_template and (file := optional_file(model, "chat_template.json")):
-            tokenizer.chat_template = json.loads(regular_file(file).read_bytes())["chat_template"]
-    except (OSError, ValueError, KeyError) as error:
+        if not tokenizer.chat_template and (template := optional_file(model, "chat_template.json")):
+            tokenizer.chat_template = json.loads(regular_file(template).read_bytes())["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]  # its first line may end with "one of:"
         raise ConfigError(f"model {model}: its tokenizer cannot be loaded ({reason})") from None
     return tokenizer
