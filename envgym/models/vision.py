@@ -47,8 +47,9 @@ def check_torchvision(model: str, config: Any) -> None:
 
 def vision_pattern(model: nn.Module) -> str:
     """A regular expression of the names of modules and parameters that texts do not reach in `model` (from Hugging
-    Face), the vision tower and what connects it to the language model; it matches nothing in a language model."""
-    if not takes_images(model.config):
+    Face), the vision tower and what connects it to the language model. It matches nothing in a language model, nor
+    where transformers does not tell the two apart."""
+    if not takes_images(model.config) or model.base_model in (model, model.get_decoder()):
         return r"(?!)"
     names = map(re.escape, _names_beside(model.base_model, model.get_decoder(), f"{model.base_model_prefix}."))
     return rf"({'|'.join(names)})(\..*)?"

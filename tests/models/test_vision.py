@@ -116,6 +116,14 @@ def test_texts_do_not_pay_for_the_tower(vision_model, kind):
         assert flops_per_token(model)[0] == flops_per_token(alone)[0]
 
 
+def test_what_is_not_told_apart_is_trained(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.config.vision_config = {}
+    for each in (model, model.base_model):
+        assert not re.fullmatch(vision_pattern(each), "model.layers.0")
+        assert not re.fullmatch(vision_pattern(each), "model.embed_tokens.weight")
+
+
 def test_sizes_that_a_text_config_leaves_out_are_the_defaults(vision_model, tmp_path):
     """As in Gemma 3's checkpoints."""
     config = json.loads((vision_model("gemma3") / "config.json").read_text())
