@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from .disk import replacement_file
-from .types import ImagePart, Message, TextPart
+from .types import ImagePart, Message
 from .types.images import NAME
+from .types.messages import change_images
 
 FOLDER = "images"
 """Name of the folder in a run's or an evaluation's."""
@@ -51,11 +52,7 @@ class ImageFolder:
 
     def locate(self, messages: Iterable[Message]) -> tuple[Message, ...]:
         """The messages of a record, with the files of their images where they are here."""
-
-        def change(part: TextPart | ImagePart) -> TextPart | ImagePart:
-            return replace(part, file=self.find(part.sha256)) if isinstance(part, ImagePart) else part
-
-        return tuple([replace(m, content=tuple(map(change, m.content))) if m.images else m for m in messages])
+        return change_images(messages, lambda image: replace(image, file=self.find(image.sha256)))
 
     def remove_others(self, names: Collection[str], last_use: float) -> None:
         """Delete the images that are not among `names`, and that were not used since `last_use`, a time in

@@ -280,8 +280,8 @@ class CheckedEnv(Env):
         return await self._checked_observation(result[0]), *result[1:]
 
     async def _checked_observation(self, value: Any) -> Observation:
-        """An environment's return value as an observation, with images that were checked (`EnvSpec.checked_images`).
-        Raises `InvalidStep` for anything else."""
+        """A return value as an observation, with images that were checked (`EnvSpec.checked_images`). Raises
+        `InvalidStep` for anything else."""
         try:
             observation = as_observation(value)
         except (TypeError, ValueError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from envgym.disk import replacement_file
 from envgym.errors import DataError, needs
-from envgym.images import RECORDED, ImageFolder, images_of
+from envgym.images import RECORDED, images_of
 from envgym.types import (
     Episode,
     Group,
@@ -84,13 +84,15 @@ def to_record(episode: Episode) -> dict[str, Any]:
     }
 
 
-def from_record(record: Mapping[str, Any], images: ImageFolder | None = None) -> Episode:
-    """The episode of a record from `to_record`, whose images have their files in `images`. Raises `KeyError`,
-    `TypeError` or `ValueError` for anything else."""
+def from_record(
+    record: Mapping[str, Any], locate: Callable[[tuple[Message, ...]], tuple[Message, ...]] | None = None
+) -> Episode:
+    """The episode of a record from `to_record`; `locate` adds the files of images to its messages, which have their
+    names alone. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
     task, outcome = record["task"], _select_fields(Outcome, record["outcome"])
 
     def read(messages: Any) -> tuple[Message, ...]:
-        return as_messages(messages) if images is None else images.locate(as_messages(messages))
+        return as_messages(messages) if locate is None else locate(as_messages(messages))
 
     return Episode(
         **{field: record[name] for name, field in FIELDS.items()},
@@ -214,9 +216,10 @@ def read_rollouts(path: Path) -> list[Episode]:
         raise DataError(f"{path} holds no episodes: it has no column {missing[0]!r}")
     episodes = []
     images = images_of(path)
+    locate = None if images is None else images.locate
     for number, columns in enumerate(table.to_pylist(), 1):
         try:
-            episodes.append(from_record({**columns, "task": json.loads(columns["task"])}, images))
+            episodes.append(from_record({**columns, "task": json.loads(columns["task"])}, locate))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{path}, row {number}: this is not an episode ({type(error).__name__}: {error})") from None
     return episodes

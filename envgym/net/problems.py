@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from envgym.errors import printable_line
 
@@ -54,6 +54,13 @@ class ProblemBody(BaseModel):
     @property
     def kind(self) -> str:
         return self.type.removeprefix(TYPE)
+
+
+def main_error(error: ValidationError) -> Any:
+    """The first invalid field. Of a value of several forms it is the error of the form that is right the furthest."""
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    of_field = [item for item in errors if item["loc"][:1] == errors[0]["loc"][:1]]
+    return max(of_field, key=lambda item: len(item["loc"]))
 
 
 class Problem(Exception):

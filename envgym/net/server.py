@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
 
 from .listening import is_loopback
-from .problems import Problem
+from .problems import Problem, main_error
 from .tokens import ANYONE, ServerClient, Tokens
 
 MAX_BODY = 64 * 2**20
@@ -163,9 +163,9 @@ def parse(model: type[M], body: bytes) -> M:
 
 def invalid(error: ValidationError, subject: str) -> Problem:
     """The 422 `Problem` of a validation error: its first invalid field, or `subject` if there is no field."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    location = ".".join(str(part) for part in first["loc"]) or subject
-    detail = f"{location}: {first['msg'].lower()}".encode("utf-8", "replace").decode()
+    item = main_error(error)
+    location = ".".join(str(part) for part in item["loc"]) or subject
+    detail = f"{location}: {item['msg'].lower()}".encode("utf-8", "replace").decode()
     return Problem(422, "invalid-request", detail)
 
 

@@ -21,7 +21,7 @@ from envgym.net.server import MAX_BODY
 from envgym.types import Episode, Reward, Task
 
 from .access import Access, access, parse_address
-from .encoding import encode
+from .encoding import encode, load_image, load_images
 from .registration import Listener, ListenerSettings, RegisteredServers, split_port
 from .remote_env import RemoteEnv, RemoteTasks
 from .replicas import CONNECT_SECONDS, Replica, Replicas
@@ -217,7 +217,9 @@ class RemoteEnvSpec(EnvSpec):
         if len(episodes) > MAX_GROUP:
             message = f"a group that a server scores has at most {MAX_GROUP} episodes, not {len(episodes)}"
             raise RemoteError("refused", f"{self.id}: {message}")
-        group = GroupToScore(task=task, episodes=tuple(_record_to_score(episode) for episode in episodes))
+        images = {image: None for episode in episodes for message in episode.messages for image in message.images}
+        records = tuple(_record_to_score(episode) for episode in episodes)
+        group = GroupToScore(task=load_images(task), episodes=records, images=tuple(map(load_image, images)))
         answer = await self.ask_any(Verdicts, "POST", "/score_group", group)
         return None if answer.verdicts is None else [self._reward(verdict) for verdict in answer.verdicts]
 

@@ -6,13 +6,15 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
-from envgym.errors import InvalidStep
-from envgym.types import check_json
+from envgym.errors import DataError, InvalidStep
+from envgym.types import ImagePart, Task, check_json
+from envgym.types.messages import change_images
 
 from .wire import Opening, Step, Stepped
 
@@ -39,6 +41,21 @@ def encode(body: BaseModel) -> bytes:
         return _STRICT.encode(body.model_dump()).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidStep(f"{type(body).__name__} cannot be sent as JSON: {error}") from None
+
+
+def load_images(task: Task) -> Task:
+    """The task with the content of its prompt's images, to be sent. Raises `InvalidStep` for one that is not here."""
+    if isinstance(task.prompt, str) or not any(message.images for message in task.prompt):
+        return task
+    return replace(task, prompt=change_images(task.prompt, load_image))
+
+
+def load_image(image: ImagePart) -> ImagePart:
+    """The image with its content. Raises `InvalidStep` if that is not here: pydantic would send something else."""
+    try:
+        return replace(image, data=image.read())
+    except DataError as error:
+        raise InvalidStep(str(error)) from None
 
 
 def _is_typed(body: BaseModel) -> bool:

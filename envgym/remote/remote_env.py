@@ -13,13 +13,13 @@ from pydantic import BaseModel
 
 from envgym.env import CheckedEnv, Info, TaskSet
 from envgym.env.protocol import posed_task
-from envgym.errors import InvalidStep, ResetNeeded
+from envgym.errors import ResetNeeded
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.cancellation import pause_timeouts
-from envgym.types import Action, Observation, Task, as_action, as_observation, timed
+from envgym.types import Action, Observation, Task, as_action, timed
 from envgym.types.episodes import check_numbers
 
-from .encoding import encode
+from .encoding import encode, load_images
 from .replicas import Replica, Replicas
 from .transport import RemoteError, ServerFull
 from .wire import Method, Opened, Opening, Step, Stepped, TaskPage
@@ -75,7 +75,7 @@ class RemoteEnv(CheckedEnv):
         answer = await self._open(seed, task, extras)
         self.spec.report_dropped(answer.dropped)
         self.task = answer.task if task is None else task
-        return self._checked(answer.observation), answer.info
+        return await self._checked_observation(answer.observation), answer.info
 
     async def _open(self, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
         """Open a session on a server with a free slot, and on another one where that cannot be reached."""
@@ -120,7 +120,8 @@ class RemoteEnv(CheckedEnv):
             patience = self.spec.config.reconnect + pool.lost_at - (replica.transport.lost_at or pool.lost_at)
         name = (await self.spec.describe(replica, patience)).name
         self._session, self._next_step = uuid.uuid4().hex, 0
-        opening = Opening(session_id=self._session, env=name, seed=seed, task=task, options=options)
+        loaded = task if task is None else load_images(task)
+        opening = Opening(session_id=self._session, env=name, seed=seed, task=loaded, options=options)
         try:
             return await self._ask(Opened, "POST", "/v1/sessions", encode(opening), patience)
         except RemoteError as error:
@@ -140,14 +141,8 @@ class RemoteEnv(CheckedEnv):
             reward = check_numbers(stepped.reward, stepped.info)
         except ValueError as error:
             raise RemoteError("server", f"{self.spec.id}: {error}") from None
-        observation = self._checked(stepped.observation)
+        observation = await self._checked_observation(stepped.observation)
         return observation, reward, stepped.terminated, stepped.truncated, stepped.info
-
-    def _checked(self, observation: Observation) -> Observation:
-        try:
-            return as_observation(observation)
-        except ValueError as error:
-            raise InvalidStep(f"{self.spec.id}: {error}") from None
 
     async def _ask(self, model: type[B], method: Method, path: str, body: bytes, patience: float) -> B:
         """Send a request to the session, which renews its lease."""

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import Histogram
@@ -19,7 +19,8 @@ from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep, printable_li
 from envgym.loading import is_file_target
 from envgym.net.problems import Problem
 from envgym.processes.cancellation import UsersCode
-from envgym.types import Episode
+from envgym.types import Episode, ImagePart, Message
+from envgym.types.messages import change_images
 
 from .encoding import encode
 from .metrics import ServerMetrics
@@ -101,7 +102,8 @@ class ServedEnv:
         key = hashlib.sha256(client.encode() + b"\0" + body).digest()
         scoring = self._verdicts.get(key)
         if scoring is None:
-            episodes = [_episode(number, record) for number, record in enumerate(group.episodes)]
+            images = {image.sha256: image for image in group.images}
+            episodes = [_episode(number, record, images) for number, record in enumerate(group.episodes)]
             scoring = self._verdicts[key] = asyncio.create_task(self._score(group, episodes))
             scoring.add_done_callback(lambda task: self._forget(key, task))
             finished = [old_key for old_key, task in self._verdicts.items() if task.done()]
@@ -170,9 +172,12 @@ class ServedEnv:
         return Problem(422, "environment-error", message, error=kind, **fields)
 
 
-def _episode(number: int, record: dict[str, Any]) -> Episode:
+def _episode(number: int, record: dict[str, Any], images: Mapping[str, ImagePart]) -> Episode:
+    def locate(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return change_images(messages, lambda image: images.get(image.sha256, image))
+
     try:
-        return from_record(record)
+        return from_record(record, locate)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         detail = f"episodes.{number}: not an episode's record ({type(error).__name__}: {_utf8_text(str(error))})"
         raise Problem(422, "invalid-request", detail) from None

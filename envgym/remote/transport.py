@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from envgym.errors import CallTimeout, ConfigError, DataError, EnvgymError, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.net.client import CONNECT_SECONDS, NoAnswer, read_content
-from envgym.net.problems import ProblemBody
+from envgym.net.problems import ProblemBody, main_error
 from envgym.net.retries import WAITS, pauses, retry_after
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.cancellation import Deadline, start_task
@@ -158,7 +158,7 @@ class Transport:
             return model.model_validate_json(content, strict=True)
         except ValidationError as error:
             self.counters.failures += 1
-            reason = error.errors()[0]["msg"].lower()
+            reason = main_error(error)["msg"].lower()
             message = f"the answer to {method} {path} is not one of an envgym server ({reason}); check the address"
             raise RemoteError("server", f"{self.url}: {message}") from None
 

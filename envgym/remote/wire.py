@@ -2,8 +2,9 @@
 
 The client chooses a session's id and numbers its steps, so that every request can be sent again: the server
 answers a repeated one with its stored answer and does nothing twice. Tasks, observations and actions travel as the
-fields of their dataclasses, episodes as `envgym.episodes.record.to_record` writes them. Errors are RFC 9457 problem
-details (`Problem`). A reader ignores unknown fields: a newer peer may send more.
+fields of their dataclasses, episodes as `envgym.episodes.record.to_record` writes them. An image among the parts of a
+message is its file (`data`, base64) and the file's SHA-256 (`sha256`), which the receiver computes anew. Errors are RFC
+9457 problem details (`Problem`). A reader ignores unknown fields: a newer peer may send more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from envgym.net.problems import Line, ProblemBody
-from envgym.types import Action, Observation, Task
+from envgym.types import Action, ImagePart, Observation, Task
 
 VERSION = 4
 MAX_PAGE = 1000
@@ -97,10 +98,12 @@ class TaskPage(Wire):
 
 
 class GroupToScore(Wire):
-    """Finished episodes of one task, to be scored together; each as `envgym.episodes.record.to_record` writes it."""
+    """Finished episodes of one task, to be scored together; each as `envgym.episodes.record.to_record` writes it.
+    `images` are those that the episodes name, each once."""
 
     task: Task
     episodes: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_GROUP)
+    images: tuple[ImagePart, ...] = ()
 
 
 class EpisodeVerdict(Wire):

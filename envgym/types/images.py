@@ -125,8 +125,15 @@ class ImagePart:
         """On the wire an image has its file, and its name is a check sum."""
         from pydantic_core import core_schema
 
-        to_wire = core_schema.plain_serializer_function_ser_schema(_to_wire)
-        return core_schema.no_info_plain_validator_function(_from_wire, serialization=to_wire)
+        name = core_schema.str_schema(strict=True, pattern=f"^{NAME.pattern}$")
+        data = core_schema.str_schema(strict=True, max_length=MAX_BYTES * 4 // 3 + 4)
+        fields = {"sha256": core_schema.typed_dict_field(name), "data": core_schema.typed_dict_field(data)}
+        body = core_schema.typed_dict_schema(fields)
+        return core_schema.json_or_python_schema(
+            core_schema.no_info_after_validator_function(_from_wire, body),
+            core_schema.is_instance_schema(ImagePart),
+            serialization=core_schema.plain_serializer_function_ser_schema(_to_wire),
+        )
 
 
 class PlacedImage(NamedTuple):
@@ -205,14 +212,11 @@ def _to_wire(image: ImagePart) -> dict[str, Any]:
     return {"sha256": image.sha256, "data": base64.b64encode(image.read()).decode()}
 
 
-def _from_wire(value: Any) -> ImagePart:
-    if isinstance(value, ImagePart):
-        return value
-    if not isinstance(value, dict) or not isinstance(value.get("data"), str):
-        raise ValueError("an image on the wire has its file")
-    image = ImagePart.from_value(f"data:;base64,{value['data']}")
-    if image.sha256 != value.get("sha256"):
-        raise ValueError(f"an image was sent as {value.get('sha256')!r:.80}, and its file is {image.sha256}")
+def _from_wire(body: Mapping[str, str]) -> ImagePart:
+    """The image of a file on the wire. Raises `ValueError` if that is another one than its name says."""
+    image = ImagePart.from_value(f"data:;base64,{body['data']}")
+    if image.sha256 != body["sha256"]:
+        raise ValueError(f"an image was sent as {body['sha256']}, and its file is {image.sha256}")
     return image
 
 

@@ -22,6 +22,20 @@ class TextPart:
     text: str
 
 
+class _Part:
+    """Tells pydantic that a part with a `sha256` is an image, so that its errors are those of an image."""
+
+    @staticmethod
+    def __get_pydantic_core_schema__(source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        def kind(part: Any) -> str:
+            return "image" if isinstance(part, ImagePart) or (isinstance(part, dict) and "sha256" in part) else "text"
+
+        choices = {"text": handler.generate_schema(TextPart), "image": handler.generate_schema(ImagePart)}
+        return core_schema.tagged_union_schema(choices, kind)
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """A tool that the policy may call: its name, its description, and a JSON schema of its arguments."""
@@ -69,7 +83,7 @@ class Message:
     """
 
     role: str
-    content: tuple[TextPart | ImagePart, ...]
+    content: tuple[Annotated[TextPart | ImagePart, _Part], ...]
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
@@ -255,12 +269,16 @@ def decoded_images(
     """The messages with each image as its file says, read to the end (`images.decoded`), and then as `store`, if any,
     returns it. Raises `ValueError` and `DataError` for an image that cannot be read."""
 
-    def change(part: TextPart | ImagePart) -> TextPart | ImagePart:
-        if not isinstance(part, ImagePart):
-            return part
-        return decoded(part) if store is None else store(decoded(part))
+    return change_images(messages, decoded if store is None else lambda image: store(decoded(image)))
 
-    return tuple([replace(m, content=tuple(map(change, m.content))) if m.images else m for m in messages])
+
+def change_images(messages: Iterable[Message], change: Callable[[ImagePart], ImagePart]) -> tuple[Message, ...]:
+    """The messages with every image as `change` returns it."""
+
+    def change_part(part: TextPart | ImagePart) -> TextPart | ImagePart:
+        return change(part) if isinstance(part, ImagePart) else part
+
+    return tuple([replace(m, content=tuple(map(change_part, m.content))) if m.images else m for m in messages])
 
 
 def refuse_images(messages: Iterable[Message], reader: str) -> None:

@@ -5,14 +5,17 @@ import os
 import tempfile
 import textwrap
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import envgym
 from envgym.env import EnvSpec
 from envgym.errors import CallTimeout, ConfigError, InvalidOutcome, InvalidStep, WorkerDied
+from envgym.images import ImageFolder
 from envgym.processes import event_loop
 from envgym.processes.cancellation import pause_timeouts
-from envgym.types import Task
+from envgym.types import ImagePart, Message, Task
 
 SOURCE = """
 import asyncio, ctypes, glob, os, tempfile, time
@@ -375,3 +378,63 @@ def test_an_instance_beside_one_that_holds_the_interpreter_is_built_again(counte
             await other.close()
 
     run(play())
+
+
+PICTURES = """
+import envgym, numpy as np, os
+from envgym.types import ImagePart, Message
+
+class Pictures(envgym.Env):
+    async def reset(self, *, seed=None, options=None):
+        return [Message.user("See:", np.full((4, 6, 3), 9, np.uint8), *options["task"].prompt[0].images)], {}
+
+    async def step(self, action):
+        image = ImagePart.from_value(np.full((4, 6, 3), int(action.text or 0), np.uint8))
+        if action.text == "1":  # what the process sends is not what it checked
+            sent = os.environ["SENT"]
+            import envgym.env.host
+            call = envgym.env.host.EnvHost._call
+            async def changed(self, *args):
+                observation, *rest = await call(self, *args)
+                image = observation.messages[0].images[0]
+                if sent == "name":
+                    object.__setattr__(image, "sha256", "0" * 64)
+                else:
+                    object.__setattr__(image, "data", None)
+                return observation, *rest
+            envgym.env.host.EnvHost._call = changed
+        return [Message.user(image)], 0.0, False, False, {}
+"""
+
+
+def play_pictures(tmp_path, *actions):
+    """The images of an episode in a process, stored in `tmp_path / "images"`."""
+    (tmp_path / "pictures.py").write_text(PICTURES)
+    posed = ImagePart.from_value(np.full((4, 6, 3), 200, np.uint8))
+
+    async def main():
+        spec = envgym.spec(f"{tmp_path / 'pictures.py'}", processes=1)
+        spec.store_images(ImageFolder(tmp_path / "images"))
+        async with spec, spec.make() as env:
+            observations = [(await env.reset(options={"task": Task("t", (Message.user(posed),))}))[0]]
+            for action in actions:
+                observations.append((await env.step(action))[0])
+            assert all(image.data is None for call, result in env._history for image in result[0].messages[0].images)
+        return [image for observation in observations for image in observation.messages[0].images]
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_pictures_of_a_process_are_stored_here(tmp_path):
+    images = play_pictures(tmp_path, "7", "9")
+    assert [np.asarray(Image.open(image.file)).max() for image in images] == [9, 200, 7, 9]
+    assert all(image.data is None and image.read() for image in images)
+    assert len(list((tmp_path / "images").iterdir())) == 3
+    assert images[0] == images[3]
+
+
+@pytest.mark.parametrize(("sent", "problem"), [("name", "and its file is another one"), ("nothing", "its name alone")])
+def test_a_process_is_not_believed(tmp_path, monkeypatch, sent, problem):
+    monkeypatch.setenv("SENT", sent)
+    with pytest.raises(InvalidStep, match=problem):
+        play_pictures(tmp_path, "1", "1")
