@@ -30,8 +30,8 @@ test-slow-starter: .venv/installed-dev  ## Two to three hours
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,starter.py first_environments.py)
 
 test-slow-workers: .venv/installed-dev
-	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_cluster.py tests/workers tests/engines tests/learners \
-		tests/processes
+	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_cluster.py tests/acceptance/test_image_sampling.py \
+		tests/workers tests/engines tests/learners tests/processes
 
 test-slow-environments: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,sandbox_abuse.py users_files.py task_sets.py) \

@@ -42,7 +42,7 @@ class Replay(Agent):
         observation, _ = await env.reset(seed=seed, options={"task": task, "member": recording_index})
         recording = env.spec.recording(task, seed, recording_index)
         dialogue, transcript = self.renderer.dialogue(), Transcript(None)
-        transcript.start_row(dialogue.start(observation))
+        extend(transcript, dialogue.begin(observation))
         last = len(recording.turns) - 1
         rewards = recording.rewards or [None] * (last + 1)
         for number, (turn, reward) in enumerate(zip(recording.turns, rewards, strict=True)):

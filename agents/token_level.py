@@ -12,7 +12,7 @@ from pydantic import Field
 
 from envgym.agent import Agent, AgentConfig, OutOfBudget, Sampler
 from envgym.env import CheckedEnv
-from envgym.errors import InvalidStep, TurnRefused
+from envgym.errors import TurnRefused
 from envgym.render import Extension
 from envgym.render.renderer import sampling_of
 from envgym.transcript import Transcript
@@ -54,14 +54,9 @@ class TokenLevel(Agent):
 
 
 def extend(transcript: Transcript, extension: Extension) -> None:
-    """Add a rendered reply to the transcript: to the current row, or as the prompt of a new row. Raises `InvalidStep`
-    for an image."""
-    if extension.images:
-        raise InvalidStep("a message has an image, after which no engine samples yet: leave images out")
-    if extension.fork:
-        transcript.start_row(extension.token_ids)
-    else:
-        transcript.add_feedback(extension.token_ids)
+    """Add a rendered observation to the transcript: to the current row, or as the prompt of a new row."""
+    add = transcript.start_row if extension.fork else transcript.add_feedback
+    add(extension.token_ids, extension.images)
 
 
 def actions_of(row: Row) -> Iterator[tuple[Segment, list[int]]]:
@@ -102,7 +97,7 @@ class MultiTurn(TokenLevel):
         dialogue = self.renderer.dialogue()
         transcript.messages = dialogue.messages
         offered = replace(observation, tools=()) if observation.tools and not self.config.tools else observation
-        transcript.start_row(dialogue.start(offered))
+        extend(transcript, dialogue.begin(offered))
         turns = 0
         while True:
             generation = await transcript.sample(sampling_of(observation, self.renderer))

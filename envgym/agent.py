@@ -11,7 +11,7 @@ from envgym.engine import ChatReply, Generation, SamplingParams
 from .env import CheckedEnv
 from .render import Renderer
 from .settings import Settings
-from .types import Episode, Limit, Message, Outcome, Task, ToolSpec
+from .types import Episode, Limit, Message, Outcome, PlacedImage, Task, ToolSpec
 
 
 class OutOfBudget(Exception):
@@ -40,9 +40,12 @@ class Sampler(Protocol):
     def limit(self, max_tokens: int | None) -> None:
         """Limit the tokens that the episode may sample in all; None: no limit."""
 
-    async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Generation:
+    async def generate(
+        self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
         """Sample one turn after `token_ids` [T], which must not change during the call: an int32 array is not copied.
         Each call is the episode's next turn; `overrides` replace fields of the sampling parameters for this turn only.
+        `images` are those among the tokens, in order.
 
         The turn is truncated at the context length and at the episode's limit. Raises `PromptTooLong` if the context is
         full, and `OutOfBudget` if the limit is used up."""

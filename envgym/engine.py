@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 
 from envgym.errors import ConfigError, InvalidStep, PromptTooLong, UnknownKey, printable_line
 from envgym.settings import Settings, validate_settings
-from envgym.types import Message, StopReason, ToolSpec, VersionSpan
+from envgym.types import Message, PlacedImage, StopReason, ToolSpec, VersionSpan
 
 MaxTokens = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0)]
@@ -81,12 +81,14 @@ class SamplingParams:
 class Request:
     """A turn to sample after `token_ids` [T] (int32), which must not change meanwhile. `id` is unique among
     the requests in flight. The caller ensures that prompt and `sampling.max_tokens` fit into the context. A turn that
-    is not over after `seconds` ends with its next token, as at `max_tokens`."""
+    is not over after `seconds` ends with its next token, as at `max_tokens`. `images` are those among the tokens, in
+    order; only engines whose `EngineInfo.takes_images` get any."""
 
     id: str
     token_ids: array[int]
     sampling: SamplingParams
     seconds: float = math.inf
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +104,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """A started engine: kind (`vllm 0.32.0`), context length in tokens, and whether `load_bucket` takes weights under
-    their names in checkpoints, else in transformers' model."""
+    """A started engine: kind (`vllm 0.32.0`), context length in tokens, whether `load_bucket` takes weights under their
+    names in checkpoints, else in transformers' model, and whether it samples after images."""
 
     kind: str
     max_model_len: int
     checkpoint_names: bool = True
+    takes_images: bool = False
 
 
 class Engine(Protocol):
@@ -117,7 +120,8 @@ class Engine(Protocol):
 
     async def generate(self, request: Request) -> Generation:
         """Sample one turn. Raises `InvalidOutcome` of kind `engine` for an aborted request, which is no truncated
-        completion."""
+        completion; of kind `images` for images that are not those of the tokens; of kind `placeholder` where the policy
+        has sampled a token that stands for a part of an image."""
 
     async def close(self) -> None: ...
 
@@ -142,9 +146,10 @@ class HostedEngine(Engine, Protocol):
         """Number of forward steps so far. It grows while anything is sampled or scored, which tells a slow engine from
         a hanging one."""
 
-    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+    async def score(self, token_ids: tuple[int, ...], images: tuple[PlacedImage, ...] = ()) -> list[float]:
         """Return log p(token t | tokens before t) at temperature 1 for t = 1 .. T-1: T-1 numbers, in nats. The caller
-        ensures that T tokens fit into the context."""
+        ensures that T tokens fit into the context. `images` are those of a `Request`, and are passed only if there are
+        any."""
 
     async def connect(self, info: Mapping[str, Any]) -> None:
         """Connect to the trainer for vLLM's own weight transfer; `info` are the arguments of vLLM's method. Raises

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from envgym.agent import OutOfBudget, Sampler
 from envgym.engine import ChatEngine, ChatReply, ChatRequest, Engine, Generation, Request, SamplingParams
@@ -27,6 +27,7 @@ from envgym.types import (
     Message,
     Objective,
     Outcome,
+    PlacedImage,
     Row,
     Segment,
     Span,
@@ -55,21 +56,30 @@ class Transcript:
         self.answer: str | None = None
         self.metrics: dict[str, float] = {}
         self.context = array("i")
+        self.images: list[PlacedImage] = []
+        """The images of the context, in order."""
         self._engine = engine
         if engine is not None and is_whole:
             engine.record = self.episode
 
-    def start_row(self, token_ids: Iterable[int]) -> None:
-        """Start a token sequence with this prompt: the first, or a new one if the context does not extend the last."""
-        prompt = Segment("prompt", int_array(token_ids))
-        self.rows.append(Row([prompt]))
-        self.context = prompt.token_ids[:]
+    def start_row(self, token_ids: Iterable[int], images: Sequence[PlacedImage] = ()) -> None:
+        """Start a token sequence with this prompt: the first, or a new one if the context does not extend the last.
+        `images` are those among the tokens, in order (`Extension.images`)."""
+        self.rows.append(Row([]))
+        self.context, self.images = array("i"), []
+        self._append_observation("prompt", token_ids, images)
 
-    def add_feedback(self, token_ids: Iterable[int]) -> None:
-        """Append tokens that are masked in the loss: the environment's feedback, or a template's text between turns."""
-        feedback = Segment("feedback", int_array(token_ids))
-        if feedback.token_ids:
-            self._append(feedback)
+    def add_feedback(self, token_ids: Iterable[int], images: Sequence[PlacedImage] = ()) -> None:
+        """Append tokens that are masked in the loss: the environment's feedback, or a template's text between turns.
+        `images` are those among the tokens, in order."""
+        if ids := int_array(token_ids):
+            self._append_observation("feedback", ids, images)
+
+    def _append_observation(
+        self, role: Literal["prompt", "feedback"], token_ids: Iterable[int], images: Sequence[PlacedImage]
+    ) -> None:
+        self.images += [image.shifted(len(self.context)) for image in images]
+        self._append(Segment(role, int_array(token_ids), images=tuple([image.span for image in images])))
 
     async def sample(
         self, overrides: Mapping[str, Any] | None = None, cut: Callable[[Generation], Generation] | None = None
@@ -81,7 +91,8 @@ class Transcript:
         """
         assert self._engine is not None, "a sampling agent needs an engine"
         try:
-            generation = await self._engine.generate(self.context, overrides)
+            images = (tuple(self.images),) if self.images else ()
+            generation = await self._engine.generate(self.context, overrides, *images)
         except PromptTooLong:
             if not self.rows[0].turns:
                 raise
@@ -235,7 +246,9 @@ class EpisodeSampler:
         """Reject further requests: the episode is over, but its code may still run."""
         self.has_ended = True
 
-    async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Generation:
+    async def generate(
+        self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
         assert not isinstance(self.engine, ChatEngine), "an agent of tokens needs an engine that takes tokens"
         sampling, sampled = await self._reserve(overrides), 0
         try:
@@ -243,9 +256,9 @@ class EpisodeSampler:
             if len(token_ids) + sampling.max_tokens > self.max_model_len:
                 limited = sampling.within_context(self.max_model_len, len(token_ids))
             ids = token_ids if isinstance(token_ids, array) else int_array(token_ids)
-            name = self._request_id
+            request = Request(self._request_id, ids, limited, self.seconds_left, tuple(images))
             with self._timed():
-                generation = await self.engine.generate(Request(name, ids, limited, self.seconds_left))
+                generation = await self.engine.generate(request)
             sampled = len(generation.token_ids)
             if (n := len(generation.logprobs)) != sampled:
                 raise InvalidOutcome("engine", f"the engine's generate returned {n} logprobs for {sampled} tokens")

@@ -7,7 +7,7 @@ import pytest
 
 from envgym.engine import Generation, SamplingParams
 from envgym.transcript import EpisodeSampler, Transcript
-from envgym.types import Outcome, StopReason, Task
+from envgym.types import ImagePart, ImageSpan, Outcome, PlacedImage, StopReason, Task
 
 
 class Engine:
@@ -17,11 +17,13 @@ class Engine:
         self.max_tokens = max_tokens
         self.limits = []
         self.contexts = []
+        self.images = []
 
     async def generate(self, request):
         limit = request.sampling.max_tokens
         self.limits.append(limit)
         self.contexts.append(request.token_ids.tolist())
+        self.images.append(request.images)
         await asyncio.sleep(0)  # so that other requests run meanwhile
         n = min(limit, self.max_tokens)
         return Generation((7,) * n, (-1.0,) * n, StopReason.STOP if n < limit else StopReason.LENGTH, ())
@@ -100,3 +102,40 @@ def test_a_truncated_completion_is_the_reason_unless_the_episode_has_another(out
     transcript = transcript_of(Engine())
     sample(transcript)
     assert transcript.episode(Task("t"), outcome).outcome.reason == reason
+
+
+def test_images_are_where_their_tokens_are_in_requests_and_in_rows():
+    """A new row begins with the images of its own prompt alone."""
+    engine = Engine(max_tokens=1)
+    transcript = Transcript(sampler_of(engine))
+    first, second = (ImagePart(letter * 64, 8, 8, "image/png") for letter in "ab")
+    transcript.start_row([1, 5, 5, 2], [PlacedImage(first, 1, 2)])
+    sample(transcript)
+    transcript.add_feedback([5, 3], [PlacedImage(second, 0, 1)])
+    sample(transcript)
+    transcript.start_row([4, 5, 5], [PlacedImage(first, 1, 2)])
+    sample(transcript)
+    assert engine.contexts == [[1, 5, 5, 2], [1, 5, 5, 2, 7, 5, 3], [4, 5, 5]]
+    both = (PlacedImage(first, 1, 2), PlacedImage(second, 5, 1))
+    assert engine.images == [both[:1], both, both[:1]]
+    episode = transcript.episode(Task("t"), Outcome.finish())
+    assert [row.images for row in episode.rows] == [
+        tuple(image.span for image in images) for images in engine.images[1:]
+    ]
+    assert [segment.images for segment in episode.rows[0].segments] == [
+        (ImageSpan("a" * 64, 1, 2),), (), (ImageSpan("b" * 64, 0, 1),), ()
+    ]  # fmt: skip
+    assert [list(segment.loss_weights) for segment in episode.rows[0].segments[::2]] == [[0.0] * 4, [0.0] * 2]
+
+
+def test_a_sampler_of_text_alone_is_given_no_images():
+    class Sampler:
+        record = None
+        sampling = SamplingParams(4)
+
+        async def generate(self, token_ids, overrides=None):
+            return Generation((7,), (-1.0,), StopReason.STOP, ())
+
+    transcript = Transcript(Sampler())
+    transcript.start_row([1, 2])
+    assert list(sample(transcript).token_ids) == [7]

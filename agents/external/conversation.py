@@ -128,7 +128,7 @@ class Conversation:
         branch = next((branch for branch in self._branches if branch.continues(messages, tools)), None)
         if branch is None:
             branch = Branch(self._renderer, Transcript(self._sampler, is_whole=False), tools)
-            branch.transcript.start_row(branch.dialogue.start(Observation(mark_after_prompt(messages), tools=tools)))
+            extend(branch.transcript, branch.dialogue.begin(Observation(mark_after_prompt(messages), tools=tools)))
             self._branches.append(branch)
         else:
             observation = Observation(tuple(messages[len(branch.messages) :]))

@@ -15,6 +15,7 @@ from envgym.engine import EngineInfo, Generation, HostedEngine, Request
 from envgym.errors import EnvgymError, InvalidOutcome, WorkerDied, WorkerError
 from envgym.processes.cancellation import pause_timeouts, start_task
 from envgym.processes.runtime import CALL_SECONDS, Message, Result, WorkerHandle, message_of
+from envgym.types import PlacedImage
 
 LOOK_SECONDS = 30.0
 """Seconds between two checks of the engine's step counter, while requests wait for it."""
@@ -44,8 +45,10 @@ class EngineClient(WorkerHandle[HostedEngine]):
     async def generate(self, request: Request) -> Generation:
         return await self._wait_for(lambda engine: engine.generate(request))
 
-    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        return await self._wait_for(lambda engine: engine.score(token_ids))
+    async def score(self, token_ids: tuple[int, ...], images: tuple[PlacedImage, ...] = ()) -> list[float]:
+        if not images:  # engines of other packages may take none
+            return await self._wait_for(lambda engine: engine.score(token_ids))
+        return await self._wait_for(lambda engine: engine.score(token_ids, images))
 
     async def close(self) -> None:
         if self._watching is not None:
@@ -174,6 +177,7 @@ class EnginePool:
         self._sleeps = False
         self._changed = asyncio.Event()
         self._broken: WorkerDied | None = None
+        self._info: EngineInfo | None = None
         for number, client in enumerate(clients):
             self._add(number, client)
 
@@ -186,7 +190,10 @@ class EnginePool:
         return await (await self._live_members())[0].client.info()
 
     async def generate(self, request: Request) -> Generation:
-        """Send a request to one of the engines. Raises `InvalidOutcome`, retryable if the engine has died."""
+        """Send a request to one of the engines. Raises `InvalidOutcome`, retryable if the engine has died, and of kind
+        `images` if these engines take none."""
+        if request.images:
+            await self._check_images()
         member = await self._choose(request.id)
         member.in_flight += 1
         try:
@@ -205,9 +212,16 @@ class EnginePool:
         member.failures = 0
         return generation
 
-    async def probe(self, token_ids: tuple[int, ...]) -> list[list[float]]:
+    async def _check_images(self) -> None:
+        if self._info is None:
+            self._info = await self.info()
+        if not self._info.takes_images:
+            raise InvalidOutcome("images", f"the engine ({self._info.kind}) takes no images: set engine.kind=vllm")
+
+    async def probe(self, token_ids: tuple[int, ...], images: tuple[PlacedImage, ...] = ()) -> list[list[float]]:
         """The log-probabilities of `HostedEngine.score` by every engine."""
-        return await self._call_each(lambda client: client.score(token_ids))
+        arguments = (token_ids, images) if images else (token_ids,)
+        return await self._call_each(lambda client: client.score(*arguments))
 
     @property
     def clients(self) -> list[EngineClient]:

@@ -37,6 +37,7 @@ class EngineSpec:
     gpu_share      the share of a device's memory to use, for weights and cache
     cache_bytes    the size of a GPU's cache for keys and values; None takes what `gpu_share` leaves
     tensor_parallel  devices over which every layer is split
+    image_size     the argument `size` of the model's processor of images; None takes its own
     transfer       way of new weights: `files`, or vLLM's own `nccl` and `cuda_ipc`
     engine_args    arguments of the library: of vLLM's `EngineArgs`, of transformers' `from_pretrained`
     """
@@ -53,6 +54,7 @@ class EngineSpec:
     gpu_share: float = 0.5
     cache_bytes: int | None = None
     tensor_parallel: int = 1
+    image_size: Mapping[str, int] | None = None
     transfer: str = "files"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 

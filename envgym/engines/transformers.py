@@ -24,7 +24,7 @@ from envgym.models import capped_attention
 from envgym.models.vision import takes_images
 from envgym.models.weights_file import checksum
 from envgym.processes.gpus import check_visible_gpu
-from envgym.types import StopReason, VersionSpan
+from envgym.types import PlacedImage, StopReason, VersionSpan
 from envgym.workers.config import number_format
 from envgym.workers.lora import ADAPTER_WEIGHTS
 
@@ -122,7 +122,8 @@ class TransformersEngine:
             self._sampling = asyncio.create_task(self._sample_while_busy())
         return await future
 
-    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+    async def score(self, token_ids: tuple[int, ...], images: tuple[PlacedImage, ...] = ()) -> list[float]:
+        assert not images, "this engine takes no images"
         await self._may_step.wait()
         ids = torch.tensor([token_ids], device=self._device)
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""vLLM as the engine, in the process that hosts it. Only this module and `one_adapter` use vLLM.
+"""vLLM as the engine, in the process that hosts it. Only this module, `vllm_images` and `one_adapter` use vLLM.
 
 Written against vLLM 0.32; the calls used here are the same in the range below. CPU and GPU builds run the same
 code: the platform decides only defaults, and `engine_args` overrides every one of them.
@@ -12,7 +12,8 @@ import os
 import traceback
 import warnings
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,12 @@ from envgym.engine import Bucket, EngineInfo, Generation, HostedEngine, Request
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.models.vision import check_torchvision, takes_images
 from envgym.models.weights_file import checksum
-from envgym.types import StopReason, VersionSpan
+from envgym.types import PlacedImage, StopReason, VersionSpan
 from envgym.workers.config import number_format
 from envgym.workers.lora import ADAPTER_WEIGHTS
 
 from .spec import LONGEST_DEFAULT, EngineSpec, IncomingWeights, check_model_folder, end_tokens, read_bucket
+from .vllm_images import ImagePrompts, check_ids, image_arguments
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
 """The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that reports which weights sampled which tokens."""
@@ -70,6 +72,7 @@ class VLLMEngine:
         config = self._engine.vllm_config.model_config
         self._max_model_len: int = config.max_model_len
         self._end_tokens = end_tokens(config.hf_config, spec.model)
+        self._images = ImagePrompts(self._engine) if self._engine.renderer.mm_processor is not None else None
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._stepping: asyncio.Task[None] | None = None
         self._may_step = asyncio.Event()
@@ -82,7 +85,7 @@ class VLLMEngine:
         self._engine.set_weight_version("0")
 
     async def info(self) -> EngineInfo:
-        return EngineInfo(f"vllm {self._version}", self._max_model_len)
+        return EngineInfo(f"vllm {self._version}", self._max_model_len, takes_images=self._images is not None)
 
     async def steps(self) -> int:
         return self._steps
@@ -95,11 +98,15 @@ class VLLMEngine:
         # `ignore_eos`: the end tokens are all among the stop tokens.
         try:
             sampling = _sampling_params(**(asdict(request.sampling) | stop), ignore_eos=True, logprobs=0)
-            output = (await self._run(request.id, list(request.token_ids), sampling, request.seconds)).outputs[0]
+            result = await self._run(request.id, list(request.token_ids), sampling, request.seconds, request.images)
         except _refusals() as error:  # vLLM's limits are narrower than a run's settings: a temperature of 3, say
             raise InvalidOutcome("engine", f"vLLM refuses a request: {' '.join(str(error).split())[:300]}") from None
+        output = result.outputs[0]
         if output.finish_reason not in STOP_REASONS:
             raise InvalidOutcome("engine", _describe_abort(output.finish_reason), retryable=True)
+        if self._images is not None:
+            check_ids(request, result)
+            self._images.check_sampled(output.token_ids)
         return Generation(
             token_ids=array("i", output.token_ids),
             logprobs=array("f", output.logprobs.logprobs),  # vLLM computes them in float32
@@ -107,7 +114,7 @@ class VLLMEngine:
             versions=tuple(VersionSpan(int(s.version), s.start, s.end) for s in output.weight_versions),
         )
 
-    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+    async def score(self, token_ids: tuple[int, ...], images: tuple[PlacedImage, ...] = ()) -> list[float]:
         # vLLM computes a prompt's log-probs when it samples a token after it. A full context has no room for that one:
         # then the last token is requested as a candidate of the sampling.
         fills_context = len(token_ids) == self._max_model_len
@@ -115,7 +122,7 @@ class VLLMEngine:
         candidates = [token_ids[-1]] if fills_context else None
         sampling = _sampling_params(max_tokens=1, prompt_logprobs=0, logprob_token_ids=candidates)
         self._scores += 1
-        output = await self._run(f"score-{self._scores}", prompt, sampling)
+        output = await self._run(f"score-{self._scores}", prompt, sampling, images=images)
         if output.outputs[0].finish_reason not in STOP_REASONS:
             raise WorkerError(_describe_abort(output.outputs[0].finish_reason))
         logprobs = list(output.prompt_logprobs.logprobs)
@@ -175,6 +182,8 @@ class VLLMEngine:
         """Recompute requests in flight from their tokens, so that no later token depends on keys and values of the old
         weights and its log-probabilities are exactly the new policy's."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
+        if self._images is not None:
+            self._engine.reset_encoder_cache()  # a reload keeps the outputs of the old vision tower
         self._engine.set_weight_version(str(version))
 
     async def sleep(self, level: int) -> None:
@@ -191,10 +200,19 @@ class VLLMEngine:
         self._fail("the engine has been closed")
         self._engine.engine_core.shutdown()
 
-    async def _run(self, name: str, token_ids: list[int], sampling: Any, seconds: float = math.inf) -> Any:
+    async def _run(
+        self,
+        name: str,
+        token_ids: list[int],
+        sampling: Any,
+        seconds: float = math.inf,
+        images: Sequence[PlacedImage] = (),
+    ) -> Any:
         """Hand one request to vLLM and wait for its only output. It ends with its next token after `seconds`."""
         self._check()
-        self._engine.add_request(name, {"prompt_token_ids": token_ids}, sampling, lora_request=self._adapter)
+        text = {"prompt_token_ids": token_ids}
+        with nullcontext(text) if self._images is None else self._images.input(token_ids, images) as prompt:
+            self._engine.add_request(name, prompt, sampling, lora_request=self._adapter)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[name] = future
         if self._stepping is None or self._stepping.done():
@@ -420,7 +438,6 @@ def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
         "model": spec.model,
         "runner": "generate",
         "dtype": number_format(spec.dtype, on_cpu=cpu),
-        **_model_arguments(spec),
         "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,
@@ -431,6 +448,7 @@ def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
         # loaded between two rollouts meet no step at all.
         "async_scheduling": not cpu and not spec.in_flight,
         "enforce_eager": cpu,
+        **_model_arguments(spec, cpu=cpu),
     }
     if cpu or spec.deterministic:  # on a CPU a seeded request with its prompt split into chunks crashes vLLM 0.32
         settings["enable_chunked_prefill"] = False
@@ -446,9 +464,9 @@ def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
     return {**settings, **spec.engine_args}
 
 
-def _model_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """The arguments that follow from a model's config: its default length, at most `LONGEST_DEFAULT`, and of a
-    vision-language model the language model alone."""
+def _model_arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
+    """The arguments that follow from a model's config: its default length, at most `LONGEST_DEFAULT`, and those
+    for images."""
     from transformers import AutoConfig
 
     try:
@@ -458,7 +476,7 @@ def _model_arguments(spec: EngineSpec) -> dict[str, Any]:
     check_torchvision(spec.model, config)
     is_longer = (getattr(config.get_text_config(), "max_position_embeddings", None) or 0) > LONGEST_DEFAULT
     arguments = {"max_model_len": spec.max_model_len or (LONGEST_DEFAULT if is_longer else None)}
-    return arguments | ({"language_model_only": True} if takes_images(config) else {})
+    return arguments | (image_arguments(spec.image_size, cpu=cpu) if takes_images(config) else {})
 
 
 def _reason(error: Exception) -> str:

@@ -183,6 +183,7 @@ async def start_engine(
         gpu_share=runtime.plan.engine_share() if isinstance(runtime, PlacedRuntime) else ENGINE_SHARES["shared"],
         cache_bytes=cache_bytes,
         tensor_parallel=stage.engine.tensor_parallel,
+        image_size=stage.render.image_size,
         transfer=stage.sync.transfer,
         engine_args=stage.engine.args,
     )

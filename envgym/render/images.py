@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
+from io import BytesIO
 from typing import Any
 
 from envgym.errors import InvalidStep, MissingDependency, needs
@@ -82,6 +83,14 @@ class Placeholders:
 def size_argument(image_size: Mapping[str, int] | None) -> dict[str, Any]:
     """The argument of a processor that `render.image_size` sets; none where it is None."""
     return {} if image_size is None else {"size": dict(image_size)}
+
+
+def open_rgb(image: ImagePart) -> Any:
+    """An image as Pillow's, in RGB, as sampler and trainer give it to the processor. Raises `DataError` without its
+    file."""
+    from PIL import Image
+
+    return Image.open(BytesIO(image.read())).convert("RGB")
 
 
 def load_processor(model: str) -> Any:

@@ -63,16 +63,19 @@ class PolicyClient(ChatClient):
             )
         bound = self._bound
         dialogue = bound.renderer.dialogue()
-        ids = dialogue.start(Observation(messages=mark_from_others(as_messages(messages))))
+        opening = dialogue.begin(Observation(messages=mark_from_others(as_messages(messages))))
+        ids, images = opening.token_ids, opening.images
         stop = tuple(bound.renderer.stop_token_ids)
         with reported_as(PromptTooLong, f"service {self._name}", cause=PromptTooLong):
             sampling = replace(sampling, stop_token_ids=stop).within_context(bound.max_model_len, len(ids))
         self.counters["requests"] += 1
-        digest = hashlib.sha256(json.dumps([bound.seed, sampling.seed, ids]).encode()).hexdigest()
+        described = [bound.seed, sampling.seed, ids, *(placed.image.sha256 for placed in images)]
+        digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
         if sampling.seed is None and bound.deterministic:
             sampling = replace(sampling, seed=int(digest[:8], 16) >> 1)  # the same request gets the same answer
         # Lockstep batches are sorted by id: the digest comes first in it, so that the order does not depend on timing.
         # The count makes it unique, and decides only between equal requests.
-        request = Request(f"{self._name}.{digest[:16]}.{self.counters['requests']:08d}", int_array(ids), sampling)
+        name = f"{self._name}.{digest[:16]}.{self.counters['requests']:08d}"
+        request = Request(name, int_array(ids), sampling, images=images)
         generation = await (lockstep or bound.engine).generate(request)
         return dialogue.add_policy_turn(generation.token_ids).text

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from envgym.engine import Generation, Request, SamplingParams
+from envgym.engine import EngineInfo, Generation, Request, SamplingParams
 from envgym.engines import pool as engines
 from envgym.engines.pool import MOST_DEATHS, MOST_FAILURES, EngineClient, EnginePool
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
@@ -15,7 +15,7 @@ from envgym.processes import local
 from envgym.processes.cancellation import Deadline
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import WorkerHandle
-from envgym.types import StopReason
+from envgym.types import ImagePart, PlacedImage, StopReason
 
 
 class Fake(WorkerHandle):
@@ -33,6 +33,9 @@ class Fake(WorkerHandle):
         if self.error is not None:
             raise self.error
         return Generation([1], [0.0], StopReason.STOP, ())
+
+    async def info(self):
+        return EngineInfo("fake 1.0", 64)
 
     async def score(self, token_ids):
         if isinstance(self.error, WorkerDied):
@@ -320,3 +323,20 @@ def test_a_frozen_engine_beside_one_that_moves_is_replaced_with_little_patience(
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert "the engine has taken no step" in notes[0]
+
+
+def test_an_engine_that_takes_no_images_gets_none():
+    """As those of other packages that are written for texts, and transformers: they would answer without them."""
+
+    async def main():
+        world = World(1)
+        image = PlacedImage(ImagePart("a" * 64, 8, 8, "image/png"), 0, 1)
+        with pytest.raises(
+            InvalidOutcome, match=r"the engine \(fake 1.0\) takes no images: set engine.kind=vllm"
+        ) as error:
+            await world.pool.generate(Request("r", (1,), SamplingParams(4), images=(image,)))
+        assert error.value.kind == "images"
+        assert world.asked == [[]]
+        await world.ask("r")
+
+    asyncio.run(main())

@@ -1,0 +1,38 @@
+"""Images before sampled tokens in the families of vision-language models: the same log-probabilities in vLLM and in
+transformers, before, during and after new weights."""
+
+import pytest
+
+from envgym.engine import Request, SamplingParams
+from envgym.errors import InvalidOutcome
+from envgym.render import RenderConfig, load_renderer
+from envgym.types import Message, Observation, int_array
+from tests.vision_episodes import CORPUS, check_figures, compare_family, picture, with_engine
+from tests.vision_models import KINDS, make_vision_model
+
+EXACT = [kind for kind in KINDS if kind != "gemma3"]
+
+
+@pytest.mark.slow
+def test_eight_families_sample_what_transformers_computes(tmp_path, store):
+    figures = {kind: compare_family(kind, tmp_path / kind) for kind in EXACT}
+    store("image_sampling", **figures)
+    for kind in EXACT:
+        check_figures(figures[kind])
+
+
+@pytest.mark.slow
+def test_gemma_3_with_images_is_refused_on_a_cpu(tmp_path):
+    folder = make_vision_model("gemma3", tmp_path / "model", CORPUS)
+    observation = Observation(messages=(Message.user("Look:", picture(0)),))
+    prompt = load_renderer(str(folder), RenderConfig()).dialogue().begin(observation)
+
+    async def body(pool):
+        request = Request("0", int_array(prompt.token_ids), SamplingParams(4), images=prompt.images)
+        with pytest.raises(
+            InvalidOutcome, match="gemma3 attends both ways within an image, and vLLM does not on a CPU"
+        ):
+            await pool.generate(request)
+        return await pool.generate(Request("1", int_array([40, 41]), SamplingParams(4)))
+
+    assert with_engine(folder, tmp_path, body).token_ids
