@@ -11,6 +11,7 @@ import torch
 from envgym.engine import Request, SamplingParams
 from envgym.engines import choose_engine
 from envgym.engines.spec import EngineSpec
+from envgym.errors import InvalidOutcome
 from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.types import Row, Segment, int_array
@@ -21,8 +22,8 @@ from tests.vision_models import KINDS
 from tests.weight_files import bucket_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-PROMPTS = [tuple(range(3, 13 + 3 * n)) for n in range(8)]
-"""Tokens of images are among them."""
+PROMPTS = [tuple(range(20, 30 + 3 * n)) for n in range(8)]
+"""Texts, without the tokens of images."""
 
 
 def make_worker(folder, **settings):
@@ -36,7 +37,12 @@ async def differences(engine, worker, name):
     result = []
     for number, prompt in enumerate(PROMPTS):
         request = Request(f"{name}-{number}", int_array(prompt), SamplingParams(48))
-        answer = await engine.call(lambda engine: engine.generate(request))  # noqa: B023
+        try:
+            answer = await engine.call(lambda engine: engine.generate(request))  # noqa: B023
+        except InvalidOutcome as error:  # random weights sample the placeholders of images, too
+            if error.kind != "placeholder":
+                raise
+            continue
         action = Segment("action", answer.token_ids, logprobs=answer.logprobs, versions=answer.versions)
         [scores] = worker.forward([Row([Segment("prompt", int_array(prompt)), action])])
         result += np.abs(scores[len(prompt) :] - np.array(answer.logprobs)).tolist()

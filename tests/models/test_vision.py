@@ -155,9 +155,13 @@ def test_without_torchvision_one_line_says_what_to_install(vision_model, tiny_mo
     assert "language_model_only" not in vllm._arguments(EngineSpec(str(tiny_model)), cpu=True)
 
 
-def test_vllm_loads_the_language_model_alone(vision_model):
-    arguments = vllm._arguments(EngineSpec(str(vision_model("llava")), max_model_len=64), cpu=True)
-    assert (arguments["language_model_only"], arguments["max_model_len"]) == (True, 64)
+def test_vllm_takes_images_unless_it_is_told_to_load_the_language_model_alone(vision_model):
+    folder, size = str(vision_model("llava")), {"shortest_edge": 28}
+    arguments = vllm._arguments(EngineSpec(folder, max_model_len=64, image_size=size), cpu=True)
+    assert (arguments["language_model_only"], arguments["max_model_len"]) == (False, 64)
+    assert arguments["mm_processor_kwargs"] == {"size": size}
+    alone = EngineSpec(folder, engine_args={"language_model_only": True})
+    assert vllm._arguments(alone, cpu=True)["language_model_only"]
 
 
 def test_the_fallback_engine_refuses_them(vision_model, capsys):
