@@ -347,6 +347,12 @@ class StageConfig(Settings):
             overrides = {"muon_lr": None, **overrides}
         return validate_settings(learner_class.Config, {**config.model_dump(), **overrides}, label)
 
+    @property
+    def takes_images(self) -> bool:
+        """True unless a vision-language model is trained and sampled on texts alone, without its vision tower, as the
+        engine's argument `language_model_only` says."""
+        return not self.engine.args.get("language_model_only")
+
     def workers_of(self, role: str) -> WorkersConfig:
         """The settings of a role's workers."""
         overrides = self.roles.get(role, RoleConfig()).workers

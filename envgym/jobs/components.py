@@ -18,6 +18,7 @@ from envgym.engines.pool import EngineClient, EnginePool
 from envgym.engines.spec import EngineSpec
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
+from envgym.images import ImageFolder
 from envgym.placement.plan import ENGINE_SHARES, PlacedRuntime, placed_runtime
 from envgym.processes.local import LocalRuntime
 from envgym.processes.ray import RayRuntime
@@ -29,7 +30,7 @@ from envgym.services import Chat, Services, start_services
 from envgym.services.policy import PolicyEngine
 from envgym.services.start import refuse_policies
 from envgym.types import ToolSpec
-from envgym.workers.config import WorkerSpec
+from envgym.workers.config import ImageConfig, WorkerSpec
 from envgym.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -97,10 +98,11 @@ async def start_role(
     model: str,
     runtime: Runtime,
     *,
+    images: ImageFolder | None,
     load_after: asyncio.Future[Any] | None = None,
 ) -> WorkerGroup:
-    """Start the ranks of one of the learner's roles, with the role's own model or else `model`. `load_after`: see
-    `WorkerGroup.start`."""
+    """Start the ranks of one of the learner's roles, with the role's own model or else `model`. `images`: the folder of
+    those in rows. `load_after`: see `WorkerGroup.start`."""
     learner_class, learner_config = stage.learner_config()
     role_spec = learner_class(learner_config).roles[role]
     spec = WorkerSpec(
@@ -112,8 +114,16 @@ async def start_role(
         lora=stage.lora_of(role, role_spec),
         seed=config.seed,
         deterministic=config.deterministic,
+        images=image_config(stage, images),
     )
     return await WorkerGroup.start(runtime, spec, load_after=load_after)
+
+
+def image_config(stage: StageConfig, images: ImageFolder | None) -> ImageConfig | None:
+    """The images of a stage's rows, in a folder; None if its models take texts alone."""
+    if images is None or not stage.takes_images:
+        return None
+    return ImageConfig(str(images.path.absolute()), stage.render.image_size)
 
 
 async def start_environment_services(contexts: Sequence[StageContext], display: Display) -> None:

@@ -199,7 +199,7 @@ async def _write_policy(
         label = f"the {ranks} ranks" if ranks > 1 else "the rank"
         problem = f"{label} that wrote checkpoint {checkpoint} cannot be started here"
         with reported_as(ConfigError, problem, cause=EnvgymError):
-            actor = await start_role(config, stage, "actor", base, runtime)
+            actor = await start_role(config, stage, "actor", base, runtime, images=run_folder.images)
         with reported_as(ConfigError, f"checkpoint {checkpoint} cannot be read", cause=EnvgymError):
             await actor.on_all(lambda rank: rank.load_state(str(checkpoint / "actor")))
         await actor.on_all(lambda rank: rank.save(str(folder)))

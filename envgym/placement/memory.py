@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -257,7 +257,8 @@ class MemoryNeeds:
         name = name or self._stage.model
         while name.startswith(STAGE):
             name = self._stages[name.removeprefix(STAGE)].model
-        return ModelSizes.from_folder(model_folder(name))
+        sizes = ModelSizes.from_folder(model_folder(name))
+        return replace(sizes, vision=0) if sizes is not None and self._stage.takes_images else sizes
 
     def totals(self) -> list[Total]:
         """The total of every GPU and node in use. Parts that share GPUs in turns with the engine do not add to it."""

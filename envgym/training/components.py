@@ -19,7 +19,6 @@ from envgym.learner import Learner
 from envgym.models.export import rounding_in_words
 from envgym.placement.memory import MemoryNeeds, with_micro_batches
 from envgym.placement.plan import ENGINE, PlacedRuntime
-from envgym.processes.runtime import Runtime
 from envgym.render import Renderer, load_tokenizer
 from envgym.rollout.runner import Runner
 from envgym.services.start import local_models
@@ -77,7 +76,7 @@ async def start_components(
         )  # fmt: skip
         sampling = asyncio.create_task(starting)
     (engine, max_model_len), workers = await _load_in_parallel(
-        config, stage_of_roles, learner, model, context.runtime, display, sampling, api_roles=apis, waiting=waiting
+        config, stage_of_roles, learner, model, context, display, sampling, api_roles=apis, waiting=waiting
     )
     for api in apis.values():
         api.vocabulary = workers["actor"].info.vocabulary
@@ -145,7 +144,7 @@ async def _load_in_parallel(
     stage: StageConfig,
     learner: Learner,
     model: str,
-    runtime: Runtime,
+    context: StageContext,
     display: Display,
     sampling: asyncio.Task[tuple[Engine | ChatEngine, int]] | None,
     *,
@@ -165,7 +164,9 @@ async def _load_in_parallel(
         if config.debug and sampling is not None:
             await asyncio.wait({sampling})
         display.phase(f"loading the {role}")
-        worker = await start_role(config, stage, role, model, runtime, load_after=sampling if role in waiting else None)
+        load_after = sampling if role in waiting else None
+        images = context.spec.images
+        worker = await start_role(config, stage, role, model, context.runtime, images=images, load_after=load_after)
         folder = Path(stage.roles.get(role, RoleConfig()).model or model)
         if words := (base := base_of_model(folder)) and rounding_in_words(folder, worker.info.dtype, base):
             display.note(f"{role}: {words}; workers.dtype=float32 keeps all of it")

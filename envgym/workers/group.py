@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from envgym.errors import RunError, WorkerDied, WorkerError
+from envgym.errors import WorkerDied, WorkerError
 from envgym.processes.runtime import CALL_SECONDS, Message, Result, Runtime, Worker, WorkerHandle, message_of
 from envgym.types import Row
 
@@ -153,7 +153,7 @@ class WorkerGroup(Ranks["ModelWorker"]):
             shares = [by_length[k::n_shares] for k in range(n_shares)]
         shares = [share or [0] for share in shares]  # with ZeRO 3 every rank must take part
         inputs = [sample.without_record(arrays={}) for sample in samples]
-        with_images = self._with_images(samples)
+        with_images = has_images(samples)
         results = await self._on_shares(
             lambda rank, part: (
                 rank.forward_base(part, with_images=with_images)
@@ -174,7 +174,7 @@ class WorkerGroup(Ranks["ModelWorker"]):
         shares = micro_batches(samples, self._budget, self._n_shares, layout=layout)
         self._accumulated = [[sample for batch in share for sample in batch] for share in shares]
         inputs = [[[sample.without_record() for sample in batch] for batch in share] for share in shares]
-        with_images = self._with_images(samples)
+        with_images = has_images(samples)
         results = await self._on_shares(
             lambda rank, part: rank.accumulate(part, dict(normalizers), layout, with_images=with_images), inputs
         )
@@ -193,12 +193,6 @@ class WorkerGroup(Ranks["ModelWorker"]):
     async def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step with the accumulated gradient. Returns its metrics; see `ModelWorker.step`."""
         return (await self.on_all(lambda rank: rank.step(lr)))[0]
-
-    def _with_images(self, samples: Sequence[Row]) -> bool:
-        """Whether a sample has an image, which decides for all ranks. Raises `RunError` if rows are text alone here."""
-        if (with_images := has_images(samples)) and self._spec.images is None:
-            raise RunError(f"a row has an image, and the {self.role} was started for text alone")
-        return with_images
 
     def _on_shares(
         self, call: Callable[[ModelWorker, Share], Result], shares: Sequence[Share]

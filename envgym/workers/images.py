@@ -170,18 +170,23 @@ class ImageTensors:
         return Processed(processor.tokenizer(text, add_special_tokens=False)["input_ids"], tensors)
 
 
-def prepare_for_images(model: nn.Module, source: str, head: str) -> None:
-    """Let a Hugging Face model, loaded from `source`, attend both ways within an image where it is defined so: kernels
-    without masks cannot. Raises `ConfigError` for a model that cannot take rows with images."""
+def check_takes_images(config: Any, role: str, head: str) -> None:
+    """Raise `ConfigError` if a role's model with this Hugging Face config cannot take rows with images."""
     if head == "scalar":
         raise ConfigError(
-            f"{source}: critics and reward models do not take images: choose a learner without a critic and "
-            "rewards without a model"
+            f"a row has an image, and the {role} cannot see it: critics and reward models take texts alone; choose a "
+            "learner without a critic"
         )
-    if not takes_images(model.config):
-        raise ConfigError(f"{source} is no vision-language model, and rows of this run have images: name another model")
+    if not takes_images(config):
+        raise ConfigError(
+            f"a row has an image, and the {role} ({config.model_type}) takes texts alone: name a vision-language model"
+        )
+
+
+def attend_within_images(model: nn.Module) -> None:
+    """Let a Hugging Face model attend both ways within an image where it is defined so: by a kernel with masks."""
     takes_types = "token_type_ids" in inspect.signature(model.base_model.forward).parameters
-    if takes_types and takes_ends(model.config._attn_implementation):
+    if takes_types and takes_images(model.config) and takes_ends(model.config._attn_implementation):
         model.config._attn_implementation = "sdpa"
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from envgym.errors import RunError
+from envgym.errors import ConfigError, RunError
 from envgym.learner import MetricSums, Outputs, RowBatch, pad
 from envgym.types import Row
 
 from . import zero
-from .images import ImageTensors
+from .images import ImageTensors, check_takes_images
 from .micro_batches import Layout, add_metrics, cost, is_padding, network_inputs
 from .state import ModelState
 
@@ -74,8 +74,6 @@ class ModelLearning(ModelState):
 
     _outputs: list[FloatArray]
     _row_layout: Layout
-    _images: ImageTensors | None
-    """Where rows may have images."""
     _with_images: bool
 
     def accumulate(
@@ -189,10 +187,19 @@ class ModelLearning(ModelState):
         """The network's arguments for a micro-batch. `batches` are its samples, in order, padded to one length."""
         name = self.spec.role_spec.extra_token_ids
         extra_ids = torch.cat([batch.arrays[name] for batch in batches]).long() if name else None
-        images = None
-        if self._with_images and self._images is not None:
-            images = self._images.tensors(samples, packed=self._row_layout == "packed", blank=True)
+        packed = self._row_layout == "packed"
+        images = self.images.tensors(samples, packed=packed, blank=True) if self._with_images else None
         return network_inputs(samples, batches, self.device, self._row_layout, extra_ids, images)
+
+    @cached_property
+    def images(self) -> ImageTensors:
+        """The tensors of rows' images: their processor is loaded with the first. Raises `ConfigError` for a model that
+        takes none."""
+        role, model = self.spec.role, self.network.model
+        if self.spec.images is None:
+            raise ConfigError(f"a row has an image, and the {role} was started for texts alone")
+        check_takes_images(model.config, role, self.network.head)
+        return ImageTensors(model, self.spec.model, self.spec.images, self.device)
 
     def _shares_of_tokens(self, microbatches: Sequence[list[Row]]) -> list[float]:
         """Each micro-batch's share of the step's tokens, over all ranks; 0 for padding micro-batches."""

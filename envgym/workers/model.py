@@ -27,7 +27,7 @@ from . import checkpoint, zero
 from .adapter import Adapter
 from .config import WorkerSpec
 from .export import flops_per_token
-from .images import ImageTensors, prepare_for_images
+from .images import attend_within_images
 from .learning import ModelLearning
 from .micro_batches import RankInfo, choose_layout, micro_batches, network_inputs
 from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model
@@ -64,7 +64,6 @@ class ModelWorker(ModelLearning):
         """DeepSpeed's engine around `network`, or `network` itself if it is neither trained nor partitioned."""
         self.learner = _make_learner(spec.learner) if spec.learner and self.trained else None
         self.average: MovingAverage | None = None
-        self._images: ImageTensors | None = None
         self._writer = checkpoint.Writer()
         if torch.cuda.is_available():
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -103,7 +102,7 @@ class ModelWorker(ModelLearning):
             zero.check_device(self.settings, self.dtype, self.device)
         model = self._load_weights(partitioned=partitioned)
         if self.spec.images is not None:
-            prepare_for_images(model, self.spec.model, self.spec.role_spec.head)
+            attend_within_images(model)
         if joins:
             zero.wait_for_ranks(self.device)
         slices = self._split_attention(model)
@@ -180,8 +179,6 @@ class ModelWorker(ModelLearning):
             self._notes.append(try_kernel(self.network, self.engine, self.device))
             use_packing(self.network, self.engine, self.settings.packing, self.device)
         self._not_shared = self._obstacle_to_sharing()
-        if self.spec.images is not None:
-            self._images = ImageTensors(model, self.spec.model, self.spec.images, self.device)
 
     def _obstacle_to_sharing(self) -> str:
         """The reason why prefixes that rows share are not computed once, or an empty string."""
@@ -216,6 +213,7 @@ class ModelWorker(ModelLearning):
         if hasattr(self.engine, "destroy"):
             self.engine.destroy()
         self.engine = self.network = None
+        vars(self).pop("images", None)
 
     def offload(self, keep_weights: bool) -> None:
         """Free the device's memory, except for the weights if `keep_weights`. Call `onload` before computing again."""
@@ -251,15 +249,15 @@ class ModelWorker(ModelLearning):
         """
         self.engine.eval()
         units = [sample.copy_with(arrays={}, microbatch_key=index) for index, sample in enumerate(samples)]
-        maker = self._images if with_images else None
-        shares_prefixes = maker is None and not self._not_shared
+        shares_prefixes = not with_images and not self._not_shared
         layout = choose_layout(units, shares_prefixes=shares_prefixes, packed=self.network.packed)
         [batches] = micro_batches(units, self._budget, 1, layout=layout)
         partitioned = self.settings.partitions(trained=self.trained)  # all ranks bring in the same layers
         outputs: list[FloatArray] = [np.empty(0, np.float32)] * len(samples)
         with torch.no_grad():
             for batch in self._pad_to_other_ranks(batches):
-                images = maker.tensors(batch, packed=layout == "packed", blank=partitioned) if maker else None
+                packed = layout == "packed"
+                images = self.images.tensors(batch, packed=packed, blank=partitioned) if with_images else None
                 inputs = network_inputs(batch, [pad(batch, self.device)], self.device, layout, images=images)
                 [lines] = self.engine(*inputs).values()
                 for sample, line in zip(batch, lines.cpu().numpy(), strict=True):

@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from envgym.cli import main
+from envgym.config.resolve import resolve
 from envgym.engines import vllm
 from envgym.engines.spec import EngineSpec, end_tokens
 from envgym.engines.transformers import TransformersEngine
 from envgym.errors import ConfigError
 from envgym.models.vision import policy_class, save_tokenizer, vision_pattern
-from envgym.placement.memory import ModelSizes
+from envgym.placement.memory import MemoryNeeds, ModelSizes
+from envgym.placement.plan import Node, plan_of
 from envgym.render import RenderConfig, load_renderer, load_tokenizer
 from envgym.types import Message, Observation
 from envgym.workers.export import flops_per_token
@@ -133,6 +135,26 @@ def test_sizes_that_a_text_config_leaves_out_are_the_defaults(vision_model, tmp_
     shutil.copy(vision_model("gemma3") / "model.safetensors", tmp_path)
     sizes = ModelSizes.from_folder(tmp_path)
     assert (sizes.hidden, sizes.vocabulary, sizes.key_value_width) == (64, 262_208, 256)
+
+
+def test_a_vision_tower_takes_memory_for_training_where_images_may_come(vision_model):
+    def bytes_of_actor(**engine):
+        [stage] = resolve(
+            {
+                "env": "math_verify",
+                "model": str(vision_model("llava")),
+                "learner": {"kl": {"coef": 0}},
+                "engine": engine,
+            }
+        ).stages
+        plan = plan_of(stage, {}, [Node("here", 0, None, 500 * 2**30)])
+        return MemoryNeeds(stage, plan, {}, {}).part_memory("actor").parts
+
+    sizes = ModelSizes.from_folder(vision_model("llava"))
+    assert sizes.vision > 0
+    assert bytes_of_actor()["gradients"] == 4 * sizes.parameters
+    texts_alone = bytes_of_actor(args={"language_model_only": True})
+    assert texts_alone["gradients"] == pytest.approx(4 * (sizes.parameters - sizes.vision))
 
 
 def test_the_end_of_a_turn_may_be_in_the_text_config_alone(vision_model, tmp_path):

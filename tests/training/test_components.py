@@ -10,10 +10,12 @@ import pytest
 from envgym.config.resolve import resolve
 from envgym.engine import EngineInfo
 from envgym.errors import ConfigError
+from envgym.images import ImageFolder
 from envgym.jobs.components import max_concurrency
 from envgym.placement.plan import Node, PlacedRuntime, plan_of
 from envgym.processes.runtime import WorkerHandle
 from envgym.training.components import start_components
+from envgym.workers.config import ImageConfig
 
 
 class Handle(WorkerHandle):
@@ -59,11 +61,13 @@ class Runtime:
 def start(tiny_model):
     """start(runtime, **settings): a future of a stage's components."""
 
-    def start_stage(runtime, **settings):
+    def start_stage(runtime, images=None, **settings):
         config = resolve({"env": "math_verify", "model": str(tiny_model), **settings})
         stage = config.stages[0]
         services = SimpleNamespace(names=(), of_policy=(), bind_policy=lambda *args, **kwargs: None)
-        context = SimpleNamespace(spec=stage.make_spec(), services=services, runtime=runtime)
+        spec = stage.make_spec()
+        spec.images = images
+        context = SimpleNamespace(spec=spec, services=services, runtime=runtime)
         display = SimpleNamespace(phase=show, note=print)
         return asyncio.ensure_future(start_components(config, stage, context, str(tiny_model), display))
 
@@ -122,6 +126,20 @@ def test_on_one_gpu_the_actor_waits_for_the_engine_unless_the_engines_cache_is_p
         assert size is None or 0.35 * gib < size / 2**30 < 0.5 * gib
 
     asyncio.run(main())
+
+
+def test_workers_open_the_runs_images_unless_texts_alone_are_trained_on(start, tmp_path):
+    async def images_of_actor(**settings):
+        runtime = Runtime()
+        runtime.engine.set()
+        await start(runtime, images=ImageFolder(tmp_path), **settings)
+        return runtime.arguments["actor-0"]["spec"].images
+
+    size = {"shortest_edge": 784, "longest_edge": 3136}
+    assert asyncio.run(images_of_actor()) == ImageConfig(str(tmp_path))
+    assert asyncio.run(images_of_actor(render={"image_size": size})) == ImageConfig(str(tmp_path), size)
+    texts_alone = {"engine": {"args": {"language_model_only": True}}}
+    assert asyncio.run(images_of_actor(**texts_alone)) is None
 
 
 def test_what_is_waited_for_is_shown(start):

@@ -12,7 +12,7 @@ from envgym.images import ImageFolder
 from envgym.learner import pad
 from envgym.types import ImagePart, ImageSpan, Objective, Row
 from envgym.workers.config import ImageConfig
-from envgym.workers.images import BLANK, ImageTensors, collate, prepare_for_images
+from envgym.workers.images import BLANK, ImageTensors, check_takes_images, collate
 from envgym.workers.micro_batches import choose_layout, network_inputs
 from envgym.workers.network import TokenNetwork
 from tests.vision_models import KINDS, MARKERS, TOKENS, make_vision_model
@@ -255,7 +255,7 @@ def test_tensors_of_images_are_padded_behind_the_first_dimension():
 
 
 def test_models_that_take_no_images_are_refused(llava):
-    with pytest.raises(ConfigError, match="critics and reward models do not take images"):
-        prepare_for_images(llava.model, "a/model", "scalar")
-    with pytest.raises(ConfigError, match=r"^a/model is no vision-language model, and rows of this run have images"):
-        prepare_for_images(llava.model.base_model.language_model, "a/model", "lm")
+    with pytest.raises(ConfigError, match=r"^a row has an image, and the critic cannot see it: critics and reward"):
+        check_takes_images(llava.model.config, "critic", "scalar")
+    with pytest.raises(ConfigError, match=r"^a row has an image, and the teacher \(qwen2\) takes texts alone: name a"):
+        check_takes_images(llava.model.config.text_config, "teacher", "lm")
