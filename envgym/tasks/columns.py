@@ -41,12 +41,21 @@ KEYS = 16**15
 """Exclusive upper bound of the keys of prompts."""
 
 
+class FormRow(dict[str, Any]):
+    """A converted row whose task has other `fields` than the row as it was."""
+
+    def __init__(self, row: Row, fields: Row) -> None:
+        super().__init__(row)
+        self.fields = fields
+
+
 class TaskReader:
     """Makes tasks of a source's rows. The first row it reads decides which of several names a field has.
 
     `answer_required`: every row needs an answer, text or a number; else it may be any value, or missing. `field_names`
     are possible names of the two fields, for a source that sets none. `prefix` begins every id. A row in another
-    program's `form` is the task's `fields`, unmodified; its prompt may be empty, as that program may add one.
+    program's `form` is the task's `fields`, unmodified unless a `FormRow` has others; its prompt may be empty, as that
+    program may add one.
     """
 
     def __init__(
@@ -75,6 +84,7 @@ class TaskReader:
         image_field, images = None, list[ImagePart]()
         if self.form is not None:
             row = self.form(row, location)
+            original = row.fields if isinstance(row, FormRow) else original
         elif image_field := self._images.field(row, location):
             images = self._images.images(row[image_field], location)
         if self._fields is None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from envgym.errors import DataError, did_you_mean
+from envgym.images import images_of
 from envgym.types import ImagePart, Message, TextPart
-from envgym.types.images import KINDS
+from envgym.types.images import KINDS, image_of
 
 from .config import IMAGE_FIELDS, SourceConfig
 from .rows import Row, parse_json
@@ -52,30 +53,45 @@ class ImageReader:
         return columns[0] if names else None
 
     def images(self, value: Any, location: str) -> list[ImagePart]:
-        """The images in a column: one, or a list of them."""
+        """The images in a column: one, or a list of them. One that `replace_images` has replaced has its
+        name alone."""
         if isinstance(value, str) and value.startswith("["):  # a list in a CSV file
             value = parse_json(value, f"{location}: the row's images")
         items = value if isinstance(value, list | tuple) else [] if _is_empty(value) else [value]
         images = []
         for number, item in enumerate(items, 1):
             try:
-                images.append(ImagePart.from_value(self._content(item, location)))
+                is_name = isinstance(item, Mapping) and "sha256" in item
+                images.append(image_of(item) if is_name else ImagePart.from_value(self._content(item, location)))
             except (TypeError, ValueError) as error:
                 raise DataError(f"{location}: image {number}: {error}") from None
         return images
 
     def parts(self, value: Any, location: str) -> Any:
         """A value of messages with the images of its parts read. A part without its image is one of text, `PLACE`."""
-        if isinstance(value, Mapping):
-            if value.get("type") not in KINDS:
-                return {key: self.parts(item, location) for key, item in value.items()}
-            content = _first(value)
-            if content is None and "sha256" not in value:
-                return {"type": "text", "text": PLACE}
-            return value if content is None else {"type": "image", "image": self.images([content], location)[0]}
-        if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
-            return [self.parts(item, location) for item in value]
-        return value
+
+        def read(part: Mapping[str, Any]) -> Mapping[str, Any]:
+            if (content := _first(part)) is None:
+                return part if "sha256" in part else {"type": "text", "text": PLACE}
+            return {"type": "image", "image": self.images([content], location)[0]}
+
+        return _change_parts(value, read)
+
+    def replace_images(self, row: Row, location: str, fields: Collection[str]) -> tuple[Row, dict[str, ImagePart]]:
+        """A row with the names of the images in its column and in its `fields` of messages, and the images by name."""
+        images: dict[str, ImagePart] = {}
+
+        def name(content: Any) -> list[dict[str, Any]]:
+            read = self.images(content, location)
+            images.update({image.sha256: image for image in read})
+            return [image.as_dict() for image in read]
+
+        def change(part: Mapping[str, Any]) -> Mapping[str, Any]:
+            return part if (content := _first(part)) is None else name([content])[0]
+
+        field = self.field(row, location)
+        changed = {key: _change_parts(row[key], change) for key in fields}
+        return row | changed | ({} if field is None else {field: name(row[field])}), images
 
     def _content(self, value: Any, location: str) -> Any:
         """What `ImagePart.from_value` takes, of one image in a row."""
@@ -135,6 +151,23 @@ def show_images(
     return tuple(filled)
 
 
+def with_files(messages: Sequence[Message], images: Mapping[str, ImagePart]) -> tuple[Message, ...]:
+    """The messages with those of `images`, by name, in place of images of equal names."""
+    contents = [tuple([images.get(getattr(part, "sha256", ""), part) for part in m.content]) for m in messages]
+    return tuple([replace(m, content=content) for m, content in zip(messages, contents, strict=True)])
+
+
+def stored_images(names: Collection[str], location: str) -> dict[str, ImagePart]:
+    """Images that a file of episodes names, by name, from their folder. Raises `DataError` if they are not there."""
+    folder = images_of(file := Path(location.rpartition(":")[0]))
+    images = {}
+    for name in names:
+        if folder is None or (path := folder.find(name)) is None:
+            raise DataError(f"{location}: image {name} is not there: copy the folder {file.name}.images with the file")
+        images[name] = ImagePart.from_value(path)
+    return images
+
+
 def _n_places(message: Message, *, is_part: bool) -> int:
     if is_part:
         return message.text.count(PLACE)
@@ -153,13 +186,24 @@ def _filled(message: Message, place: str, images: Iterator[ImagePart]) -> Iterat
                 yield TextPart(text)
 
 
+def _change_parts(value: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
+    """A value of messages with `change` of each part that is an image."""
+    if isinstance(value, Mapping):
+        if value.get("type") in KINDS:
+            return change(value)
+        return {key: _change_parts(item, change) for key, item in value.items()}
+    if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+        return [_change_parts(item, change) for item in value]
+    return value
+
+
 def _is_image(value: Any) -> bool:
     if isinstance(value, str):
         return bool(_IMAGE.match(value)) or (value.startswith("[") and bool(_IMAGE.match(value.rstrip("\"' ]"))))
     if isinstance(value, list | tuple):
         return any(map(_is_image, value))
     if isinstance(value, Mapping):
-        return _first(value) is not None
+        return _first(value) is not None or "sha256" in value
     return isinstance(value, bytes | Path | ImagePart) or hasattr(value, "size")  # of Pillow's, of numpy's
 
 

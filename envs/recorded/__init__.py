@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,11 +11,13 @@ from pydantic import Field, field_validator
 
 from envgym.env import Env, Info, Recording, StepResult
 from envgym.env.data import DataEnvConfig, DataEnvSpec
-from envgym.errors import did_you_mean
+from envgym.errors import ConfigError, did_you_mean
 from envgym.tasks import Form
-from envgym.tasks.config import DataConfig, Template
+from envgym.tasks.columns import FormRow
+from envgym.tasks.config import DataConfig, SourceConfig, Template
+from envgym.tasks.images import ImageReader, stored_images, with_files
 from envgym.tasks.rows import Row
-from envgym.types import Action, Message, Observation, Task, ToolSpec
+from envgym.types import Action, ImagePart, Message, Observation, Task, ToolSpec
 
 from .forms import FIELDS, FormName, Reader, Record
 
@@ -43,6 +45,14 @@ class RecordedConfig(DataEnvConfig):
             if name not in FIELDS:
                 raise ValueError(f"there is no field {name!r}.{did_you_mean(name, FIELDS)} Known: {', '.join(FIELDS)}")
         return fields
+
+
+class NamedImages(dict[str, Any]):
+    """A row with the names of its images, which records can have, and the `images` by name, which they have not."""
+
+    def __init__(self, row: Row, images: Mapping[str, ImagePart]) -> None:
+        super().__init__(row)
+        self.images = images
 
 
 class RecordedEnv(Env):
@@ -75,7 +85,13 @@ class RecordedSpec(DataEnvSpec):
 
     async def setup(self) -> None:
         config = self.config
-        self._reader = Reader(config.form, config.fields, config.teach, config.separator, config.template)
+        data = config.data or SourceConfig()
+        for key in ("images", "image_folder"):
+            if any(getattr(source, key) != getattr(data, key) for source in self._sources()):
+                raise ConfigError(f"data.sources.NAME.{key} cannot be set for recorded data: set data.{key} for all")
+        self._reader = Reader(
+            config.form, config.fields, config.teach, config.separator, config.template, ImageReader(data)
+        )
         await super().setup()
 
     async def _load(self, data: DataConfig, held_out_elsewhere: Collection[int] = ()) -> None:
@@ -92,6 +108,9 @@ class RecordedSpec(DataEnvSpec):
             name = data.path or data.test_path or "the sources"
             logging.getLogger(__name__).warning("%s: nothing reads these keys of its rows: %s", name, keys)
 
+    def _sources(self) -> Iterable[SourceConfig]:
+        return self.config.data.resolved_sources().values() if self.config.data is not None else ()
+
     @property
     def agent(self) -> str:  # type: ignore[override]
         return "single_turn" if self.config.form == "prompt" else "replay"
@@ -104,12 +123,21 @@ class RecordedSpec(DataEnvSpec):
         def read(row: Row, context: str) -> Row:
             if self._reader.form == "auto":
                 self._reader.form = self._reader.guess(row, context)
-            return {"prompt": list(self._reader.read(row, context).prompt)}
+            parsed = self._reader.parsed(row, context)
+            fields = self._reader.fields_of_messages(parsed)
+            changed, images = self._reader.images.replace_images(parsed, context, fields)
+            record = self._reader.read(changed if images else row, context)
+            if names := _names_in(record) - images.keys():  # of an episode that envgym saved
+                images |= stored_images(names, context)
+            if not images:
+                return {"prompt": list(record.prompt)}
+            return FormRow({"prompt": list(_with_files(record, images).prompt)}, NamedImages(changed, images))
 
         return read
 
     def record(self, task: Task) -> Record:
-        return self._reader.read(dict(task.fields), f"task {task.key}")
+        record = self._reader.read(dict(task.fields), f"task {task.key}")
+        return _with_files(record, task.fields.images) if isinstance(task.fields, NamedImages) else record
 
     def conversations(self, task: Task) -> Sequence[Sequence[Message]]:
         record = self.record(task)
@@ -122,6 +150,16 @@ class RecordedSpec(DataEnvSpec):
         turns = [message for message in variant.messages if message.role == "assistant"]
         metrics = {"margin": record.margin} if record.margin else {}
         return Recording(turns, variant.rewards, metrics, is_single_turn=record.is_steps)
+
+
+def _names_in(record: Record) -> set[str]:
+    messages = [*record.prompt, *(message for variant in record.variants for message in variant.messages)]
+    return {image.sha256 for message in messages for image in message.images}
+
+
+def _with_files(record: Record, images: Mapping[str, ImagePart]) -> Record:
+    variants = tuple(replace(variant, messages=with_files(variant.messages, images)) for variant in record.variants)
+    return replace(record, prompt=with_files(record.prompt, images), variants=variants)
 
 
 def _messages_between_turns(answer: Sequence[Message]) -> list[tuple[Message, ...]]:

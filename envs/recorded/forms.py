@@ -13,8 +13,10 @@ from typing import Any, Literal
 
 from envgym.errors import DataError
 from envgym.tasks.columns import MESSAGE_FIELDS, SYSTEM_FIELDS, fields_of_prompt, system_text
+from envgym.tasks.config import SourceConfig
+from envgym.tasks.images import ImageReader, show_images
 from envgym.tasks.rows import Row, RowLeftOut, parse_json
-from envgym.types import Message, as_messages
+from envgym.types import ImagePart, Message, as_messages
 from envgym.types.conversations import THOUGHTS
 from envgym.types.messages import MAX_CHARACTERS
 
@@ -93,25 +95,25 @@ class Reader:
     teach: Literal["all", "last"]
     separator: str
     template: str | None = None
+    images: ImageReader = field(default_factory=lambda: ImageReader(SourceConfig()))
     unread: Counter[str] = field(default_factory=Counter)
     """Number of the rows, and messages, with a key that nothing reads, by the key: `source`, `message.mood`."""
     fields_read: set[str] = field(default_factory=set)
     """Fields of the current row that were read."""
 
-    def read(self, row: Row, context: str) -> Record:
+    def read(self, original: Row, context: str) -> Record:
         """The record of a row. Raises `DataError` for a row of another form, `RowLeftOut` for one with nothing to
         learn."""
-        if isinstance(row.get("input"), Mapping):  # the prompt of OpenAI's preferences
-            row = {name: value for name, value in row.items() if name != "input"} | row["input"]
-        for field_name in OF_MESSAGES:
-            if isinstance(row.get(name := self._name(field_name, row)), str):
-                may_be_text = field_name in OF_MESSAGES[:4]
-                row = row | {name: parse_json(row[name], f"{context}: field {name!r}", may_be_text=may_be_text)}
+        row = self.parsed(original, context)
+        image_field = self.images.field(row, context)
+        images = self.images.images(row.pop(image_field), context) if image_field else []
+        are_marks = any(name in original for name in self.images.source.images)
+        row |= {name: self.images.parts(row[name], context) for name in self.fields_of_messages(row)}
         form = self.form if self.form != "auto" else self.guess(row, context)
         read: Callable[[Row, str], Record] = getattr(self, f"_{form}")
         self.fields_read = {name.partition("[")[0] for _, name, _, _ in Formatter().parse(self.template or "") if name}
         try:
-            record = read(row, context)
+            record = self._show(read(row, context), images, context, are_marks=are_marks)
             if form != "episodes":
                 self._heed_flags(row, record)
             parts = (record.prompt, *(variant.messages for variant in record.variants))
@@ -120,6 +122,36 @@ class Reader:
             return record if self.template is None else replace(record, prompt=self._fill(record.prompt, row, context))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise DataError(f"{context}: {error}") from None
+
+    def parsed(self, row: Row, context: str) -> Row:
+        """A new row with the messages of a row that has them as JSON text."""
+        row = dict(row)
+        if isinstance(row.get("input"), Mapping):  # the prompt of OpenAI's preferences
+            row |= row.pop("input")
+        for field_name in OF_MESSAGES:
+            if isinstance(row.get(name := self._name(field_name, row)), str):
+                may_be_text = field_name in OF_MESSAGES[:4]
+                row[name] = parse_json(row[name], f"{context}: field {name!r}", may_be_text=may_be_text)
+        return row
+
+    def fields_of_messages(self, row: Row) -> list[str]:
+        """The names of the row's fields that may hold messages."""
+        names = (self._name(field, row) for field in OF_MESSAGES if field != "tools")
+        return list(dict.fromkeys(name for name in names if name))
+
+    def _show(self, record: Record, images: Sequence[ImagePart], context: str, *, are_marks: bool) -> Record:
+        """The record with the images of a row's column at their places, in each of its answers' conversations."""
+        if record.is_text:
+            if images:
+                raise DataError(f"{context}: plain text has no images: leave them out with data.images=null")
+            return record
+        n_prompt, variants, prompt = len(record.prompt), [], record.prompt
+        for variant in record.variants or (Variant(()),):
+            messages = (*record.prompt, *variant.messages)
+            messages = show_images(messages, images, context, are_marks=are_marks)
+            prompt = messages[:n_prompt]
+            variants.append(replace(variant, messages=messages[n_prompt:]))
+        return replace(record, prompt=prompt, variants=tuple(variants) if record.variants else ())
 
     def _heed_flags(self, row: Row, record: Record) -> None:
         """Count the keys that nothing reads. Raises `RowLeftOut` if the row, or an answer, is not to be learned."""
@@ -239,6 +271,8 @@ class Reader:
     def _fill(self, prompt: tuple[Message, ...], row: Row, context: str) -> tuple[Message, ...]:
         """Render the last message of the prompt by the template."""
         *messages, last = prompt
+        if last.images:
+            raise DataError(f"{context}: env.template fills in text, and the prompt's last message has an image")
         try:
             text = str(self.template).format(last.text, **row)
         except KeyError as error:
@@ -371,8 +405,8 @@ def _messages_of(value: Any, context: str, role: str = "assistant") -> tuple[Mes
 
 
 def _prompt(messages: Sequence[Message], context: str) -> tuple[Message, ...]:
-    if not any(message.text.strip() for message in messages):
-        raise DataError(f"{context}: the prompt is empty: there is no text before the assistant's first turn")
+    if not any(message.text.strip() or message.images for message in messages):
+        raise DataError(f"{context}: the prompt is empty: there is nothing before the assistant's first turn")
     return tuple(messages)
 
 
