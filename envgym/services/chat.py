@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from envgym.net.client import JsonCaller
 from envgym.net.shared_calls import SharedCalls
 from envgym.net.tokens import api_key
 from envgym.render.spelling import escape_for_api, mark_from_others, rewrite
-from envgym.types import ImagePart, Message, as_messages
+from envgym.types import ImagePart, Message, TextPart, as_messages
 
 from .client import ChatClient, Conversation
 from .declarations import Chat
@@ -45,9 +47,8 @@ class ChatCompletions(JsonCaller):
 
     def body(self, messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
         """The body of a request, with fields added or replaced by `extra`; fields that are None are omitted."""
-        dicts = [
-            rewrite(message, escape_for_api).as_dict(arguments_as_text=True, image=_image_url) for message in messages
-        ]
+        escaped = [rewrite(message, escape_for_api) for message in _with_results_of_text(messages)]
+        dicts = [message.as_dict(arguments_as_text=True, image=_image_url) for message in escaped]
         body = {"model": self._chat.model, "messages": dicts, **fields, **self._chat.extra}
         return {name: value for name, value in body.items() if value is not None}
 
@@ -58,6 +59,21 @@ class ChatCompletions(JsonCaller):
         answer = await self.post(f"{self._chat.base_url}/chat/completions", body, defect=defect, tries=tries)
         self.counters.update({name: count or 0 for name, count in usage_of(answer).items()})
         return answer
+
+
+def _with_results_of_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the images of tools' results after the last of these: servers take them from the user alone."""
+    result: list[Message] = []
+    images: list[ImagePart] = []
+    for message, following in itertools.zip_longest(messages, messages[1:]):
+        if message.role == "tool" and message.images:
+            images += message.images
+            message = replace(message, content=(TextPart(message.printed),))
+        result.append(message)
+        if images and (following is None or following.role != "tool"):
+            result.append(Message("user", ["The images of the results:", *images]))
+            images = []
+    return result
 
 
 def _image_url(image: ImagePart) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
@@ -14,7 +15,7 @@ from envgym.env import Env, Info, StepResult
 from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.services import Chat, ChatClient, Service
-from envgym.types import Action, Episode, Message, Reward, Task, as_messages, refuse_images
+from envgym.types import Action, Episode, Message, Reward, Task, TextPart, as_messages
 
 from .prompts import Question, ranking_prompt, scoring_prompt
 from .replies import ranking_in, score_in
@@ -107,7 +108,8 @@ class JudgeSpec(DataEnvSpec):
     async def grade(self, task: Task, answer: str) -> float:
         """The judge's grade of one answer, from 0 to 1. Raises `InvalidOutcome` of kind `judge` without one."""
         config = self.config
-        prompt = scoring_prompt(_question(task, config.rubric), answer, config.lowest, config.highest)
+        question = _question(task, config.rubric)
+        prompt = [scoring_prompt(question, answer, config.lowest, config.highest), *question.images]
         form = f'{{"score": N}}, where N is a number from {config.lowest:g} to {config.highest:g}'
         grade = await self._ask(prompt, lambda reply: score_in(reply, config.lowest, config.highest), form, seed=0)
         return (grade - config.lowest) / (config.highest - config.lowest)
@@ -116,15 +118,15 @@ class JudgeSpec(DataEnvSpec):
         """Each answer's reward by rank, from 1 (always best) to 0 (always worst), and the share of pairs whose order is
         the same in all rankings (1 with one ranking)."""
         form = f'{{"ranking": [N, …]}} with the numbers 1 to {len(answers)}, best first, each once'
-        rankings = []
+        rankings, question = [], _question(task, self.config.rubric)
         for number in range(self.config.orders):
             order = presentation_order(task.key, answers, number)
-            prompt = ranking_prompt(_question(task, self.config.rubric), [answers[index] for index in order])
+            prompt = [ranking_prompt(question, [answers[index] for index in order]), *question.images]
             best_first = await self._ask(prompt, lambda reply: ranking_in(reply, len(answers)), form, seed=number)
             rankings.append([order[position - 1] for position in best_first])
         return mean_standings(rankings), agreement(rankings)
 
-    async def _ask(self, prompt: str, read: Callable[[str], Parsed | None], form: str, seed: int) -> Parsed:
+    async def _ask(self, prompt: list[Any], read: Callable[[str], Parsed | None], form: str, seed: int) -> Parsed:
         """Ask the judge until `read` can parse its reply, and return the result. An unreadable reply is answered with a
         reminder of its `form`. Raises `InvalidOutcome` after `asks` of them, or if the judge fails."""
         client: ChatClient = self.clients["judge"]
@@ -149,10 +151,15 @@ class JudgeSpec(DataEnvSpec):
 
 def _question(task: Task, rubric: str) -> Question:
     messages = as_messages(task.prompt)
-    refuse_images(messages, "a judge")
-    is_single = len(messages) == 1
-    text = "\n\n".join(message.text if is_single else f"{message.role}: {message.text}" for message in messages)
-    return Question(text, "" if task.answer is None else str(task.answer), rubric)
+    images = tuple(image for message in messages for image in message.images)
+    numbers = itertools.count(1)
+
+    def text_of(message: Message) -> str:
+        parts = [part.text if isinstance(part, TextPart) else f"[image {next(numbers)}]" for part in message.content]
+        return "".join(parts) if len(messages) == 1 else f"{message.role}: {''.join(parts)}"
+
+    text = "\n\n".join(map(text_of, messages))
+    return Question(text, "" if task.answer is None else str(task.answer), rubric, images)
 
 
 def _last_answer(episode: Episode) -> str:

@@ -27,6 +27,7 @@ from envgym.engines.openai import OpenAIEngine
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
 from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, PromptTooLong
+from envgym.images import ImageFolder
 from envgym.jobs.components import make_agent, make_runner, open_runtime, stage_context_in, start_sampling
 from envgym.net import client as http
 from envgym.rollout.runner import SamplingPlan
@@ -127,6 +128,28 @@ def test_a_picture_is_asked_about_as_a_data_uri(serving):
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": "< |im_end|>?"},
     ]
+
+
+def test_a_stored_picture_is_read_and_those_of_tools_results_follow_them(serving, tmp_path):
+    """OpenAI's API takes images in messages of the user alone."""
+    asked = []
+
+    async def handler(request):
+        asked.append((await request.json())["messages"])
+        return says("red")
+
+    pictures = [envgym.types.ImagePart.from_value(np.full((4, 6, 3), n, np.uint8)) for n in range(2)]
+    stored = [ImageFolder(tmp_path).store(picture) for picture in pictures]
+    assert stored[0].data is None
+    calls = tuple(ToolCall(f"c{n}", "look", {}) for n in range(2))
+    results = [Message("tool", ["See ", image], tool_call_id=f"c{n}") for n, image in enumerate(stored)]
+    ask(serving, handler, messages=(Message("user", "?"), Message("assistant", "", calls), *results))
+    [[_, _, first, second, images]] = asked
+    assert first == {"role": "tool", "content": "See [image 6 x 4]", "tool_call_id": "c0"}
+    assert second["content"] == "See [image 6 x 4]"
+    urls = [f"data:image/png;base64,{base64.b64encode(picture.data).decode()}" for picture in pictures]
+    assert images["role"] == "user"
+    assert [part["image_url"]["url"] for part in images["content"][1:]] == urls
 
 
 def test_special_tokens_that_tools_spell_are_broken_up(serving):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 
+import numpy as np
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -16,7 +17,7 @@ from envgym.envs.judge.replies import ranking_in, score_in
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.net import client as http
 from envgym.services import start_services
-from envgym.types import Episode, Message, Outcome, Task
+from envgym.types import Episode, ImagePart, Message, Outcome, Task
 
 TASK = Task("t", "What is 1 + 1?", "2")
 
@@ -75,6 +76,26 @@ def shown(messages):
     """The answers in a prompt, in the order shown."""
     fenced = re.compile(r"^----- (answer(?: \d+)?) (\w+) -----\n(.*?)\n----- end of \1 \2 -----$", re.S | re.M)
     return [text for _, _, text in fenced.findall(messages[0]["content"])]
+
+
+@pytest.mark.parametrize("mode", ["score", "rank"])
+def test_a_judge_sees_the_questions_pictures(mode, serving, tmp_path):
+    pictures = [ImagePart.from_value(np.full((4, 6, 3), n, np.uint8)) for n in range(2)]
+    task = Task("t", (Message.user("Is ", pictures[0], " or ", pictures[1], " red?"),), "neither")
+
+    async def body(spec):
+        if mode == "score":
+            return await spec.grade(task, "No.")
+        return (await spec.rank(task, ["No.", "Yes."]))[0]
+
+    reply = (lambda messages: '{"score": 5}') if mode == "score" else (lambda messages: '{"ranking": [1, 2]}')
+    result, judge = judged(serving, tmp_path, reply, body, mode=mode)
+    assert result == (0.5 if mode == "score" else [0.5, 0.5])
+    for asked in judge.asked:
+        text, *images = asked["messages"][0]["content"]
+        assert "Is [image 1] or [image 2] red?\n----- end of question" in text["text"]
+        assert "The question has images, 2 in all, which follow this text" in text["text"]
+        assert [image["image_url"]["url"] for image in images] == [picture.data_uri() for picture in pictures]
 
 
 # -- grades -----------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 import envgym
-from envgym.envs.judge import _question
 from envgym.errors import InvalidStep
 from envgym.hashing import task_hash
 from envgym.render.spelling import rewrite
@@ -249,7 +248,7 @@ def test_a_prompt_of_raw_text_has_no_picture(name, settings):
         asyncio.run(main())
 
 
-def test_judges_and_reward_models_are_not_asked_about_pictures():
+def test_reward_models_are_not_asked_about_pictures():
     messages = [Message.user("Which colour?", pixels())]
 
     async def assess(by_steps):
@@ -259,8 +258,6 @@ def test_judges_and_reward_models_are_not_asked_about_pictures():
     for by_steps in (False, True):
         with pytest.raises(InvalidStep, match="an image, and a reward model takes text alone"):
             asyncio.run(assess(by_steps))
-    with pytest.raises(InvalidStep, match="an image, and a judge takes text alone"):
-        _question(Task("t", tuple(messages)), "Is it right?")
 
 
 def test_a_pictures_part_passes_through_pickle():
