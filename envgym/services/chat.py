@@ -65,12 +65,12 @@ def _with_results_of_text(messages: Sequence[Message]) -> list[Message]:
     """The messages with the images of tools' results after the last of these: servers take them from the user alone."""
     result: list[Message] = []
     images: list[ImagePart] = []
-    for message, following in itertools.zip_longest(messages, messages[1:]):
+    for message, successor in itertools.zip_longest(messages, messages[1:]):
         if message.role == "tool" and message.images:
             images += message.images
             message = replace(message, content=(TextPart(message.printed),))
         result.append(message)
-        if images and (following is None or following.role != "tool"):
+        if images and (successor is None or successor.role != "tool"):
             result.append(Message("user", ["The images of the results:", *images]))
             images = []
     return result
