@@ -5,6 +5,7 @@ inspect_ai is the optional extra `inspect`, so this module is imported only wher
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import uuid
@@ -21,6 +22,9 @@ from inspect_ai.model import (
     ChatMessageSystem,
     ChatMessageTool,
     ChatMessageUser,
+    Content,
+    ContentImage,
+    ContentText,
     GenerateConfig,
     ModelOutput,
     ModelUsage,
@@ -29,7 +33,8 @@ from inspect_ai.scorer import Score
 from inspect_ai.tool import ToolCall
 from pydantic_core import to_jsonable_python
 
-from envgym.types import Episode, Group, Message, Status, StopReason
+from envgym.errors import DataError
+from envgym.types import Episode, Group, ImagePart, Message, Status, StopReason
 
 SCORER = "envgym"
 API = "none"
@@ -173,9 +178,23 @@ def _message(message: Message, source: str | None) -> ChatMessage:
         return ChatMessageAssistant(content=message.text, source=source or "generate", tool_calls=calls or None)
     if message.role == "tool":
         names = {"tool_call_id": message.tool_call_id or None, "function": message.name or None}
-        return ChatMessageTool(content=message.text, source=source, **names)
+        return ChatMessageTool(content=_content(message), source=source, **names)
     kind = ChatMessageSystem if message.role == "system" else ChatMessageUser
-    return kind(content=message.text, source=source)
+    return kind(content=_content(message), source=source)
+
+
+def _content(message: Message) -> str | list[Content]:
+    """A message's text, or its parts with the files of images; the size of one whose file is not there."""
+    if not message.images:
+        return message.text
+    parts = list[Content]()
+    for part in message.content:
+        if isinstance(part, ImagePart):
+            with contextlib.suppress(DataError):
+                parts.append(ContentImage(image=part.data_uri()))
+                continue
+        parts.append(ContentText(text=part.label if isinstance(part, ImagePart) else part.text))
+    return parts
 
 
 def _usage(episode: Episode) -> ModelUsage:

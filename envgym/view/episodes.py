@@ -184,7 +184,14 @@ def episode_with_tokens(source: Source, step: int, index: int) -> dict[str, Any]
     learned = _training_columns(source, step, record["id"])
     rows = [_tokens(row, source.tokenizer(), learned.get(number)) for number, row in enumerate(record["rows"])]
     line = {"listed": episodes.slice(index, 1), "beginning": beginning(record["messages"])}
-    return {**record, **line, "rows": rows, "siblings": group, "index": index, "step": step}
+    messages = [{**message, "parts": _parts(message.get("parts"))} for message in record["messages"]]
+    return {**record, **line, "messages": messages, "rows": rows, "siblings": group, "index": index, "step": step}
+
+
+def _parts(value: Any) -> list[Mapping[str, Any]]:
+    """The parts of a message with images, which a Parquet file has as JSON. Empty for other messages."""
+    parts = json.loads(value) if isinstance(value, str) else value or []
+    return [part for part in parts if isinstance(part, Mapping)]
 
 
 def _texts(file: Path | None, token_ids: Sequence[int]) -> list[str] | None:
@@ -209,10 +216,14 @@ def _decoder(file: Path) -> Any:
 
 
 def _tokens(row: Mapping[str, Any], tokenizer: Path | None, learned: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A row's tokens by column; None stands for an unknown value."""
+    """A row's tokens by column; None stands for an unknown value. `images` are those with their tokens in it."""
     tokens: dict[str, list[Any]] = {name: [] for name in ("ids", "roles", "weights", "logprobs", "versions")}
+    images: list[dict[str, Any]] = []
     for segment in row["segments"]:
-        ids = segment["token_ids"]
+        ids, first = segment["token_ids"], len(tokens["ids"])
+        for image in segment.get("images") or ():
+            if 0 <= image["start"] < image["start"] + image["length"] <= len(ids):
+                images.append({**image, "start": first + image["start"]})
         tokens["ids"] += ids
         tokens["roles"] += [segment["role"]] * len(ids)
         tokens["weights"] += segment.get("weights") or [1.0 if segment["role"] == "action" else 0.0] * len(ids)
@@ -229,7 +240,8 @@ def _tokens(row: Mapping[str, Any], tokenizer: Path | None, learned: Mapping[str
         for name, column in sources.items()
     } if learned else {}  # fmt: skip
     texts = _texts(tokenizer, tokens["ids"])
-    return {**tokens, **learning, "texts": texts, "turns": row["turns"], "objective": row["objective"]}
+    columns = {**tokens, **learning, "images": images, "texts": texts}
+    return {**columns, "turns": row["turns"], "objective": row["objective"]}
 
 
 def _training_columns(source: Source, step: int, episode: str) -> dict[int, dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from envgym.disk import write_atomically
 from envgym.errors import ConfigError, DataError, EnvgymError, reported_as
+from envgym.images import RECORDED
 
 from .server import PAGE, Answers, to_json
 
@@ -47,9 +48,9 @@ def export(source: Path, path: Path, *, episodes: int, megabytes: float) -> Expo
     """Write the file, smaller than `megabytes`.
 
     The lists of the newest steps come first and take up to half of that. Then come up to `episodes` episodes: of each
-    step the failed, best, worst and most surprising ones first. Then come older lists; what does not fit is omitted. An
-    error message takes the place of data that cannot be read. Raises `DataError` if no source can be read, and
-    `ConfigError` if the page with its curves alone is too large, or `path` cannot be written.
+    step the failed, best, worst and most surprising ones first. Then come their images, and older lists; what does not
+    fit is omitted. An error message takes the place of data that cannot be read. Raises `DataError` if no source can be
+    read, and `ConfigError` if the page with its curves alone is too large, or `path` cannot be written.
     """
     answers = Answers([source])
     if not answers.sources:
@@ -105,6 +106,10 @@ def export(source: Path, path: Path, *, episodes: int, megabytes: float) -> Expo
         elif key not in unread:
             older_lists.append(key)
     n_stored = sum(store(key, ask(key)) for key in itertools.islice(interleave(questions_by_step), episodes))
+    records = [(key.split("|")[1], text) for key, text in stored.items() if key.startswith("episode|")]
+    for image in dict.fromkeys(f"image|{name}|{image}" for name, text in records for image in RECORDED.findall(text)):
+        if not store(image, ask(image)) and image not in unread:
+            break  # the file is full
     lists = len(questions_by_step) + sum(store(key, ask(key)) for key in older_lists)
     content = "{" + ",".join(f"{to_json(key)}:{text}" for key, text in stored.items()) + "}"
     with reported_as(ConfigError, f"--out {path} cannot be written"):

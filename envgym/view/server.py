@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import json
 from collections.abc import Callable, Sequence
@@ -52,6 +53,7 @@ class Answers:
             "beginnings": (lambda source, step, rows: listing(source, step).beginnings(rows), (*numbered, _numbers)),
             "lanes": (lanes, numbered),
             "episode": (episode_with_tokens, (*numbered, _number)),
+            "image": (_data_uri, (self._source, str)),
             "search": (lambda source, step, text: listing(source, step).search(text), (*numbered, str)),
             "compare": (
                 lambda a, step_a, b, step_b: compare_episodes(listing(a, step_a), listing(b, step_b)),
@@ -68,6 +70,11 @@ class Answers:
             raise
         except Exception as error:  # an untrusted run may contain anything
             raise DataError(f"this cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
+
+    def image(self, text: str) -> tuple[bytes, str]:
+        """The content and the media type of an image, `SOURCE|NAME`. Raises as a request does."""
+        source, name = text.split("|")
+        return self._source(source).image(name)
 
     def _index(self) -> list[dict[str, Any]]:
         self.sources = find(self._paths)
@@ -94,6 +101,11 @@ class Answers:
             "config": source.config(),
             "alarms": source.alarms(),
         }
+
+
+def _data_uri(source: Source, name: str) -> str:
+    content, media_type = source.image(name)
+    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
 
 def _list(source: Source, step: int, first: int, count: int) -> dict[str, Any]:
@@ -133,6 +145,7 @@ class ViewServer:
         self.app = web.Application(middlewares=[self._guard])
         self.app.router.add_get("/", self._page)
         self.app.router.add_get("/api", self._api)
+        self.app.router.add_get("/image", self._image)
         self.app.router.add_static("/page", PAGE)
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
@@ -148,6 +161,13 @@ class ViewServer:
         except EnvgymError as error:
             return web.json_response({"error": str(error)}, status=404)
         return web.json_response(text=text)
+
+    async def _image(self, request: web.Request) -> web.Response:
+        try:
+            content, media_type = await asyncio.to_thread(self._answers.image, request.query.get("q", ""))
+        except EnvgymError as error:
+            return web.json_response({"error": str(error)}, status=404)
+        return web.Response(body=content, content_type=media_type)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -10,8 +10,10 @@ from typing import Any
 
 from envgym.disk import lock_holder
 from envgym.errors import ConfigError, DataError
+from envgym.images import FOLDER, SUFFIXES, ImageFolder
 from envgym.monitoring.alarms import sentence
 from envgym.run_folder import files_by_step
+from envgym.types.images import MAX_BYTES, sha256_of
 from envgym.yaml_files import read_yaml
 
 from . import reading
@@ -65,6 +67,20 @@ class Source:
         """The file of a step in `folder` (`events`, `learned`); None if it does not exist."""
         suffix, limit = (".jsonl", reading.EVENTS) if folder == "events" else (".parquet", reading.GROUP)
         return self.file(f"{folder}/step_{step:06d}{suffix}", limit)
+
+    def image(self, name: str) -> tuple[bytes, str]:
+        """The content of one of its images, by name, and its media type. Raises `DataError` if there is none, or its
+        file is another one or must not be read."""
+        roots, folder = self.roots, (self.path.parent if self.kind == "held-out" else self.path) / FOLDER
+        if self.kind == "file":  # who names a file names the folder beside it, unless that is a link
+            folder = self.path.with_name(f"{self.path.name}.{FOLDER}")
+            roots = (*roots, Path(os.path.realpath(folder.parent)) / folder.name)
+        if (path := ImageFolder(folder).find(name)) is None:
+            raise DataError(f"{self.id} has no image {name!r:.80}")
+        content = regular(path, roots, MAX_BYTES).read_bytes()
+        if sha256_of(content) != name:
+            raise DataError(f"image {path} has changed: its content is not what it is named after")
+        return content, next(kind for kind, suffix in SUFFIXES.items() if path.suffix == suffix)
 
     def summary(self) -> dict[str, Any]:
         """`summary.json` of a run, `result.json` of an evaluation; empty before its end."""

@@ -9,8 +9,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from envgym.errors import MissingDependency
@@ -18,7 +20,20 @@ from envgym.evaluation.result import result_of
 from envgym.jobs.evaluation import new_evaluation, run_evaluation
 from envgym.monitoring.display import Display
 from envgym.training.new_model import make_model
-from envgym.types import Episode, Group, Message, Outcome, Row, Segment, StopReason, Task, TextPart, ToolCall, Turn
+from envgym.types import (
+    Episode,
+    Group,
+    ImagePart,
+    Message,
+    Outcome,
+    Row,
+    Segment,
+    StopReason,
+    Task,
+    TextPart,
+    ToolCall,
+    Turn,
+)
 
 CREATED, COMPLETED = "2026-01-02T03:04:05+00:00", "2026-01-02T03:14:05+00:00"
 PLAYED = {
@@ -30,6 +45,21 @@ PLAYED = {
     "sampling": {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 64},
     "fingerprints": {"spec": "s"},
 }
+
+
+def test_a_picture_is_in_the_log_and_its_size_where_its_file_is_gone():
+    pytest.importorskip("inspect_ai")
+    from envgym.evaluation.inspect_log import _message
+
+    image = ImagePart.from_value(np.zeros((4, 6, 3), np.uint8))
+    gone = replace(image, data=None)
+    text = _message(Message("user", "tea"), None)
+    shown = _message(Message("user", ["See:", image, gone]), None)
+    result = _message(Message("tool", [image], tool_call_id="c", name="look"), None)
+    assert text.content == "tea"
+    assert [part.type for part in shown.content] == ["text", "image", "text"]
+    assert (shown.content[1].image, shown.content[2].text) == (image.data_uri(), "[image 6 x 4]")
+    assert (result.content[0].image, result.function) == (image.data_uri(), "look")
 
 
 def row(*lengths, last=StopReason.STOP):

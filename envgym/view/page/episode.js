@@ -28,8 +28,21 @@ function tint(value, mode, scale) {
   return [size < 0 ? "low" : "high", Math.min(1, Math.abs(size) / (scale || 1))];
 }
 
-/** @param {any} row @param {string} mode @returns {HTMLElement} */
-function tokensOf(row, mode) {
+/** An image of a source; its size as text where that is not there. @param {string} id @param {any} image @returns {HTMLElement} */
+function picture(id, image) {
+  const label = image.width ? `[image ${num(image.width)} x ${num(image.height)}]` : "[image]";
+  const element = /** @type {HTMLImageElement} */ (h("img", { alt: label, loading: "lazy" }));
+  const fail = () => element.replaceWith(label);
+  element.addEventListener("error", fail);
+  const show = (/** @type {string} */ uri) => { if (uri.startsWith("data:image/")) element.src = uri; };
+  if (isExport()) ask("image", id, image.sha256).then(show).catch(fail);
+  else element.src = `/image?q=${encodeURIComponent(`${id}|${image.sha256}`)}`;
+  return element;
+}
+
+/** @param {any} row @param {string} mode @param {string} id @returns {HTMLElement} */
+function tokensOf(row, mode, id) {
+  const images = new Map(row.images.map((/** @type {any} */ image) => [image.start, image]));
   const box = h("div", { class: "tokens", dir: "auto" });
   const numbers = mode === "role" ? [] : row.ids.map((/** @type {any} */ _, /** @type {number} */ n) => numberOf(row, n, mode));
   let scale = 0;
@@ -45,6 +58,12 @@ function tokensOf(row, mode) {
       token.className = `tint-${hue}`;
       if (strength) token.style.setProperty("--a", strength.toFixed(2));
     }
+    const image = images.get(n);
+    if (image) { // its placeholders are one box
+      token.classList.add("image");
+      token.replaceChildren(picture(id, image), `${num(image.length)} tokens`);
+      n += image.length - 1;
+    }
     fragment.append(token);
   }
   box.append(fragment);
@@ -54,15 +73,15 @@ function tokensOf(row, mode) {
 /** @param {any} row @param {HTMLElement} bar @returns {(event: Event) => void} */
 function tokenListener(row, bar) {
   return (event) => {
-    const index = /** @type {HTMLElement} */ (event.target).dataset?.n;
+    const index = /** @type {HTMLElement} */ (/** @type {HTMLElement} */ (event.target).closest("[data-n]"))?.dataset.n;
     if (index === undefined) return;
     const n = Number(index), value = (/** @type {string} */ mode) => num(numberOf(row, n, mode), 4);
     bar.textContent = `token ${n}: id ${row.ids[n]} ${row.texts ? JSON.stringify(plain(row.texts[n], 60)) : ""} · ${row.roles[n]} · weight ${value("weight")} · log-probability ${value("logprob")} · difference ${value("difference")} · ratio ${value("ratio")} · advantage ${value("advantage")} · version ${numberOf(row, n, "version") ?? "–"}`;
   };
 }
 
-/** @param {any} message @param {any} reward @returns {HTMLElement} */
-function turn(message, reward) {
+/** @param {any} message @param {any} reward @param {string} id @returns {HTMLElement} */
+function turn(message, reward, id) {
   const calls = (message.tool_calls || []).map((/** @type {any} */ call) => {
     const args = call.function?.arguments;
     return h("details", { class: "call" }, h("summary", null, "calls ", h("b", null, plain(call.function?.name, 200)), call.error ? h("span", { class: "state failed" }, ` ${plain(call.error, 300)}`) : ""),
@@ -70,18 +89,19 @@ function turn(message, reward) {
   });
   const text = plain(message.content);
   const isLong = message.role === "tool" && text.length > 400;
-  const body = text ? h("div", { class: "text", dir: "auto" }, text) : "";
+  const parts = (message.parts || []).map((/** @type {any} */ part) => (part.type === "image" ? picture(id, part) : plain(part.text)));
+  const body = text || parts.length ? h("div", { class: "text", dir: "auto" }, parts.length ? parts : text) : "";
   return h("section", { class: `turn ${["user", "assistant", "system", "tool"].includes(message.role) ? message.role : "user"}` },
     h("header", null, plain(message.name ? `${message.role} ${message.name}` : message.role, 100), reward === undefined || reward === null ? "" : h("span", { class: "turn-reward" }, `reward ${num(reward)}`)),
     isLong ? h("details", null, h("summary", null, `${text.length.toLocaleString("en")} characters`), body) : body, calls);
 }
 
-/** @param {any} record @returns {HTMLElement} */
-function conversation(record) {
+/** @param {any} record @param {string} id @returns {HTMLElement} */
+function conversation(record, id) {
   const rewards = record.rows.flatMap((/** @type {any} */ row) => row.turns.map((/** @type {any} */ rowTurn) => rowTurn.reward));
   const completions = record.messages.filter((/** @type {any} */ message) => message.role === "assistant").length;
   let index = rewards.length - completions; // negative for the assistant's turns in the prompt
-  return h("div", { class: "talk" }, record.messages.map((/** @type {any} */ message) => turn(message, message.role === "assistant" ? rewards[index++] : undefined)));
+  return h("div", { class: "talk" }, record.messages.map((/** @type {any} */ message) => turn(message, message.role === "assistant" ? rewards[index++] : undefined, id)));
 }
 
 /** @param {HTMLElement} main @param {string} id @param {number} step @param {number} index @param {URLSearchParams} query
@@ -111,8 +131,8 @@ export async function episode(main, id, step, index, query, remember) {
     viewButtons.replaceChildren(...[["talk", "Conversation"], ["tokens", "Tokens"]].map(([view, title]) => h("button", { type: "button", "aria-pressed": String(state.view === view), onclick: () => { state.view = view; update(); } }, title)));
     colorButtons.hidden = state.view !== "tokens";
     colorButtons.replaceChildren(...COLORS.map(([mode, title]) => h("button", { type: "button", "aria-pressed": String(state.color === mode), onclick: () => { state.color = mode; update(); } }, title)));
-    body.replaceChildren(state.view === "talk" ? conversation(record) : h("div", null, record.rows.map((/** @type {any} */ row, /** @type {number} */ n) => {
-      const tokens = tokensOf(row, state.color), listener = tokenListener(row, bar);
+    body.replaceChildren(state.view === "talk" ? conversation(record, id) : h("div", null, record.rows.map((/** @type {any} */ row, /** @type {number} */ n) => {
+      const tokens = tokensOf(row, state.color, id), listener = tokenListener(row, bar);
       tokens.addEventListener("pointerover", listener);
       tokens.addEventListener("click", listener);
       return h("section", null, record.rows.length > 1 ? h("h2", null, `Token sequence ${n + 1}`) : "", tokens);
@@ -142,7 +162,7 @@ export async function group(main, id, step, index) {
   const record = await ask("episode", id, step, index);
   const members = await Promise.all(record.siblings.slice(0, 64).map((/** @type {number} */ n) => ask("episode", id, step, n).catch(() => null)));
   const prompt = record.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
-  main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("div", { class: "talk" }, record.messages.slice(0, Math.max(prompt, 0)).map((/** @type {any} */ message) => turn(message, undefined))),
+  main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("div", { class: "talk" }, record.messages.slice(0, Math.max(prompt, 0)).map((/** @type {any} */ message) => turn(message, undefined, id))),
     h("div", { class: "group" }, members.map((member, n) => member === null ? h("article", null, "not in the file") : h("article", null, h("header", null, h("a", { href: link("episode", id, step, record.siblings[n]) }, `member ${member.member}`),
-      h("span", { class: "n" }, `reward ${num(member.reward)}`), h("span", { class: `state ${member.outcome.status}` }, member.outcome.reason || member.outcome.status)), conversation({ ...member, messages: member.messages.slice(Math.max(prompt, 0)) })))));
+      h("span", { class: "n" }, `reward ${num(member.reward)}`), h("span", { class: `state ${member.outcome.status}` }, member.outcome.reason || member.outcome.status)), conversation({ ...member, messages: member.messages.slice(Math.max(prompt, 0)) }, id)))));
 }
