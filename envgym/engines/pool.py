@@ -216,7 +216,11 @@ class EnginePool:
         if self._info is None:
             self._info = await self.info()
         if not self._info.takes_images:
-            raise InvalidOutcome("images", f"the engine ({self._info.kind}) takes no images: set engine.kind=vllm")
+            engine = self._info.kind
+            reason = (
+                f"the engine ({engine}) takes no images: set engine.kind=vllm, without engine.args.language_model_only"
+            )
+            raise InvalidOutcome("images", reason)
 
     async def probe(self, token_ids: tuple[int, ...], images: tuple[PlacedImage, ...] = ()) -> list[list[float]]:
         """The log-probabilities of `HostedEngine.score` by every engine."""

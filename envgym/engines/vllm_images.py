@@ -13,7 +13,6 @@ from typing import Any
 
 from envgym.engine import Request
 from envgym.errors import DataError, InvalidOutcome
-from envgym.render.images import open_rgb, size_argument
 from envgym.types import PlacedImage
 
 CACHE_GIBIBYTES = 1
@@ -26,6 +25,8 @@ FAILURE = "images"
 
 def image_arguments(image_size: Mapping[str, int] | None, *, cpu: bool) -> dict[str, Any]:
     """The fields of vLLM's `EngineArgs` for a model whose prompts may have images."""
+    from envgym.render.images import size_argument
+
     return {
         "language_model_only": False,
         "skip_tokenizer_init": False,  # processors need the tokenizer
@@ -60,6 +61,8 @@ class ImagePrompts:
             return
         if self._refusal:
             raise InvalidOutcome(FAILURE, self._refusal)
+        from envgym.render.images import open_rgb
+
         cache, names = self._renderer.mm_processor_cache, [placed.image.sha256 for placed in images]
         is_cached = [False] * len(names) if cache is None else cache.is_cached(names)
         try:

@@ -55,7 +55,7 @@ def test_what_is_not_a_prompts_is_refused_and_what_is_scored_is_exact(tmp_path):
         other = PlacedImage(picture(0, seed=1), first.start, first.length)
         return refused, texts, [*scores, await pool.probe(tuple(ids), (other, second))]
 
-    refused, texts, scores = with_engine(folder, tmp_path, body)
+    refused, texts, scores = with_engine(folder, tmp_path, body, deterministic=True)
     for error in refused[:6]:
         assert error.kind == "images"
         assert "an agent passes the images of each observation beside its token ids" in str(error)

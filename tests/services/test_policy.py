@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import envgym
@@ -15,6 +16,7 @@ from envgym.render import load_tokenizer, make_renderer
 from envgym.services import Policy, start_services
 from envgym.services.policy import LOCKSTEP, PolicyEngine
 from envgym.transcript import LockstepBatcher
+from envgym.types import Message
 
 MESSAGES = [{"role": "system", "content": "Play."}, {"role": "user", "content": "what is 12 + 34?"}]
 
@@ -82,6 +84,31 @@ def test_special_tokens_in_its_questions_are_characters(tiny_model):
 
     plain, spelled = with_policy(tiny_model, body)
     assert plain == spelled
+
+
+def test_pictures_in_a_question_are_sampled_after_and_distinguish_it(tiny_model, vision_model):
+    """A deterministic run seeds a request by its content."""
+
+    async def body(client, engine, _):
+        asked = []
+
+        class Listening:
+            async def generate(self, request):
+                asked.append(request)
+                return await engine.generate(Request(request.id, request.token_ids[:3], SamplingParams(2)))
+
+        renderer = make_renderer("chat", load_tokenizer(str(vision_model("qwen2_vl"))))
+        client._bound = replace(client._bound, engine=Listening(), renderer=renderer)
+        for level in (0, 0, 255):
+            await client.complete([Message.user("Who wins?", np.full((56, 56, 3), level, np.uint8))], max_tokens=4)
+        return asked
+
+    first, again, other = with_policy(tiny_model, body, deterministic=True)
+    assert first.token_ids == other.token_ids
+    assert (first.images, first.sampling) == (again.images, again.sampling)
+    assert first.images[0].start == other.images[0].start > 0
+    assert first.images[0].image != other.images[0].image
+    assert first.sampling.seed != other.sampling.seed
 
 
 def test_a_seed_makes_an_answer_repeatable(tiny_model):
