@@ -36,7 +36,7 @@ from envgym.errors import EnvgymError
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import WorkerHandle
 from envgym.render import load_tokenizer
-from envgym.training.weight_sync import PROBE, PROBE_TOKENS
+from envgym.training.probe import TEXT, TOKENS
 
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 TIED = {"tie_word_embeddings": True}
@@ -153,7 +153,7 @@ def measured_weights(kind: str) -> dict[str, Any]:
 def measured_pretrained(folder: Path) -> dict[str, Any]:
     """The differences of a pretrained model on the probe's text, for each number format."""
     global IDS
-    ids, IDS = IDS, tuple(load_tokenizer(str(folder)).encode(PROBE))[:PROBE_TOKENS]
+    ids, IDS = IDS, tuple(load_tokenizer(str(folder)).encode(TEXT))[:TOKENS]
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     try:
         return {dtype: measured(partial(change_model, folder), dtype, layers) for dtype in DTYPES}

@@ -22,11 +22,11 @@ from envgym.placement.plan import ENGINE, PlacedRuntime
 from envgym.render import Renderer, load_tokenizer
 from envgym.rollout.runner import Runner
 from envgym.services.start import local_models
-from envgym.types import Observation
 from envgym.workers.group import WorkerGroup
 
 from .pretraining import Pretraining
-from .weight_sync import PROBE, PROBE_TOKENS, FileTransfer, GpuTimeshare, WeightSync, make_transfer
+from .probe import picture_probe, text_probe
+from .weight_sync import FileTransfer, GpuTimeshare, WeightSync, make_transfer
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -86,14 +86,17 @@ async def start_components(
     sync = None
     if engine is not None:
         actor, quantized = workers["actor"], adapters["actor"].quantize != "none"
-        text = agent.renderer.prompt(Observation(text=PROBE))
-        probe = tuple(text[: min(PROBE_TOKENS, max_model_len or PROBE_TOKENS)])
+        info, probes = await engine.info(), [text_probe(agent.renderer, max_model_len or 2**31)]
+        if info.takes_images and context.spec.images is not None:
+            store = context.spec.images.store
+            pictured = await asyncio.to_thread(picture_probe, agent.renderer, max_model_len or 2**31, store)
+            probes += [pictured] if pictured is not None else []
         precision = "float32" if {actor.info.dtype, stage.engine.dtype} <= {"float32", "auto"} else "16 bit"
         shared, bucket_bytes = Path(config.runs_dir, config.name or "", "transfer"), stage.sync.bucket_megabytes * 2**20
-        files = FileTransfer(actor, shared, bucket_bytes, checkpoint=(await engine.info()).checkpoint_names)
+        files = FileTransfer(actor, shared, bucket_bytes, checkpoint=info.checkpoint_names)
         transfer = make_transfer(stage.sync, actor, files, workers_per_engine=stage.engine.tensor_parallel)
         tolerance = stage.sync.tolerance
-        sync = WeightSync(engine, actor, probe, tolerance, precision, transfer, files, timeshare, quantized)
+        sync = WeightSync(engine, actor, tuple(probes), tolerance, precision, transfer, files, timeshare, quantized)
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     if agent.uses_policy:
         runner.first_answers.note = display.note

@@ -23,9 +23,10 @@ from typing import Any, Protocol
 from envgym.config.schema import SyncConfig
 from envgym.engine import Bucket
 from envgym.engines.pool import EngineClient, EnginePool
-from envgym.errors import ConfigError, RunError, WorkerDied, WorkerError
-from envgym.types import Row, Segment, int_array
+from envgym.errors import ConfigError, InvalidOutcome, RunError, WorkerDied, WorkerError
 from envgym.workers.group import WorkerGroup
+
+from .probe import Probe
 
 MEMORY = Path("/dev/shm")
 """Folder of shared memory. A container's often has 64 MiB."""
@@ -282,25 +283,6 @@ SMALLEST = {"float32": 1e-3, "16 bit": 0.01}
 """The difference, in nats, that is never too large: where it is small, the update changes it by larger factors."""
 LARGEST = {"float32": 0.05, "16 bit": 0.5}
 """The difference, in nats, that is always too large, also when both have read the same files."""
-PROBE = """\
-A small shop sells apples at 3 for $2 and pears at 50 cents each. On Monday it sold 27 apples and 14 pears. How much
-money did it take? Let us think step by step. 27 apples are 27 / 3 = 9 times three apples, so they cost 9 * 2 = 18
-dollars. 14 pears cost 14 * 0.50 = 7 dollars. Together that is 18 + 7 = 25 dollars. The answer is 25.
-
-The quick brown fox jumps over the lazy dog. Once upon a time there was a king who had three daughters, and the youngest
-of them was so beautiful that the sun itself, which had seen so much, was astonished whenever it shone in her face.
-
-def mean(numbers: list[float]) -> float:
-    # Return the mean of the numbers.
-    return sum(numbers) / len(numbers) if numbers else 0.0
-
-The capital of France is Paris, the capital of Italy is Rome, and the capital of Japan is Tokyo. Water boils at 100
-degrees Celsius and freezes at 0. The first ten prime numbers are 2, 3, 5, 7, 11, 13, 17, 19, 23 and 29. Thank you very
-much for your help! You are welcome. If there is anything else that I can do for you, please let me know.
-"""
-"""More than 200 tokens of every tokenizer."""
-PROBE_TOKENS = 256
-"""Tokens of the probe that are compared, where the context has room for them."""
 
 
 @dataclass(slots=True)
@@ -308,7 +290,7 @@ class WeightSync:
     """Sends the actor's weights, or its LoRA adapter alone, to the engines, and compares the two.
 
     Their checksums tell whether the bytes arrived. Whether both then compute the same policy is relative: the
-    difference of their log-probabilities of the probe (`policy_difference`) is compared with the one that this model
+    difference of their log-probabilities of a probe (`policy_difference`) is compared with the one that this model
     has in these number formats when the engines have read the same files as the actor, before the first sync. If a run
     resumes, the engines have read older files, and the first sync after it gives the difference to compare with. A
     larger one stops the run if the first tokens that the engines sample confirm it.
@@ -319,8 +301,8 @@ class WeightSync:
 
     engine: EnginePool
     actor: WorkerGroup
-    probe: tuple[int, ...]
-    """Token ids of a text, of which the two are compared."""
+    probes: tuple[Probe, ...]
+    """The texts on which the two are compared."""
     tolerance: float | None
     precision: str
     """The lower of the actor's and the engines' number formats: `float32` or `16 bit`."""
@@ -336,10 +318,11 @@ class WeightSync:
     """The policy version of the engines."""
     receipt: Receipt | None = None
     """The last transfer of weights."""
-    reference: tuple[float, float] | None = None
-    """The differences with which later ones are compared, in nats: of the policies, and the mean of the tokens."""
-    alarm: str = ""
-    """The large difference on the probe that the engines' next sampled tokens must confirm."""
+    references: dict[Probe, tuple[float, float]] = field(default_factory=dict)
+    """Per probe, the differences with which later ones are compared, in nats: of the policies, and the mean of the
+    tokens."""
+    alarm: tuple[str, float] | None = None
+    """The large difference on a probe that the engines' next sampled tokens must confirm, and the reference's mean."""
 
     def __post_init__(self) -> None:
         self.engine.join = self.join
@@ -347,15 +330,14 @@ class WeightSync:
     async def __call__(self, version: int) -> float | None:
         """Load the actor's weights into the engines as policy `version`.
 
-        Returns the largest difference in log-probability (nats) of any engine on the probe; None if every engine died:
+        Returns the largest difference in log-probability (nats) of any engine on a probe; None if every engine died:
         replacements get this version when they join. Raises `RunError` if the weights did not arrive, or if the engines
         compute another policy from them.
         """
         actor_logprobs = await self._probe_logprobs()
         if self.version is None and version == 0 and not self.base_is_quantized and self.tolerance is None:
             await self.timeshare.hand_over(None)
-            for engine_logprobs in await self.engine.probe(self.probe):
-                self._compare("the probe before the first sync", actor_logprobs, engine_logprobs)
+            await self._compare_with("before the first sync", self.engine, actor_logprobs)
             await self.timeshare.give_to_models()
 
         async def send() -> None:
@@ -363,11 +345,7 @@ class WeightSync:
 
         await self.timeshare.hand_over(send)
         self.version = version
-        maximum = None
-        for engine_logprobs in await self.engine.probe(self.probe):
-            difference = self._compare(f"the probe after sync {version}", actor_logprobs, engine_logprobs)
-            maximum = max(difference, maximum or 0.0)
-        return maximum
+        return await self._compare_with(f"after sync {version}", self.engine, actor_logprobs)
 
     async def join(self, engine: EngineClient) -> None:
         """Give a replacement engine the weights of the current version; waits while the actor's are being updated."""
@@ -378,10 +356,8 @@ class WeightSync:
             async with self.timeshare.actor_on_device():
                 actor_logprobs = await self._probe_logprobs()
                 await self._send(pool, self.version, with_base=True)
-            logprobs = await pool.probe(self.probe)
-            if not logprobs:
+            if await self._compare_with("of a restarted engine", pool, actor_logprobs) is None:
                 raise WorkerDied("it died while it was given the weights")
-            self._compare("the probe of a restarted engine", actor_logprobs, logprobs[0])
 
     async def _send(self, engine: EnginePool, version: int, *, with_base: bool) -> None:
         adapter = self.actor.info.adapter
@@ -399,33 +375,48 @@ class WeightSync:
         finally:
             await self.actor.on_first(lambda rank: rank.withdraw(str(folder)))
 
-    async def _probe_logprobs(self) -> list[float]:
-        """The actor's log-probabilities of the probe."""
-        # As an action: workers compute no log-probabilities of other tokens.
-        [scored] = await self.actor.forward([Row([Segment("action", int_array(self.probe))])])
-        logprobs: list[float] = scored[1:].tolist()
-        return logprobs
+    async def _probe_logprobs(self) -> list[list[float]]:
+        """The actor's log-probabilities of each probe."""
+        scored = await self.actor.forward([probe.row() for probe in self.probes])
+        return [logprobs[1:].tolist() for logprobs in scored]
 
-    def _compare(self, subject: str, actor: Sequence[float], engine: Sequence[float]) -> float:
-        """Compare log-probabilities of the probe; returns the largest difference of a token.
+    async def _compare_with(self, moment: str, engines: EnginePool, actor: Sequence[list[float]]) -> float | None:
+        """Compare the actor's log-probabilities of each probe with those of engines; returns the largest difference of
+        a token, None without a live engine. Raises `RunError` as `_compare` does."""
+        maximum = None
+        for probe, logprobs in zip(self.probes, actor, strict=True):
+            try:
+                scored = await engines.probe(probe.token_ids, probe.images)
+            except InvalidOutcome as error:
+                if error.kind != "images":
+                    raise
+                continue  # an engine that computes this model's images otherwise here refuses them, as in episodes
+            for engine_logprobs in scored:
+                difference = self._compare(probe, f"{probe.name} {moment}", logprobs, engine_logprobs)
+                maximum = max(difference, maximum or 0.0)
+        return maximum
+
+    def _compare(self, probe: Probe, subject: str, actor: Sequence[float], engine: Sequence[float]) -> float:
+        """Compare log-probabilities of a probe; returns the largest difference of a token.
 
         Raises `RunError` if the two are another policy: at once beyond `sync.tolerance` or `LARGEST`, else after the
         engines' first samples (`check_samples`)."""
         if (n := len(actor)) != len(engine):
             raise RunError(f"the engine's score returned {len(engine)} numbers for {n + 1} tokens: {n} are needed")
+        actor, engine = actor[probe.start - 1 :], engine[probe.start - 1 :]
         sizes = [abs(a - b) for a, b in zip(actor, engine, strict=True)]
         maximum, mean = max(sizes), fmean(sizes)
         if self.tolerance is not None:
-            probe = f"{subject} of {len(sizes)} tokens (largest difference {maximum:.2g})"
-            self._check(probe, mean, MEAN_SHARE * self.tolerance)  # first, since `max` may drop a NaN
+            mean_subject = f"{subject} of {len(sizes)} tokens (largest difference {maximum:.2g})"
+            self._check(mean_subject, mean, MEAN_SHARE * self.tolerance)  # first, since `max` may drop a NaN
             self._check(subject, maximum, self.tolerance)
             return maximum
         difference = policy_difference(actor, engine)
         self._check(subject, difference, LARGEST[self.precision])
-        if self.reference is None:
-            self.reference = difference, mean
-        if difference > max(FACTOR * self.reference[0], SMALLEST[self.precision]):
-            self.alarm = f"{subject} (by {difference:.2g} nats; {self.reference[0]:.2g} with the same files)"
+        reference, reference_mean = self.references.setdefault(probe, (difference, mean))
+        if difference > max(FACTOR * reference, SMALLEST[self.precision]):
+            words = f"{subject} (by {difference:.2g} nats; {reference:.2g} with the same files)"
+            self.alarm = words, reference_mean
         return maximum
 
     def check_samples(self, difference: float | None) -> None:
@@ -433,11 +424,12 @@ class WeightSync:
         `difference` is their mean difference in nats, None where they cannot be compared. Raises `RunError` if it is
         too large, or if an alarm of the probe cannot be refuted."""
         subject, bound = "this step's episodes", self.tolerance or LARGEST[self.precision]
-        if self.alarm and self.reference is not None:
-            subject, bound = f"{subject}, as on {self.alarm}", max(FACTOR * self.reference[1], SMALLEST[self.precision])
+        if self.alarm is not None:
+            words, reference_mean = self.alarm
+            subject, bound = f"{subject}, as on {words}", max(FACTOR * reference_mean, SMALLEST[self.precision])
             difference = math.inf if difference is None else difference
         self._check(subject, difference or 0.0, bound)
-        self.alarm = ""
+        self.alarm = None
 
     def _check(self, subject: str, difference: float, bound: float) -> None:
         """Raise `RunError` if sampler and trainer differ by more than `bound` nats, or by NaN."""

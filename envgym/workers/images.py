@@ -103,6 +103,7 @@ class ImageTensors:
         """[4, 1, T] the positions of a row in its text, in time, and in an image's height and width."""
         [types] = self._processor.create_mm_token_type_ids([token_ids])
         grids = {"image_grid_thw": torch.cat([image.tensors["image_grid_thw"] for image in images])} if images else {}
+        assert self._positions is not None
         places, _ = self._positions(torch.tensor([token_ids]), torch.tensor([types]), **grids)
         return torch.cat([torch.arange(len(token_ids)).view(1, 1, -1), places])
 

@@ -17,10 +17,13 @@ from envgym.config.schema import StageConfig
 from envgym.engine import SamplingParams
 from envgym.engines.pool import EnginePool
 from envgym.errors import RunError
+from envgym.images import ImageFolder
 from envgym.learner import LearnerConfig, RoleSpec
 from envgym.processes.runtime import WorkerHandle, message_of
+from envgym.render import RenderConfig, load_renderer
 from envgym.training.checkpoints import Progress
 from envgym.training.components import Components
+from envgym.training.probe import Probe, picture_probe, text_probe
 from envgym.training.step import Update
 from envgym.training.weight_sync import (
     FACTOR,
@@ -32,7 +35,8 @@ from envgym.training.weight_sync import (
     WeightSync,
     policy_difference,
 )
-from envgym.types import Row, Segment
+from envgym.types import ImagePart, ImageSpan, PlacedImage, Row, Segment
+from envgym.types.images import decoded
 from envgym.workers.micro_batches import merge_metrics
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -56,7 +60,10 @@ class Client(WorkerHandle):
 
 class ActorAndEngine:
     """An actor and an engine whose log-probabilities of the probe differ by `differences`, and by `before` when both
-    have read the same files. The engine receives an adapter with another checksum if `loses` it."""
+    have read the same files; by `with_picture` after a picture, whose placeholders differ by more. The engine
+    receives an adapter with another checksum if `loses` it."""
+
+    with_picture = 0.0
 
     def __init__(self, differences, before=0.0, loses=False, **info):
         self.differences, self.before, self.loses = differences, before, loses
@@ -64,9 +71,13 @@ class ActorAndEngine:
         self.loaded: list[tuple[str, int, str]] = []
 
     async def forward(self, samples):
-        return [np.array([0.0] + [-1.0] * len(self.differences), np.float32) for _ in samples]
+        self.samples = samples
+        return [np.array([0.0] + [-1.0] * (len(sample) - 1), np.float32) for sample in samples]
 
-    async def score(self, token_ids):
+    async def score(self, token_ids, images=()):
+        if images:
+            difference = self.with_picture if self.loaded else self.before
+            return [5.0] * (images[0].end - 1) + [-1.0 + difference] * (len(token_ids) - images[0].end)
         return [-1.0 + (d if self.loaded else self.before) for d in self.differences]
 
     async def send(self, engines, version):
@@ -99,9 +110,9 @@ class ActorAndEngine:
         files = FileTransfer(pair, Path("transfer"), 100, checkpoint=False)
         files.send = pair.send
         timeshare = GpuTimeshare(None, {}, keeps_weights=False)
-        probe = tuple(range(len(self.differences) + 1))
+        probes = (Probe(tuple(range(len(self.differences) + 1))), *settings.pop("pictured", ()))
         return WeightSync(
-            EnginePool(None, [Client(pair)]), pair, probe, tolerance, precision, pair, files, timeshare, **settings
+            EnginePool(None, [Client(pair)]), pair, probes, tolerance, precision, pair, files, timeshare, **settings
         )
 
 
@@ -192,6 +203,53 @@ def test_a_resumed_run_is_compared_with_its_first_sync():
     compare(before=5.0, after=0.07, samples=0.039, version=3)
     with pytest.raises(RunError, match="the probe after sync 3"):
         compare(before=0.0, after=0.6, samples=0.039, version=3)
+
+
+def with_picture(difference, tmp_path, before=0.0):
+    """A sync of which the probe with a picture differs so."""
+    image = decoded(ImagePart.from_value(np.zeros((2, 2, 3), np.uint8)))
+    pair = ActorAndEngine([before] * 4, before)
+    pair.with_picture = difference
+    probe = Probe(tuple(range(20)), (PlacedImage(image, 2, 9),), ImageFolder(tmp_path).store)
+    sync = pair.sync(None, pictured=[probe])
+    return pair, image, asyncio.run(sync(0)), sync
+
+
+def test_the_engines_see_a_picture_as_the_actor_does(tmp_path):
+    pair, image, maximum, sync = with_picture(2e-4, tmp_path)
+    assert maximum == pytest.approx(2e-4, rel=1e-3)
+    assert [sample.images for sample in pair.samples] == [(), (ImageSpan(image.sha256, 2, 9),)]
+    assert ImageFolder(tmp_path).find(image.sha256).read_bytes() == image.data
+    ImageFolder(tmp_path).find(image.sha256).unlink()  # as an old file
+    asyncio.run(sync(1))
+    assert ImageFolder(tmp_path).find(image.sha256)
+
+
+def test_a_vision_tower_of_older_weights_stops_the_run(tmp_path):
+    with pytest.raises(RunError, match=r"on the probe with a picture after sync 0: .* by 0\.2 on .* than 0\.05"):
+        with_picture(0.2, tmp_path)
+    *_, sync = with_picture(0.03, tmp_path)
+    with pytest.raises(RunError, match=r"as on the probe with a picture after sync 0 \(by 0.03 nats; 0 with the same"):
+        sync.check_samples(0.01)
+    *_, sync = with_picture(0.03, tmp_path, before=0.02)  # as much as before
+    sync.check_samples(0.01)
+
+
+def test_probes_have_the_renderers_tokens_and_room_after_the_picture(vision_model, tiny_model, tmp_path):
+    renderer = load_renderer(str(vision_model("llava")), RenderConfig())
+    text, stored = text_probe(renderer, 1000), []
+    assert len(text.token_ids) == 256
+    assert len(text_probe(renderer, 40).token_ids) == 40
+    probe = picture_probe(renderer, 1000, stored.append)
+    [placed] = probe.images
+    assert (placed.image.width, placed.image.height, placed.length) == (64, 64, 16)
+    assert len(probe.token_ids) == placed.end + 64
+    assert set(probe.token_ids[placed.start : placed.end]) == {renderer.tokenizer.convert_tokens_to_ids("<image>")}
+    assert probe.row().images == (placed.span,)
+    assert stored == [placed.image]
+    assert len(picture_probe(renderer, placed.end + 9, stored.append).token_ids) == placed.end + 9
+    assert picture_probe(renderer, placed.end + 7, stored.append) is None
+    assert picture_probe(load_renderer(str(vision_model("llava")), RenderConfig(kind="text")), 1000, print) is None
 
 
 def test_differences_count_by_the_probability_of_their_token():
