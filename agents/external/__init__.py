@@ -24,7 +24,8 @@ from envgym.errors import ConfigError, InvalidOutcome
 from envgym.processes import family
 from envgym.render import Renderer
 from envgym.render.renderer import sampling_of
-from envgym.types import Action, Episode, Message, Observation, Outcome, StopReason, Task, refuse_images
+from envgym.types import Action, Episode, Message, Observation, Outcome, StopReason, Task
+from envgym.types.images import image_url
 
 from .conversation import Conversation
 from .endpoint import Endpoint, PolicyAddress
@@ -52,8 +53,8 @@ class ExternalConfig(AgentConfig):
     command: str | list[str] = Field(min_length=1)
     """The program: a command line, or its words. It finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, in
     `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY` or, with a key of its own, in `ENVGYM_SESSION_URL`, and the first
-    observation on standard input (`{"messages": [...], "tools": [...], "task": {"id": ..., "fields": {...}}}`); its
-    output is the action."""
+    observation on standard input, `{"messages": [...], "tools": [...], "task": {"id": ..., "fields": {...}}}` with data
+    URIs for images; its output is the action."""
     task_fields: tuple[str, ...] = ()
     """Names of the task's fields to pass to the program, null if a task lacks one. It does not see the others, which
     may hold the tests or a solution."""
@@ -91,7 +92,7 @@ class External(Agent):
         assert sampler is not None, "an agent that uses the policy needs a sampler"
         observation, _ = await env.reset(seed=seed, options={"task": task})
         sampling = sampling_of(observation, self.renderer)
-        conversation = Conversation(self.renderer, sampler, sampling, self.config.max_tokens)
+        conversation = Conversation(self.renderer, sampler, sampling, self.config.max_tokens, env.spec)
         async with self._endpoint.session(conversation) as access:
             text = (await self._answer(observation, task, access)).rstrip("\n")
         conversation.check_turns(self._command[0])
@@ -104,9 +105,8 @@ class External(Agent):
     async def _answer(self, observation: Observation, task: Task, access: PolicyAddress) -> str:
         """The program's output. Raises `InvalidOutcome` if the program cannot be run, fails or does not end."""
         messages = observation.messages or (Message("user", observation.text or ""),)
-        refuse_images(messages, "an external program")
         observed = {
-            "messages": [message.as_dict() for message in messages],
+            "messages": [message.as_dict(image=image_url) for message in messages],
             "tools": [tool.as_dict() for tool in observation.tools],
             "task": {"id": task.id, "fields": {name: task.fields.get(name) for name in self.config.task_fields}},
         }

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from envgym.agent import OutOfBudget, Sampler
 from envgym.agents.token_level import extend
 from envgym.engine import Generation
+from envgym.env import EnvSpec
 from envgym.errors import InvalidOutcome, TurnRefused
 from envgym.render import Renderer
 from envgym.render.spelling import mark_after_prompt
@@ -78,14 +79,17 @@ class Conversation:
     """
 
     def __init__(
-        self, renderer: Renderer, sampler: Sampler, sampling: Mapping[str, Any] | None, max_tokens: int | None
-    ) -> None:
+        self, renderer: Renderer, sampler: Sampler, sampling: Mapping[str, Any] | None, max_tokens: int | None,
+        spec: EnvSpec | None = None,
+    ) -> None:  # fmt: skip
+        """`spec` reads the requests' images to the end and stores them."""
         self.limit: Limit | None = None
         self.error: Exception | None = None
         self.refusal = ""
         self.missing_calls: int | None = None
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
+        self._spec = spec
         self._renderer = renderer
         self._sampler = sampler
         self._sampling = dict(sampling or {})
@@ -103,10 +107,13 @@ class Conversation:
     ) -> PolicyAnswer:
         """Sample the assistant's next message, up to the first of the texts in `stop`.
 
-        Raises `OutOfBudget` if the episode has reached a limit, `PromptTooLong` if a first prompt fills the context.
+        Raises `OutOfBudget` if the episode has reached a limit, `PromptTooLong` if a first prompt fills the context,
+        `InvalidStep` for an image that cannot be read.
         """
         previous_error = self.error
         try:
+            if self._spec is not None:
+                messages = await self._spec.checked_images(tuple(messages))
             answer = await self._answer(messages, tools, max_tokens, stop)
         except (TurnRefused, OutOfBudget) as error:
             self.limit = error.reason if isinstance(error, OutOfBudget) else Limit.TEMPLATE
@@ -221,4 +228,5 @@ class Conversation:
 def _is_repeated(sent: Message, recorded: Message) -> bool:
     """Tell whether a program repeats a message. It may drop fields that it does not need and add outer spaces."""
     calls = [[(call.name, dict(call.arguments)) for call in message.tool_calls] for message in (sent, recorded)]
-    return sent.role == recorded.role and sent.text.strip() == recorded.text.strip() and calls[0] == calls[1]
+    contents = ["".join(getattr(part, "sha256", part.text) for part in m.content).strip() for m in (sent, recorded)]
+    return sent.role == recorded.role and contents[0] == contents[1] and calls[0] == calls[1]

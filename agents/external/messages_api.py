@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from envgym.types import Message, StopReason, ToolCall, ToolSpec
+from envgym.types import ImagePart, Message, StopReason, ToolCall, ToolSpec
 
 from .chat_api import EXHAUSTED, TOKEN_FIELDS, Body, PolicyRequest, Refusal, check_settings
 from .conversation import PolicyAnswer
@@ -38,35 +38,37 @@ def messages_of(messages: Any, system: Any = None) -> tuple[Message, ...]:
     """
     if not isinstance(messages, list) or not messages:
         raise TypeError("messages is a list of at least one message")
-    result = [Message("system", _texts(system, "system"))] if system else []
+    result = [Message("system", _parts(system, "system", has_images=False))] if system else []
     names: dict[str, str] = {}
     for index, message in enumerate(messages):
         place = f"messages.{index}"
         if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
             raise TypeError(f"{place}: a message's role is user or assistant")
-        texts: list[str] = []
+        parts: list[str | ImagePart] = []
         calls: list[ToolCall] = []
         for block, label in _blocks(message.get("content"), f"{place}.content"):
             match message["role"], block.get("type"):
                 case _, "text":
-                    texts.append(_text(block, "text", label))
+                    parts.append(_text(block, "text", label))
+                case "user", "image":
+                    parts.append(_image(block, label))
                 case "assistant", "tool_use":
                     calls.append(_call(block, label))
                     names[calls[-1].id] = calls[-1].name
                 case "assistant", "thinking" | "redacted_thinking":
                     pass
                 case "user", "tool_result":
-                    if texts:
-                        result.append(Message("user", texts))
-                        texts = []
-                    id, content = _text(block, "tool_use_id", label), _texts(block.get("content") or "", label)
+                    if parts:
+                        result.append(Message("user", parts))
+                        parts = []
+                    id, content = _text(block, "tool_use_id", label), _parts(block.get("content") or "", label)
                     result.append(Message("tool", content, tool_call_id=id, name=names.get(id, "")))
                 case role, kind:
                     raise TypeError(f"{label}: a block of type {kind!r:.40} of the {role} cannot be read: use text")
         if message["role"] == "assistant":
-            result.append(Message("assistant", texts, tuple(calls)))
-        elif texts or not message["content"]:
-            result.append(Message("user", texts))
+            result.append(Message("assistant", parts, tuple(calls)))
+        elif parts or not message["content"]:
+            result.append(Message("user", parts))
     if result[-1].role == "assistant":
         raise TypeError("the last message is the assistant's, and no answer can begin with it: end with a user's")
     return tuple(result)
@@ -84,14 +86,27 @@ def _blocks(content: Any, place: str) -> Iterator[tuple[Mapping[str, Any], str]]
         yield block, f"{place}.{index}"
 
 
-def _texts(content: Any, place: str) -> list[str]:
-    """The texts of a content without other blocks."""
-    texts = []
+def _parts(content: Any, place: str, *, has_images: bool = True) -> list[str | ImagePart]:
+    """The texts and images of a content without other blocks."""
+    parts: list[str | ImagePart] = []
     for block, label in _blocks(content, place):
+        if block.get("type") == "image" and has_images:
+            parts.append(_image(block, label))
+            continue
         if block.get("type") != "text":
             raise TypeError(f"{label}: a block of type {block.get('type')!r:.40} cannot be read: use text")
-        texts.append(_text(block, "text", label))
-    return texts
+        parts.append(_text(block, "text", label))
+    return parts
+
+
+def _image(block: Mapping[str, Any], place: str) -> ImagePart:
+    source = block.get("source")
+    if not isinstance(source, Mapping) or source.get("type") != "base64":
+        raise TypeError(f"{place}.source: an image is in the request, as base64: nothing is fetched")
+    try:
+        return ImagePart.from_value(f"data:;base64,{_text(source, 'data', f'{place}.source')}")
+    except ValueError as error:
+        raise TypeError(f"{place}.source: {error}") from None
 
 
 def _text(block: Mapping[str, Any], key: str, place: str) -> str:

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envgym.types import Message, StopReason, ToolCall, ToolSpec
-from envgym.types.conversations import texts_of
+from envgym.types import ImagePart, Message, StopReason, ToolCall, ToolSpec
+from envgym.types.conversations import parts_of
 
 from .chat_api import TOKEN_FIELDS, PolicyRequest, Refusal, check_settings
 from .conversation import PolicyAnswer
@@ -39,7 +39,8 @@ ECHOED = (
 
 
 class MalformedItem(ValueError):
-    """An item or a tool that does not match the API, or that is not text; the message names it."""
+    """An item or a tool that does not match the API, or that is neither text nor an image in the request; the message
+    names it."""
 
 
 # -- parsing ----------------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ def messages_of(input: Any, instructions: Any = None) -> tuple[Message, ...]:
                 case "message":
                     if (role := item.get("role")) not in ROLES:
                         raise TypeError(f"a message's role is one of {', '.join(ROLES)}, not {role!r:.40}")
-                    messages.append(Message(ROLES[role], _texts(item.get("content"))))
+                    messages.append(Message(ROLES[role], _parts(item.get("content"))))
                 case "function_call":
                     call = call_of(item)
                     names[call.id] = call.name
@@ -74,8 +75,8 @@ def messages_of(input: Any, instructions: Any = None) -> tuple[Message, ...]:
                     else:
                         messages.append(Message("assistant", (), (call,)))
                 case "function_call_output":
-                    id, texts = _text(item, "call_id"), _texts(item.get("output"))
-                    messages.append(Message("tool", texts, tool_call_id=id, name=names.get(id, "")))
+                    id, parts = _text(item, "call_id"), _parts(item.get("output"))
+                    messages.append(Message("tool", parts, tool_call_id=id, name=names.get(id, "")))
                 case "reasoning":
                     pass
                 case kind:
@@ -105,11 +106,12 @@ def _tool(tool: Mapping[str, Any]) -> ToolSpec:
     return ToolSpec(_text(tool, "name"), str(tool.get("description") or ""), parameters)
 
 
-def _texts(content: Any) -> list[str]:
-    """The texts of a message or a result. Raises `TypeError` for parts that are no text."""
+def _parts(content: Any) -> list[str | ImagePart]:
+    """The texts and images of a message or a result. Raises `TypeError` for other parts, and `ValueError` for an image
+    that is not in the request."""
     if isinstance(content, list):
         content = [part.get("refusal", part) if isinstance(part, Mapping) else part for part in content]
-    return texts_of(content)
+    return parts_of(content)
 
 
 def _text(item: Mapping[str, Any], key: str) -> str:
@@ -139,8 +141,20 @@ def input_items(messages: Sequence[Message]) -> list[Item]:
         elif message.role == "tool":
             items.append(result_item(message))
         else:
-            items.append({"type": "message", "role": message.role, "content": message.text})
+            items.append({"type": "message", "role": message.role, "content": _content(message)})
     return items
+
+
+def _content(message: Message) -> str | list[Item]:
+    """The content of a message: its text or, with images, its parts."""
+    if not message.images:
+        return message.text
+    return [
+        {"type": "input_image", "image_url": part.data_uri(), "detail": "auto"}
+        if isinstance(part, ImagePart)
+        else {"type": "input_text", "text": part.text}
+        for part in message.content
+    ]
 
 
 def output_items(message: Message) -> list[Item]:
@@ -164,7 +178,7 @@ def output_items(message: Message) -> list[Item]:
 
 def result_item(message: Message) -> Item:
     """The `function_call_output` of a tool's message."""
-    return {"type": "function_call_output", "call_id": message.tool_call_id, "output": message.text}
+    return {"type": "function_call_output", "call_id": message.tool_call_id, "output": _content(message)}
 
 
 def with_tokens(

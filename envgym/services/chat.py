@@ -18,6 +18,7 @@ from envgym.net.shared_calls import SharedCalls
 from envgym.net.tokens import api_key
 from envgym.render.spelling import escape_for_api, mark_from_others, rewrite
 from envgym.types import ImagePart, Message, TextPart, as_messages
+from envgym.types.images import image_url
 
 from .client import ChatClient, Conversation
 from .declarations import Chat
@@ -48,7 +49,7 @@ class ChatCompletions(JsonCaller):
     def body(self, messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
         """The body of a request, with fields added or replaced by `extra`; fields that are None are omitted."""
         escaped = [rewrite(message, escape_for_api) for message in _with_results_of_text(messages)]
-        dicts = [message.as_dict(arguments_as_text=True, image=_image_url) for message in escaped]
+        dicts = [message.as_dict(arguments_as_text=True, image=image_url) for message in escaped]
         body = {"model": self._chat.model, "messages": dicts, **fields, **self._chat.extra}
         return {name: value for name, value in body.items() if value is not None}
 
@@ -74,10 +75,6 @@ def _with_results_of_text(messages: Sequence[Message]) -> list[Message]:
             result.append(Message("user", ["The images of the results:", *images]))
             images = []
     return result
-
-
-def _image_url(image: ImagePart) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": image.data_uri()}}
 
 
 def first_choice(answer: Any) -> Mapping[str, Any] | None:

@@ -47,7 +47,7 @@ class ForeignAgent(Agent):
         await instance.spec.ensure_setup()
         await env.acquire()
         settings = self.config.model_dump(mode="json", exclude=set(ForeignAgentConfig.model_fields))
-        conversation = Conversation(self.renderer, sampler, None, self.config.max_tokens)
+        conversation = Conversation(self.renderer, sampler, None, self.config.max_tokens, env.spec)
         try:
             async with self._endpoint.session(conversation) as access:
                 url = access.session_url

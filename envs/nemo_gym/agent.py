@@ -74,7 +74,7 @@ class NeMoGym(Agent):
     async def run(self, env: CheckedEnv, task: Task, sampler: Sampler | None, *, seed: int) -> Episode:
         assert sampler is not None, "an agent that uses the policy needs a sampler"
         row = row_of(task)
-        conversation = Conversation(self.renderer, sampler, None, self.config.max_tokens)
+        conversation = Conversation(self.renderer, sampler, None, self.config.max_tokens, env.spec)
         try:
             async with asyncio.timeout(self.config.timeout), HttpClient() as http:
                 url, endpoint = await self._addresses(http, row)

@@ -59,7 +59,12 @@ def test_developers_are_the_system_and_reasoning_is_left_out():
         (["x"], "input item 0: 'str' object has no attribute 'get'"),
         ([{"role": "tool", "content": "x"}], "role is one of user, assistant, system, developer, not 'tool'"),
         ([{"role": "user"}], "content of a message is text or a list of its parts, not NoneType"),
-        ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "a part of type 'input_image'"),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": "http://a/b"}]}],
+            "input item 0: an image is not given as the text 'http://a/b': .*; addresses of the web are not read",
+        ),
+        ([{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}], "'input_image' without an image"),
+        ([{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}], "a part of type 'input_file'"),
         ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}], "a JSON object as text"),
         ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "'name' is text, not NoneType"),
         ([{"role": "user", "content": [{"type": "input_text", "text": 3}]}], "a part of type 'input_text'"),
