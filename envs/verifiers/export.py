@@ -16,8 +16,6 @@ from envgym.errors import ConfigError
 from envgym.loading import is_file_target, split_target
 
 PROJECT = Path(__file__).with_name("project")
-STEPWISE = ("single_turn", "multi_turn", "tool_calling")
-"""Agents that play an environment by its steps, as the exported project does."""
 
 
 def export(name: str, spec: EnvSpec, folder: Path) -> str:
@@ -26,7 +24,7 @@ def export(name: str, spec: EnvSpec, folder: Path) -> str:
     environment that verifiers cannot step."""
     if spec.scores_groups:
         raise ConfigError(f"environment {spec.id} judges groups of episodes, and verifiers' have a reward each")
-    if spec.agent not in STEPWISE:
+    if spec.agent not in ("single_turn", "multi_turn", "tool_calling"):
         raise ConfigError(f"environment {spec.id} is not played step by step, but by the agent {spec.agent}")
     module = "envgym_" + re.sub(r"\W", "_", name).lower()
     description = json.loads(spec.to_json())
@@ -34,7 +32,7 @@ def export(name: str, spec: EnvSpec, folder: Path) -> str:
     if is_file_target(spec.id):
         file, target = split_target(spec.id)
         shutil.copy(file, folder / module)
-        description["id"] = f"FOLDER/{Path(file).name}:{target}".removesuffix(":")
+        description["id"] = f"@FOLDER@/{Path(file).name}:{target}".removesuffix(":")
     for file in ("environment.py", "pyproject.toml", "README.md"):
         text = (PROJECT / file).read_text(encoding="utf-8").replace("MODULE", module).replace("NAME", name)
         path = folder / module / "__init__.py" if file.endswith(".py") else folder / file
