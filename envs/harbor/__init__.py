@@ -24,6 +24,8 @@ class HarborConfig(ForeignConfig):
     """Environment in which the tasks run: one of Harbor's (`docker`, `podman`, `daytona`, …), the class of another
     (`MODULE:CLASS`), or `local`: this machine's system in namespaces, for tasks whose image is a plain system. Unset:
     `docker` if it runs here, else `local`."""
+    offline: bool = False
+    """Tasks that ask for the internet run in the local place, which has none. Otherwise they are refused there."""
     reward: str = "reward"
     """Name of the reward. The others are metrics."""
 
@@ -39,7 +41,8 @@ class HarborSpec(ForeignSpec):
 
     def load_settings(self) -> dict[str, Any]:
         path = str(Path(self.id.removeprefix("harbor:")).expanduser().absolute())
-        return {"path": path, "place": self.config.place, "reward": self.config.reward}
+        config = self.config
+        return {"path": path, "place": config.place, "offline": config.offline, "reward": config.reward}
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         """For each step the script of the solution as a command. Raises `ConfigError` if a script needs other files."""

@@ -91,7 +91,13 @@ class Image:
         return mounts
 
 
-def read_image(folder: Path, config: EnvironmentConfig, *, has_tests: bool = False) -> Image:
+def check_network(mode: NetworkMode | None, *, offline: bool) -> None:
+    """Raise `NeedsContainer` for a network. `offline`: the internet may be missing."""
+    if mode is not None and mode not in (NetworkMode.NO_NETWORK, *([NetworkMode.PUBLIC] if offline else [])):
+        raise NeedsContainer(f"a network (network_mode = {mode.value!r})")
+
+
+def read_image(folder: Path, config: EnvironmentConfig, *, offline: bool = False, has_tests: bool = False) -> Image:
     """The image of an environment. `has_tests`: it is a verifier's, with its tests, which Harbor uploads anyway.
 
     Raises `NeedsContainer` by what else it needs, `FileNotFoundError` if there is no definition.
@@ -108,10 +114,8 @@ def read_image(folder: Path, config: EnvironmentConfig, *, has_tests: bool = Fal
         _check_system(config.docker_image)
     else:
         raise FileNotFoundError(f"{folder} has no Dockerfile, and its task.toml no docker_image")
-    if config.network_mode == NetworkMode.ALLOWLIST or (
-        config.network_mode == NetworkMode.PUBLIC and "network_mode" in config.model_fields_set
-    ):
-        raise NeedsContainer(f"a network (network_mode = {config.network_mode.value!r})")
+    if "network_mode" in config.model_fields_set:
+        check_network(config.network_mode, offline=offline)
     if config.gpus or config.tpu:
         raise NeedsContainer("GPUs or TPUs")
     if has_tests:
@@ -237,7 +241,10 @@ class Local(BaseEnvironment):  # type: ignore[misc]
     Limits of time are the commands' and Harbor's; a task's CPUs, memory and storage are not limits here.
     """
 
-    def __init__(self, *args: Any, enable_environment_dir_upload: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, offline: bool = False, enable_environment_dir_upload: bool = True, **kwargs: Any
+    ) -> None:
+        self._offline = offline
         self._has_tests = not enable_environment_dir_upload
         self._phase = "agent"
         self._box: Box | None = None
@@ -253,7 +260,9 @@ class Local(BaseEnvironment):  # type: ignore[misc]
         return EnvironmentCapabilities(disable_internet=True)
 
     def _validate_definition(self) -> None:
-        self._image = read_image(self.environment_dir, self.task_env_config, has_tests=self._has_tests)
+        self._image = read_image(
+            self.environment_dir, self.task_env_config, offline=self._offline, has_tests=self._has_tests
+        )
 
     async def start(self, force_build: bool) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="envgym-harbor-"))

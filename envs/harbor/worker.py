@@ -26,7 +26,7 @@ from harbor.agents.base import BaseAgent
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 from harbor.models.environment_type import EnvironmentType
-from harbor.models.task.config import NetworkMode, VerifierEnvironmentMode
+from harbor.models.task.config import VerifierEnvironmentMode
 from harbor.models.task.task import Task
 from harbor.models.task.verifier_mode import resolve_step_verifier_mode, resolve_task_verifier_mode
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
@@ -64,7 +64,8 @@ def load(settings: dict[str, Any]) -> dict[str, Any]:
     """Read the tasks at `settings["path"]`, the folder of a task or of tasks, and write a row for each.
 
     `place`: a type of Harbor's environments, `MODULE:CLASS`, `local`, or empty: `docker` where it runs, else `local`.
-    `reward`: the name of the reward. Raises `LookupError` or `ValueError` for a mistake of the user.
+    `offline`: tasks that ask for the internet may run without it. `reward`: the name of the reward. Raises
+    `LookupError`, `ValueError` or `OSError` with one line.
     """
     path = Path(settings["path"])
     folders = [path] if (path / "task.toml").exists() else sorted(file.parent for file in path.glob("*/task.toml"))
@@ -115,28 +116,30 @@ def _read_task(folder: Path, is_local: bool) -> dict[str, Any]:
 def _check_local(task: Task) -> None:
     """Raise `ValueError` if a task needs more than the local place has."""
     try:
-        place.read_image(task.paths.environment_dir, task.config.environment)
+        place.read_image(task.paths.environment_dir, task.config.environment, offline=_settings["offline"])
         for phase in [
             part for level in (task.config, *(task.config.steps or [])) for part in (level.agent, level.verifier)
         ]:
             if phase.user not in (None, "root", 0):
                 raise place.NeedsContainer(f"the user {phase.user}")
-            if phase.network_mode not in (None, NetworkMode.NO_NETWORK):
-                raise place.NeedsContainer(f"a network (network_mode = {phase.network_mode.value!r})")
+            place.check_network(phase.network_mode, offline=_settings["offline"])
     except place.NeedsContainer as error:
         raise ValueError(f"it needs {error}: a container engine (env.place=docker or podman)") from None
 
 
 async def run(call: dict[str, Any]) -> dict[str, Any]:
     """Play the task of a row by one trial. A failure of the place, policy, agent or verifier has no reward."""
-    name, verifier = _settings["place"], VerifierConfig()
+    name, verifier, arguments = _settings["place"], VerifierConfig(), {}
     if name == "local":
         name, verifier = "place:Local", VerifierConfig(import_path="place:Guard")
+        arguments = {"offline": _settings["offline"]}
     config = TrialConfig(
         task=TaskConfig(path=Path(call["row"]["path"])),
         trials_dir=Path(tempfile.mkdtemp()),
         agent=_agent(call),
-        environment=EnvironmentConfig.model_validate({"import_path" if ":" in name else "type": name}),
+        environment=EnvironmentConfig.model_validate(
+            {"import_path" if ":" in name else "type": name, "kwargs": arguments}
+        ),
         verifier=verifier,
     )
     return _outcome(await (await Trial.create(config)).run())

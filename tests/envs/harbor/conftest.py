@@ -112,7 +112,10 @@ def play(driver, tmp_path):
     folder.mkdir()
 
     def play(path, calls=(), **settings):
-        job = {"settings": {"path": str(path), "place": "local", "reward": "reward", **settings}, "folder": str(folder)}
+        job = {
+            "settings": {"path": str(path), "place": "local", "offline": False, "reward": "reward", **settings},
+            "folder": str(folder),
+        }
         job["calls"] = [{"settings": {}, "url": "http://127.0.0.1:9/v1", **call} for call in calls]
         driver.stdin.write(json.dumps(job).encode() + b"\n")
         driver.stdin.flush()

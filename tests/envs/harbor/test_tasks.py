@@ -1,6 +1,8 @@
 """Tasks of Harbor: their images, limits, rewards and failures."""
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -37,8 +39,8 @@ def test_a_verifier_without_a_reward_is_a_failure(play, make_task, test, kind, m
 
 
 def test_a_step_without_a_reward_is_a_failure_though_another_has_one(play, make_task):
-    files = {"steps/a/instruction.md": "a", "steps/b/instruction.md": "b", "steps/a/tests/test.sh": "#!/bin/bash\n"}
-    files["steps/b/tests/test.sh"] = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
+    files = {"steps/a/instruction.md": "a", "steps/b/instruction.md": "b", "steps/b/tests/test.sh": "#!/bin/bash\n"}
+    files["steps/a/tests/test.sh"] = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
     task = make_task(toml='[[steps]]\nname = "a"\n[[steps]]\nname = "b"\n', files=files)
     assert only(play(task, [NOBODY]))["failure"]["kind"] == "verifier"
 
@@ -142,6 +144,24 @@ def test_other_images_are_refused_by_what_they_need(play, make_task):
 def test_tasks_that_need_more_are_refused(play, make_task, toml, needs):
     answer = play(make_task(toml=toml))
     assert answer == {"mistake": f"ready: it needs {needs}: a container engine (env.place=docker or podman)"}
+
+
+def test_a_task_that_asks_for_the_internet_may_run_without_it(play, make_task):
+    task = make_task(toml='[environment]\nallow_internet = true\n[agent]\nnetwork_mode = "public"\n')
+    assert only(play(task, [ORACLE], offline=True))["reward"] == 1
+    hosts = make_task("hosts", toml='[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a"]\n')
+    assert "a network (network_mode = 'allowlist')" in play(hosts, offline=True)["mistake"]
+
+
+def test_their_task_with_every_feature_of_steps(play):
+    """`ENVGYM_HARBOR_TASKS` is a folder with `multi-step`: the recipes of harbor-framework/harbor-cookbook."""
+    folder = os.environ.get("ENVGYM_HARBOR_TASKS")
+    if folder is None:
+        pytest.skip("ENVGYM_HARBOR_TASKS names no folder with Harbor's task multi-step")
+    oracle, nobody = play(Path(folder) / "multi-step", [ORACLE, NOBODY], offline=True)["results"]
+    assert (oracle["reward"], nobody["reward"]) == (1, 0)
+    assert oracle["metrics"] == {"scaffold/reward": 1, "implement/reward": 1, "document/reward": 1}
+    assert nobody["metrics"] == {"scaffold/reward": 0}
 
 
 def test_mistakes_are_said_in_a_line(play, make_task, tmp_path):
