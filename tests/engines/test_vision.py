@@ -18,7 +18,7 @@ from tests.programs import LETTERS, program
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, vision_model):
-    """The folder of a finished run. Of LLaVA vLLM knows the names of checkpoints alone, not those of transformers."""
+    """The folder of a finished run."""
     folder = tmp_path_factory.mktemp("vision")
     (folder / "letters.py").write_text(LETTERS)
     program(

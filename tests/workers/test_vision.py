@@ -66,6 +66,16 @@ def test_rows_are_scored_the_same_alone_together_and_packed(make_worker, vision_
             np.testing.assert_allclose(line[1:], reference, atol=5e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_go_to_engines_by_the_names_of_the_checkpoint(make_worker, vision_model, tmp_path, kind):
+    """Those of the tower too, of which vLLM knows some by no other name."""
+    worker = make_worker(str(vision_model(kind)), trained=False)
+    worker.begin_export(2**40, str(tmp_path / "weights"), True)
+    sent, saved = load_file(worker.next_bucket().path), load_file(vision_model(kind) / "model.safetensors")
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in sent.items())
+
+
 @pytest.mark.parametrize(("kind", "zero_stage"), [("qwen3_vl", 0), ("gemma3", 2), ("llava", 3)])
 def test_texts_leave_the_tower_as_it_is(make_worker, vision_model, normalizers, tmp_path, kind, zero_stage):
     """Also with weight decay, which would shrink what has no gradient."""
