@@ -13,7 +13,6 @@ import traceback
 import warnings
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from envgym.workers.config import number_format
 from envgym.workers.lora import ADAPTER_WEIGHTS
 
 from .spec import LONGEST_DEFAULT, EngineSpec, IncomingWeights, check_model_folder, end_tokens, read_bucket
-from .vllm_images import ImagePrompts, check_ids, image_arguments
+from .vllm_images import Prompts, image_arguments
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
 """The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that reports which weights sampled which tokens."""
@@ -72,7 +71,7 @@ class VLLMEngine:
         config = self._engine.vllm_config.model_config
         self._max_model_len: int = config.max_model_len
         self._end_tokens = end_tokens(config.hf_config, spec.model)
-        self._images = ImagePrompts(self._engine) if self._engine.renderer.mm_processor is not None else None
+        self._prompts = Prompts(self._engine)
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._stepping: asyncio.Task[None] | None = None
         self._may_step = asyncio.Event()
@@ -85,7 +84,7 @@ class VLLMEngine:
         self._engine.set_weight_version("0")
 
     async def info(self) -> EngineInfo:
-        return EngineInfo(f"vllm {self._version}", self._max_model_len, takes_images=self._images is not None)
+        return EngineInfo(f"vllm {self._version}", self._max_model_len, takes_images=self._prompts.take_images)
 
     async def steps(self) -> int:
         return self._steps
@@ -104,9 +103,7 @@ class VLLMEngine:
         output = result.outputs[0]
         if output.finish_reason not in STOP_REASONS:
             raise InvalidOutcome("engine", _describe_abort(output.finish_reason), retryable=True)
-        if self._images is not None:
-            check_ids(request, result)
-            self._images.check_sampled(output.token_ids)
+        self._prompts.check_sampled(request, result)
         return Generation(
             token_ids=array("i", output.token_ids),
             logprobs=array("f", output.logprobs.logprobs),  # vLLM computes them in float32
@@ -182,7 +179,7 @@ class VLLMEngine:
         """Recompute requests in flight from their tokens, so that no later token depends on keys and values of the old
         weights and its log-probabilities are exactly the new policy's."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
-        if self._images is not None:
+        if self._prompts.take_images:
             self._engine.reset_encoder_cache()  # a reload keeps the outputs of the old vision tower
         self._engine.set_weight_version(str(version))
 
@@ -201,17 +198,12 @@ class VLLMEngine:
         self._engine.engine_core.shutdown()
 
     async def _run(
-        self,
-        name: str,
-        token_ids: list[int],
-        sampling: Any,
-        seconds: float = math.inf,
+        self, name: str, token_ids: list[int], sampling: Any, seconds: float = math.inf,
         images: Sequence[PlacedImage] = (),
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Hand one request to vLLM and wait for its only output. It ends with its next token after `seconds`."""
         self._check()
-        text = {"prompt_token_ids": token_ids}
-        with nullcontext(text) if self._images is None else self._images.input(token_ids, images) as prompt:
+        with self._prompts.input(token_ids, images) as prompt:
             self._engine.add_request(name, prompt, sampling, lora_request=self._adapter)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[name] = future

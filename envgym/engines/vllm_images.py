@@ -37,14 +37,15 @@ def image_arguments(image_size: Mapping[str, int] | None, *, cpu: bool) -> dict[
     }
 
 
-class ImagePrompts:
-    """Makes vLLM's inputs of requests, for a model that takes images."""
+class Prompts:
+    """Makes vLLM's inputs of requests. They `take_images` if the engine has loaded a model that does."""
 
     def __init__(self, engine: Any) -> None:
         model = engine.vllm_config.model_config
         self._renderer = engine.renderer
-        self._processor = engine.renderer.get_mm_processor()
-        self._refusal = _refusal(model)
+        self._processor = engine.renderer.mm_processor
+        self.take_images = self._processor is not None
+        self._refusal = _refusal(model) if self.take_images else ""
         ids = (getattr(model.hf_config, name, None) for name in PLACEHOLDERS)
         self._placeholders = frozenset(token for token in ids if isinstance(token, int))
 
@@ -56,7 +57,8 @@ class ImagePrompts:
         the positions of its images.
         """
         if not images:
-            self._check(token_ids, [], images)
+            if self.take_images:
+                self._check(token_ids, [], images)
             yield {"prompt_token_ids": token_ids}
             return
         if self._refusal:
@@ -93,8 +95,14 @@ class ImagePrompts:
         ranges = {kind: [run.to_range() for run in places] for kind, places in runs.items()}
         return mm_input(token_ids, result.kwargs, result.hashes, ranges)
 
-    def check_sampled(self, token_ids: Sequence[int]) -> None:
-        """Raise `InvalidOutcome` for a placeholder that the policy has sampled: the model would look for its image."""
+    def check_sampled(self, request: Request, result: Any) -> None:
+        """Raise `InvalidOutcome` if vLLM has sampled after other token ids than the request's, and for a placeholder
+        that the policy has sampled: the model would look for its image."""
+        if not self.take_images:
+            return
+        if list(result.prompt_token_ids) != list(request.token_ids):
+            raise InvalidOutcome("engine", "vLLM has sampled after other token ids than those of the request")
+        token_ids = result.outputs[0].token_ids
         if not self._placeholders.isdisjoint(token_ids):
             token = self._renderer.tokenizer.convert_ids_to_tokens(
                 next(t for t in token_ids if t in self._placeholders)
@@ -134,9 +142,3 @@ def _refusal(model: Any) -> str:
             "GPU, or choose another vision-language model"
         )
     return ""
-
-
-def check_ids(request: Request, output: Any) -> None:
-    """Raise `InvalidOutcome` if vLLM has sampled after other token ids than the request's."""
-    if list(output.prompt_token_ids) != list(request.token_ids):
-        raise InvalidOutcome("engine", "vLLM has sampled after other token ids than those of the request")

@@ -47,8 +47,10 @@ class Placeholders:
         """The images at the positions of their runs in the token ids of a text that `write` returned. Line breaks
         around a run belong to the text, since they merge with its own."""
         result, end = list[PlacedImage](), 0
+        texts = {self._run(image.width, image.height).strip("\n") for image in images}
+        runs = {text: encode(text) for text in texts}
         for image in images:
-            run = encode(self._run(image.width, image.height).strip("\n"))
+            run = runs[self._run(image.width, image.height).strip("\n")]
             start = _find(token_ids, run, end)
             if start is None:
                 raise InvalidStep(f"the tokenizer of {self.model} has no tokens for an image's placeholders")

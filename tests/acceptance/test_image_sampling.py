@@ -10,18 +10,16 @@ from envgym.types import Message, Observation, int_array
 from tests.vision_episodes import CORPUS, check_figures, compare_family, picture, with_engine
 from tests.vision_models import KINDS, make_vision_model
 
-EXACT = [kind for kind in KINDS if kind != "gemma3"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.slow
-def test_eight_families_sample_what_transformers_computes(tmp_path, store):
-    figures = {kind: compare_family(kind, tmp_path / kind) for kind in EXACT}
-    store("image_sampling", **figures)
-    for kind in EXACT:
-        check_figures(figures[kind])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gemma3"])
+def test_what_is_sampled_is_what_transformers_computes(tmp_path, store, kind):
+    figures = compare_family(kind, tmp_path)
+    store(f"image_sampling_{kind}", **figures)
+    check_figures(figures)
 
 
-@pytest.mark.slow
 def test_gemma_3_with_images_is_refused_on_a_cpu(tmp_path):
     folder = make_vision_model("gemma3", tmp_path / "model", CORPUS)
     observation = Observation(messages=(Message.user("Look:", picture(0)),))

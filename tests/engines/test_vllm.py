@@ -112,6 +112,7 @@ class Ends:
         self.requests = []
         config = SimpleNamespace(max_model_len=64, hf_config=SimpleNamespace(eos_token_id=0))
         self.vllm_config = SimpleNamespace(model_config=config)
+        self.renderer = SimpleNamespace(mm_processor=None)
         self.set_weight_version = lambda version: None
 
     def add_request(self, name, *args, **kwargs):
