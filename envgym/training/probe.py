@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from envgym.errors import InvalidStep
 from envgym.render import Renderer
-from envgym.types import ImagePart, Message, Observation, PlacedImage, Row, Segment, int_array
+from envgym.types import ImagePart, Message, Observation, PlacedImage
 from envgym.types.images import decoded
 
 TEXT = """\
@@ -42,31 +42,17 @@ class Probe:
     """A text, with a picture before it or without, on which an actor and its engines are compared.
 
     token_ids  [T]
+    start      the first token that is compared: after the picture, whose placeholders nobody samples
+    name       its name in messages
     images     the picture, with its file's content
     store      writes the file where the actor opens it
     """
 
     token_ids: tuple[int, ...]
+    start: int = 1
+    name: str = "the probe"
     images: tuple[PlacedImage, ...] = ()
     store: Callable[[ImagePart], object] | None = field(default=None, compare=False)
-
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
-        return "the probe with a picture" if self.images else "the probe"
-
-    @property
-    def start(self) -> int:
-        """The position of the first token that is compared: after the picture, whose placeholders nobody samples."""
-        return self.images[-1].end if self.images else 1
-
-    def row(self) -> Row:
-        """The row of an action, since workers compute no log-probabilities of other tokens."""
-        if self.store is not None:
-            for placed in self.images:
-                self.store(placed.image)  # anew: the file may have been deleted as an old one
-        spans = tuple([placed.span for placed in self.images])
-        return Row([Segment("action", int_array(self.token_ids), images=spans)])
 
 
 def text_probe(renderer: Renderer, max_tokens: int) -> Probe:
@@ -87,7 +73,7 @@ def picture_probe(renderer: Renderer, max_tokens: int, store: Callable[[ImagePar
     token_ids = opening.token_ids[: min(placed.end + TOKENS_AFTER_PICTURE, max_tokens)]
     if len(token_ids) < placed.end + LEAST_TOKENS:
         return None
-    return Probe(tuple(token_ids), (placed,), store)
+    return Probe(tuple(token_ids), placed.end, "the probe with a picture", (placed,), store)
 
 
 def _picture() -> object:

@@ -24,6 +24,7 @@ from envgym.config.schema import SyncConfig
 from envgym.engine import Bucket
 from envgym.engines.pool import EngineClient, EnginePool
 from envgym.errors import ConfigError, InvalidOutcome, RunError, WorkerDied, WorkerError
+from envgym.types import Row, Segment, int_array
 from envgym.workers.group import WorkerGroup
 
 from .probe import Probe
@@ -377,8 +378,15 @@ class WeightSync:
 
     async def _probe_logprobs(self) -> list[list[float]]:
         """The actor's log-probabilities of each probe."""
-        scored = await self.actor.forward([probe.row() for probe in self.probes])
-        return [logprobs[1:].tolist() for logprobs in scored]
+        rows = []
+        for probe in self.probes:
+            if probe.store is not None:
+                for placed in probe.images:
+                    probe.store(placed.image)  # anew: the file may have been deleted as an old one
+            spans = tuple([placed.span for placed in probe.images])
+            # As an action: workers compute no log-probabilities of other tokens.
+            rows.append(Row([Segment("action", int_array(probe.token_ids), images=spans)]))
+        return [logprobs[1:].tolist() for logprobs in await self.actor.forward(rows)]
 
     async def _compare_with(self, moment: str, engines: EnginePool, actor: Sequence[list[float]]) -> float | None:
         """Compare the actor's log-probabilities of each probe with those of engines; returns the largest difference of

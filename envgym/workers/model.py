@@ -252,12 +252,13 @@ class ModelWorker(ModelLearning):
         shares_prefixes = not with_images and not self._not_shared
         layout = choose_layout(units, shares_prefixes=shares_prefixes, packed=self.network.packed)
         [batches] = micro_batches(units, self._budget, 1, layout=layout)
-        partitioned = self.settings.partitions(trained=self.trained)  # all ranks bring in the same layers
+        # If parameters are partitioned, all ranks must bring in the same ones.
+        blank = with_images and self.settings.partitions(trained=self.trained)
         outputs: list[FloatArray] = [np.empty(0, np.float32)] * len(samples)
         with torch.no_grad():
             for batch in self._pad_to_other_ranks(batches):
                 packed = layout == "packed"
-                images = self.images.tensors(batch, packed=packed, blank=partitioned) if with_images else None
+                images = self.images.tensors(batch, packed=packed, blank=blank) if with_images else None
                 inputs = network_inputs(batch, [pad(batch, self.device)], self.device, layout, images=images)
                 [lines] = self.engine(*inputs).values()
                 for sample, line in zip(batch, lines.cpu().numpy(), strict=True):

@@ -93,18 +93,22 @@ def test_a_vision_tower_of_older_weights_is_seen_at_the_picture_alone(vision_mod
             files = FileTransfer(actor, tmp_path / "transfer", 2**24, checkpoint=True)
             timeshare = GpuTimeshare(None, {}, keeps_weights=False)
             sync = WeightSync(pool, actor, probes, None, "float32", files, files, timeshare)
-            row = probes[1].row()
-            action = Segment("action", row.segments[0].token_ids, images=row.images)
+            for placed in probes[1].images:
+                images.store(placed.image)
+            spans = [tuple([placed.span for placed in probe.images]) for probe in probes]
+            both = [
+                Row([Segment("action", p.token_ids, images=s)], "cross_entropy")
+                for p, s in zip(probes, spans, strict=True)
+            ]
 
             async def learn():
-                rows = [Row([action], objective="cross_entropy")]
-                await actor.accumulate(rows, {"cross_entropy": 1.0 * len(row)})
+                await actor.accumulate(both[1:], {"cross_entropy": 1.0 * len(both[1])})
                 await actor.step(1e-2)
 
-            before = await actor.forward([probe.row() for probe in probes])
+            before = await actor.forward(both)
             differences = [await sync(0)]
             await learn()
-            after = await actor.forward([probe.row() for probe in probes])
+            after = await actor.forward(both)
             differences.append(await sync(1))
             assert max(np.abs(a - b).mean() for a, b in zip(before, after, strict=True)) > 0.05
             for version, fault in ((2, "cache"), (4, "tower")):

@@ -210,7 +210,9 @@ def with_picture(difference, tmp_path, before=0.0):
     image = decoded(ImagePart.from_value(np.zeros((2, 2, 3), np.uint8)))
     pair = ActorAndEngine([before] * 4, before)
     pair.with_picture = difference
-    probe = Probe(tuple(range(20)), (PlacedImage(image, 2, 9),), ImageFolder(tmp_path).store)
+    probe = Probe(
+        tuple(range(20)), 11, "the probe with a picture", (PlacedImage(image, 2, 9),), ImageFolder(tmp_path).store
+    )
     sync = pair.sync(None, pictured=[probe])
     return pair, image, asyncio.run(sync(0)), sync
 
@@ -245,7 +247,8 @@ def test_probes_have_the_renderers_tokens_and_room_after_the_picture(vision_mode
     assert (placed.image.width, placed.image.height, placed.length) == (64, 64, 16)
     assert len(probe.token_ids) == placed.end + 64
     assert set(probe.token_ids[placed.start : placed.end]) == {renderer.tokenizer.convert_tokens_to_ids("<image>")}
-    assert probe.row().images == (placed.span,)
+    assert probe.start == placed.end
+    probe.store(placed.image)
     assert stored == [placed.image]
     assert len(picture_probe(renderer, placed.end + 9, stored.append).token_ids) == placed.end + 9
     assert picture_probe(renderer, placed.end + 7, stored.append) is None
