@@ -27,6 +27,8 @@ class ToolEnvConfig(EnvConfig):
     """Seconds a call may take, for tools without their own deadline."""
     max_result_chars: int = Field(8000, ge=1)
     """Maximum length of a result that the policy reads, in characters."""
+    result_images: bool = True
+    """Show the policy the images in results. False, for a policy of text alone: `[image 64 x 48]` stands for one."""
 
 
 class ToolEnvSpec(EnvSpec):
@@ -76,7 +78,9 @@ class ToolEnv(Env):
         if not callable(self.tools):
             raise ConfigError(f"environment {self.spec.id}: tools is a method that returns them: def tools(self): …")
         tools = await self._open(await _resolve(self.tools()))
-        self.toolbox = ToolBox(tools, timeout=config.tool_timeout, max_chars=config.max_result_chars)
+        self.toolbox = ToolBox(
+            tools, timeout=config.tool_timeout, max_chars=config.max_result_chars, with_images=config.result_images
+        )
         self._calls_left = config.max_calls
         return Observation(messages=messages, tools=self.toolbox.specs), {}
 

@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
 from envgym.processes.cancellation import UsersCode, abandon
-from envgym.types import Message, ToolCall, ToolSpec
+from envgym.types import ImagePart, Message, ToolCall, ToolSpec
 
 from .schema import WrongArguments
 from .tool import Tool, ToolFailure
@@ -23,25 +23,29 @@ ERROR_LENGTH = 1000
 """Maximum length of an error message for the policy, in characters."""
 NAME_LENGTH = 64
 """Maximum length of a tool's name in a result, in characters; the policy may have invented it."""
+MAX_IMAGES = 16
+"""Maximum number of images in a result; one with more is an error."""
+Part = str | ImagePart
 
 
 class ToolBox:
     """The tools of one episode, and counts of their calls.
 
     `timeout` is in seconds per call, for tools without their own; results longer than `max_chars` characters
-    lose their middle, with a note.
+    lose their middle, with a note. Unless `with_images`, a text such as `[image 64 x 48]` stands for an image in one.
     """
 
     def __init__(
-        self, tools: Iterable[Tool | Callable[..., Any]], *, timeout: float = 30.0, max_chars: int = 8000
-    ) -> None:
+        self, tools: Iterable[Tool | Callable[..., Any]], *, timeout: float = 30.0, max_chars: int = 8000,
+        with_images: bool = True,
+    ) -> None:  # fmt: skip
         self._tools: dict[str, Tool] = {}
         for item in tools:
             tool = item if isinstance(item, Tool) else Tool.from_function(item)
             if tool.spec.name in self._tools:
                 raise ConfigError(f"two tools have the name {tool.spec.name!r}: rename one of them")
             self._tools[tool.spec.name] = tool
-        self._timeout, self._max_chars = timeout, max_chars
+        self._timeout, self._max_chars, self._with_images = timeout, max_chars, with_images
         self._counts = {"calls": 0, "errors": 0, "malformed": 0, "timeouts": 0}
 
     @property
@@ -65,8 +69,8 @@ class ToolBox:
 
         async def run_call(call: ToolCall) -> Message:
             async with slots:
-                text = await self._answer(call)
-            return Message("tool", text, tool_call_id=call.id, name=_clean(call.name)[:NAME_LENGTH])
+                content = await self._answer(call)
+            return Message("tool", content, tool_call_id=call.id, name=_clean(call.name)[:NAME_LENGTH])
 
         jobs = [asyncio.create_task(run_call(call)) for call in calls]
         try:
@@ -74,7 +78,7 @@ class ToolBox:
         finally:
             await _end(jobs)
 
-    async def _answer(self, call: ToolCall) -> str:
+    async def _answer(self, call: ToolCall) -> str | list[Part]:
         self._counts["calls"] += 1
         if call.error:
             return self._error("malformed", call.error)
@@ -89,7 +93,7 @@ class ToolBox:
             await asyncio.wait({job}, timeout=timeout)
             if not job.done():
                 return self._error("timeouts", f"{call.name} took longer than {timeout:g} s")
-            return _truncate(job.result(), self._max_chars)
+            return self._limited(job.result())
         except InvalidOutcome:
             raise
         except WrongArguments as error:
@@ -102,16 +106,36 @@ class ToolBox:
         finally:
             await _end([job])
 
+    def _limited(self, parts: list[Part]) -> str | list[Part]:
+        """A result within the limits. Raises `ToolFailure` for more than `MAX_IMAGES` images."""
+        images = [part for part in parts if isinstance(part, ImagePart)]
+        if len(images) > MAX_IMAGES:
+            raise ToolFailure(f"the result has {len(images)} images, more than {MAX_IMAGES}")
+        if not self._with_images:
+            parts, images = [part.label if isinstance(part, ImagePart) else part for part in parts], []
+        texts = [part for part in parts if isinstance(part, str)]
+        if images and sum(map(len, texts)) <= self._max_chars:
+            return parts
+        text = _truncate("".join(texts), self._max_chars)
+        return [text, *images] if images else text
+
     def _error(self, kind: str, message: str) -> str:
         self._counts[kind] += 1
         return f"Error: {_truncate(_clean(message), ERROR_LENGTH)}"
 
 
-async def _run(tool: Tool, call: ToolCall) -> str:
-    """The result as text. A tool's `SystemExit` or `CancelledError` neither ends the loop nor cancels the episode."""
+async def _run(tool: Tool, call: ToolCall) -> list[Part]:
+    """The result as text and images. A tool's `SystemExit` or `CancelledError` neither ends the loop nor cancels the
+    episode."""
     with UsersCode(Exception) as guard:
         result = await tool.run(call.arguments)
-        return _clean(result if isinstance(result, str) else to_json(result, fallback=str).decode())
+        has_images = isinstance(result, list | tuple) and any(isinstance(item, ImagePart) for item in result)
+        return [
+            item
+            if isinstance(item, ImagePart)
+            else _clean(item if isinstance(item, str) else to_json(item, fallback=str).decode())
+            for item in (result if has_images else [result])
+        ]
     is_cancelled = isinstance(guard.error, asyncio.CancelledError)
     raise ToolFailure("the call was cancelled" if is_cancelled else type(guard.error).__name__)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -23,7 +24,8 @@ from pydantic import Field, model_validator
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, did_you_mean, needs
 from envgym.processes import family
 from envgym.settings import Settings
-from envgym.types import ToolSpec
+from envgym.types import ImagePart, ToolSpec
+from envgym.types.images import decoded
 
 from .schema import WrongArguments, to_line, without_titles
 from .tool import Tool, ToolFailure
@@ -260,10 +262,11 @@ class McpSession:
             if self._client is None:  # the session ended during the call
                 raise await self._failure("died") from None
             raise
-        text = _text(result)
         if result.is_error:
-            raise ToolFailure(text.strip())
-        return text
+            raise ToolFailure(_text(result).strip())
+        if any(block.type == "image" for block in result.content):
+            return await asyncio.to_thread(_parts, result)
+        return _text(result)
 
     async def _answers(self) -> bool:
         """Probe the server: an error may be the call's or the server's, and its code does not distinguish them."""
@@ -317,19 +320,31 @@ async def _accept_result(name: str, result: Any) -> None:
 
 def _text(result: Any) -> str:
     """A tool's result as text; of other kinds of content, the URI or the kind."""
-    parts = []
-    for block in result.content:
-        if block.type == "text":
-            parts.append(block.text)
-        elif block.type == "resource" and hasattr(block.resource, "text"):
-            parts.append(block.resource.text)
-        elif block.type == "resource_link":
-            parts.append(str(block.uri))
-        else:
-            parts.append(f"[{block.type}]")
-    if not parts and result.structured_content is not None:
+    if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content)
-    return "\n".join(parts)
+    return "\n".join(map(_text_of, result.content))
+
+
+def _parts(result: Any) -> list[str | ImagePart]:
+    """A tool's result as texts and images, which are read to the end. Raises `ToolFailure` for one that cannot be."""
+    parts: list[str | ImagePart] = []
+    for is_image, blocks in itertools.groupby(result.content, lambda block: block.type == "image"):
+        if not is_image:
+            parts.append("\n".join(map(_text_of, blocks)))
+            continue
+        try:
+            parts += [decoded(ImagePart.from_value(f"data:;base64,{block.data}")) for block in blocks]
+        except ValueError as error:
+            raise ToolFailure(str(error)) from None
+    return parts
+
+
+def _text_of(block: Any) -> str:
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource" and hasattr(block.resource, "text"):
+        return str(block.resource.text)
+    return str(block.uri) if block.type == "resource_link" else f"[{block.type}]"
 
 
 def _cause(error: BaseException | None) -> BaseException | None:

@@ -29,7 +29,8 @@ class ToolFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool: `run` takes a call's arguments and returns the result, text or any object that can be written as JSON.
+    """A tool: `run` takes a call's arguments and returns the result: text, any object that can be written as JSON, an
+    `ImagePart`, or a list of texts and images.
 
     `run` raises `WrongArguments` for invalid arguments, and `InvalidOutcome` to end the episode; of any other exception
     the policy reads the message. `timeout` is in seconds; None takes the tool box's.

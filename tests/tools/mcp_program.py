@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import base64
 import os
 import signal
 import subprocess
@@ -15,9 +16,10 @@ if "--hang" in sys.argv:
     time.sleep(600)
 
 # After the above, which is why they need no more than an instant: the imports take most of a second.
-from mcp.server.mcpserver import Context, MCPServer
+from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
+RED = "iVBORw0KGgoAAAANSUhEUgAAAAYAAAAECAIAAAAiZtkUAAAAEklEQVR4nGP8z4AOmDBEiBQCAEwxAQdOPbOMAAAAAElFTkSuQmCC"
 server = MCPServer("test", log_level="ERROR")
 notes: dict[str, list[str]] = {}
 sleepers = 0
@@ -99,6 +101,14 @@ def daemon() -> list[int]:
     source = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=2).pid)"
     orphan = subprocess.check_output([sys.executable, "-c", source], stdin=subprocess.DEVNULL)
     return [child.pid, int(orphan)]
+
+
+@server.tool()
+def look(kinds: list[str]) -> list[Image | str]:
+    """Pictures: `red`, a PNG; `broken`, its beginning; `text`, none."""
+    red = base64.b64decode(RED)
+    contents = {"red": red, "broken": red[:50], "text": b"text"}
+    return ["See:", *(Image(data=contents[kind], format="png") for kind in kinds), "That is all."]
 
 
 @server.tool()

@@ -10,13 +10,14 @@ import threading
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
 from envgym.errors import ConfigError, InvalidOutcome, NameNotFound
 from envgym.tools import Tool, ToolBox, load_tool
 from envgym.tools import tool as tool_module
-from envgym.types import ToolCall
+from envgym.types import ImagePart, ToolCall
 
 
 def answers(tools, *calls, **settings):
@@ -348,7 +349,7 @@ def test_a_tool_that_blocks_for_ever_does_not_keep_the_process(tmp_path):
     program.write_text(
         "import asyncio, time\n"
         "from envgym.tools import ToolBox\n"
-        "from envgym.types import ToolCall\n"
+        "from envgym.types import ImagePart, ToolCall\n"
         "def hang() -> None: time.sleep(600)\n"
         "print(asyncio.run(ToolBox([hang], timeout=0.1).call([ToolCall('', 'hang')]))[0].text)\n"
     )
@@ -386,3 +387,22 @@ def test_tools_are_found_by_name(tmp_path):
 
 def test_what_the_policy_is_told_is_json():
     assert json.loads(json.dumps([spec.as_dict() for spec in ToolBox([add, slowly]).specs]))
+
+
+def test_a_result_may_be_a_picture_or_texts_and_pictures():
+    picture = ImagePart.from_value(np.zeros((4, 6, 3), np.uint8))
+
+    def draw() -> object:
+        return picture
+
+    def show() -> object:
+        return ["x" * 8, picture, {"a": 1}]
+
+    def contents(max_chars, **settings):
+        box = ToolBox([draw, show], max_chars=max_chars, **settings)
+        calls = [ToolCall("0", "draw", {}), ToolCall("1", "show", {})]
+        return [[getattr(p, "text", "") or p for p in message.content] for message in asyncio.run(box.call(calls))]
+
+    assert contents(15) == [[picture], ["x" * 8, picture, '{"a":1}']]
+    assert contents(14) == [[picture], ['xxxxxxx\n[truncated: 15 characters in all]\n{"a":1}', picture]]
+    assert contents(99, with_images=False) == [["[image 6 x 4]"], ['xxxxxxxx[image 6 x 4]{"a":1}']]

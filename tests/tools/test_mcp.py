@@ -108,6 +108,24 @@ def with_session(server, play, **settings):
     return result
 
 
+def test_pictures_in_results_are_pictures(server):
+    async def play(box, session):
+        async def look(*kinds):
+            [message] = await box.call([ToolCall("", "look", {"kinds": list(kinds)})])
+            return message
+
+        return await look("red", "red"), await look("red", "broken"), await look("text"), await look(*["red"] * 17)
+
+    message, broken, text, many = with_session(server, play)
+    assert [getattr(part, "text", "") for part in message.content] == ["See:", "", "", "That is all."]
+    assert [(image.width, image.height, image.read()[:4]) for image in message.images] == [(6, 4, b"\x89PNG")] * 2
+    assert broken.text.startswith("Error: the file of an image cannot be read (")
+    assert text.text == "Error: the file of an image cannot be read (it is no image)"
+    assert many.text == "Error: the result has 17 images, more than 16"
+    [message, *_] = with_session(server, play, with_images=False)
+    assert (message.text, message.images) == ("See:[image 6 x 4][image 6 x 4]That is all.", ())
+
+
 # -- what a server offers ---------------------------------------------------------------------------------
 
 
