@@ -75,9 +75,9 @@ class EnvgymEnv(vf.Env[EnvgymConfig]):
     async def run(self, task: EnvgymTask, agents: vf.Agents) -> None:
         """Play an episode. Its reward is the sum over the steps; a failure of the environment is the episode's."""
         tools, rewards, ends = (), [], False
-        posed = await self.spec.tasks(task.data.split).get(task.data.index)
+        envgym_task = await self.spec.tasks(task.data.split).get(task.data.index)
         async with self.spec.make() as env, agents.agent.interaction(task) as interaction:
-            observation, _ = await env.reset(seed=task.data.index, options={"task": posed})
+            observation, _ = await env.reset(seed=task.data.index, options={"task": envgym_task})
             trace = interaction.trace
             while not ends:
                 tools = observation.tools or tools
