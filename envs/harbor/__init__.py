@@ -60,8 +60,8 @@ class HarborAgentConfig(ForeignAgentConfig):
     """Settings of the agent of a trial."""
 
     name: str = ""
-    """One of Harbor's agents (`terminus-2`, `oracle`, `nop`, …) or the class of another (`MODULE:CLASS`). Unset: a
-    plain agent whose policy has a shell as its tool."""
+    """One of Harbor's agents, such as `terminus-2`, or the class of another (`MODULE:CLASS`). Unset: a plain agent
+    whose policy has a shell as its tool."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the agent's class: `agent.arguments.max_turns=20`, say."""
 
