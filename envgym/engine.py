@@ -102,15 +102,25 @@ class Generation:
     versions: tuple[VersionSpan, ...]
 
 
+IMAGE_ADVICE = "set engine.kind=vllm, without engine.args.language_model_only"
+"""What a user can do who has images and an engine that takes none."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """A started engine: kind (`vllm 0.32.0`), context length in tokens, whether `load_bucket` takes weights under their
-    names in checkpoints, else in transformers' model, and whether it samples after images."""
+    names in checkpoints, else in transformers' model, and the advice for users with images, empty if it samples after
+    images."""
 
     kind: str
     max_model_len: int
     checkpoint_names: bool = True
-    takes_images: bool = False
+    image_advice: str = IMAGE_ADVICE
+
+    @property
+    def takes_images(self) -> bool:
+        """True if it samples after images."""
+        return not self.image_advice
 
 
 class Engine(Protocol):

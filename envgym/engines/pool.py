@@ -216,10 +216,7 @@ class EnginePool:
         if self._info is None:
             self._info = await self.info()
         if not self._info.takes_images:
-            engine = self._info.kind
-            reason = (
-                f"the engine ({engine}) takes no images: set engine.kind=vllm, without engine.args.language_model_only"
-            )
+            reason = f"the engine ({self._info.kind}) takes no images here: {self._info.image_advice}"
             raise InvalidOutcome("images", reason)
 
     async def probe(self, token_ids: tuple[int, ...], images: tuple[PlacedImage, ...] = ()) -> list[list[float]]:

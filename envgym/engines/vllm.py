@@ -84,7 +84,7 @@ class VLLMEngine:
         self._engine.set_weight_version("0")
 
     async def info(self) -> EngineInfo:
-        return EngineInfo(f"vllm {self._version}", self._max_model_len, takes_images=self._prompts.take_images)
+        return EngineInfo(f"vllm {self._version}", self._max_model_len, image_advice=self._prompts.image_advice)
 
     async def steps(self) -> int:
         return self._steps
@@ -179,7 +179,7 @@ class VLLMEngine:
         """Recompute requests in flight from their tokens, so that no later token depends on keys and values of the old
         weights and its log-probabilities are exactly the new policy's."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
-        if self._prompts.take_images:
+        if self._prompts.may_have_images:
             self._engine.reset_encoder_cache()  # a reload keeps the outputs of the old vision tower
         self._engine.set_weight_version(str(version))
 

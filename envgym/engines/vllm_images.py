@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from envgym.engine import Request
+from envgym.engine import IMAGE_ADVICE, Request
 from envgym.errors import DataError, InvalidOutcome
 from envgym.types import PlacedImage
 
@@ -38,14 +38,15 @@ def image_arguments(image_size: Mapping[str, int] | None, *, cpu: bool) -> dict[
 
 
 class Prompts:
-    """Makes vLLM's inputs of requests. They `take_images` if the engine has loaded a model that does."""
+    """Makes vLLM's inputs of requests. They `may_have_images` if the engine has loaded a vision-language model whole;
+    `image_advice` is that of the `EngineInfo`."""
 
     def __init__(self, engine: Any) -> None:
         model = engine.vllm_config.model_config
         self._renderer = engine.renderer
         self._processor = engine.renderer.mm_processor
-        self.take_images = self._processor is not None
-        self._refusal = _refusal(model) if self.take_images else ""
+        self.may_have_images = self._processor is not None
+        self.image_advice = _advice(model) if self.may_have_images else IMAGE_ADVICE
         ids = (getattr(model.hf_config, name, None) for name in PLACEHOLDERS)
         self._placeholders = frozenset(token for token in ids if isinstance(token, int))
 
@@ -57,12 +58,12 @@ class Prompts:
         the positions of its images.
         """
         if not images:
-            if self.take_images:
+            if self.may_have_images:
                 self._check(token_ids, [], images)
             yield {"prompt_token_ids": token_ids}
             return
-        if self._refusal:
-            raise InvalidOutcome(FAILURE, self._refusal)
+        if self.image_advice:
+            raise InvalidOutcome(FAILURE, self.image_advice)
         from envgym.render.images import open_rgb
 
         cache, names = self._renderer.mm_processor_cache, [placed.image.sha256 for placed in images]
@@ -98,7 +99,7 @@ class Prompts:
     def check_sampled(self, request: Request, result: Any) -> None:
         """Raise `InvalidOutcome` if vLLM has sampled after other token ids than the request's, and for a placeholder
         that the policy has sampled: the model would look for its image."""
-        if not self.take_images:
+        if not self.may_have_images:
             return
         if list(result.prompt_token_ids) != list(request.token_ids):
             raise InvalidOutcome("engine", "vLLM has sampled after other token ids than those of the request")
@@ -132,13 +133,13 @@ def _embedded(run: Any) -> list[int]:
     return [run.start_idx + index for index, is_embedded in enumerate(mask) if is_embedded]
 
 
-def _refusal(model: Any) -> str:
-    """The reason why vLLM's images are another model's here; empty for none."""
+def _advice(model: Any) -> str:
+    """The advice for users with images where vLLM computes them for another model; else empty."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and model.is_mm_prefix_lm:
         return (
-            f"{model.hf_config.model_type} attends both ways within an image, and vLLM does not on a CPU: sample on a "
+            f"{model.hf_config.model_type} attends both ways within an image, and vLLM does not on a CPU; sample on a "
             "GPU, or choose another vision-language model"
         )
     return ""

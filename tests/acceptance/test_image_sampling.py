@@ -28,7 +28,7 @@ def test_gemma_3_with_images_is_refused_on_a_cpu(tmp_path):
     async def body(pool):
         request = Request("0", int_array(prompt.token_ids), SamplingParams(4), images=prompt.images)
         with pytest.raises(
-            InvalidOutcome, match="gemma3 attends both ways within an image, and vLLM does not on a CPU"
+            InvalidOutcome, match="no images here: gemma3 attends both ways within an image, and vLLM does not on a"
         ):
             await pool.generate(request)
         return await pool.generate(Request("1", int_array([40, 41]), SamplingParams(4)))
@@ -37,7 +37,7 @@ def test_gemma_3_with_images_is_refused_on_a_cpu(tmp_path):
 
     async def refused(pool):
         request = Request("0", int_array(prompt.token_ids), SamplingParams(4), images=prompt.images)
-        with pytest.raises(InvalidOutcome, match=r"the engine \(vllm .*\) takes no images: set engine.kind=vllm"):
+        with pytest.raises(InvalidOutcome, match=r"the engine \(vllm .*\) takes no images here: set engine.kind=vllm"):
             await pool.generate(request)
 
     with_engine(folder, tmp_path, refused, engine_args={"language_model_only": True})

@@ -332,7 +332,7 @@ def test_an_engine_that_takes_no_images_gets_none():
         world = World(1)
         image = PlacedImage(ImagePart("a" * 64, 8, 8, "image/png"), 0, 1)
         with pytest.raises(
-            InvalidOutcome, match=r"the engine \(fake 1.0\) takes no images: set engine.kind=vllm"
+            InvalidOutcome, match=r"the engine \(fake 1.0\) takes no images here: set engine.kind=vllm"
         ) as error:
             await world.pool.generate(Request("r", (1,), SamplingParams(4), images=(image,)))
         assert error.value.kind == "images"
