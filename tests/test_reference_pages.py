@@ -21,6 +21,7 @@ from envgym.types.episodes import Limit
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 COMPUTED = {
+    ("envgym/engines/vllm_images.py", "FAILURE"): {"images"},
     ("envgym/jobs/score.py", "RECORDING"): {"recording"},
     ("envgym/processes/runtime.py", "message"): set(),  # rebuilds an error of another process
     ("envgym/remote/transport.py", "ERROR_KINDS.get(problem.kind, 'refused')"): {*ERROR_KINDS.values(), "refused"},
