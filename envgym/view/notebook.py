@@ -34,7 +34,11 @@ class ShownEpisode:
         for row in self.record["rows"]:
             advantages = row.get("advantages") or [None] * len(row["ids"])
             texts = row["texts"] or [f"{token} " for token in row["ids"]]
-            parts += map(_token_html, texts, row["ids"], row["logprobs"], advantages)
+            tokens = list(map(_token_html, texts, row["ids"], row["logprobs"], advantages))
+            for image in row["images"]:  # its placeholders are one mark
+                start, end = image["start"], image["start"] + image["length"]
+                tokens[start:end] = [_token_html("[image]", 0, None, None), *[""] * (end - start - 1)]
+            parts += tokens
             parts.append("<hr>")
         return f"<div><b>{escape(repr(self))}</b></div><pre style='white-space:pre-wrap'>{''.join(parts)}</pre>"
 

@@ -16,13 +16,17 @@ import pytest
 from PIL import Image
 
 import envgym
+from envgym.envs.nemo_gym.servers import _step_result
+from envgym.envs.openenv.serve import text_of
 from envgym.errors import InvalidStep
+from envgym.gymnasium_view import _text
 from envgym.hashing import task_hash
 from envgym.render.spelling import rewrite
+from envgym.rollout.scripted import PlayedTurn
 from envgym.services import RewardModel
 from envgym.services.reward import RewardModelClient
 from envgym.tasks import prompt_key
-from envgym.types import Action, ImagePart, Message, Task, TextPart, add_instruction, as_messages
+from envgym.types import Action, ImagePart, Message, Observation, Task, TextPart, add_instruction, as_messages
 from envgym.types.images import MAX_BYTES, decoded
 
 OPTIONS = {"task": Task("t")}
@@ -246,6 +250,24 @@ def test_a_prompt_of_raw_text_has_no_picture(name, settings):
 
     with pytest.raises(InvalidStep, match="an image, and a prompt of raw text takes text alone: leave images out"):
         asyncio.run(main())
+
+
+def test_protocols_of_text_tell_that_there_is_a_picture():
+    observation = Observation((Message.user("Look: ", pixels()), Message("tool", [pixels()], tool_call_id="c")))
+    text = "Look: [image 20 x 12]\n\n[image 20 x 12]"
+    assert text_of(observation) == text
+    assert _text(observation) == text.replace("\n\n", "\n")
+
+    class Served:
+        has_ended = False
+
+        async def answer(self, action):
+            return PlayedTurn(action, observation, 0.0, False, False, {})
+
+    result = asyncio.run(_step_result(Served(), None))
+    assert (result["observation"], result["info"]["tool_outputs"]) == (
+        "Look: [image 20 x 12]", [{"call_id": "c", "output": "[image 20 x 12]"}],
+    )  # fmt: skip
 
 
 def test_reward_models_are_not_asked_about_pictures():

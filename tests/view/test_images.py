@@ -22,6 +22,7 @@ from envgym.images import ImageFolder
 from envgym.run_folder import RunFolder
 from envgym.types import ImagePart, ImageSpan, Message, Segment
 from envgym.types.images import decoded
+from envgym.view.notebook import read_episode
 from envgym.view.server import Answers
 from tests.pictures import picture
 
@@ -213,6 +214,14 @@ def test_an_export_has_as_many_images_as_fit(gallery, monkeypatch):
     assert kinds.count("image") == 1
     assert kinds.count("episode") == 3
     assert (gallery / "out.html").stat().st_size < 1.5 * 2**20
+
+
+def test_a_notebook_has_one_mark_for_an_image(gallery):
+    run = gallery / "runs" / "first"
+    text = re.sub("<[^>]*>", "", read_episode(run, "run", 1, 0)._repr_html_())
+    assert text.count("[image]") == 2
+    assert "60 " not in text  # the placeholder, which has no text without a tokenizer
+    assert text.count("41 ") == 2
 
 
 def test_show_tells_the_size_of_an_image(gallery, monkeypatch, capsys):
