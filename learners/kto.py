@@ -137,7 +137,9 @@ def mismatched_row(prompt_from: Row, answer_from: Row) -> Row:
     prompt_end, answer_start = (last_run(row.loss_weights > 0) for row in (prompt_from, answer_from))
     token_ids = np.concatenate([prompt_from.token_ids[:prompt_end], answer_from.token_ids[answer_start:]])
     weights = np.concatenate([np.zeros(prompt_end, np.float32), answer_from.loss_weights[answer_start:]])
-    return Row.from_arrays(token_ids, weights, np.full(len(token_ids), np.nan, np.float32), prompt_from.objective)
+    images = tuple([image for image in prompt_from.images if image.end <= prompt_end])  # an answer has none
+    no_logprobs = np.full(len(token_ids), np.nan, np.float32)
+    return Row.from_arrays(token_ids, weights, no_logprobs, prompt_from.objective, images=images)
 
 
 def last_run(mask: NDArray[np.bool_]) -> int:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from envgym.errors import InvalidOutcome
+from envgym.errors import ConfigError, InvalidOutcome
 from envgym.net.client import JsonCaller
 from envgym.net.tokens import api_key
 
@@ -40,7 +40,12 @@ class ApiTeacher:
 
     async def forward(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
         """[T, k, 2] of each row: log-probabilities of the most likely tokens, in nats and descending, and their ids.
-        Raises `InvalidOutcome` where the server does not return them."""
+        Raises `InvalidOutcome` where the server does not return them, and `ConfigError` for a row with an image."""
+        if any(row.images for row in rows):
+            raise ConfigError(
+                f"a row has an image, and {self._caller.name} is asked for token ids alone: name a folder or hub id as "
+                "the teacher's model, without base_url"
+            )
         return list(await asyncio.gather(*(self._ask(row.token_ids.tolist()) for row in rows)))
 
     async def _ask(self, token_ids: list[int]) -> NDArray[np.float32]:

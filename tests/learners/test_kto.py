@@ -8,7 +8,7 @@ import torch
 
 from envgym.learner import Outputs, pad
 from envgym.learners.kto import KTO, KTOConfig
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, number_rows
+from envgym.types import Episode, Group, ImageSpan, Objective, Outcome, Row, Segment, Task, number_rows
 
 CPU = torch.device("cpu")
 
@@ -39,6 +39,19 @@ def test_each_prompt_is_followed_by_the_answer_before_it():
     rows = learner.rows_to_score(number_rows(GROUPS))
     assert [row.token_ids.tolist() for row in rows[1::2]] == [[1, 2, 14, 15, 16], [3, 11, 12], [4, 5, 6, 13]]
     assert [row.loss_weights.tolist() for row in rows[1::2]] == [[0, 0, 1, 1, 1], [0, 1, 1], [0, 0, 0, 1]]
+
+
+def test_a_prompt_has_its_images_before_any_answer():
+    learner, span = KTO(KTOConfig(name="kto")), ImageSpan("ab" * 32, 1, 2)
+    groups = [answer([1, 9, 9, 2], [11, 12], 1.0), answer([3], [13], 0.0)]
+    groups[0].episodes[0].rows[0].segments[0].images = (span,)
+    rows = learner.rows_to_score(number_rows(groups))
+    assert [(row.token_ids.tolist(), row.images) for row in rows] == [
+        ([1, 9, 9, 2, 11, 12], (span,)),
+        ([1, 9, 9, 2, 13], (span,)),
+        ([3, 13], ()),
+        ([3, 11, 12], ()),
+    ]
 
 
 @pytest.mark.parametrize("cut", [1, 3])

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from envgym.errors import InvalidOutcome
+from envgym.errors import ConfigError, InvalidOutcome
 from envgym.services.teacher import ApiTeacher
-from envgym.types import Row, Segment
+from envgym.types import ImageSpan, Row, Segment
 
 
 def sample(*token_ids):
@@ -65,3 +65,10 @@ def test_the_likeliest_tokens_in_the_place_of_each(serving, monkeypatch):
 def test_another_answer_is_said(serving, answer, problem):
     with pytest.raises(InvalidOutcome, match=f"big at http.* {problem}"):
         asked(serving, answer, [sample(3, 7)])
+
+
+def test_a_row_with_an_image_is_refused(serving):
+    """The server would see its placeholders alone."""
+    row = Row([Segment("prompt", [3, 5, 5], images=(ImageSpan("ab" * 32, 1, 2),)), Segment("action", [7])])
+    with pytest.raises(ConfigError, match=r"^a row has an image, and big at http.* is asked for token ids alone"):
+        asked(serving, {}, [sample(3, 7), row])
