@@ -173,8 +173,8 @@ def _activation_bytes(sizes: ModelSizes, settings: WorkersConfig, width: int, gp
 
 
 def engine_memory(sizes: ModelSizes, stage: StageConfig, plan: Plan, gpu_bytes: int | None) -> Memory:
-    """The memory of an engine, or of each GPU of one: weights, without a vision tower, and a cache for keys and values.
-    On a GPU the cache fills the engine's share."""
+    """The memory of an engine, or of each GPU of one: weights, without a vision tower for texts alone, and a cache for
+    keys and values. On a GPU the cache fills the engine's share."""
     in_16_bits = number_format(stage.engine.dtype, on_cpu=gpu_bytes is None) != "float32"
     weights = (sizes.parameters - sizes.vision) * (2 if in_16_bits else 4) / stage.engine.tensor_parallel
     if gpu_bytes is None:

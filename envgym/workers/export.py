@@ -94,7 +94,7 @@ def flops_per_token(model: nn.Module) -> tuple[float, float]:
     N counts the weights of matrix products: not the embedding, which is only looked up (but a head tied to it), and of
     the experts only as many as a token is routed to. A frozen weight needs 4 instead of 6 FLOPs, since no gradient of
     it is computed. Layers with windowed attention are omitted from b, so that long sequences are never overcounted. A
-    vision tower does not count: no text passes it.
+    vision tower does not count: its work depends on the images, not on the tokens.
     """
     config = model.config.get_text_config()
     experts = n_experts(config)

@@ -67,6 +67,7 @@ class ImageTensors:
         if 0 in self._placeholders:  # rows are padded with 0
             raise ConfigError(f"{source}: token 0 stands for an image, which envgym does not support")
         self._cache: OrderedDict[str, Processed] = OrderedDict()
+        self._cached_bytes = 0
         self._blank: Processed | None = None
 
     def tensors(self, samples: Sequence[Row], *, packed: bool, blank: bool) -> dict[str, torch.Tensor]:
@@ -136,8 +137,9 @@ class ImageTensors:
             self._cache.move_to_end(name)
             return self._cache[name]
         image = self._cache[name] = self._process(self._open(name))
-        while len(self._cache) > 1 and sum(image.n_bytes for image in self._cache.values()) > CACHED_BYTES:
-            self._cache.popitem(last=False)
+        self._cached_bytes += image.n_bytes
+        while len(self._cache) > 1 and self._cached_bytes > CACHED_BYTES:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].n_bytes
         return image
 
     def _open(self, name: str) -> Any:

@@ -1,6 +1,8 @@
 """Rows with images go through a vision-language model as it is defined, in any layout, and with other images they have
 other log-probabilities."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,9 @@ from envgym.errors import ConfigError, DataError, RunError
 from envgym.images import ImageFolder
 from envgym.learner import pad
 from envgym.types import ImagePart, ImageSpan, Objective, Row
+from envgym.workers.attention import VARLEN
 from envgym.workers.config import ImageConfig
-from envgym.workers.images import BLANK, ImageTensors, check_takes_images, collate
+from envgym.workers.images import BLANK, ImageTensors, attend_within_images, check_takes_images, collate
 from envgym.workers.micro_batches import choose_layout, network_inputs
 from envgym.workers.network import TokenNetwork
 from tests.vision_models import KINDS, MARKERS, TOKENS, make_vision_model
@@ -252,6 +255,33 @@ def test_tensors_of_images_are_padded_behind_the_first_dimension():
     assert torch.equal(result["x"][:1, :2], a)
     assert torch.equal(result["x"][1:, :, :2], b)
     assert result["x"].sum() == a.sum() + b.sum()
+
+
+def test_kernels_without_masks_are_not_for_towers_nor_for_attention_both_ways(make_vision):
+    llava = make_vision("llava")
+    llava.model.config._attn_implementation = VARLEN
+    attend_within_images(llava.model)
+    assert llava.model.config._attn_implementation == VARLEN
+    ImageTensors(llava.model, str(llava.folder / "model"), llava.config, CPU)
+    assert llava.model.config.text_config._attn_implementation == VARLEN
+    assert llava.model.base_model.vision_tower.config._attn_implementation == "sdpa"
+    gemma = make_vision("gemma3")
+    gemma.model.config._attn_implementation = "flash_attention_2"
+    attend_within_images(gemma.model)
+    assert gemma.model.config.text_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_routers_numbers_of_a_blank_row_are_left_out(llava, packed):
+    """Experts are balanced over the tokens of the rows alone."""
+    llava.network.packed = packed
+    n_rows, length, n_blank = 2, 5, 7
+    shape = (1, 8 + n_blank, 3) if packed else (n_rows + 1, n_blank, 3)
+    states = torch.arange(float(np.prod(shape))).view(shape)
+    base = SimpleNamespace(last_hidden_state=states, router_logits=(states.flatten(0, 1) * 2,))
+    result, [logits] = llava.network._without_blank_row(base, (n_rows, length), n_blank)
+    assert torch.equal(result, states[:, :8] if packed else states[:2, :5])
+    assert torch.equal(logits, 2 * result.flatten(0, 1))
 
 
 def test_models_that_take_no_images_are_refused(llava):
