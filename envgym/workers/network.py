@@ -189,17 +189,15 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
     def _without_blank_row(
         self, base: Any, shape: tuple[int, int], n_blank: int
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Outputs of the model for rows of a `shape` [B, T] alone, of those with a blank image's after them. It adds 0
-        to the states, and so stays in the graph: ranks must reduce the same gradients, the vision tower's too."""
-        states = base.last_hidden_state
-        n_rows, length = shape
+        """Outputs of the model for rows of a `shape` [B, T] alone, of those with a blank image's after them. The blank
+        row stays in the graph, with gradients of 0: ranks must reduce the same ones, the vision tower's too."""
+        states, (n_rows, length) = base.last_hidden_state, shape
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[:, :-n_blank] if self.packed else tensor[:n_rows, :length]
 
-        blank = states[:, -n_blank:] if self.packed else states[n_rows:]
         logits = (layer.view(*states.shape[:2], -1) for layer in getattr(base, "router_logits", None) or ())
-        return cut(states) + 0.0 * blank.sum(), tuple(cut(layer).flatten(0, 1) for layer in logits)
+        return cut(states), tuple(cut(layer).flatten(0, 1) for layer in logits)
 
 
 def be_deterministic() -> None:

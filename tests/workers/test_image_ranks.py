@@ -57,6 +57,9 @@ def take_step(make_vision, learner, normalizers, run_group, tmp_path):
             scores = await group.forward(rows)
             if not trained:
                 return scores
+            if lora:
+                for line, score in zip(await group.without_adapter("reference").forward(rows), scores, strict=True):
+                    np.testing.assert_allclose(line, score, atol=1e-6, rtol=0)
             await group.accumulate(rows[1:], normalizers(rows[1:]))  # a step of texts alone, before and after it
             await group.step(0.0)
             metrics = await group.accumulate(rows, normalizers(rows)) | await group.step(1.0)
