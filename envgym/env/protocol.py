@@ -286,6 +286,9 @@ class CheckedEnv(Env):
             observation = as_observation(value)
         except (TypeError, ValueError) as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
+        if observation.images:
+            [message] = await self.spec.checked_images((Message("user", observation.images),))
+            return replace(observation, images=message.images)
         messages = await self.spec.checked_images(observation.messages)
         return observation if messages is observation.messages else replace(observation, messages=messages)
 

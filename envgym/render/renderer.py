@@ -88,7 +88,7 @@ class Renderer(ABC):
         if self._opening[0] != observation:
             raw = observation.text
             text = self._open(observation) if raw is None else raw
-            images = images_in(observation.messages if raw is None else ())
+            images = images_in(observation.messages) if raw is None else observation.images
             token_ids = self.encode(self.placeholders.write(text, images))
             bos = self.tokenizer.bos_token_id
             if (self._bos_before_messages if raw is None else self._bos_before_text) and token_ids[:1] != [bos]:
@@ -319,7 +319,7 @@ class Dialogue(ABC):
         """
         self.tools = observation.tools or self.tools
         if observation.text is not None:
-            extension = Extension(self.renderer.encode_after(self._last, observation.text))
+            extension = self._render_images(observation.text, observation.images)
             self._on_text(observation.text)
         else:
             mark = self.renderer.others_answer
@@ -371,7 +371,7 @@ class Dialogue(ABC):
 
     def _append_observation(self, observation: Observation, token_ids: Sequence[int]) -> None:
         raw = observation.text
-        messages = observation.messages if raw is None else [Message("user", raw)] if raw else []
+        messages = observation.messages if raw is None else [Message("user", (raw, *observation.images))] if raw else []
         self.messages.extend(messages)
         self._last = token_ids[-1] if token_ids else self._last
 

@@ -350,7 +350,8 @@ class Task:
 class Observation:
     """The environment's message to the policy: chat `messages`, or raw `text` (for base models, without a template).
 
-    `Observation("text")` is raw text; messages may be one message or a list, and mappings become `Message`.
+    `Observation("text")` is raw text; messages may be one message or a list, and mappings become `Message`. `images`
+    are those of raw text, in the order of the marks for them that the text has, such as `<|image_pad|>`.
     `sampling` overrides fields of the next turn's sampling parameters (`{"max_tokens": 64}`), within the limits of a
     run's settings; its `stop` is a text, and the turn ends with the first token that contains it. `tools` are declared
     with an episode's first observation and hold for the whole episode.
@@ -362,12 +363,14 @@ class Observation:
     text: str | None = None
     sampling: Mapping[str, Any] | None = None
     tools: tuple[ToolSpec, ...] = ()
+    images: tuple[ImagePart, ...] = ()
 
     if TYPE_CHECKING:  # `__post_init__` converts these wider types
 
         def __init__(
             self, messages: str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]] = (),
             text: str | None = None, sampling: Mapping[str, Any] | None = None, tools: tuple[ToolSpec, ...] = (),
+            images: tuple[ImagePart, ...] = (),
         ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -379,6 +382,8 @@ class Observation:
             raise TypeError(f"an observation is text, messages or an Observation, not {type(messages).__name__}")
         if not isinstance(self.text, str | None):
             raise TypeError(f"the text of an observation is a string, not {type(self.text).__name__}")
+        if self.images and self.text is None:
+            raise TypeError("an observation's images are those of its raw text: put those of messages into these")
         object.__setattr__(self, "messages", as_messages(messages))
 
     @property
@@ -414,8 +419,8 @@ def as_observation(value: Any) -> Observation:
 
 
 def observed_messages(observation: Observation) -> tuple[Message, ...]:
-    """An observation as messages; raw text becomes a user message."""
-    return (Message("user", observation.text),) if observation.text else observation.messages
+    """An observation as messages; raw text becomes a user message, with its images after it."""
+    return (Message("user", (observation.text, *observation.images)),) if observation.text else observation.messages
 
 
 class StopReason(StrEnum):

@@ -151,8 +151,8 @@ class AgentEnv(Env):
         """The first observation: the agent's own or, before `execute` runs the episode, the prompt."""
         self.score = None
         *messages, last = as_messages(self.task.prompt)
-        refuse_images([*messages, last], "an agent file for OpenRLHF")
         if self.spec.executes and self.policy.tokenizer is not None:  # `execute` comes next
+            refuse_images([*messages, last], "an agent file for OpenRLHF with an execute of its own")
             text = last.text
         else:
             session = await self._open()
@@ -160,14 +160,15 @@ class AgentEnv(Env):
             sampling = dict(self.policy.sampling)
             text = await session.call(lambda host: host.reset(self._key, prompt, self.task.answer, sampling))
         if self._is_chat:
-            return Observation(messages=(*messages, Message(last.role, text))), {}
+            message = last if text == last.text else Message(last.role, (*last.images, text))
+            return Observation(messages=(*messages, message)), {}
         return Observation(text=text), {}
 
     async def step(self, action: Action) -> StepResult:
         assert self._session is not None
         result, metrics, sampling = await self._session.call(lambda host: host.step(self._key, action.text))
         self.score = result.score
-        observation = Observation(text=result.feedback, sampling=sampling)
+        observation = Observation(text=result.feedback, sampling=sampling, images=result.images)
         return observation, result.reward, result.is_done, False, {"score": result.score, "metrics": metrics}
 
     async def execute(self, sample: Sample) -> dict[str, Any]:

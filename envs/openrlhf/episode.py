@@ -10,6 +10,7 @@ from typing import Any
 from envgym.errors import InvalidStep
 from envgym.processes.runtime import close_object
 from envgym.rewards.functions import number
+from envgym.types import ImagePart
 
 ROUNDING = 1e-6
 """Rounding error outside [0, 1] that a 32-bit score may have."""
@@ -23,6 +24,8 @@ class InstanceStep:
     score: float | None
     feedback: str
     is_done: bool
+    images: tuple[ImagePart, ...] = ()
+    """The images of the feedback, which has the model's mark for each."""
 
 
 class InstanceEpisode:
@@ -74,7 +77,7 @@ class InstanceEpisode:
         is_done = bool(result["done"])
         feedback = _text(result, "environment_feedback", "step", required=not is_done)
         self.text += action_text + feedback
-        return InstanceStep(reward, self._score, feedback, is_done)
+        return InstanceStep(reward, self._score, feedback, is_done, () if is_done else _images(result))
 
     async def close(self) -> None:
         """Call the instance's `close`, if it has one."""
@@ -97,6 +100,15 @@ def _text(result: Any, key: str, method: str, *, required: bool = True) -> str:
     if not isinstance(text, str):
         raise InvalidStep(f"{method} must return a dict with the text {key!r}, not {result!r:.80}")
     return text
+
+
+def _images(result: Mapping[str, Any]) -> tuple[ImagePart, ...]:
+    images = result.get("environment_images")
+    images = images if isinstance(images, list | tuple) else [] if images is None else [images]
+    try:
+        return tuple(map(ImagePart.from_value, images))
+    except (TypeError, ValueError) as error:
+        raise InvalidStep(f"step returned environment_images: {error}") from None
 
 
 # -- tensors, arrays, lists or numbers, in any mixture, as plain numbers ----------------------------------

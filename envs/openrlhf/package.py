@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from envgym import registry
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, InvalidStep
 from envgym.loading import load_function
 
 from .episode import InstanceEpisode
@@ -90,6 +90,8 @@ class AgentExecutorBase:
                     break
                 ranges.append((len(tokens), len(tokens) + len(output.token_ids)))
                 step = await episode.step(output.text)
+                if step.images:
+                    raise InvalidStep("environment_images are shown where the file has no execute of its own")
                 is_done, score = step.is_done, step.score
                 rewards.append(step.reward)
                 feedback = [] if is_done else _encode(tokenizer, step.feedback)
