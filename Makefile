@@ -21,7 +21,7 @@ ACCEPTANCE := tests/acceptance
 
 test-slow-training: .venv/installed-dev  ## Each part takes less than an hour and writes tests/results/
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,main_job.py repeatable.py sync_is_checked.py \
-		vision_language.py \
+		vision_language.py pictures.py \
 		lora.py pretrained.py turns_and_tools.py placements.py no_survivors.py old_folders.py failed_reward.py) \
 		tests/training tests/placement tests/rollout tests/models tests/test_end_to_end.py tests/test_notebook.py \
 		tests/test_grpo_in_one_file.py
@@ -31,6 +31,7 @@ test-slow-starter: .venv/installed-dev  ## Two to three hours
 
 test-slow-workers: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_cluster.py tests/acceptance/test_image_sampling.py \
+		tests/acceptance/test_image_layouts.py \
 		tests/workers tests/engines tests/learners tests/processes
 
 test-slow-environments: .venv/installed-dev

@@ -141,8 +141,8 @@ def compare_family(kind: str, folder: Path) -> dict[str, Any]:
         before = await play_all(0, 4, 10)
         [client] = pool.clients
         steps = await client.call(lambda engine: engine.steps())
-        playing = asyncio.create_task(play_all(100, 10, 40))
-        while await client.call(lambda engine: engine.steps()) < steps + 20:
+        playing = asyncio.create_task(play_all(100, 24, 40))
+        while await client.call(lambda engine: engine.steps()) < steps + 8:
             pass
         bucket = bucket_of(second)
         await pool.on_all(lambda engine: engine.begin_weights())

@@ -115,8 +115,6 @@ class CompletionRequest(PolicyRequest):
             tools = tuple(_tool(tool) for tool in body.get("tools") or ())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Refusal(400, f"malformed messages or tools: {type(error).__name__}: {error}") from None
-        if any(message.images for message in messages):
-            raise Refusal(400, "a message has an image, and this policy takes text alone")
         limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         return cls.from_body(body, messages, tools, limit, body.get("stop"), body.get("tool_choice"))
 

@@ -28,8 +28,7 @@ from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.transcript import EpisodeSampler
-from envgym.types import ImagePart, Message, Observation, StopReason, Task, ToolSpec, VersionSpan
-from tests.pictures import picture
+from envgym.types import Message, Observation, StopReason, Task, ToolSpec, VersionSpan
 from tests.running import is_running
 
 LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})
@@ -130,20 +129,6 @@ def test_a_program_that_calls_tools_is_one_row_of_exact_tokens(renderer, recordi
     assert [action.text for action in Asks.heard] == ["it is 42"] * 3
     assert all(action.token_ids for action in Asks.heard)  # the policy's last turn, unchanged
     assert all(request[1].stop_reason is StopReason.STOP for request in engine.answers.values())
-
-
-def test_a_program_is_not_asked_about_a_picture(renderer, tmp_path, monkeypatch):
-    async def reset(self, *, seed=None, options=None):
-        return [Message.user("What is x?", picture())], {}
-
-    monkeypatch.setattr(Asks, "reset", reset)
-    engine = Scripted(renderer, lambda n, prompt: "it is 42")
-    [episode] = play(renderer, engine, program(tmp_path, WITH_TOOLS))
-    assert episode.outcome.reason == "invalid_environment"
-    assert (
-        episode.outcome.message == "a message has an image, and an external program takes text alone: leave images out"
-    )
-    assert engine.calls == 0
 
 
 SHORT = """
@@ -513,10 +498,6 @@ def seeing(image):
         ({"messages": []}, "a list of at least one message"),
         ({"messages": [{"content": "x"}]}, "a prompt is a string or a list"),
         ({"messages": QUESTION, "n": 2}, "'n' cannot be 2"),
-        (
-            {"messages": seeing(ImagePart.from_value(picture()).data_uri())},
-            "a message has an image, and this policy takes text alone",
-        ),
         ({"messages": seeing("/etc/passwd")}, "an image is not given as the text '/etc/passwd'"),
         ({"messages": seeing("http://127.0.0.1/x.png")}, "addresses of the web are not read"),
         ({"messages": QUESTION, "stop": [1]}, "the texts that stop an answer are text or a list of at most"),

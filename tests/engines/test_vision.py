@@ -25,6 +25,7 @@ def run(tmp_path_factory, vision_model):
         folder, "train", "--env", "letters.py", "--model", vision_model("llava"), "--name", "first", "steps=3",
         "rollout.tasks_per_step=4", "rollout.group_size=4", "rollout.max_tokens=48", "eval.every=0",
         "learner.lr=1e-3", "learner.weight_decay=0.1", "checkpoint.every=3",
+        "engine.args={language_model_only: true}",
     )  # fmt: skip
     return folder / "runs" / "first"
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,7 @@ def conversations_that_cannot_be_scored():
 def test_several_ranks_give_the_rewards_of_one_a_conversation_fails_alone_and_a_rank_that_dies_ends_the_run(
     tiny_reward_model,
 ):
+    sys.setrecursionlimit(1000)  # packages that other tests import raise it
     texts = [f"what is {number} + {'3' * (number % 5)}?" for number in range(19)]
     wrong = conversations_that_cannot_be_scored()
 

@@ -24,6 +24,8 @@ from envgym.transcript import EpisodeSampler
 from envgym.types import StopReason, Task, VersionSpan
 
 ENVGYM = Path(sys.executable).with_name("envgym")
+ROWS = EnvSpec("Rows-v0")
+ROWS.spec = ROWS  # the agent steps no environment
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}<|im_end|>\n"
     "{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
@@ -281,7 +283,7 @@ def own_agent(renderer, serving, free_ports):
                 task = Task("t", fields=counting(0, 1))
                 if then is not None:
                     return await then(agent, task, sampler, own)
-                return await agent.run(None, task, sampler, seed=0)
+                return await agent.run(ROWS, task, sampler, seed=0)
 
         return asyncio.run(main())
 
@@ -404,10 +406,10 @@ def test_an_episode_that_is_over_does_not_grow(own_agent, renderer):
 
     async def both(agent, task, sampler, own):
         tasks = [Task("t", fields={**task.fields, "number": number}) for number in (0, 1)]
-        other = asyncio.ensure_future(agent.run(None, tasks[0], sampler, seed=0))
+        other = asyncio.ensure_future(agent.run(ROWS, tasks[0], sampler, seed=0))
         await begun.wait()
         engine = EpisodeSampler(Halting(renderer, 2, slow), "late", SamplingParams(max_tokens=8), 512)
-        episode = await agent.run(None, tasks[1], engine, seed=0)
+        episode = await agent.run(ROWS, tasks[1], engine, seed=0)
         turns = [len(row.turns) for row in episode.rows]
         async with asyncio.timeout(10):
             status, said = await late[0]
@@ -430,10 +432,10 @@ def test_servers_that_came_back_elsewhere_are_found_again(own_agent):
     async def moved(agent, task, sampler, own):
         port, own["port"] = own["port"], 9
         with pytest.raises(InvalidOutcome, match="cannot be reached") as failure:
-            await agent.run(None, task, sampler, seed=0)
+            await agent.run(ROWS, task, sampler, seed=0)
         assert failure.value.retryable
         own["port"] = port
-        return await agent.run(None, task, sampler, seed=0)
+        return await agent.run(ROWS, task, sampler, seed=0)
 
     assert own_agent(answer, then=moved).reward == 1.0
 
