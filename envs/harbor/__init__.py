@@ -59,7 +59,7 @@ class HarborSpec(ForeignSpec):
 class HarborAgentConfig(ForeignAgentConfig):
     """Settings of the agent of a trial."""
 
-    name: str = ""
+    program: str = ""
     """One of Harbor's agents, such as `terminus-2`, or the class of another (`MODULE:CLASS`). Unset: a plain agent
     whose policy has a shell as its tool."""
     arguments: dict[str, Any] = Field(default_factory=dict)

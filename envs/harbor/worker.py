@@ -147,7 +147,7 @@ async def run(call: dict[str, Any]) -> dict[str, Any]:
 
 def _agent(call: dict[str, Any]) -> AgentConfig:
     settings, url = call["settings"], call["url"]
-    name, arguments = settings.get("name"), dict(settings.get("arguments") or {})
+    name, arguments = settings.get("program"), dict(settings.get("arguments") or {})
     if not name:
         return AgentConfig(import_path=f"{__name__}:Shell", model_name=call["model"], kwargs={**arguments, "url": url})
     # For agents that read them; any key will do, the session is in the URL.

@@ -90,7 +90,7 @@ def test_terminus_2_has_our_tokens(harbor_package, make_task, renderer, recordin
         return json.dumps(answer if number == 0 else answer | {"commands": [], "task_complete": True})
 
     engine = recording(Scripted(renderer, say))
-    [episode] = roll_out(spec_of(harbor_package, make_task()), renderer, engine, name="terminus-2")
+    [episode] = roll_out(spec_of(harbor_package, make_task()), renderer, engine, program="terminus-2")
     assert not episode.failed, episode.outcome
     check_episode(episode, engine.answers)
     assert (episode.reward, len(engine.answers)) == (1.0, 3)

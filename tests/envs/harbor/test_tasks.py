@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ORACLE, NOBODY = {"settings": {"name": "oracle"}}, {"settings": {"name": "nop"}}
+ORACLE, NOBODY = {"settings": {"program": "oracle"}}, {"settings": {"name": "nop"}}
 
 
 def only(answer):
@@ -60,7 +60,7 @@ def test_an_agent_out_of_time_is_graded_and_truncated(play, make_task, policy):
 
 
 def test_an_unreachable_policy_is_a_failure(play, make_task):
-    answer = play(make_task(), [{}, {"settings": {"name": "terminus-2"}}])
+    answer = play(make_task(), [{}, {"settings": {"program": "terminus-2"}}])
     kinds = [
         (result["reward"], result["failure"]["kind"], result["failure"]["retryable"]) for result in answer["results"]
     ]
@@ -189,6 +189,6 @@ def test_a_suite_has_a_row_for_each_task_and_says_where_its_reward_can_be_forged
 def test_terminus_2_plays_in_the_local_place(play, make_task, policy):
     keys = '{"analysis": "", "plan": "", "commands": [{"keystrokes": "echo ready > answer.txt\\n", "duration": 1}]%s}'
     url = policy.add(keys % "", keys % ', "task_complete": true', keys % ', "task_complete": true')
-    result = only(play(make_task(), [{"settings": {"name": "terminus-2"}, "url": url}]))
+    result = only(play(make_task(), [{"settings": {"program": "terminus-2"}, "url": url}]))
     assert (result["reward"], result["failure"]) == (1, None)
     assert "# echo ready > answer.txt" in policy.answers(url)[0]
