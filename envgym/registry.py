@@ -194,7 +194,11 @@ def load_component(kind: Literal["learner", "agent"], name: str) -> type:
     from . import agent, learner
 
     base: type = learner.Learner if kind == "learner" else agent.Agent
-    return load_class(target_of_name(f"envgym.{kind}s", name, kind), (base,), kind)
+    cls: Any = load_class(target_of_name(f"envgym.{kind}s", name, kind), (base,), kind)
+    if kind == "agent" and "name" in cls.Config.model_fields:
+        raise ConfigError(f"agent {name}: a setting cannot be called name, which selects the agent: rename it")
+    component: type = cls
+    return component
 
 
 def parse_env_id(id: str) -> tuple[str | None, str, int | None]:

@@ -401,3 +401,17 @@ def test_the_registry_imports_no_client():
         "print([name for name in sys.modules if name.startswith('envgym.remote.')])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_a_setting_called_name_is_refused(tmp_path):
+    """It would stand where the agent is selected."""
+    path = tmp_path / "named.py"
+    path.write_text(
+        "from envgym.agent import AgentConfig\nfrom envgym.agents.token_level import SingleTurn\n"
+        "class Settings(AgentConfig):\n    name: str = ''\n"
+        "class Named(SingleTurn):\n    Config = Settings\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"a setting cannot be called name, which selects the agent: rename it"
+    ):
+        registry.load_component("agent", f"{path}:Named")
