@@ -35,7 +35,7 @@ class ShownEpisode:
             advantages = row.get("advantages") or [None] * len(row["ids"])
             texts = row["texts"] or [f"{token} " for token in row["ids"]]
             tokens = list(map(_token_html, texts, row["ids"], row["logprobs"], advantages))
-            for image in row["images"]:  # its placeholders are one mark
+            for image in row.get("images") or ():  # its placeholders are one mark
                 start, end = image["start"], image["start"] + image["length"]
                 tokens[start:end] = [_token_html("[image]", 0, None, None), *[""] * (end - start - 1)]
             parts += tokens
