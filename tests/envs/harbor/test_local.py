@@ -2,7 +2,7 @@
 
 import pytest
 
-ORACLE, NOBODY = {"settings": {"program": "oracle"}}, {"settings": {"name": "nop"}}
+ORACLE, NOBODY = {"settings": {"program": "oracle"}}, {"settings": {"program": "nop"}}
 SECRET = "a secret of this machine"
 SLOW = "sleep 1.5\n[ -e /app/answer.txt ] && score=1 || score=0\necho $score > /logs/verifier/reward.txt\n"
 

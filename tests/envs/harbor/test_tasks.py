@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ORACLE, NOBODY = {"settings": {"program": "oracle"}}, {"settings": {"name": "nop"}}
+ORACLE, NOBODY = {"settings": {"program": "oracle"}}, {"settings": {"program": "nop"}}
 
 
 def only(answer):
