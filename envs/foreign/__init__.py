@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -114,7 +115,7 @@ class ForeignEnv(Env):
 
     async def _run(self, seed: int) -> dict[str, Any]:
         async with Endpoint().session(self._requests) as access:
-            return await self.spec.run(self.task, {}, access.session_url, seed, math.inf)
+            return await self.spec.run(self.task, {}, access.session_url, seed)
 
     async def _next_request(self) -> Observation | None:
         """The next request to the policy; None when the episode has ended."""
@@ -130,7 +131,7 @@ class ForeignEnv(Env):
             waiting.cancel()
 
 
-class ForeignSpec(DataEnvSpec):
+class ForeignSpec(DataEnvSpec, ABC):
     """The framework's interpreter, its tasks and its episodes. A subclass names the framework and its worker."""
 
     env_class = ForeignEnv
@@ -147,9 +148,9 @@ class ForeignSpec(DataEnvSpec):
     interpreter: ForeignInterpreter
     _loaded: Mapping[str, Any] | None = None
 
+    @abstractmethod
     def load_settings(self) -> dict[str, Any]:
         """The settings for the worker's `load`."""
-        raise NotImplementedError
 
     async def setup(self) -> None:
         config, name = self.config, self.framework
@@ -189,10 +190,13 @@ class ForeignSpec(DataEnvSpec):
     def summary(self) -> str:
         return str((self._loaded or {}).get("description") or super().summary)
 
-    async def run(self, task: Task, settings: Mapping[str, Any], url: str, seed: int, seconds: float) -> dict[str, Any]:
-        """The worker's result of one episode, with the policy at `url`. Raises `InvalidOutcome` if it failed."""
+    async def run(
+        self, task: Task, settings: Mapping[str, Any], url: str, seed: int, seconds: float | None = None
+    ) -> dict[str, Any]:
+        """The worker's result of one episode, with the policy at `url`, in at most `seconds`, if given. Raises
+        `InvalidOutcome` if it failed."""
         call = {"settings": dict(settings), "row": dict(task.fields), "seed": seed, "url": url, "model": "policy"}
-        result = await self.interpreter.run(call, None if seconds == math.inf else seconds)
+        result = await self.interpreter.run(call, seconds)
         if failure := result.get("failure"):
             kind = failure["kind"] if failure["kind"] in FAILURES else "agent"
             message = f"{self.framework}: {failure['message']:.500}"
