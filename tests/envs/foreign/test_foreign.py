@@ -6,25 +6,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from envgym.engine import SamplingParams
 from envgym.envs.foreign import ForeignConfig, ForeignSpec
 from envgym.envs.foreign.agent import ForeignAgent, ForeignAgentConfig
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.processes.family import descendants
-from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.config import RolloutConfig
-from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Action, ToolCall
 
-from tests.agents.test_external import TEMPLATE, Scripted  # isort: skip
+from tests.agents.test_external import Scripted  # isort: skip
 
+pytestmark = pytest.mark.usefixtures("temporary")
 CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
 
 
@@ -43,40 +39,19 @@ class Sums(ForeignSpec):
         return {"name": self.config.name, "does": self.config.does, "count": self.config.count}
 
 
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    tokenizer = load_tokenizer(str(tiny_model))
-    tokenizer.chat_template = TEMPLATE
-    return make_renderer("chat", tokenizer)
+@pytest.fixture
+def roll_out(roll_out_tasks):
+    """`roll_out(renderer, engine, does, …)`: episodes of the program that does so."""
 
+    def roll_out(renderer, engine, does="", *, count=1, **settings):
+        spec, agent = (
+            Sums("sums", does=does, python=sys.executable),
+            ForeignAgent(renderer, ForeignAgentConfig(**settings)),
+        )
+        places = [index % 10 for index in range(count)]
+        return roll_out_tasks(spec, agent, engine, places, context=512, max_tokens=128)
 
-@pytest.fixture(autouse=True)
-def temporary(tmp_path, monkeypatch):
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-def roll_out(renderer, engine, does="", *, count=1, context=512, **settings):
-    """The episodes of `count` tasks, with what was left behind while the interpreter was still there."""
-
-    async def run():
-        spec = Sums("sums", does=does, python=sys.executable)
-        await spec.ensure_setup()
-        try:
-            agent = ForeignAgent(renderer, ForeignAgentConfig(**settings))
-            config = RolloutConfig(retries=0, refills=0)
-            runner = Runner(spec, agent, engine, config, max_model_len=context, seed=0, deterministic=False)
-            sampling = SamplingParams(max_tokens=128, stop_token_ids=renderer.stop_token_ids)
-            tasks = [await spec.tasks("train").get(index % 10) for index in range(count)]
-            groups = await runner.roll_out(tasks, SamplingPlan("p", sampling, 1))
-            return [episode for group in groups for episode in group.episodes]
-        finally:
-            await spec.close()
-
-    return asyncio.run(run())
+    return roll_out
 
 
 def answers(renderer, text="it is {answer}"):
@@ -89,7 +64,7 @@ def answers(renderer, text="it is {answer}"):
     return Scripted(renderer, say)
 
 
-def test_an_episode_is_one_row_of_exact_tokens(renderer, recording, check_episode):
+def test_an_episode_is_one_row_of_exact_tokens(renderer, recording, check_episode, roll_out):
     engine = recording(answers(renderer))
     [episode] = roll_out(renderer, engine)
     assert not episode.failed, episode.outcome
@@ -111,18 +86,18 @@ def test_an_episode_is_one_row_of_exact_tokens(renderer, recording, check_episod
         ("none", "no_reward", "None"),
     ],
 )
-def test_an_episode_that_went_wrong_is_a_failure_and_no_reward_of_zero(renderer, does, kind, says):
+def test_an_episode_that_went_wrong_is_a_failure_and_no_reward_of_zero(renderer, does, kind, says, roll_out):
     [episode] = roll_out(renderer, answers(renderer), does)
     assert (episode.failed, episode.outcome.reason, episode.reward) == (True, kind, None)
     assert says in episode.outcome.message
 
 
-def test_a_truncated_episode_has_its_reward(renderer):
+def test_a_truncated_episode_has_its_reward(renderer, roll_out):
     [episode] = roll_out(renderer, answers(renderer), "cut")
     assert (str(episode.outcome.status), episode.outcome.reason, episode.reward) == ("truncated", "environment", 1.0)
 
 
-def test_a_policy_that_used_up_its_tokens_is_truncated(renderer):
+def test_a_policy_that_used_up_its_tokens_is_truncated(renderer, roll_out):
     """With the program's reward if it accepts a turn that was cut, without one if a request of it was refused."""
     [episode] = roll_out(renderer, answers(renderer), max_tokens=20)
     assert (str(episode.outcome.status), episode.outcome.reason, episode.reward) == ("truncated", "length", 0.0)
@@ -133,7 +108,7 @@ def test_a_policy_that_used_up_its_tokens_is_truncated(renderer):
 
 
 @pytest.mark.parametrize("does", ["wait", pytest.param("block", marks=pytest.mark.slow)])
-def test_an_episode_that_takes_too_long_is_ended(renderer, does):
+def test_an_episode_that_takes_too_long_is_ended(renderer, does, roll_out):
     start = time.monotonic()
     [episode] = roll_out(renderer, answers(renderer), does, timeout=1.0)
     assert time.monotonic() - start < 25
@@ -142,7 +117,7 @@ def test_an_episode_that_takes_too_long_is_ended(renderer, does):
     assert [len(row.turns) for row in episode.rows] == [1]  # what the policy sampled is in the record
 
 
-def test_nothing_is_left_of_episodes(renderer, temporary):
+def test_nothing_is_left_of_episodes(renderer, temporary, roll_out):
     before = descendants({os.getpid()})
     episodes = roll_out(renderer, answers(renderer), "leave", count=100)
     assert [episode.reward for episode in episodes] == [1.0] * 100
