@@ -7,60 +7,36 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from envgym.engine import SamplingParams
 from envgym.envs.harbor import HarborAgent, HarborAgentConfig, HarborSpec
 from envgym.errors import ConfigError
 from envgym.processes.family import descendants
-from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.config import RolloutConfig
-from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Action
 
-from tests.agents.test_external import TEMPLATE, Scripted  # isort: skip
+from tests.agents.test_external import Scripted  # isort: skip
 
 COMMAND = json.dumps({"name": "bash", "arguments": {"command": "echo ready > answer.txt; echo written"}})
 CALL = f"<tool_call>\n{COMMAND}\n</tool_call>"
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    tokenizer = load_tokenizer(str(tiny_model))
-    tokenizer.chat_template = TEMPLATE
-    return make_renderer("chat", tokenizer)
-
-
-@pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
 
 
 def spec_of(package, path, **settings):
     return HarborSpec(f"harbor:{path}", python=package[0], place="local", **settings)
 
 
-def roll_out(spec, renderer, engine, count=1, **settings):
-    async def run():
-        async with spec:
-            agent = HarborAgent(renderer, HarborAgentConfig(**settings))
-            runner = Runner(
-                spec, agent, engine, RolloutConfig(retries=0), max_model_len=16384, seed=0, deterministic=False
-            )
-            sampling = SamplingParams(max_tokens=512, stop_token_ids=renderer.stop_token_ids)
-            groups = await runner.roll_out([await spec.tasks("train").get(0)] * count, SamplingPlan("p", sampling, 1))
-            return [episode for group in groups for episode in group.episodes]
+@pytest.fixture
+def roll_out(roll_out_tasks):
+    """`roll_out(spec, renderer, engine, count, …)`: episodes of the first task."""
 
-    return asyncio.run(run())
+    def roll_out(spec, renderer, engine, count=1, **settings):
+        agent = HarborAgent(renderer, HarborAgentConfig(**settings))
+        return roll_out_tasks(spec, agent, engine, [0] * count, context=16384, max_tokens=512)
+
+    return roll_out
 
 
 def solve(number, prompt):
@@ -68,7 +44,7 @@ def solve(number, prompt):
 
 
 def test_an_episode_is_one_row_of_exact_tokens(
-    harbor_package, make_task, renderer, recording, check_episode, temporary
+    harbor_package, make_task, renderer, recording, check_episode, temporary, roll_out
 ):
     engine = recording(Scripted(renderer, solve))
     [episode] = roll_out(spec_of(harbor_package, make_task()), renderer, engine)
@@ -82,7 +58,7 @@ def test_an_episode_is_one_row_of_exact_tokens(
 
 
 @pytest.mark.skipif(not shutil.which("tmux", path="/usr/local/bin:/usr/bin:/bin"), reason="tmux is not installed")
-def test_terminus_2_has_our_tokens(harbor_package, make_task, renderer, recording, check_episode):
+def test_terminus_2_has_our_tokens(harbor_package, make_task, renderer, recording, check_episode, roll_out):
     commands = [{"keystrokes": "echo ready > answer.txt\n", "duration": 1}]
     answer = {"analysis": "", "plan": "", "commands": commands}
 
@@ -144,7 +120,7 @@ def left_by(family, temporary):
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_100_episodes(harbor_package, make_task, renderer, temporary):
+def test_nothing_is_left_of_100_episodes(harbor_package, make_task, renderer, temporary, roll_out):
     daemon = json.dumps(
         {"name": "bash", "arguments": {"command": "setsid sleep 4321 & echo ready > answer.txt; echo written"}}
     )
