@@ -1,6 +1,6 @@
 """Draws `docs/environments/pictures.png`: pictures of `pictures-v0` and of FrozenLake, as a policy sees them.
 
-    python docs/pictures.py
+python docs/pictures.py
 """
 
 import asyncio

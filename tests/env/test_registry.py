@@ -411,7 +411,5 @@ def test_a_setting_called_name_is_refused(tmp_path):
         "class Settings(AgentConfig):\n    name: str = ''\n"
         "class Named(SingleTurn):\n    Config = Settings\n"
     )
-    with pytest.raises(
-        ConfigError, match=r"a setting cannot be called name, which selects the agent: rename it"
-    ):
+    with pytest.raises(ConfigError, match=r"a setting cannot be called name, which selects the agent: rename it"):
         registry.load_component("agent", f"{path}:Named")
