@@ -80,7 +80,7 @@ class Table:
 
         with _temporary_file() as copy:
             with pyarrow.ipc.new_stream(copy, file.schema_arrow) as stream:
-                for batch in file.iter_batches(_batch_size(size, file.metadata.num_rows, 2**16)):
+                for batch in file.iter_batches(_batch_size(size, file.metadata.num_rows, 2**16), use_threads=False):
                     stream.write_batch(batch)
             copy.flush()
             pyarrow.default_memory_pool().release_unused()
