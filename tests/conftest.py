@@ -42,6 +42,14 @@ def nothing_of_other_files_is_looked_through() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_handled_as_before():
+    """A test that leaves another handler of Ctrl-C would fail a later one that presses it."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
 TEXT = """what is twelve plus thirty-four? the answer is forty-six. what is 12 + 34? the answer is 46.
 A merging tokenizer writes the same text in more than one way, which a character tokenizer cannot."""
 
