@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,13 +216,26 @@ def collate(images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Ten
     return tensors
 
 
-def with_blank_row(
-    token_ids: torch.Tensor, lengths: torch.Tensor, blank_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids [B + 1, T'], lengths [B + 1] and the bool mask [B + 1, T'] of rows, of `token_ids` [B, T] and `lengths`
-    [B], with the row `blank_ids` [N] after them."""
-    length = max(token_ids.shape[1], len(blank_ids))
-    rows = (*token_ids.unbind(), blank_ids)
-    token_ids = torch.stack([nn.functional.pad(row, (0, length - len(row))) for row in rows])
-    lengths = nn.functional.pad(lengths, (0, 1), value=len(blank_ids))
-    return token_ids, lengths, torch.arange(length, device=lengths.device) < lengths[:, None]
+def run_beside_blank_row(
+    run: Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any],
+    token_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    options: Mapping[str, Any],
+    *,
+    packed: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The hidden states and router logits of rows `token_ids` [B, T] of `lengths` [B], which the model computes
+    together with the row `BLANK` [N] of `options`, its other arguments. That row stays in the graph, with gradients of
+    0: ranks must reduce the same ones, the vision tower's too."""
+    options = dict(options)
+    blank_ids = options.pop(BLANK)
+    (n_rows, length), n_blank = token_ids.shape, len(blank_ids)
+    rows = nn.utils.rnn.pad_sequence([*token_ids, blank_ids], batch_first=True)
+    base = run(rows, nn.functional.pad(lengths, (0, 1), value=n_blank), options)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:, :-n_blank] if packed else tensor[:n_rows, :length]
+
+    states = base.last_hidden_state
+    logits = (layer.view(*states.shape[:2], -1) for layer in getattr(base, "router_logits", None) or ())
+    return cut(states), tuple(cut(layer).flatten(0, 1) for layer in logits)

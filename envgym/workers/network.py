@@ -6,11 +6,10 @@ Log-probabilities and entropies are computed inside `forward` (see `head`), so t
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +25,9 @@ from .adapter import quantization, tame_quantized
 from .attention import VARLEN, not_covered, runs_here, takes_ends
 from .export import n_experts
 from .head import LogprobHead, Rescaling, configure_scalar_head, scalar_head
-from .images import BLANK, with_blank_row
+from .images import BLANK, run_beside_blank_row
 from .micro_batches import RowBucket, SharedPrefixes
+from .packing import packed_inputs
 from .sequence_parallel import Slices
 
 
@@ -95,7 +95,7 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
         """
         length = token_ids.shape[1]
         valid = torch.arange(length, device=token_ids.device) < lengths[:, None]
-        states, router_logits = self._run_backbone(token_ids, lengths, valid, prefixes, images or {})
+        states, router_logits = self._run_backbone(token_ids, lengths, prefixes, images or {})
         outputs = {}
         if self.balance and self.training:
             weights = prefixes.counts(valid)[None] if prefixes else None if self.packed else valid
@@ -158,46 +158,28 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self,
         token_ids: torch.Tensor,
         lengths: torch.Tensor,
-        valid: torch.Tensor,
         prefixes: SharedPrefixes | None,
         images: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Outputs of the model without its head: hidden states [B, T, hidden size] of this rank's slices; if packed
         [1, tokens, hidden size], with shared prefixes [1, N, hidden size]; and the router logits of balanced experts
         [tokens, experts], per layer."""
-        options: dict[str, Any] = {"output_router_logits": True} if self.balance and self.training else {}
-        options |= images
+        options = images | ({"output_router_logits": True} if self.balance and self.training else {})
         backbone = self.model.base_model
         if prefixes is not None:
             with attention_over(prefixes):
                 base = backbone(**prefixes.inputs(), use_cache=False, **options)
         elif self.slices is not None:
             base = self.slices.outputs(backbone, token_ids, **options)
+        elif BLANK in images:
+            return run_beside_blank_row(self._run_rows, token_ids, lengths, options, packed=self.packed)
         else:
-            blank_ids = options.pop(BLANK, None)
-            shape = token_ids.shape
-            if blank_ids is not None:
-                token_ids, lengths, valid = with_blank_row(token_ids, lengths, blank_ids)
-            inputs = packed_inputs(token_ids, lengths, valid) if self.packed else {"input_ids": token_ids}
-            if self.packed and has_axes(self.model.config):
-                inputs["position_ids"] = inputs["position_ids"].expand(4, 1, -1)
-            base = backbone(**inputs | options, use_cache=False)
-            if blank_ids is not None:
-                return self._without_blank_row(base, shape, len(blank_ids))
+            base = self._run_rows(token_ids, lengths, options)
         return base.last_hidden_state, getattr(base, "router_logits", ())
 
-    def _without_blank_row(
-        self, base: Any, shape: tuple[int, int], n_blank: int
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Outputs of the model for rows of a `shape` [B, T] alone, of those with a blank image's after them. The blank
-        row stays in the graph, with gradients of 0: ranks must reduce the same ones, the vision tower's too."""
-        states, (n_rows, length) = base.last_hidden_state, shape
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[:, :-n_blank] if self.packed else tensor[:n_rows, :length]
-
-        logits = (layer.view(*states.shape[:2], -1) for layer in getattr(base, "router_logits", None) or ())
-        return cut(states), tuple(cut(layer).flatten(0, 1) for layer in logits)
+    def _run_rows(self, token_ids: torch.Tensor, lengths: torch.Tensor, options: Mapping[str, Any]) -> Any:
+        rows = packed_inputs(token_ids, lengths, self.model.config) if self.packed else {"input_ids": token_ids}
+        return self.model.base_model(**rows | options, use_cache=False)
 
 
 def be_deterministic() -> None:
@@ -303,65 +285,6 @@ def flash_attention(config: Any, factory: Any, dtype: torch.dtype) -> str | None
         if is_flash_attn_2_available():
             return "flash_attention_2"
     return VARLEN if runs_here(dtype) and not not_covered(config, model_class) else None
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Rows end to end in one sequence, instead of padded to the longest
-
-
-def packed_inputs(token_ids: torch.Tensor, lengths: torch.Tensor, valid: torch.Tensor) -> dict[str, Any]:
-    """Arguments of transformers' models for rows of `lengths` [B] in `token_ids` [B, T], where `valid` [B, T] is False
-    at padding: one sequence of all tokens, with positions that restart at each row.
-
-    `sdpa`, `eager` and `flex_attention` derive the mask that separates rows from the positions (`masking_utils`), if
-    they get no mask and no cache; flash kernels take the rows' ends.
-    """
-    positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
-    ends = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    longest = int(lengths.max())
-    return {
-        "input_ids": token_ids[valid][None],
-        "position_ids": positions[valid][None],
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
-
-
-def has_axes(config: Any) -> bool:
-    """True for the Hugging Face config of a model whose tokens have a time, a height and a width as positions. Before
-    them it takes the position in the row, which alone separates packed rows; at tokens of text all four are equal."""
-    return "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
-
-
-def packs(setting: bool | Literal["auto"], model: nn.Module) -> bool:
-    """True if `model` (from Hugging Face) gets its rows packed: if set to true, or for `auto` with attention that takes
-    the ends of rows.
-
-    Raises `ConfigError` where packing is set to true and the model cannot separate packed rows.
-    """
-    if setting is False:
-        return False
-    obstacle = _packing_obstacle(model)
-    if setting == "auto":
-        return not obstacle and takes_ends(model.config._attn_implementation)
-    if obstacle:
-        raise ConfigError(f"workers.packing=true does not work with {model.config.model_type}: {obstacle}")
-    return True
-
-
-def _packing_obstacle(model: nn.Module) -> str:
-    """The reason why rows of this model cannot be packed, or an empty string."""
-    backbone = model.base_model
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    unsupported = sorted(kinds - {"full_attention", "sliding_attention"})
-    if unsupported or getattr(model, "_is_stateful", False):
-        return f"its layers of {unsupported[0] if unsupported else 'state'} would carry one sequence over into the next"
-    # Transformers' own attention interface separates rows; other attention code need not.
-    if not model._supports_flash_attn or "position_ids" not in inspect.signature(backbone.forward).parameters:
-        return "its attention does not take the ends of sequences"
-    return ""
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from .attention import VARLEN
 from .fused_layers import can_fuse, fuse
 from .head import LogprobHead, score
 from .micro_batches import network_inputs
-from .network import TokenNetwork, install_path_masks, packs
+from .network import TokenNetwork, install_path_masks
+from .packing import packs
 
 
 def try_kernel(network: TokenNetwork, engine: Any, device: torch.device) -> str:

@@ -15,7 +15,14 @@ from envgym.learner import pad
 from envgym.types import ImagePart, ImageSpan, Objective, Row
 from envgym.workers.attention import VARLEN
 from envgym.workers.config import ImageConfig
-from envgym.workers.images import BLANK, ImageTensors, attend_within_images, check_takes_images, collate
+from envgym.workers.images import (
+    BLANK,
+    ImageTensors,
+    attend_within_images,
+    check_takes_images,
+    collate,
+    run_beside_blank_row,
+)
 from envgym.workers.micro_batches import choose_layout, network_inputs
 from envgym.workers.network import TokenNetwork
 from tests.vision_models import KINDS, MARKERS, TOKENS, make_vision_model
@@ -272,14 +279,21 @@ def test_kernels_without_masks_are_not_for_towers_nor_for_attention_both_ways(ma
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_routers_numbers_of_a_blank_row_are_left_out(llava, packed):
+def test_the_routers_numbers_of_a_blank_row_are_left_out(packed):
     """Experts are balanced over the tokens of the rows alone."""
-    llava.network.packed = packed
     n_rows, length, n_blank = 2, 5, 7
     shape = (1, 8 + n_blank, 3) if packed else (n_rows + 1, n_blank, 3)
     states = torch.arange(float(np.prod(shape))).view(shape)
     base = SimpleNamespace(last_hidden_state=states, router_logits=(states.flatten(0, 1) * 2,))
-    result, [logits] = llava.network._without_blank_row(base, (n_rows, length), n_blank)
+
+    def run(token_ids, lengths, options):
+        assert token_ids.tolist() == [[1] * 5 + [0] * 2] * 2 + [[9] * 7]
+        assert lengths.tolist() == [5, 3, 7]
+        assert options == {"pixels": 1}
+        return base
+
+    rows, options = torch.ones(n_rows, length, dtype=torch.long), {BLANK: torch.full((n_blank,), 9), "pixels": 1}
+    result, [logits] = run_beside_blank_row(run, rows, torch.tensor([5, 3]), options, packed=packed)
     assert torch.equal(result, states[:, :8] if packed else states[:2, :5])
     assert torch.equal(logits, 2 * result.flatten(0, 1))
 

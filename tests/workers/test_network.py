@@ -14,7 +14,8 @@ from envgym.errors import ConfigError
 from envgym.processes.gpus import check_visible_gpu
 from envgym.workers import head as head_module
 from envgym.workers.micro_batches import padding_samples
-from envgym.workers.network import TokenNetwork, check_experts, flash_attention, packs
+from envgym.workers.network import TokenNetwork, check_experts, flash_attention
+from envgym.workers.packing import packs
 from tests.weight_files import export
 
 VOCABULARY = 97
