@@ -97,7 +97,8 @@ class MultiTurn(TokenLevel):
         dialogue = self.renderer.dialogue()
         transcript.messages = dialogue.messages
         offered = replace(observation, tools=()) if observation.tools and not self.config.tools else observation
-        extend(transcript, dialogue.begin(offered))
+        opening = dialogue.begin(offered)
+        transcript.start_row(opening.token_ids, opening.images)
         turns = 0
         while True:
             generation = await transcript.sample(sampling_of(observation, self.renderer))

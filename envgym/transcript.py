@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from envgym.agent import OutOfBudget, Sampler
 from envgym.engine import ChatEngine, ChatReply, ChatRequest, Engine, Generation, Request, SamplingParams
@@ -65,21 +65,19 @@ class Transcript:
     def start_row(self, token_ids: Iterable[int], images: Sequence[PlacedImage] = ()) -> None:
         """Start a token sequence with this prompt: the first, or a new one if the context does not extend the last.
         `images` are those among the tokens, in order (`Extension.images`)."""
-        self.rows.append(Row([]))
-        self.context, self.images = array("i"), []
-        self._append_observation("prompt", token_ids, images)
+        spans = tuple([image.span for image in images])
+        prompt = Segment("prompt", int_array(token_ids), images=spans)
+        self.rows.append(Row([prompt]))
+        self.context, self.images = prompt.token_ids[:], [*images]
 
     def add_feedback(self, token_ids: Iterable[int], images: Sequence[PlacedImage] = ()) -> None:
         """Append tokens that are masked in the loss: the environment's feedback, or a template's text between turns.
         `images` are those among the tokens, in order."""
-        if ids := int_array(token_ids):
-            self._append_observation("feedback", ids, images)
-
-    def _append_observation(
-        self, role: Literal["prompt", "feedback"], token_ids: Iterable[int], images: Sequence[PlacedImage]
-    ) -> None:
-        self.images += [image.shifted(len(self.context)) for image in images]
-        self._append(Segment(role, int_array(token_ids), images=tuple([image.span for image in images])))
+        spans = tuple([image.span for image in images])
+        feedback = Segment("feedback", int_array(token_ids), images=spans)
+        if feedback.token_ids:
+            self.images += [image.shifted(len(self.context)) for image in images]
+            self._append(feedback)
 
     async def sample(
         self, overrides: Mapping[str, Any] | None = None, cut: Callable[[Generation], Generation] | None = None

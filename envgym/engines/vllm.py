@@ -12,14 +12,13 @@ import os
 import traceback
 import warnings
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.engine import Bucket, EngineInfo, Generation, HostedEngine, Request
+from envgym.engine import IMAGE_ADVICE, Bucket, EngineInfo, Generation, HostedEngine, Request
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
-from envgym.models.vision import check_torchvision, takes_images
 from envgym.models.weights_file import checksum
 from envgym.types import PlacedImage, StopReason, VersionSpan
 from envgym.workers.config import number_format
@@ -71,7 +70,8 @@ class VLLMEngine:
         config = self._engine.vllm_config.model_config
         self._max_model_len: int = config.max_model_len
         self._end_tokens = end_tokens(config.hf_config, spec.model)
-        self._prompts = Prompts(self._engine)
+        self._prompts = Prompts(self._engine) if self._engine.renderer.mm_processor is not None else None
+        """Makes the inputs of a vision-language model that is loaded whole."""
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._stepping: asyncio.Task[None] | None = None
         self._may_step = asyncio.Event()
@@ -84,7 +84,8 @@ class VLLMEngine:
         self._engine.set_weight_version("0")
 
     async def info(self) -> EngineInfo:
-        return EngineInfo(f"vllm {self._version}", self._max_model_len, image_advice=self._prompts.image_advice)
+        advice = IMAGE_ADVICE if self._prompts is None else self._prompts.image_advice
+        return EngineInfo(f"vllm {self._version}", self._max_model_len, image_advice=advice)
 
     async def steps(self) -> int:
         return self._steps
@@ -97,13 +98,14 @@ class VLLMEngine:
         # `ignore_eos`: the end tokens are all among the stop tokens.
         try:
             sampling = _sampling_params(**(asdict(request.sampling) | stop), ignore_eos=True, logprobs=0)
-            result = await self._run(request.id, list(request.token_ids), sampling, request.seconds, request.images)
+            result = await self._run(request, sampling)
         except _refusals() as error:  # vLLM's limits are narrower than a run's settings: a temperature of 3, say
             raise InvalidOutcome("engine", f"vLLM refuses a request: {' '.join(str(error).split())[:300]}") from None
         output = result.outputs[0]
         if output.finish_reason not in STOP_REASONS:
             raise InvalidOutcome("engine", _describe_abort(output.finish_reason), retryable=True)
-        self._prompts.check_sampled(request, result)
+        if self._prompts is not None:
+            self._prompts.check_sampled(request, result)
         return Generation(
             token_ids=array("i", output.token_ids),
             logprobs=array("f", output.logprobs.logprobs),  # vLLM computes them in float32
@@ -115,11 +117,11 @@ class VLLMEngine:
         # vLLM computes a prompt's log-probs when it samples a token after it. A full context has no room for that one:
         # then the last token is requested as a candidate of the sampling.
         fills_context = len(token_ids) == self._max_model_len
-        prompt = list(token_ids[:-1] if fills_context else token_ids)
+        prompt = array("i", token_ids[:-1] if fills_context else token_ids)
         candidates = [token_ids[-1]] if fills_context else None
         sampling = _sampling_params(max_tokens=1, prompt_logprobs=0, logprob_token_ids=candidates)
         self._scores += 1
-        output = await self._run(f"score-{self._scores}", prompt, sampling, images=images)
+        output = await self._run(Request(f"score-{self._scores}", prompt, sampling, images=images), sampling)
         if output.outputs[0].finish_reason not in STOP_REASONS:
             raise WorkerError(_describe_abort(output.outputs[0].finish_reason))
         logprobs = list(output.prompt_logprobs.logprobs)
@@ -179,7 +181,7 @@ class VLLMEngine:
         """Recompute requests in flight from their tokens, so that no later token depends on keys and values of the old
         weights and its log-probabilities are exactly the new policy's."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
-        if self._prompts.may_have_images:
+        if self._prompts is not None:
             self._engine.reset_encoder_cache()  # a reload keeps the outputs of the old vision tower
         self._engine.set_weight_version(str(version))
 
@@ -197,28 +199,28 @@ class VLLMEngine:
         self._fail("the engine has been closed")
         self._engine.engine_core.shutdown()
 
-    async def _run(
-        self, name: str, token_ids: list[int], sampling: Any, seconds: float = math.inf,
-        images: Sequence[PlacedImage] = (),
-    ) -> Any:  # fmt: skip
-        """Hand one request to vLLM and wait for its only output. It ends with its next token after `seconds`."""
+    async def _run(self, request: Request, sampling: Any) -> Any:
+        """Hand one request to vLLM, with vLLM's own `sampling`, and wait for its only output."""
         self._check()
-        with self._prompts.input(token_ids, images) as prompt:
-            self._engine.add_request(name, prompt, sampling, lora_request=self._adapter)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[name] = future
+        if self._prompts is None:
+            prompt = {"prompt_token_ids": list(request.token_ids)}
+            self._engine.add_request(request.id, prompt, sampling, lora_request=self._adapter)
+        else:
+            self._prompts.add_request(request, sampling, self._adapter)
+        loop = asyncio.get_running_loop()
+        self._waiting[request.id] = future = loop.create_future()
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step_while_busy())
-        timer = None if math.isinf(seconds) else future.get_loop().call_later(seconds, self._end_soon, name)
+        timer = None if math.isinf(request.seconds) else loop.call_later(request.seconds, self._end_soon, request.id)
         try:
             return await future
         except asyncio.CancelledError:
-            self._engine.abort_request([name])
+            self._engine.abort_request([request.id])
             raise
         finally:
             if timer is not None:
                 timer.cancel()
-            self._waiting.pop(name, None)
+            self._waiting.pop(request.id, None)
 
     def _end_soon(self, name: str) -> None:
         """Let a request end with its next token: an abort would lose those sampled so far."""
@@ -465,10 +467,9 @@ def _model_arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(spec.model)
     except (OSError, ValueError, KeyError):  # vLLM gives the reason, or knows it
         return {"max_model_len": spec.max_model_len}
-    check_torchvision(spec.model, config)
     is_longer = (getattr(config.get_text_config(), "max_position_embeddings", None) or 0) > LONGEST_DEFAULT
-    arguments = {"max_model_len": spec.max_model_len or (LONGEST_DEFAULT if is_longer else None)}
-    return arguments | (image_arguments(spec.image_size, cpu=cpu) if takes_images(config) else {})
+    max_model_len = spec.max_model_len or (LONGEST_DEFAULT if is_longer else None)
+    return {"max_model_len": max_model_len, **image_arguments(spec, config, cpu=cpu)}
 
 
 def _reason(error: Exception) -> str:

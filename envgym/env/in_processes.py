@@ -156,7 +156,7 @@ class ProcessEnv(CheckedEnv):
                     await self._repeat_history(session)
                     observation, *items = await self._call_in(session, call)
                     # A process may send what it likes: its images are read to the end here, and hashed anew.
-                    result = (await self._checked_observation(observation), *items)
+                    result = (await self._with_files(observation), *items)
                     break
                 except (InvalidOutcome, CallTimeout) as failure:
                     if isinstance(failure, InvalidOutcome) and failure.kind != "crash":

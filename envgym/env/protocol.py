@@ -277,20 +277,14 @@ class CheckedEnv(Env):
             self.spans.append(("environment", round(start, 4), round(time.time(), 4)))
         if not (isinstance(result, tuple) and len(result) == len(form.split(",")) and isinstance(result[-1], dict)):
             raise InvalidStep(f"{self.spec.id}: {method.__name__} must return {form}, not {describe(result)}")
-        return await self._checked_observation(result[0]), *result[1:]
+        observation = as_observation(result[0], self.spec.id)
+        return await self._with_files(observation) if observation.has_images else observation, *result[1:]
 
-    async def _checked_observation(self, value: Any) -> Observation:
-        """A return value as an observation, with images that were checked (`EnvSpec.checked_images`). Raises
-        `InvalidStep` for anything else."""
-        try:
-            observation = as_observation(value)
-        except (TypeError, ValueError) as error:
-            raise InvalidStep(f"{self.spec.id}: {error}") from None
-        if observation.images:
-            [message] = await self.spec.checked_images((Message("user", observation.images),))
-            return replace(observation, images=message.images)
-        messages = await self.spec.checked_images(observation.messages)
-        return observation if messages is observation.messages else replace(observation, messages=messages)
+    async def _with_files(self, observation: Observation) -> Observation:
+        """The observation with images as `EnvSpec.checked_images` returns them."""
+        raw = Message("user", observation.images)
+        raw, *messages = await self.spec.checked_images((raw, *observation.messages))
+        return replace(observation, messages=tuple(messages), images=raw.images)
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Await a method of the environment under its deadline."""

@@ -21,7 +21,7 @@ from envgym.images import ImageFolder
 from envgym.settings import settings_error
 from envgym.tasks import SeededTasks, TaskSet
 from envgym.types import Episode, Message, Reward, Task
-from envgym.types.messages import decoded_images
+from envgym.types.messages import decoded_images, images_in
 
 from .in_processes import EnvProcesses, ProcessEnv
 from .protocol import CheckedEnv, Env, EnvConfig, Recording
@@ -196,7 +196,7 @@ class EnvSpec:
     async def checked_images(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """The messages with images that were read to the end, on a thread, and stored in the run's folder. Raises
         `InvalidStep` for one that cannot be read."""
-        if not any(message.images for message in messages):
+        if not images_in(messages):
             return messages
         try:
             return await asyncio.to_thread(decoded_images, messages, self.images.store if self.images else None)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.errors import ConfigError
+from envgym.errors import MissingDependency
 from envgym.hub import optional_file
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ def policy_class(config: Any) -> Any:
     return with_images if is_known else transformers.AutoModelForCausalLM
 
 
-def check_torchvision(model: str, config: Any) -> None:
-    """Raise `ConfigError` if vLLM cannot load a model with this Hugging Face config, since torchvision is missing."""
-    if takes_images(config) and find_spec("torchvision") is None:
-        raise ConfigError(
-            f"{model} is a vision-language model, and vLLM's code for it needs torchvision: install the build that "
-            "belongs to this torch, without its dependencies (pip install --no-deps torchvision)"
+def check_torchvision() -> None:
+    """Raise `MissingDependency` if torchvision is missing, which vLLM and processors of images need."""
+    if find_spec("torchvision") is None:
+        raise MissingDependency(
+            "a vision-language model needs torchvision: install the build that belongs to this torch, without its "
+            "dependencies (pip install --no-deps torchvision)"
         )
 
 

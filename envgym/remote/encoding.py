@@ -45,9 +45,7 @@ def encode(body: BaseModel) -> bytes:
 
 def load_images(task: Task) -> Task:
     """The task with the content of its prompt's images, to be sent. Raises `InvalidStep` for one that is not here."""
-    if isinstance(task.prompt, str) or not any(message.images for message in task.prompt):
-        return task
-    return replace(task, prompt=change_images(task.prompt, load_image))
+    return task if isinstance(task.prompt, str) else replace(task, prompt=change_images(task.prompt, load_image))
 
 
 def load_image(image: ImagePart) -> ImagePart:

@@ -16,7 +16,7 @@ from envgym.env.protocol import posed_task
 from envgym.errors import ResetNeeded
 from envgym.net.shared_calls import SharedCalls
 from envgym.processes.cancellation import pause_timeouts
-from envgym.types import Action, Observation, Task, as_action, timed
+from envgym.types import Action, Observation, Task, as_action, as_observation, timed
 from envgym.types.episodes import check_numbers
 
 from .encoding import encode, load_images
@@ -75,7 +75,7 @@ class RemoteEnv(CheckedEnv):
         answer = await self._open(seed, task, extras)
         self.spec.report_dropped(answer.dropped)
         self.task = answer.task if task is None else task
-        return await self._checked_observation(answer.observation), answer.info
+        return await self._with_files(as_observation(answer.observation, self.spec.id)), answer.info
 
     async def _open(self, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
         """Open a session on a server with a free slot, and on another one where that cannot be reached."""
@@ -141,7 +141,7 @@ class RemoteEnv(CheckedEnv):
             reward = check_numbers(stepped.reward, stepped.info)
         except ValueError as error:
             raise RemoteError("server", f"{self.spec.id}: {error}") from None
-        observation = await self._checked_observation(stepped.observation)
+        observation = await self._with_files(as_observation(stepped.observation, self.spec.id))
         return observation, reward, stepped.terminated, stepped.truncated, stepped.info
 
     async def _ask(self, model: type[B], method: Method, path: str, body: bytes, patience: float) -> B:

@@ -14,10 +14,11 @@ from typing import Any
 
 from envgym.errors import ConfigError, InvalidStep, TurnRefused
 from envgym.limits import limits
-from envgym.types import ImagePart, Message, Observation, ToolCall, ToolSpec
+from envgym.types import Message, Observation, ToolCall, ToolSpec
 from envgym.types.conversations import END_OF_THOUGHT, THINK
+from envgym.types.messages import images_in
 
-from .renderer import Dialogue, Extension, Renderer, images_in
+from .renderer import Dialogue, Extension, Renderer
 from .spelling import BREAK, rewrite, rewrite_tools
 from .tool_calls import (
     EXAMPLE,
@@ -330,14 +331,12 @@ class ChatDialogue(Dialogue):
         self._text = ""  # the conversation so far, exactly
         self._raw = False  # True if it holds raw text
         self._opening: tuple[Message, ...] = ()
-        self._images: tuple[ImagePart, ...] = ()  # those of the text, in order
         self._last_turn: tuple[Message, Sequence[int], Reading | None] | None = None  # the policy's, not yet answered
 
     def _on_begin(self, observation: Observation, text: str) -> None:
         self._text = text
         self._raw = observation.text is not None
         self._opening = observation.messages
-        self._images = images_in(observation.messages)
 
     @cached_property
     def _turns(self) -> list[ChatMessage]:
@@ -448,11 +447,9 @@ class ChatDialogue(Dialogue):
         if self.renderer.keep_thoughts and not (observation.tools or has_calls or text.startswith(self._text)):
             text = self._text + continued if (continued := self._continuation(new)) else text
         previous_text, self._text, self._turns = self._text, text, turns
-        images = images_in(observation.messages)
-        self._images += images
         if text.startswith(previous_text):
-            return self._render_images(text[len(previous_text) :], images)
-        return self._render_images(text, self._images, fork=True)
+            return self._render_images(text[len(previous_text) :], images_in(observation.messages))
+        return self._render_images(text, images_in([*self.messages, *observation.messages]), fork=True)
 
     def _continuation(self, new: list[ChatMessage]) -> str:
         """The text that the template writes after an answer without a thought, from the token that ended the policy's

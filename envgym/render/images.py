@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
 from envgym.errors import InvalidStep, MissingDependency, needs
+from envgym.models.vision import check_torchvision
 from envgym.types import ImagePart, PlacedImage
 
 MAX_SIZES = 1024
@@ -30,8 +30,6 @@ class Placeholders:
     def write(self, text: str, images: Sequence[ImagePart]) -> str:
         """A text that a template has written for messages with these images, with a whole run in place of each mark.
         Raises `InvalidStep` if it has another number of marks, and for an image that the processor refuses."""
-        if not images:
-            return text
         pieces = text.split(self._mark)
         if len(pieces) != len(images) + 1:
             raise InvalidStep(
@@ -101,11 +99,7 @@ def load_processor(model: str) -> Any:
 
     Raises `InvalidStep` for a model without images, and `MissingDependency` without a package.
     """
-    if find_spec("torchvision") is None:
-        raise MissingDependency(
-            "images need the package 'torchvision', which is not installed: install the build that belongs to this "
-            "torch, without its dependencies (pip install --no-deps torchvision)"
-        )
+    check_torchvision()
     with needs("transformers", "train", "an image in a prompt"):
         import transformers
     try:

@@ -31,6 +31,7 @@ from envgym.types import (
     observed_messages,
     refuse_images,
 )
+from envgym.types.messages import images_in
 
 from .images import Placeholders
 from .spelling import BREAK, IN_APIS, Speller, rewrite
@@ -89,11 +90,11 @@ class Renderer(ABC):
             raw = observation.text
             text = self._open(observation) if raw is None else raw
             images = images_in(observation.messages) if raw is None else observation.images
-            token_ids = self.encode(self.placeholders.write(text, images))
+            token_ids = self.encode(self.placeholders.write(text, images) if images else text)
             bos = self.tokenizer.bos_token_id
             if (self._bos_before_messages if raw is None else self._bos_before_text) and token_ids[:1] != [bos]:
                 token_ids.insert(0, bos)
-            placed = self.placeholders.locate(token_ids, images, self.encode)
+            placed = self.placeholders.locate(token_ids, images, self.encode) if images else ()
             self._opening = (observation, text, Extension(token_ids, True, placed))
         if self.on_opening is not None:
             self.on_opening(observation, self._opening[1])
@@ -355,9 +356,10 @@ class Dialogue(ABC):
     def _render_images(self, text: str, images: Sequence[ImagePart], *, fork: bool = False) -> Extension:
         """The tokens of a template's text for messages with these images: after the last token, or with `fork` of a
         whole conversation."""
-        text = self.renderer.placeholders.write(text, images)
+        text = self.renderer.placeholders.write(text, images) if images else text
         ids = self.renderer.encode(text) if fork else self.renderer.encode_after(self._last, text)
-        return Extension(ids, fork, self.renderer.placeholders.locate(ids, images, self.renderer.encode))
+        placed = self.renderer.placeholders.locate(ids, images, self.renderer.encode) if images else ()
+        return Extension(ids, fork, placed)
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
 
@@ -389,11 +391,6 @@ class Dialogue(ABC):
             self._call_ids.add(call_id)
             result.append(replace(call, id=call_id))
         return tuple(result)
-
-
-def images_in(messages: Iterable[Message]) -> tuple[ImagePart, ...]:
-    """The images of messages, in order."""
-    return tuple(chain.from_iterable(message.images for message in messages))
 
 
 def sampling_of(observation: Observation, renderer: Renderer) -> Mapping[str, Any] | None:

@@ -261,13 +261,11 @@ class Runner:
             sampler = EpisodeSampler(source, episode_id, plan.sampling, self.max_model_len, sampling_seed, seconds)
         LOCKSTEP.set(batcher)  # for opponents; each episode has a separate asyncio task, and so a separate context
 
-        async def run(env: CheckedEnv) -> Episode:
-            if not isinstance(task.prompt, str):
-                await members.spec.checked_images(task.prompt)  # the record names them
+        def run(env: CheckedEnv) -> Coroutine[Any, Any, Episode]:
             if self.agent.uses_policy:
-                return await self.agent.run(env, task, sampler, seed=seed)
+                return self.agent.run(env, task, sampler, seed=seed)
             # A replay chooses among demonstrations by its seed, so it must differ between members and purposes.
-            return await self.agent.replay(env, task, seed=derived_seed(seed, episode_id), recording_index=member)
+            return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), recording_index=member)
 
         episode = await run_episode(members.spec, task, run, self.config.episode_timeout, sampler)
         episode.id, episode.env, episode.group_id = episode_id, task.env or members.spec.id, group.id
@@ -331,6 +329,8 @@ async def run_episode(
         try:
             waiting_start = time.time()
             await env.acquire()
+            if not isinstance(task.prompt, str):
+                await spec.checked_images(task.prompt)  # the record names them
             waiting.append(("waiting", round(waiting_start, 4), round(time.time(), 4)))
             start = time.monotonic()  # waiting for a slot does not count as the episode's time
             returned = await run_to_end(run(env), timeout, f"{name}: an episode", WorkerDied)

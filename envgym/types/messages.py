@@ -281,9 +281,14 @@ def change_images(messages: Iterable[Message], change: Callable[[ImagePart], Ima
     return tuple([replace(m, content=tuple(map(change_part, m.content))) if m.images else m for m in messages])
 
 
+def images_in(messages: Iterable[Message]) -> tuple[ImagePart, ...]:
+    """The images of messages, in order."""
+    return tuple([image for message in messages for image in message.images])
+
+
 def refuse_images(messages: Iterable[Message], reader: str) -> None:
     """Raise `InvalidStep` for a message with an image, which the `reader` (`a reward model`) does not take."""
-    if any(message.images for message in messages):
+    if images_in(messages):
         raise InvalidStep(f"a message has an image, and {reader} takes text alone: leave images out")
 
 
@@ -387,6 +392,11 @@ class Observation:
         object.__setattr__(self, "messages", as_messages(messages))
 
     @property
+    def has_images(self) -> bool:
+        """True if its messages or its raw text have images."""
+        return bool(self.images or images_in(self.messages))
+
+    @property
     def n_characters(self) -> int:
         """Number of characters of its text and messages, and of tools, calls and sampling parameters as text."""
         extras = (self.sampling, self.tools, *(message.tool_calls for message in self.messages))
@@ -399,21 +409,21 @@ MAX_CHARACTERS = 4_000_000
 stall the tokenizer."""
 
 
-def as_observation(value: Any) -> Observation:
-    """Convert a return value of an environment: an `Observation`, raw text, messages, or None.
+def as_observation(value: Any, source: str) -> Observation:
+    """Convert a return value of the environment `source`: an `Observation`, raw text, messages, or None.
 
-    Raises `TypeError` for anything else, and `ValueError` for more than `MAX_CHARACTERS`.
+    Raises `InvalidStep` for anything else, and for more than `MAX_CHARACTERS`.
     """
     try:
         observation = value if isinstance(value, Observation) else Observation(() if value is None else value)
-    except TypeError:
-        if coroutines_in(value):
-            raise TypeError(f"an observation is text, messages or an Observation, not {describe(value)}") from None
-        raise
+    except (TypeError, ValueError) as error:
+        is_late = isinstance(error, TypeError) and coroutines_in(value)
+        problem = f"an observation is text, messages or an Observation, not {describe(value)}" if is_late else error
+        raise InvalidStep(f"{source}: {problem}") from None
     if (size := observation.n_characters) > MAX_CHARACTERS:
-        raise ValueError(
-            f"an observation has {size:,} characters, more than the {MAX_CHARACTERS:,} that are rendered: show the "
-            "policy a part of it"
+        raise InvalidStep(
+            f"{source}: an observation has {size:,} characters, more than the {MAX_CHARACTERS:,} that are rendered: "
+            "show the policy a part of it"
         )
     return observation
 

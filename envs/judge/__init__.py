@@ -16,6 +16,7 @@ from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.services import Chat, ChatClient, Service
 from envgym.types import Action, Episode, Message, Reward, Task, TextPart, as_messages
+from envgym.types.messages import images_in
 
 from .prompts import Question, ranking_prompt, scoring_prompt
 from .replies import ranking_in, score_in
@@ -151,7 +152,7 @@ class JudgeSpec(DataEnvSpec):
 
 def _question(task: Task, rubric: str) -> Question:
     messages = as_messages(task.prompt)
-    images = tuple(image for message in messages for image in message.images)
+    images = images_in(messages)
     numbers = itertools.count(1)
 
     def text_of(message: Message) -> str:

@@ -17,7 +17,7 @@ from envgym.config.resolve import resolve
 from envgym.engines import vllm
 from envgym.engines.spec import EngineSpec, end_tokens
 from envgym.engines.transformers import TransformersEngine
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, MissingDependency
 from envgym.models.vision import policy_class, save_tokenizer, vision_pattern
 from envgym.placement.memory import MemoryNeeds, ModelSizes
 from envgym.placement.plan import Node, plan_of
@@ -171,7 +171,7 @@ def test_the_end_of_a_turn_may_be_in_the_text_config_alone(vision_model, tmp_pat
 def test_without_torchvision_one_line_says_what_to_install(vision_model, tiny_model, monkeypatch):
     find = find_spec
     monkeypatch.setattr("envgym.models.vision.find_spec", lambda name: None if name == "torchvision" else find(name))
-    with pytest.raises(ConfigError, match=r"needs torchvision: .* \(pip install --no-deps torchvision\)$") as error:
+    with pytest.raises(MissingDependency, match=r"torchvision: .* \(pip install --no-deps torchvision\)$") as error:
         vllm._arguments(EngineSpec(str(vision_model("llava"))), cpu=True)
     assert "\n" not in str(error.value)
     assert "language_model_only" not in vllm._arguments(EngineSpec(str(tiny_model)), cpu=True)
