@@ -140,7 +140,8 @@ def show_images(
         return (*messages[:first], message, *messages[first + 1 :])
     if n_places != len(images):
         places = "parts of type image" if is_part else f"marks {MARK}"
-        raise DataError(f"{location}: the messages have {n_places} {places}, and the row has {len(images)} images")
+        problem = f"the messages have {n_places} {places}, and the row has {len(images)} images"
+        raise DataError(f"{location}: {problem}{'' if images else ': data.images=FIELD names their column'}")
     if not images:
         return tuple(messages)
     place, remaining = PLACE if is_part else MARK, iter(images)

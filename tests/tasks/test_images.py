@@ -186,7 +186,8 @@ def test_a_generator_may_give_anything(tmp_path):
     ("row", "problem"),
     [
         ({"prompt": "<image> <image>?", "image": "red.png"}, "2 marks <image>, and the row has 1 images"),
-        ({"prompt": "<image>?", "images": []}, "1 marks <image>, and the row has 0 images"),
+        ({"prompt": "<image>?", "images": []}, "1 marks <image>, and the row has 0 images: data.images=FIELD"),
+        ({"prompt": "<image>?", "images": ["/data/17"]}, "has 0 images: data.images=FIELD names their column"),
         ({"prompt": [{"role": "user", "content": PLACES}], "images": ["red.png"]}, "2 parts of type image, and"),
         ({"prompt": [{"role": "user", "content": PLACES}]}, "2 parts of type image, and the row has 0 images"),
         ({"prompt": [{"role": "system", "content": "S"}], "images": ["red.png"]}, "no message of the user to show"),
