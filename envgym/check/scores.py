@@ -14,7 +14,7 @@ from envgym.types import Episode, Group, Limit, Task
 from .play import EPISODE_SECONDS, CheckedEpisode
 from .report import CheckVerdict, Finding, failure, not_applicable, ok, warning
 from .scripts import demonstration_script, parrot, random_text, random_tokens, silence
-from .subject import Subject
+from .subject import Subject, number_tasks
 
 TASKS = 24
 MIN_TASKS = 4
@@ -82,7 +82,7 @@ async def _collect(subject: Subject) -> ScoredEpisodes:
     """Run the trivial completions and the demonstrations of some tasks. Failed episodes are omitted; the last error is
     recorded."""
     scored = ScoredEpisodes()
-    async for number, task in subject.numbered_tasks(TASKS, SECONDS, MIN_TASKS):
+    for number, task in number_tasks(await subject.tasks(TASKS), SECONDS, MIN_TASKS):
         trivial = (silence, random_text(number), random_tokens(number), parrot)
         scripts: dict[str, Script] = dict(zip(TRIVIAL, trivial, strict=True))
         for variant, turns in enumerate(subject.demonstrations(task)):

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -36,6 +36,16 @@ class Clock:
     @property
     def is_up(self) -> bool:
         return time.monotonic() > self._end
+
+
+def number_tasks(tasks: Sequence[Task], seconds: float, fewest: int) -> Iterator[tuple[int, Task]]:
+    """The tasks with their numbers, which are also seeds: at least `fewest`, and the others as long as `seconds` have
+    not passed."""
+    clock = Clock(seconds)
+    for number, task in enumerate(tasks):
+        if clock.is_up and number >= fewest:
+            return
+        yield number, task
 
 
 @dataclass(slots=True)
@@ -85,15 +95,6 @@ class Subject:
             if clock.is_up and len(selection) >= MIN_TASKS:
                 break
         return selection
-
-    async def numbered_tasks(self, count: int, seconds: float, fewest: int) -> AsyncIterator[tuple[int, Task]]:
-        """Up to `count` tasks with their numbers, which are also seeds: at least `fewest`, and the others as long as
-        `seconds` have not passed."""
-        clock = Clock(seconds)
-        for number, task in enumerate(await self.tasks(count)):
-            if clock.is_up and number >= fewest:
-                return
-            yield number, task
 
     def demonstrations(self, task: Task) -> list[list[str | Message]]:
         """All variants of a task's demonstration; empty if the environment has none, or raises an error (recorded in
