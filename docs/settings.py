@@ -63,7 +63,8 @@ def page() -> str:
     ]
     for scheme in sorted({*names("schemes")} - {"http", "https"}):
         [entry] = entry_points(group="envgym.schemes", name=scheme)
-        parts.append(additions("env", f"at `{scheme}:URL`", load_env_class(entry.value).Config, EnvConfig))
+        cls = load_env_class(entry.value)
+        parts.append(additions("env", f"at `{scheme}:{cls.address}`", cls.Config, EnvConfig))
     parts += [
         additions("agent", f"`{name}`", load_component("agent", name).Config, AgentConfig) for name in names("agents")
     ]

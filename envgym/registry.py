@@ -271,9 +271,10 @@ def _unknown_scheme(url: str) -> str:
     message = f"{scheme}://…: environments are served at http://HOST:PORT/NAME or https://HOST:PORT/NAME (envgym serve)"
     if scheme in ("ws", "wss"):
         address = f"http{scheme[2:]}://…"
-        schemes = [name for name in entry_points("envgym.schemes") if not name.startswith("http")]
         message += f"; write {address} for a server of envgym"
-        message += "".join(f", {name}:{address} for one of {name}" for name in schemes)
+        for name, target in entry_points("envgym.schemes").items():
+            if not name.startswith("http") and load_env_class(target).address == "URL":
+                message += f", {name}:{address} for one of {name}"
     return message
 
 

@@ -48,6 +48,8 @@ class EnvSpec:
     """False if steps give no rewards or scores by design: recordings to imitate."""
     starts_programs: ClassVar[bool] = False
     """True if resets and steps may take seconds because they start programs."""
+    address: ClassVar[str] = "URL"
+    """Of a class with a scheme: what is behind the scheme in a name. Only a URL leads to a server."""
 
     from_json: ClassVar[Callable[[str], EnvSpec]]
     """Builds an equal spec from `to_json`. The registry sets it."""

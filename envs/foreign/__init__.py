@@ -141,6 +141,9 @@ class ForeignSpec(DataEnvSpec, ABC):
     starts_programs = True
     framework: ClassVar[str]
     """The framework's name, for messages."""
+    package: ClassVar[str]
+    """Its package and the version that the worker is written for, of which the last numbers may be missing:
+    `harbor==0.25`."""
     worker: ClassVar[Path]
     """The file that its interpreter runs (see `fork_server`). `load` returns `rows`, the path of a file of JSON lines
     with an `id`, a `prompt` and the worker's own fields, and `version`, which identifies the environment."""
@@ -160,7 +163,9 @@ class ForeignSpec(DataEnvSpec, ABC):
         python = config.python.expanduser().absolute()  # a virtual environment's is a link, which is not to be followed
         if not python.is_file():
             raise ConfigError(f"environment {self.id}: env.python={config.python} is no file")
-        self.interpreter = ForeignInterpreter(name, python, self.worker, self.load_settings(), config.environ)
+        self.interpreter = ForeignInterpreter(
+            name, self.package, python, self.worker, self.load_settings(), config.environ
+        )
         self.closing.push_async_callback(self.interpreter.close)
         self._loaded = await self.interpreter.start()
         await super().setup()
@@ -199,7 +204,7 @@ class ForeignSpec(DataEnvSpec, ABC):
         result = await self.interpreter.run(call, seconds)
         if failure := result.get("failure"):
             kind = failure["kind"] if failure["kind"] in FAILURES else "agent"
-            message = f"{self.framework}: {failure['message']:.500}"
+            message = f"{self.framework}: {' '.join(failure['message'].split()):.500}"
             raise InvalidOutcome(kind, message, retryable=bool(failure.get("retryable")))
         return result
 

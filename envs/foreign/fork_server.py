@@ -2,7 +2,7 @@
 
 This program imports nothing of envgym but `processes/family.py`, by its path:
 
-    PYTHON fork_server.py PARENT FAMILY.py WORKER.py FOLDER
+    PYTHON fork_server.py PARENT FAMILY.py PACKAGE==VERSION WORKER.py FOLDER
 
 `WORKER.py` is a module with a function `load(settings)` and a coroutine function `run(call)`, both with JSON in and
 out. `load` is called once; then this process forks for each call: an episode costs no import, and a crash ends that
@@ -26,6 +26,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from importlib import metadata
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -44,6 +45,19 @@ def import_file(path: str) -> ModuleType:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def check_package(requirement: str) -> None:
+    """Raise `ImportError` unless this interpreter has the package in the version, of which the last numbers may be
+    missing."""
+    name, _, version = requirement.partition("==")
+    try:
+        installed = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        installed = "none"
+    if not f"{installed}.".startswith(f"{version}."):
+        needs = f"env.python needs {name} {version}, and has {installed}"
+        raise ImportError(f"{needs}: install '{name}=={version}.*' in its virtual environment")
 
 
 class RunningCall(NamedTuple):
@@ -175,13 +189,12 @@ async def run_until_ended(worker: ModuleType, call: dict[str, Any]) -> dict[str,
         result: dict[str, Any] = await task
     except Exception as error:
         traceback.print_exc()
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return {"failure": {"kind": "agent", "message": text}}
+        return {"failure": {"kind": "agent", "message": f"{type(error).__name__}: {error}"}}
     return result
 
 
 def main() -> None:
-    parent, family_file, worker_file, folder = sys.argv[1:]
+    parent, family_file, package, worker_file, folder = sys.argv[1:]
     family = import_file(family_file)
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -197,6 +210,7 @@ def main() -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     settings = json.loads(os.fdopen(os.dup(requests), "rb", buffering=0).readline())
     try:
+        check_package(package)
         worker = import_file(worker_file)
         loaded = worker.load(settings)
     except MISTAKES as error:

@@ -35,10 +35,17 @@ class ForeignInterpreter:
     """
 
     def __init__(
-        self, name: str, python: Path, worker: Path, settings: Mapping[str, Any], environ: Sequence[str] = ()
+        self,
+        name: str,
+        package: str,
+        python: Path,
+        worker: Path,
+        settings: Mapping[str, Any],
+        environ: Sequence[str] = (),
     ) -> None:
         self.name = name
         """The framework's name, for messages."""
+        self._package = package
         self._python = python
         self._worker = worker
         self._settings = dict(settings)
@@ -59,7 +66,7 @@ class ForeignInterpreter:
         self._folder = tempfile.mkdtemp(prefix="envgym-")
         pipe = asyncio.subprocess.PIPE
         # -P: modules beside fork_server.py must not stand in for the framework's.
-        files = (family.__file__, self._worker, self._folder)
+        files = (family.__file__, self._package, self._worker, self._folder)
         environ = passed_environment(self._environ)
         try:
             self._process = await asyncio.create_subprocess_exec(

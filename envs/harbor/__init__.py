@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from envgym.envs.foreign import ForeignConfig, ForeignSpec
 from envgym.envs.foreign.agent import ForeignAgent, ForeignAgentConfig
@@ -36,7 +36,9 @@ class HarborSpec(ForeignSpec):
     Config = HarborConfig
     config: HarborConfig
     agent = "harbor"
+    address = "PATH"
     framework = "Harbor"
+    package = "harbor==0.25"
     worker = Path(__file__).with_name("worker.py")
 
     def load_settings(self) -> dict[str, Any]:
@@ -64,6 +66,14 @@ class HarborAgentConfig(ForeignAgentConfig):
     whose policy has a shell as its tool."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the agent's class: `agent.arguments.max_turns=20`, say."""
+
+    @field_validator("program")
+    @classmethod
+    def _uses_the_policy(cls, program: str) -> str:
+        if program in ("oracle", "nop"):
+            plays = "What oracle runs are the demonstrations: `envgym envs check` plays them"
+            raise ValueError(f"{program} never asks the policy. {plays}")
+        return program
 
 
 class HarborAgent(ForeignAgent):

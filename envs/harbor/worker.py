@@ -180,12 +180,11 @@ def _outcome(result: TrialResult) -> dict[str, Any]:
     metrics = {
         f"{step.step_name}/{key}": value for step in steps for key, value in step.verifier_result.rewards.items()
     }
-    return {"reward": rewards[name], "rewards": rewards, "metrics": metrics, "truncated": is_truncated, "failure": None}
+    return {"reward": rewards[name], "rewards": rewards, "metrics": metrics, "truncated": is_truncated}
 
 
 def _failure(kind: str, message: str, retryable: bool) -> dict[str, Any]:
-    failure = {"kind": kind, "message": " ".join(message.split())[:500], "retryable": retryable}
-    return {"reward": None, "rewards": {}, "metrics": {}, "truncated": False, "failure": failure}
+    return {"failure": {"kind": kind, "message": message, "retryable": retryable}}
 
 
 class ApiConnectionError(Exception):

@@ -35,7 +35,9 @@ class VerifiersSpec(ForeignSpec):
     Config = VerifiersConfig
     config: VerifiersConfig
     agent = "verifiers"
+    address = "NAME"
     framework = "verifiers"
+    package = "verifiers==0.4"
     worker = Path(__file__).with_name("worker.py")
 
     def load_settings(self) -> dict[str, Any]:

@@ -17,13 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-try:
-    VERSION = metadata.version("verifiers")
-except metadata.PackageNotFoundError:
-    VERSION = "none"
-if not VERSION.startswith("0.4."):
-    raise ImportError(f"env.python needs verifiers 0.4, and has {VERSION}: install 'verifiers>=0.4,<0.5' beside it")
-
 import verifiers.v1 as vf
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -70,7 +63,8 @@ def load(settings: dict[str, Any]) -> dict[str, Any]:
             )
         _seat = seats[0]
         rows = _write_rows(name, settings.get("limit"))
-        return {"rows": rows, "version": f"verifiers {VERSION} {_source_hash(name)}", "description": _description(name)}
+        version = f"verifiers {metadata.version('verifiers')} {_source_hash(name)}"
+        return {"rows": rows, "version": version, "description": _description(name)}
     except ModuleNotFoundError as error:
         cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
         if cause.name == _module_of(name):
@@ -170,13 +164,11 @@ def _verdict(episode: vf.Episode) -> dict[str, Any]:
         "rewards": {name: reward.score for name, reward in scores.items()},
         "metrics": {name: value for name, value in trace.metrics.items() if value is not None and math.isfinite(value)},
         "truncated": trace.is_truncated or stop == "agent_timeout",
-        "failure": None,
     }
 
 
 def _failed(kind: str, message: str, retryable: bool = False) -> dict[str, Any]:
-    failure = {"kind": kind, "message": " ".join(message.split())[:500], "retryable": retryable}
-    return {"reward": None, "rewards": {}, "metrics": {}, "truncated": False, "failure": failure}
+    return {"failure": {"kind": kind, "message": message, "retryable": retryable}}
 
 
 def _problems(error: ValidationError) -> str:

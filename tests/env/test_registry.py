@@ -368,6 +368,7 @@ def test_a_url_of_another_scheme_is_said_to_be_one(url, says):
     with pytest.raises(ConfigError, match=says) as error:
         registry.spec(url)
     assert "secret" not in str(error.value)
+    assert "harbor:" not in str(error.value)  # a path, not a URL
 
 
 class Elsewhere(envgym.EnvSpec):

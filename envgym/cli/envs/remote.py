@@ -44,7 +44,11 @@ def add_main(arguments: Sequence[str]) -> int:
     absolute = {name: path and path.expanduser().absolute() for name, path in files.items()}
     entry = remote_names.NamedEnvironment(urls=tuple(options.urls), **absolute)
     registration = registry.registration_of(name, entry)
-    spec: EnvSpec = registry.load_env_class(registration.entry_point)(registration.id, **registration.kwargs)
+    env_class = registry.load_env_class(registration.entry_point)
+    if env_class.address != "URL":
+        target = registration.id
+        raise ConfigError(f"{target} is no address of a server, and needs no name here: --env {target}")
+    spec: EnvSpec = env_class(registration.id, **registration.kwargs)
     description = asyncio.run(_reach(name, spec))
     scope: Scope = "project" if options.project else "user"
     is_known = name in remote_names.read(scope)

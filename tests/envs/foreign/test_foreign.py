@@ -33,6 +33,7 @@ class SumsConfig(ForeignConfig):
 class Sums(ForeignSpec):
     Config = SumsConfig
     framework = "Sums"
+    package = "pydantic==2"
     worker = Path(__file__).with_name("worker.py")
 
     def load_settings(self):
@@ -195,14 +196,21 @@ def test_without_the_agent_each_request_is_an_observation():
         ({"python": "/nowhere/python"}, "env.python=/nowhere/python is no file"),
         ({"python": __file__}, "cannot be run"),
         ({"python": shutil.which("true")}, "its interpreter ended: it printed nothing"),
+        ({"package": "pydantic==1"}, "Sums: env.python needs pydantic 1, and has 2."),
+        ({"package": "sums==1"}, "and has none: install 'sums==1.*' in its virtual environment"),
         ({"name": "products"}, "Sums: there is no environment 'products': there is sums"),
     ],
 )
-def test_mistakes_are_one_line(settings, says, temporary):
+def test_mistakes_are_one_line(settings, says, temporary, monkeypatch):
     async def run():
+        spec = Sums("sums", **{"python": sys.executable, **settings})
         with pytest.raises(ConfigError) as error:
-            await Sums("sums", **{"python": sys.executable, **settings}).ensure_setup()
+            await spec.ensure_setup()
         return str(error.value)
+
+    if "package" in settings:
+        settings = dict(settings)
+        monkeypatch.setattr(Sums, "package", settings.pop("package"))
 
     text = asyncio.run(run())
     assert says in text

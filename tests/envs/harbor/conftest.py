@@ -121,6 +121,7 @@ def play(driver, tmp_path):
         driver.stdin.flush()
         answer = json.loads(driver.stdout.readline())
         assert "crash" not in answer, answer["crash"]
+        answer["results"] = [{"reward": None, "failure": None, **result} for result in answer.get("results", ())]
         return answer
 
     return play

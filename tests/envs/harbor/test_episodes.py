@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from envgym.envs.harbor import HarborAgent, HarborAgentConfig, HarborSpec
 from envgym.errors import ConfigError
@@ -107,6 +108,19 @@ def test_mistakes_are_one_line(harbor_package, make_task):
     assert text == f"Harbor: ready: {needs}"
     text = asyncio.run(run(HarborSpec(f"harbor:{path}")))
     assert "set env.python=VENV/bin/python, of a virtual environment with Harbor" in text
+    text = asyncio.run(run(HarborSpec(f"harbor:{path}", python=sys.executable)))
+    needs = "env.python needs harbor 0.25, and has none: install 'harbor==0.25.*' in its virtual environment"
+    assert text == f"Harbor: {needs}"
+    for program in ("oracle", "nop"):
+        with pytest.raises(ValidationError, match=f"{program} never asks the policy.* `envgym envs check` plays them"):
+            HarborAgentConfig(program=program)
+
+
+def test_a_path_is_no_address_to_be_saved(run):
+    done = run("envs", "add", "tasks", "harbor:tasks", "--project")
+    assert (done.returncode, done.stdout) == (2, "")
+    says = "harbor:tasks is no address of a server, and needs no name here: --env harbor:tasks"
+    assert done.stderr == f"envgym: error: {says}\n"
 
 
 def mounts():
