@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    """Print the node, GPUs and memory of every process of a run, from the model's sizes. Nothing is started. Without
-    --gpus the plan is for the detected hardware: this machine, or the Ray cluster in RAY_ADDRESS.
+    """Print the node, GPUs and memory of every process of a run, from the model's sizes, and how many processes its
+    rollouts need. Nothing is started. Without --gpus the plan is for the detected hardware: this machine, or the Ray
+    cluster in RAY_ADDRESS.
 
     usage: [--env E] [--model M] [options] [key=value …]
     example: envgym plan --env math_verify --model path/to/model workers.ranks=4 workers.zero_stage=3 --gpus 8
@@ -28,9 +31,13 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--gpus", type=int, metavar="N", help="plan for nodes with N GPUs each")
     parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of each GPU (default 80)")
     parser.add_argument("--machines", type=int, default=1, metavar="N", help="number of such nodes (default 1)")
+    parser.add_argument("--turns", type=int, metavar="N", help="turns of an episode (default: agent.max_turns, or 1)")
+    parser.add_argument(
+        "--engine-rate", type=int, default=3000, metavar="N", help="tokens/s of an engine (default 3000)"
+    )
     options, words = parser.parse_with_words(arguments)
-    for name in ("gpus", "machines"):
-        if (value := getattr(options, name)) is not None and value < 1:
+    for name in ("gpus", "machines", "turns", "engine-rate"):
+        if (value := getattr(options, name.replace("-", "_"))) is not None and value < 1:
             raise ConfigError(f"--{name} must be at least 1, not {value}")
     config = resolve_options(options, words, invocation)
 
@@ -42,7 +49,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     else:
         bytes_each = int(options.gpu_memory * GIB)
         nodes = [Node(f"machine {number}", options.gpus, bytes_each) for number in range(options.machines)]
-    problems = [problem for number in range(len(config.stages)) for problem in _print_stage(config, number, nodes)]
+    problems = [
+        problem for number in range(len(config.stages)) for problem in _print_stage(config, number, nodes, options)
+    ]
     if problems:
         suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ConfigError(problems[0] + suffix)
@@ -65,11 +74,11 @@ def _detected_nodes(config: RunConfig) -> list[Node]:
         asyncio.run(runtime.close())
 
 
-def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[str]:
+def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node], options: Namespace) -> list[str]:
     """Print a stage's plan; return the problems of parts that do not fit."""
     from envgym.monitoring.report import aligned
     from envgym.placement.memory import GIB, MemoryNeeds, with_micro_batches
-    from envgym.placement.plan import plan_of
+    from envgym.placement.plan import ENGINE, plan_of
     from envgym.services.start import local_models
 
     stage = config.stages[number]
@@ -98,4 +107,17 @@ def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[
     print(f"\nmicro-batches of {workers.tokens_per_rank:,} tokens")
     if stage.agent.name != "replay" and n > 1 and workers.share_prefixes and workers.ranks_per_row == 1:
         print(f"workers compute the P tokens of a prompt once for its {n} episodes of A tokens: P + {n} A")
+    if engines := sum(len(part.workers) for part in plan.parts if part.name == ENGINE):
+        turns = options.turns or getattr(stage.agent_config()[1], "max_turns", None) or 1
+        print(_rollout_processes(turns, max(1, stage.rollout.max_tokens // 2), engines * options.engine_rate))
     return [total.problem() for total in totals if not total.fits]
+
+
+def _rollout_processes(turns: int, tokens: int, rate: int) -> str:
+    """A line about the processes that rollouts need: `rate` sampled tokens per second, `tokens` in each turn."""
+    from envgym.placement.plan import BUSY, busy_processes
+
+    busy = busy_processes(turns, tokens, rate)
+    n = 0 if busy <= BUSY else math.ceil(busy / BUSY)
+    length = f"{turns} turn{'s' * (turns > 1)} of {tokens:,} tokens"
+    return f"rollouts of {rate:,} tokens/s, in {length}, keep {busy:.2f} processes busy: rollout.processes={n}"

@@ -24,6 +24,12 @@ ENGINE_SHARES = {"separate": 0.9, "in turns": 0.85, "shared": 0.5}
 """The share of a GPU's memory that engines take: on separate GPUs, in turns with other parts (whose libraries keep some
 memory), or at the same time as they. vLLM's default is 0.92."""
 
+SECONDS_PER_TURN, SECONDS_PER_TOKEN, SECONDS_PER_REPEATED_TOKEN = 4.2e-4, 5.0e-7, 3.7e-8
+"""Time of one process for an episode: for each turn, for each token, and for each token in each turn, since every turn
+renders the whole conversation. Fitted to the column `whole` of `benchmarks/controller.py`."""
+BUSY = 0.5
+"""Share of its time up to which a process of rollouts may be busy: beyond it, engines wait for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -172,6 +178,14 @@ def place_parts(parts: Sequence[StagePart], nodes: Sequence[Node], colocated: Se
                 raise ConfigError(f"{part.name} needs {part.nodes} nodes, and there are {len(nodes)}")
             slots |= zip(part.workers, _slots(part, gpus, min(1.0, part.gpus) / len(pool.parts)), strict=True)
     return Plan(tuple(nodes), tuple(parts), slots)
+
+
+def busy_processes(n_turns: int, turn_tokens: float, tokens_per_second: float) -> float:
+    """The number of processes that engines keep fully busy with rollouts and the work on their episodes, if they sample
+    `tokens_per_second` together, in episodes of `n_turns` turns of `turn_tokens` sampled and as many read tokens."""
+    n_tokens = 2 * n_turns * turn_tokens
+    seconds = n_turns * SECONDS_PER_TURN + n_tokens * (SECONDS_PER_TOKEN + n_turns * SECONDS_PER_REPEATED_TOKEN)
+    return tokens_per_second * seconds / (n_turns * turn_tokens)
 
 
 @dataclass(frozen=True, slots=True)

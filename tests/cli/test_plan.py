@@ -1,13 +1,16 @@
 """`envgym plan`: where a run's processes would go, what they need, and what does not fit."""
 
 import json
+import math
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 from envgym.cli import main
 from envgym.placement import memory
+from envgym.placement.plan import busy_processes
 
 QWEN_7B = {
     "hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 152064, "num_attention_heads": 28,
@@ -81,6 +84,29 @@ def test_every_stage_is_planned_with_the_model_that_it_begins_with(plan, tmp_pat
         ("actor", "14.18"), ("actor", "14.18"), ("engine", "14.18"), ("actor", "14.18"), ("reference", "14.18"),
         ("critic", "14.18"), ("reward", "14.18"),
     ]  # fmt: skip
+
+
+def test_rollouts_get_as_many_processes_as_their_engines_keep_half_busy(plan):
+    def line(*words):
+        return re.search(r"^rollouts of .*$", plan("--gpus", "8", "workers.ranks=4", *words)[1], re.MULTILINE)[0]
+
+    assert line("rollout.max_tokens=512") == (
+        "rollouts of 3,000 tokens/s, in 1 turn of 256 tokens, keep 0.01 processes busy: rollout.processes=0"
+    )
+    fast = line("--engine-rate", "30000", "engine.count=8", "rollout.max_tokens=20", "--turns", "20")
+    busy = float(re.search(r"240,000 tokens/s, in 20 turns of 10 tokens, keep (\S+)", fast)[1])
+    assert busy == pytest.approx(240_000 * (20 * 4.2e-4 + 400 * (5e-7 + 20 * 3.7e-8)) / 200, abs=0.01)
+    assert fast.endswith(f"rollout.processes={math.ceil(2 * busy)}")
+    assert "in 5 turns of 512 tokens" in line("agent.max_turns=5")
+    assert plan("--engine-rate", "0")[0] == 2
+
+
+def test_the_time_of_a_turn_is_what_the_benchmark_measured(plan):
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "controller.json"
+    for case in json.loads(results.read_text())["cases"]:
+        tokens = case["tokens"] / 2 / case["turns"]  # sampled per turn
+        rate = case["trajectories"] * case["tokens"] / 2 / case["whole"]
+        assert busy_processes(case["turns"], tokens, rate) == pytest.approx(1, rel=0.5), case
 
 
 def weights(header, size=None):
