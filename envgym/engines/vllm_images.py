@@ -12,7 +12,7 @@ from typing import Any
 
 from envgym.engine import Request
 from envgym.errors import DataError, InvalidOutcome
-from envgym.models.vision import check_torchvision, takes_images
+from envgym.models.vision import takes_images
 from envgym.types import PlacedImage
 
 from .spec import EngineSpec
@@ -30,8 +30,9 @@ def image_arguments(spec: EngineSpec, config: Any, *, cpu: bool) -> dict[str, An
     `ConfigError` without torchvision."""
     if not takes_images(config):
         return {}
+    from envgym.render.images import check_torchvision, size_argument
+
     check_torchvision()
-    from envgym.render.images import size_argument
 
     return {
         "language_model_only": False,

@@ -6,11 +6,9 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.errors import MissingDependency
 from envgym.hub import optional_file
 
 if TYPE_CHECKING:
@@ -34,15 +32,6 @@ def policy_class(config: Any) -> Any:
     with_images = transformers.AutoModelForImageTextToText
     is_known = takes_images(config) and type(config) in with_images._model_mapping
     return with_images if is_known else transformers.AutoModelForCausalLM
-
-
-def check_torchvision() -> None:
-    """Raise `MissingDependency` if torchvision is missing, which vLLM and processors of images need."""
-    if find_spec("torchvision") is None:
-        raise MissingDependency(
-            "a vision-language model needs torchvision: install the build that belongs to this torch, without its "
-            "dependencies (pip install --no-deps torchvision)"
-        )
 
 
 def vision_pattern(model: nn.Module) -> str:

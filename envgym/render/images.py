@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
+from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
 from envgym.errors import InvalidStep, MissingDependency, needs
-from envgym.models.vision import check_torchvision
 from envgym.types import ImagePart, PlacedImage
 
 MAX_SIZES = 1024
@@ -91,6 +91,15 @@ def open_rgb(image: ImagePart) -> Any:
     from PIL import Image
 
     return Image.open(BytesIO(image.read())).convert("RGB")
+
+
+def check_torchvision() -> None:
+    """Raise `MissingDependency` if torchvision is missing, which vLLM and processors of images need."""
+    if find_spec("torchvision") is None:
+        raise MissingDependency(
+            "a vision-language model needs torchvision: install the build that belongs to this torch, without its "
+            "dependencies (pip install --no-deps torchvision)"
+        )
 
 
 def load_processor(model: str) -> Any:

@@ -9,7 +9,6 @@ from PIL import Image
 
 import tests.vision_models as vision_models
 from envgym.errors import InvalidStep, MissingDependency
-from envgym.models import vision
 from envgym.render import RenderConfig, images, load_renderer, load_tokenizer, make_renderer
 from envgym.types import Message, Observation, ToolSpec
 from tests.vision_models import KINDS, make_vision_model
@@ -169,7 +168,7 @@ def test_models_and_images_that_cannot_be_used_are_one_line(folder_of, tiny_mode
         renderer.dialogue().begin(observed(Image.new("RGB", (1000, 2))))
     with pytest.raises(InvalidStep, match="starts its dialogue with `start`, and not `begin`, takes text"):
         renderer.dialogue().start(observed(picture(0)))
-    monkeypatch.setattr(vision, "find_spec", lambda name: None)
+    monkeypatch.setattr("envgym.render.images.find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match="a vision-language model needs torchvision: install the build that be"):
         load_renderer(str(folder_of("qwen2_vl")), RenderConfig()).dialogue().begin(observed(picture(0)))
 
