@@ -121,7 +121,7 @@ class ModelLearning(ModelState):
         assert self.learner is not None
         zero.set_learning_rate(self.engine, lr)
         scale = zero.loss_scale(self.engine)
-        norm = zero.take_step(self.engine)
+        norm = zero.take_step(self.engine, with_images=self._with_images)
         metrics = {} if scale is None else {"loss_scale": scale, "overflow": float(norm is None)}
         if norm is None:
             return metrics

@@ -31,7 +31,7 @@ from .images import attend_within_images
 from .learning import ModelLearning
 from .micro_batches import RankInfo, choose_layout, micro_batches, network_inputs
 from .network import TokenNetwork, add_noise, be_deterministic, check_experts, has_experts, load_model
-from .optimizer import MovingAverage, freeze, freeze_vision, mark_for_muon, muon_optimizer
+from .optimizer import MovingAverage, freeze, mark_for_muon, mark_vision, muon_optimizer
 from .sequence_parallel import Slices
 from .trials import obstacle_to_sharing, try_fused_head, try_fused_layers, try_kernel, use_packing
 
@@ -144,8 +144,7 @@ class ModelWorker(ModelLearning):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self.learner is not None:
             main_role = next(name for name, spec in self.learner.roles.items() if spec.trained)
-            if self.spec.images is None:
-                freeze_vision(model)
+            mark_vision(model, frozen=self.spec.images is None)
             # One list of names serves all trained models: a critic may lack the policy's head.
             freeze(model, self.learner.config.freeze, strict=self.spec.role == main_role)
             if (alpha := self.learner.config.neftune_alpha) and self.spec.role == main_role:

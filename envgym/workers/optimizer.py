@@ -40,13 +40,14 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, strict: bool) -> None:
         raise ConfigError(f"learner.freeze={list(patterns)} leaves nothing to train")
 
 
-def freeze_vision(model: nn.Module) -> None:
-    """Freeze the vision tower of a Hugging Face model and what connects it to the language model: texts do not reach
-    them, so that they need neither gradients nor moments, and weight decay would only shrink them."""
+def mark_vision(model: nn.Module, *, frozen: bool) -> None:
+    """Set `of_vision` on the parameters of a Hugging Face model that texts do not reach: the vision tower and what
+    connects it to the language model. `frozen`: they need neither gradients nor moments."""
     pattern = vision_pattern(model)
     for name, parameter in model.named_parameters():
         if re.fullmatch(pattern, name):
-            parameter.requires_grad_(False)
+            parameter.of_vision = True
+            parameter.requires_grad_(not frozen)
 
 
 def mark_for_muon(model: nn.Module) -> None:
@@ -85,9 +86,8 @@ def muon_optimizer(
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
             adam_class = DeepSpeedCPUAdam
-        return zero.muon_library(device).MuonWithAuxAdam(
-            [group for group in (matrices, adam) if group["params"]], adam_optimizer=adam_class
-        )
+        groups = zero.with_vision_apart([matrices, adam])
+        return zero.muon_library(device).MuonWithAuxAdam(groups, adam_optimizer=adam_class)
 
     return create
 

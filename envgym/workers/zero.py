@@ -164,7 +164,9 @@ def engine(
     if json["zero_optimization"]["stage"]:
         muon_library(device)  # ZeRO imports it anyway, without the setting for CPUs
     trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    parameters = trainable if optimizer or "optimizer" in json else None
+    parameters: Any = None
+    if optimizer or "optimizer" in json:
+        parameters = trainable if optimizer else with_vision_apart([{"params": trainable}])
     wrapper, *_ = library.initialize(model=network, model_parameters=parameters, optimizer=optimizer, config=dict(json))
     if json.get("compile", {}).get("deepcompile"):
         wrapper.compile()
@@ -203,8 +205,19 @@ def set_optimizer_settings(engine: Any, learner: LearnerConfig) -> None:
             group["lr_scale"] = learner.muon_lr / learner.lr
 
 
-def take_step(engine: Any) -> float | None:
-    """Clip, step and clear the gradients. Returns the global gradient norm before clipping.
+def with_vision_apart(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of an optimizer's parameters, each split into those marked `of_vision` and all others."""
+    parts = []
+    for group in groups:
+        for mark in (False, True):
+            if parameters := [p for p in group["params"] if hasattr(p, "of_vision") is mark]:
+                parts.append({**group, "params": parameters, "of_vision": mark})
+    return parts
+
+
+def take_step(engine: Any, *, with_images: bool) -> float | None:
+    """Clip, step and clear the gradients. Returns the global gradient norm before clipping. Without images the gradient
+    of a vision tower is 0, and its weights do not decay: nothing would restore them.
 
     None where float16 overflowed: then the step is skipped and the loss scale halved. Raises `RunError` at the
     smallest loss scale.
@@ -212,12 +225,19 @@ def take_step(engine: Any) -> float | None:
     norm = None
     if isinstance(engine.optimizer, torch.optim.Optimizer):  # DeepSpeed's own optimizers store the norm
         norm = gradient_norm(engine.module.parameters())
+    groups = [group for group in engine.optimizer.param_groups if group.get("of_vision") and not with_images]
+    decays = [group["weight_decay"] for group in groups]
+    for group in groups:
+        group["weight_decay"] = 0.0
     try:
         engine.step()
     except Exception as error:
         if "loss scale already at minimum" in str(error):
             raise RunError("float16 overflows at the smallest loss scale too: set workers.dtype=bfloat16") from None
         raise
+    finally:
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
     if engine.fp16_enabled() and engine.optimizer.overflow:
         return None
     return float(engine.get_global_grad_norm() if norm is None else norm)

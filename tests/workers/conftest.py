@@ -102,10 +102,14 @@ def make_worker(tied_model, learner):
 
     workers = []
 
-    def make(model=tied_model, zero_stage=0, role="actor", trained=True, head="lm", learn=None, lora=None, **settings):
+    def make(
+        model=tied_model, zero_stage=0, role="actor", trained=True, head="lm", learn=None, lora=None, images=None,
+        **settings,
+    ):  # fmt: skip
         config = WorkersConfig(zero_stage=zero_stage, **{"dtype": "float32", **settings})
         role_spec, adapter = RoleSpec(trained=trained, head=head), LoraConfig(**(lora or {}))
-        worker = ModelWorker(WorkerSpec(role, model, role_spec, {**learner, **(learn or {})}, config, adapter))
+        learner_settings = {**learner, **(learn or {})}
+        worker = ModelWorker(WorkerSpec(role, model, role_spec, learner_settings, config, adapter, images=images))
         workers.append(worker)
         worker.load()
         return worker

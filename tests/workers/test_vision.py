@@ -1,6 +1,7 @@
 """A vision-language model in a worker, on texts: rows, prefixes, packing, training, adapters, and what is refused."""
 
 import re
+from itertools import pairwise
 
 import numpy as np
 import peft
@@ -13,6 +14,7 @@ from envgym.errors import ConfigError
 from envgym.models.vision import save_tokenizer, vision_pattern
 from envgym.render import load_tokenizer
 from envgym.types import Objective, Row, Segment, int_array
+from envgym.workers.config import ImageConfig
 from envgym.workers.merge import merge_adapter
 from envgym.workers.micro_batches import micro_batches
 from tests.vision_models import KINDS
@@ -39,8 +41,9 @@ def learning_rows():
     ]  # fmt: skip
 
 
-def learn(worker, normalizers):
-    worker.accumulate(micro_batches(learning_rows(), 1000, 1)[0], normalizers(learning_rows()))
+def learn(worker, normalizers, samples=None, *, with_images=False):
+    samples = samples or learning_rows()
+    worker.accumulate(micro_batches(samples, 1000, 1)[0], normalizers(samples), with_images=with_images)
     worker.step(1e-2)
 
 
@@ -74,6 +77,28 @@ def test_weights_go_to_engines_by_the_names_of_the_checkpoint(make_worker, visio
     sent, saved = load_file(worker.next_bucket().path), load_file(vision_model(kind) / "model.safetensors")
     assert sent.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in sent.items())
+
+
+@pytest.mark.parametrize(("optimizer", "zero_stage"), [("adamw", 0), ("adamw", 2), ("adamw", 3), ("muon", 2)])
+def test_a_tower_decays_in_steps_with_images_alone(
+    make_worker, vision_model, normalizers, tmp_path, optimizer, zero_stage
+):
+    """From texts its gradient is 0: nothing would restore what decays."""
+    learn_settings = {"weight_decay": 0.5, "optimizer": optimizer}
+    samples = [row.copy_with(token_ids=np.maximum(row.token_ids, PREFIX[-1])) for row in learning_rows()]
+    images = ImageConfig(str(tmp_path / "images"))
+    worker = make_worker(str(vision_model("llava")), zero_stage, learn=learn_settings, images=images)
+    export(worker, tmp_path / "before")
+    weights = [load_file(tmp_path / "before")]
+    for number, with_images in enumerate((False, False, True, False)):
+        learn(worker, normalizers, samples, with_images=with_images)
+        export(worker, tmp_path / str(number))
+        weights.append(load_file(tmp_path / str(number)))
+    changes = [{name for name in old if not torch.equal(old[name], new[name])} for old, new in pairwise(weights)]
+    tower, language_model = tower_names(worker), weights[0].keys() - tower_names(worker)
+    decayed = {name for name in tower if weights[0][name].any()}
+    assert decayed
+    assert changes == [language_model, language_model, language_model | decayed, language_model]
 
 
 @pytest.mark.parametrize(("kind", "zero_stage"), [("qwen3_vl", 0), ("gemma3", 2), ("llava", 3)])
