@@ -47,7 +47,7 @@ def mark_vision(model: nn.Module, *, frozen: bool) -> None:
     for name, parameter in model.named_parameters():
         if re.fullmatch(pattern, name):
             parameter.of_vision = True
-            parameter.requires_grad_(not frozen)
+            parameter.requires_grad_(parameter.requires_grad and not frozen)  # an adapter has frozen it
 
 
 def mark_for_muon(model: nn.Module) -> None:
