@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from .disk import replacement_file
+from .errors import DataError
 from .types import ImagePart, Message
-from .types.images import NAME
+from .types.images import NAME, read_image
 from .types.messages import change_images
 
 FOLDER = "images"
@@ -49,6 +50,12 @@ class ImageFolder:
         """The file of the image `name`; None without one, and for a text that is no image's name."""
         files = (self.path / f"{name}{suffix}" for suffix in SUFFIXES.values())
         return next((file for file in files if file.is_file()), None) if NAME.fullmatch(name) else None
+
+    def read(self, name: str) -> bytes:
+        """The content of the image `name`. Raises `DataError` if it is not here, or its file is another one."""
+        if (file := self.find(name)) is None:
+            raise DataError(f"image {name} is not in {self.path}: its file was deleted, or never stored")
+        return read_image(file, name)
 
     def locate(self, messages: Iterable[Message]) -> tuple[Message, ...]:
         """The messages of a record, with the files of their images where they are here."""

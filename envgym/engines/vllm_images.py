@@ -12,15 +12,13 @@ from typing import Any
 
 from envgym.engine import Request
 from envgym.errors import DataError, InvalidOutcome
-from envgym.models.vision import takes_images
+from envgym.models.vision import placeholder_ids, takes_images
 from envgym.types import PlacedImage
 
 from .spec import EngineSpec
 
 CACHE_GIBIBYTES = 1
 """Host memory for processed images; vLLM would take four times as much."""
-PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
-"""Attributes of Hugging Face's configs that are ids of placeholder tokens."""
 FAILURE = "images"
 """The kind of failure of an episode whose images cannot be sampled after."""
 
@@ -51,8 +49,7 @@ class Prompts:
         model = engine.vllm_config.model_config
         self._engine, self._renderer = engine, engine.renderer
         self.image_advice = _advice(model)
-        ids = (getattr(model.hf_config, name, None) for name in PLACEHOLDERS)
-        self._placeholders = frozenset(token for token in ids if isinstance(token, int))
+        self._placeholders = placeholder_ids(model.hf_config)
 
     def add_request(self, request: Request, sampling: Any, adapter: Any) -> None:
         """Add a request to the engine.
@@ -82,7 +79,7 @@ class Prompts:
         names = [placed.image.sha256 for placed in images]
         is_cached = [False] * len(names) if cache is None else cache.is_cached(names)
         try:
-            pixels = [None if c else open_rgb(placed.image) for c, placed in zip(is_cached, images, strict=True)]
+            pixels = [None if c else open_rgb(placed.image.read()) for c, placed in zip(is_cached, images, strict=True)]
         except DataError as error:
             raise InvalidOutcome(FAILURE, str(error)) from None
         items = processor.info.parse_mm_data({"image": pixels})

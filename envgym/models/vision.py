@@ -25,6 +25,12 @@ def takes_images(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
+def placeholder_ids(config: Any) -> frozenset[int]:
+    """The ids of the tokens that stand for images and videos, of the Hugging Face config of a model."""
+    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    return frozenset(token for name in names if isinstance(token := getattr(config, name, None), int))
+
+
 def policy_class(config: Any) -> Any:
     """transformers' class that loads a policy with this Hugging Face config."""
     import transformers

@@ -23,17 +23,17 @@ class Placeholders:
     """
 
     def __init__(self, model: str, image_size: Mapping[str, int] | None = None) -> None:
-        self.model = model
-        self._arguments = size_argument(image_size)
+        self.model, self.image_size = model, image_size
         self._run = lru_cache(MAX_SIZES)(self._process)
 
     def write(self, text: str, images: Sequence[ImagePart]) -> str:
         """A text that a template has written for messages with these images, with a whole run in place of each mark.
         Raises `InvalidStep` if it has another number of marks, and for an image that the processor refuses."""
-        pieces = text.split(self._mark)
+        mark = mark_of(self._processor)
+        pieces = text.split(mark)
         if len(pieces) != len(images) + 1:
             raise InvalidStep(
-                f"the chat template of {self.model} writes {len(pieces) - 1} marks {self._mark!r} of images for "
+                f"the chat template of {self.model} writes {len(pieces) - 1} marks {mark!r} of images for "
                 f"{len(images)}: put images into messages of roles whose images it takes, and no such mark into text"
             )
         runs = [self._run(image.width, image.height) for image in images]
@@ -60,24 +60,29 @@ class Placeholders:
     def _processor(self) -> Any:
         return load_processor(self.model)
 
-    @cached_property
-    def _mark(self) -> str:
-        """What templates write for an image."""
-        return str(getattr(self._processor, "boi_token", None) or self._processor.image_token)
-
     def _process(self, width: int, height: int) -> str:
         """The run of an image, which depends on its size alone."""
         from PIL import Image
 
         try:
-            processed = self._processor(
-                text=[self._mark], images=[[Image.new("RGB", (width, height))]], add_special_tokens=False,
-                return_text_replacement_offsets=True, **self._arguments,
-            )  # fmt: skip
+            return process(self._processor, Image.new("RGB", (width, height)), self.image_size)[0]
         except Exception as error:  # the processor of a stranger's model may raise anything
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise InvalidStep(f"{self.model} takes no image of {width} x {height} pixels: {reason}") from None
-        return str(processed["text_replacement_offsets"][0][0]["replacement"])
+
+
+def mark_of(processor: Any) -> str:
+    """What templates write for an image."""
+    return str(getattr(processor, "boi_token", None) or processor.image_token)
+
+
+def process(processor: Any, image: Any, image_size: Mapping[str, int] | None, **options: Any) -> tuple[str, Any]:
+    """Call a model's processor for Pillow's image alone: the run of its placeholders, and all outputs."""
+    outputs = processor(
+        text=[mark_of(processor)], images=[[image]], add_special_tokens=False,
+        return_text_replacement_offsets=True, **size_argument(image_size), **options,
+    )  # fmt: skip
+    return str(outputs["text_replacement_offsets"][0][0]["replacement"]), outputs
 
 
 def size_argument(image_size: Mapping[str, int] | None) -> dict[str, Any]:
@@ -85,12 +90,11 @@ def size_argument(image_size: Mapping[str, int] | None) -> dict[str, Any]:
     return {} if image_size is None else {"size": dict(image_size)}
 
 
-def open_rgb(image: ImagePart) -> Any:
-    """An image as Pillow's, in RGB, as sampler and trainer give it to the processor. Raises `DataError` without its
-    file."""
+def open_rgb(content: bytes) -> Any:
+    """The image of a file as Pillow's, in RGB, as sampler and trainer give it to the processor."""
     from PIL import Image
 
-    return Image.open(BytesIO(image.read())).convert("RGB")
+    return Image.open(BytesIO(content)).convert("RGB")
 
 
 def check_torchvision() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from envgym.errors import DataError, missing_package
+from envgym.errors import DataError, missing_package, reported_as
 
 MAX_BYTES = 20_000_000
 """Maximum bytes of an image's file."""
@@ -103,13 +103,7 @@ class ImagePart:
             return self.data
         if self.file is None:
             raise DataError(f"image {self.sha256} is known here by its name alone: its run's folder has the file")
-        try:
-            content = self.file.read_bytes()
-        except OSError as error:
-            raise DataError(f"image {self.file} cannot be read: {error.strerror}") from None
-        if sha256_of(content) != self.sha256:
-            raise DataError(f"image {self.file} has changed: its content is not what it is named after")
-        return content
+        return read_image(self.file, self.sha256)
 
     def data_uri(self) -> str:
         """The file as a data URI. Raises `DataError` as `read` does."""
@@ -174,6 +168,15 @@ class ImageSpan(NamedTuple):
 def sha256_of(content: bytes) -> str:
     """The name of an image."""
     return hashlib.sha256(content).hexdigest()
+
+
+def read_image(file: Path, name: str) -> bytes:
+    """The content of the file of the image `name`. Raises `DataError` if it cannot be read, or is another one."""
+    with reported_as(DataError, f"image {file} cannot be read"):
+        content = file.read_bytes()
+    if sha256_of(content) != name:
+        raise DataError(f"image {file} has changed: its content is not what it is named after")
+    return content
 
 
 def image_of(part: Mapping[str, Any]) -> ImagePart:

@@ -13,7 +13,7 @@ from envgym.errors import ConfigError, DataError
 from envgym.images import FOLDER, SUFFIXES, ImageFolder
 from envgym.monitoring.alarms import sentence
 from envgym.run_folder import files_by_step
-from envgym.types.images import MAX_BYTES, sha256_of
+from envgym.types.images import MAX_BYTES, read_image
 from envgym.yaml_files import read_yaml
 
 from . import reading
@@ -77,9 +77,7 @@ class Source:
             roots = (*roots, Path(os.path.realpath(folder.parent)) / folder.name)
         if (path := ImageFolder(folder).find(name)) is None:
             raise DataError(f"{self.id} has no image {name!r:.80}")
-        content = regular(path, roots, MAX_BYTES).read_bytes()
-        if sha256_of(content) != name:
-            raise DataError(f"image {path} has changed: its content is not what it is named after")
+        content = read_image(regular(path, roots, MAX_BYTES), name)
         return content, next(kind for kind, suffix in SUFFIXES.items() if path.suffix == suffix)
 
     def summary(self) -> dict[str, Any]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import io
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from envgym.errors import ConfigError, DataError, RunError
+from envgym.errors import ConfigError, RunError
 from envgym.images import ImageFolder
-from envgym.models.vision import takes_images
+from envgym.models.vision import placeholder_ids, takes_images
 from envgym.types import ImageSpan, Row
-from envgym.types.images import sha256_of
 
 from .attention import VARLEN, takes_ends
 from .config import ImageConfig
@@ -26,7 +25,7 @@ CACHED_BYTES = 2**29
 """Maximum bytes of the processed images in a worker's memory: members of a group and epochs share them."""
 BLANK = "blank_ids"
 """The name of the tokens of a blank image, which are an additional row, among the tensors of images."""
-TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+TOKEN_TYPES = {"mm_token_type_ids", "token_type_ids"}
 """Arguments of models that tell placeholders from text."""
 OF_TEXT = {"input_ids", "attention_mask", *TOKEN_TYPES}
 """Outputs of processors that a row determines, not an image."""
@@ -51,24 +50,21 @@ class ImageTensors:
     """
 
     def __init__(self, model: nn.Module, source: str, config: ImageConfig, device: torch.device) -> None:
-        from envgym.render.images import load_processor, size_argument
+        from envgym.render.images import load_processor
 
         self._processor = load_processor(source)
-        self._folder = ImageFolder(Path(config.folder))
-        self._options = size_argument(config.size)
+        self._folder, self._size = ImageFolder(Path(config.folder)), config.size
         self._device, self._dtype = device, model.dtype
         backbone = model.base_model
         self._arguments = inspect.signature(backbone.forward).parameters
         self._positions = getattr(backbone, "get_rope_index", None)
-        names = ("image_token_id", "video_token_id")
-        self._placeholders = {token for name in names if (token := getattr(model.config, name, None)) is not None}
+        self._placeholders = placeholder_ids(model.config)
         if model.config.vision_config._attn_implementation == VARLEN:  # its kernel is causal
             model.config.vision_config._attn_implementation = "sdpa"
         if 0 in self._placeholders:  # rows are padded with 0
             raise ConfigError(f"{source}: token 0 stands for an image, which envgym does not support")
         self._cache: OrderedDict[str, Processed] = OrderedDict()
         self._cached_bytes = 0
-        self._blank: Processed | None = None
 
     def tensors(self, samples: Sequence[Row], *, packed: bool, blank: bool) -> dict[str, torch.Tensor]:
         """Arguments of the model's call for the images of a micro-batch's rows, in order, which are padded to the
@@ -84,93 +80,71 @@ class ImageTensors:
         if not any(images):
             if not blank:
                 return {}
-            self._blank = self._blank or self._process(blank_image())
             rows.append(self._blank.token_ids)
             images.append([self._blank])
             tensors[BLANK] = torch.tensor(self._blank.token_ids)
         tensors |= collate([image.tensors for line in images for image in line])
-        for name in TOKEN_TYPES:
-            if name in self._arguments:
-                types = [torch.tensor(line) for line in self._processor.create_mm_token_type_ids(rows)]
-                tensors[name] = torch.cat(types)[None] if packed else nn.utils.rnn.pad_sequence(types, batch_first=True)
+        types: list[torch.Tensor] = []
+        if names := self._arguments.keys() & TOKEN_TYPES:
+            types = [torch.tensor(line) for line in self._processor.create_mm_token_type_ids(rows)]
+            joined = torch.cat(types)[None] if packed else nn.utils.rnn.pad_sequence(types, batch_first=True)
+            tensors |= dict.fromkeys(names, joined)
         if packed and self._positions is not None:
-            tensors["position_ids"] = torch.cat(list(map(self._row_positions, rows, images)), 2)
+            tensors["position_ids"] = torch.cat(list(map(self._row_positions, rows, types, images)), 2)
         return {
             name: tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
             for name, tensor in tensors.items()
         }
 
-    def _row_positions(self, token_ids: list[int], images: Sequence[Processed]) -> torch.Tensor:
+    def _row_positions(self, token_ids: list[int], types: torch.Tensor, images: Sequence[Processed]) -> torch.Tensor:
         """[4, 1, T] the positions of a row in its text, in time, and in an image's height and width."""
-        [types] = self._processor.create_mm_token_type_ids([token_ids])
         grids = {"image_grid_thw": torch.cat([image.tensors["image_grid_thw"] for image in images])} if images else {}
         assert self._positions is not None
-        places, _ = self._positions(torch.tensor([token_ids]), torch.tensor([types]), **grids)
+        places, _ = self._positions(torch.tensor([token_ids]), types[None], **grids)
         return torch.cat([torch.arange(len(token_ids)).view(1, 1, -1), places])
 
     def _of_row(self, token_ids: list[int], spans: Sequence[ImageSpan]) -> list[Processed]:
         """The images of a row, whose placeholders are compared with the row's."""
-        images, end = [], 0
-        for span in spans:
-            image = self._processed(span.sha256)
+        images = [self._processed(span.sha256) for span in spans]
+        for span, image in zip(spans, images, strict=True):
             if token_ids[span.start : span.end] != image.token_ids:
                 raise RunError(
                     f"image {span.sha256} has {len(image.token_ids)} placeholders in this model, which are not the "
                     f"{span.length} tokens at {span.start} of a row: it was rendered by another model's processor"
                 )
-            self._check_text(token_ids, end, span.start)
-            images.append(image)
-            end = span.end
-        self._check_text(token_ids, end, len(token_ids))
+        lines = (token_ids, *(image.token_ids for image in images))
+        n_placeholders, *n_of_images = [sum(token in self._placeholders for token in line) for line in lines]
+        if n_placeholders != sum(n_of_images):
+            raise RunError(f"a row has {n_placeholders} placeholders, {sum(n_of_images)} of which belong to its images")
         return images
-
-    def _check_text(self, token_ids: list[int], start: int, end: int) -> None:
-        """Raise `RunError` for placeholders without an image among the tokens from `start` to `end`."""
-        if not self._placeholders.isdisjoint(token_ids[start:end]):
-            raise RunError(
-                f"a row has a placeholder between tokens {start} and {end} that belongs to none of its images"
-            )
 
     def _processed(self, name: str) -> Processed:
         """The image `name`, from memory or from its file."""
+        from envgym.render.images import open_rgb
+
         if name in self._cache:
             self._cache.move_to_end(name)
             return self._cache[name]
-        image = self._cache[name] = self._process(self._open(name))
+        image = self._cache[name] = self._process(open_rgb(self._folder.read(name)))
         self._cached_bytes += image.n_bytes
         while len(self._cache) > 1 and self._cached_bytes > CACHED_BYTES:
             self._cached_bytes -= self._cache.popitem(last=False)[1].n_bytes
         return image
 
-    def _open(self, name: str) -> Any:
-        """Pillow's image, in RGB."""
+    @cached_property
+    def _blank(self) -> Processed:
+        """A grey image, which is small for every processor."""
         from PIL import Image
 
-        file = self._folder.find(name)
-        if file is None:
-            raise DataError(
-                f"image {name} of a row is not in {self._folder.path}: its file was deleted, or never stored"
-            )
-        content = file.read_bytes()
-        if sha256_of(content) != name:
-            raise DataError(f"image {file} has changed: its content is not what it is named after")
-        return Image.open(io.BytesIO(content)).convert("RGB")
+        return self._process(Image.new("RGB", (64, 64), "grey"))
 
     def _process(self, image: Any) -> Processed:
         """Call the processor, on the CPU."""
-        processor = self._processor
-        marker = getattr(processor, "boi_token", None) or processor.image_token
-        outputs = processor(
-            text=[marker],
-            images=[[image]],
-            add_special_tokens=False,
-            return_tensors="pt",
-            return_text_replacement_offsets=True,
-            **self._options,
-        )
-        text = outputs["text_replacement_offsets"][0][0]["replacement"].strip("\n")
+        from envgym.render.images import process
+
+        run, outputs = process(self._processor, image, self._size, return_tensors="pt")
         tensors = {name: outputs[name] for name in self._arguments if name in outputs and name not in OF_TEXT}
-        return Processed(processor.tokenizer(text, add_special_tokens=False)["input_ids"], tensors)
+        return Processed(self._processor.tokenizer(run.strip("\n"), add_special_tokens=False)["input_ids"], tensors)
 
 
 def check_takes_images(config: Any, role: str, head: str) -> None:
@@ -193,26 +167,18 @@ def attend_within_images(model: nn.Module) -> None:
         model.config._attn_implementation = "sdpa"
 
 
-def blank_image() -> Any:
-    """A grey image of Pillow's, which is small for every processor."""
-    from PIL import Image
-
-    return Image.new("RGB", (64, 64), (128, 128, 128))
-
-
 def collate(images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors of images one after the other, which is the first dimension; all others are padded with zeros to the
     largest image's."""
     tensors = {}
     for name in images[0]:
         parts = [image[name] for image in images]
-        shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-        padded = parts[0].new_zeros(sum(map(len, parts)), *shape)
-        start = 0
-        for part in parts:
-            padded[(slice(start, start + len(part)), *map(slice, part.shape[1:]))] = part
-            start += len(part)
-        tensors[name] = padded
+        sizes = [max(lengths) for lengths in zip(*(part.shape[1:] for part in parts), strict=True)]
+        missing = [
+            [n for size, length in zip(sizes, part.shape[1:], strict=True) for n in (size - length, 0)]
+            for part in parts
+        ]
+        tensors[name] = torch.cat([nn.functional.pad(part, n[::-1]) for part, n in zip(parts, missing, strict=True)])
     return tensors
 
 

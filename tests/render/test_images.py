@@ -77,7 +77,8 @@ def test_three_turns_have_the_token_ids_of_the_models_processor(folder_of, kind,
     ids = processor(text=[text], images=[pictures], add_special_tokens=False)["input_ids"][0]
     assert row == list(ids)
     tokens = [row[image.start : image.end] for image in placed]
-    for part, span, mark in zip(pictures, tokens, [dialogue.renderer.placeholders._mark] * len(tokens), strict=True):
+    mark = images.mark_of(processor)
+    for part, span in zip(pictures, tokens, strict=True):
         alone = processor(text=[mark], images=[[part]], add_special_tokens=False)["input_ids"][0]
         assert span.count(processor.image_token_id) == list(alone).count(processor.image_token_id) > 0
         assert "\n" not in dialogue.renderer.tokenizer.decode([span[0], span[-1]])
