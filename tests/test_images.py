@@ -326,6 +326,7 @@ def test_a_tasks_images_are_stored_even_if_the_policy_does_not_see_them(tmp_path
     groups = asyncio.run(runner.roll_out([task, broken], SamplingPlan("p", SamplingParams(1), 1)))
     assert [episode.outcome.reason for group in groups for episode in group.episodes] == ["", "invalid_environment"]
     assert [path.read_bytes() for path in (tmp_path / "images").iterdir()] == [picture(5)]
+    assert groups[1].episodes[0].outcome.message.endswith("(image file is truncated); the prompt of task t has it")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -29,6 +29,7 @@ from envgym.errors import (
     WorkerDied,
     WorkerError,
     describe,
+    extend_message,
 )
 from envgym.hashing import derived_seed, task_hash
 from envgym.processes import cancellation
@@ -330,7 +331,10 @@ async def run_episode(
             waiting_start = time.time()
             await env.acquire()
             if not isinstance(task.prompt, str):
-                await spec.checked_images(task.prompt)  # the record names them
+                try:
+                    await spec.checked_images(task.prompt)  # the record names them
+                except InvalidStep as error:
+                    raise extend_message(error, f"the prompt of task {task.id} has it") from None
             waiting.append(("waiting", round(waiting_start, 4), round(time.time(), 4)))
             start = time.monotonic()  # waiting for a slot does not count as the episode's time
             returned = await run_to_end(run(env), timeout, f"{name}: an episode", WorkerDied)
