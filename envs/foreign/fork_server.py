@@ -5,11 +5,11 @@ This program imports nothing of envgym but `processes/family.py`, by its path:
     PYTHON fork_server.py PARENT FAMILY.py PACKAGE==VERSION WORKER.py FOLDER
 
 `WORKER.py` is a module with a function `load(settings)` and a coroutine function `run(call)`, both with JSON in and
-out. `load` is called once; then this process forks for each call: an episode costs no import, and a crash ends that
-episode alone. The protocol is lines of JSON. On standard input: the settings, then `{"id": 1, "call": {…}}`, and
-`{"id": 1}` to end a call. On standard output: `{"loaded": {…}}` or `{"mistake": "…"}`, then `{"id": 1, "result": {…}}`
-once all processes of that call have ended. `FOLDER` has the temporary files. The server ends with `PARENT`, or when
-standard input ends, and removes the folder.
+out. Each message on the standard input, a socket, has a descriptor of a connection, for one request: a line of JSON.
+The first has the settings for `load`; its answer is `{"loaded": {…}}` or `{"mistake": "…"}`. Then this process forks
+for each call: an episode costs no import, and a crash ends that episode alone. Its answer is its result, and the
+connection closes once all processes of the call have ended. It may be closed before, to end the call. `FOLDER` has the
+temporary files. When the standard input ends, the server waits for the calls, and removes the folder.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import importlib.util
 import json
 import os
 import random
-import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import traceback
 from importlib import metadata
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from types import ModuleType
+from typing import Any, NoReturn
 
 GRACE_SECONDS = 10
 """Seconds in which an ended call may release what it holds elsewhere, such as a container."""
@@ -60,145 +61,85 @@ def check_package(requirement: str) -> None:
         raise ImportError(f"{needs}: install '{name}=={version}.*' in its virtual environment")
 
 
-class RunningCall(NamedTuple):
-    """A call, and the process that keeps all of its processes and ends with the last of them."""
-
-    id: int
-    keeper: int
-
-
-class ForkServer:
-    """Forks for each call and answers in the order in which calls end."""
-
-    def __init__(self, family: ModuleType, worker: ModuleType, folder: str, requests: int, answers: int) -> None:
-        self._family = family
-        self._worker = worker
-        self._folder = folder
-        self._requests = requests
-        self._answers = answers
-        self._calls: dict[int, RunningCall] = {}
-        """The running calls by the descriptors of their keepers."""
-        self._is_open = True
-
-    def answer(self, message: dict[str, Any]) -> None:
-        data = json.dumps(message).encode() + b"\n"
-        with contextlib.suppress(BrokenPipeError):  # its reader is gone, and this server is about to end
-            while data:
-                data = data[os.write(self._answers, data) :]
-
-    def serve(self) -> None:
-        """Answer requests until their stream ends, then end all calls."""
-        text = b""
-        while self._is_open or self._calls:
-            poll = select.poll()
-            for descriptor in [*self._calls, *([self._requests] if self._is_open else [])]:
-                poll.register(descriptor, select.POLLIN)
-            for descriptor, _ in poll.poll():
-                if descriptor in self._calls:
-                    self._finish(descriptor)
-                elif chunk := os.read(self._requests, 2**20):
-                    *lines, text = (text + chunk).split(b"\n")
-                    for line in lines:
-                        self._take(json.loads(line))
-                else:
-                    self.close()
-
-    def close(self, number: int = 0, frame: FrameType | None = None) -> None:
-        """Take no more requests and end all calls; also as a signal's handler."""
-        self._is_open = False
-        self._end_calls()
-
-    def _end_calls(self, id: int | None = None) -> None:
-        """End the call of an id, or all. Its processes may take `GRACE_SECONDS`."""
-        for call in self._calls.values():
-            if id in (None, call.id):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(call.keeper, signal.SIGTERM)
-
-    def _take(self, request: dict[str, Any]) -> None:
-        if "call" not in request:
-            self._end_calls(request["id"])
-            return
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._family.ENDING)  # until the keeper handles them
-        server, keeper = os.getpid(), os.fork()
-        if keeper == 0:
-            self._keep(server, f"{self._folder}/{request['id']}", request["call"])
-        with contextlib.suppress(OSError):  # the keeper does this too: whichever comes first
-            os.setpgid(keeper, keeper)
-        self._calls[os.pidfd_open(keeper)] = RunningCall(request["id"], keeper)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._family.ENDING)
-
-    def _keep(self, server: int, folder: str, call: dict[str, Any]) -> NoReturn:
-        """Keep a process that runs the call until all that descends from it has ended."""
-        try:
-            os.setpgid(0, 0)
-            self._family.adopt_orphans()
-            self._family.die_with(server, signal.SIGHUP)
-            os.mkdir(folder)
-            keeper, episode = os.getpid(), os.fork()
-            if episode == 0:
-                self._family.die_with(keeper)
-                run_call(self._worker, call, folder)
-            code = os.waitstatus_to_exitcode(self._family.keep(episode, GRACE_SECONDS))
-            if not os.path.exists(f"{folder}.json"):
-                died = f"signal {-code}" if code < 0 else f"status {code}"
-                write_result({"failure": {"kind": "agent", "message": f"its process ended with {died}"}}, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os._exit(0)
-
-    def _finish(self, descriptor: int) -> None:
-        """Answer a call whose keeper has ended."""
-        call = self._calls.pop(descriptor)
-        os.close(descriptor)
-        os.waitpid(call.keeper, 0)
-        result, file = None, Path(f"{self._folder}/{call.id}.json")
-        with contextlib.suppress(OSError, ValueError):  # it was ended, or died
-            result = json.loads(file.read_bytes())
-        file.unlink(missing_ok=True)
-        self.answer({"id": call.id, "result": result})
+def accept(control: socket.socket) -> socket.socket:
+    """The next connection. Raises `EOFError` when there will be no more."""
+    _, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors:
+        raise EOFError
+    return socket.socket(fileno=descriptors[0])
 
 
-def run_call(worker: ModuleType, call: dict[str, Any], folder: str) -> NoReturn:
-    """Run a call in this process, with its temporary files in `folder`, and write the result beside that."""
+def read_request(caller: socket.socket) -> dict[str, Any]:
+    request: dict[str, Any] = json.loads(caller.makefile("rb").readline())
+    return request
+
+
+def keep(family: ModuleType, server: int, worker: ModuleType, caller: socket.socket) -> None:
+    """Keep a process that runs a call until all that descends from it has ended."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        family.adopt_orphans()
+        family.die_with(server, signal.SIGHUP)
+        call, keeper, episode = read_request(caller), os.getpid(), os.fork()
+        if episode == 0:
+            family.die_with(keeper)
+            run_call(worker, call, folder, caller)
+        threading.Thread(target=end_with, args=[caller], daemon=True).start()
+        if code := os.waitstatus_to_exitcode(family.keep(episode, GRACE_SECONDS)):
+            died = f"signal {-code}" if code < 0 else f"status {code}"
+            answer(caller, failure(f"its process ended with {died}"))
+
+
+def end_with(caller: socket.socket) -> None:
+    """End the keeper's group of processes when the connection is closed at the other side."""
+    with contextlib.suppress(OSError):
+        caller.recv(1)
+    os.killpg(0, signal.SIGTERM)
+
+
+def run_call(worker: ModuleType, call: dict[str, Any], folder: str, caller: socket.socket) -> NoReturn:
+    """Run a call in this process, with its temporary files in `folder`."""
     try:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         os.chdir(folder)
         random.seed(call["seed"])
         # Not `asyncio.run`, which waits for threads that the framework may have left: they end with this process.
-        write_result(asyncio.new_event_loop().run_until_complete(run_until_ended(worker, call)), folder)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
+        answer(caller, asyncio.new_event_loop().run_until_complete(run_until_ended(worker, call)))
         os._exit(0)
-
-
-def write_result(result: dict[str, Any], folder: str) -> None:
-    text = json.dumps(result)
-    Path(f"{folder}.json").write_text(text, encoding="utf-8")
+    finally:
+        os._exit(1)
 
 
 async def run_until_ended(worker: ModuleType, call: dict[str, Any]) -> dict[str, Any]:
     """The result of a call, which SIGTERM cancels."""
-    task = asyncio.ensure_future(worker.run(call))
+    task = asyncio.current_task()
+    assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     try:
-        result: dict[str, Any] = await task
+        result: dict[str, Any] = await worker.run(call)
     except Exception as error:
         traceback.print_exc()
-        return {"failure": {"kind": "agent", "message": f"{type(error).__name__}: {error}"}}
+        return failure(f"{type(error).__name__}: {error}")
     return result
 
 
-def main() -> None:
+def failure(message: str) -> dict[str, Any]:
+    return {"failure": {"kind": "agent", "message": message}}
+
+
+def answer(caller: socket.socket, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    with contextlib.suppress(OSError):  # it has hung up
+        caller.sendall(data)
+
+
+def main() -> NoReturn:
     parent, family_file, package, worker_file, folder = sys.argv[1:]
-    family = import_file(family_file)
-    requests, answers = os.dup(0), os.dup(1)
+    family, server = import_file(family_file), os.getpid()
+    control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # output of the framework must not mix with the answers
 
     def end(*signal_and_frame: object) -> NoReturn:
         shutil.rmtree(folder, ignore_errors=True)
@@ -208,21 +149,31 @@ def main() -> None:
         signal.signal(number, end)
     family.die_with(int(parent), signal.SIGHUP)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    settings = json.loads(os.fdopen(os.dup(requests), "rb", buffering=0).readline())
-    try:
-        check_package(package)
-        worker = import_file(worker_file)
-        loaded = worker.load(settings)
-    except MISTAKES as error:
-        traceback.print_exc()
-        text = " ".join(str(error).split()) or type(error).__name__
-        os.write(answers, json.dumps({"mistake": text}).encode() + b"\n")
-        end()
-    server = ForkServer(family, worker, folder, requests, answers)
+    with accept(control) as caller:
+        settings = read_request(caller)
+        try:
+            check_package(package)
+            worker = import_file(worker_file)
+            answer(caller, {"loaded": worker.load(settings)})
+        except MISTAKES as error:
+            traceback.print_exc()
+            answer(caller, {"mistake": " ".join(str(error).split()) or type(error).__name__})
+            end()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers end without being waited for
+    signal.pthread_sigmask(signal.SIG_BLOCK, family.ENDING)  # the server ends with its input, then
     for number in family.ENDING:
-        signal.signal(number, server.close)
-    server.answer({"loaded": loaded})
-    server.serve()
+        signal.signal(number, signal.SIG_DFL)
+    with contextlib.suppress(EOFError):
+        while True:
+            with accept(control) as caller:
+                if os.fork() == 0:
+                    try:
+                        control.close()
+                        keep(family, server, worker, caller)
+                    finally:
+                        os._exit(0)
+    with contextlib.suppress(ChildProcessError):
+        os.wait()  # for all
     end()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import json
 import os
 import shutil
+import socket
 import tempfile
-from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,13 @@ from envgym.processes import family
 
 from . import fork_server
 
-MAX_LINE = 2**28
-"""Maximum bytes of an answer."""
 END_SECONDS = fork_server.GRACE_SECONDS + 10.0
 """Seconds that ended calls, and the interpreter, may take to end."""
-LOG_LINES = 50
-"""Lines of the framework's output that are remembered for messages."""
+LOG_BYTES = 10_000
+"""Bytes of the framework's last output that are remembered for messages."""
 
 
+@dataclass(slots=True)
 class ForeignInterpreter:
     """Runs episodes in the interpreter `python` by the file `worker` (see `fork_server`), which is started by `start`,
     and again by the next `run` if it has died.
@@ -34,29 +34,21 @@ class ForeignInterpreter:
     The interpreter inherits the environment variables that external programs do, and those in `environ`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        package: str,
-        python: Path,
-        worker: Path,
-        settings: Mapping[str, Any],
-        environ: Sequence[str] = (),
-    ) -> None:
-        self.name = name
-        """The framework's name, for messages."""
-        self._package = package
-        self._python = python
-        self._worker = worker
-        self._settings = dict(settings)
-        self._environ = tuple(environ)
-        self._lock = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
-        self._folder = ""
-        self._reading: list[asyncio.Task[None]] = []
-        self._ids = itertools.count()
-        self._answers: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
-        self._log: deque[str] = deque(maxlen=LOG_LINES)
+    name: str
+    """The framework's name, for messages."""
+    package: str
+    """Its package and version."""
+    python: Path
+    worker: Path
+    settings: Mapping[str, Any]
+    environ: Sequence[str] = ()
+
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _process: asyncio.subprocess.Process | None = None
+    _control: socket.socket = field(default_factory=socket.socket)
+    _folder: str = ""
+    _log: bytes = b""
+    _reading: asyncio.Task[None] = field(init=False)
 
     async def start(self) -> dict[str, Any]:
         """Start the interpreter, and return what the worker's `load` returned.
@@ -64,31 +56,30 @@ class ForeignInterpreter:
         Raises `ConfigError` if the interpreter cannot be run, or `load` reports a mistake of the user.
         """
         self._folder = tempfile.mkdtemp(prefix="envgym-")
-        pipe = asyncio.subprocess.PIPE
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # -P: modules beside fork_server.py must not stand in for the framework's.
-        files = (family.__file__, self._package, self._worker, self._folder)
-        environ = passed_environment(self._environ)
+        words = ("-P", fork_server.__file__, str(os.getpid()), family.__file__, self.package, self.worker)
+        environ, pipe = passed_environment(self.environ), asyncio.subprocess.PIPE
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                self._python, "-P", fork_server.__file__, str(os.getpid()), *files,
-                stdin=pipe, stdout=pipe, stderr=pipe, env=environ, start_new_session=True, limit=MAX_LINE,
-            )  # fmt: skip
+            with control:
+                self._process = await asyncio.create_subprocess_exec(
+                    self.python, *words, self._folder,
+                    stdin=control, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=environ, start_new_session=True,
+                )  # fmt: skip
         except OSError as error:
             shutil.rmtree(self._folder)
-            raise ConfigError(f"{self._python} cannot be run: {error.strerror}; set env.python") from None
-        self._reading = [asyncio.create_task(self._read_log(self._process))]
-        self._send(self._settings)
+            raise ConfigError(f"{self.python} cannot be run: {error.strerror}; set env.python") from None
+        self._reading = asyncio.create_task(self._read_log(self._process))
+        answer: dict[str, Any] = {}
         try:
-            answer = await self._read_answer(self._process)
-        except BaseException:
-            await self.close()
-            raise
-        if "loaded" in answer:
-            self._reading.append(asyncio.create_task(self._read_answers(self._process)))
-            return dict(answer["loaded"])
-        await self.close()
-        reason = answer.get("mistake") or f"its interpreter ended: {self._last_line()}"
-        raise ConfigError(f"{self.name}: {reason}")
+            answer = await self._ask(self.settings, None)
+        finally:
+            if "loaded" not in answer:
+                await self.close()
+        if "loaded" not in answer:
+            reason = answer.get("mistake") or f"its interpreter ended: {self._last_line()}"
+            raise ConfigError(f"{self.name}: {reason}")
+        return dict(answer["loaded"])
 
     async def run(self, call: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
         """The result of a call, which has `seconds`, if given. When this returns or raises, its processes have ended;
@@ -97,63 +88,59 @@ class ForeignInterpreter:
         Raises `InvalidOutcome` (`agent`) if it took longer, or if the interpreter died.
         """
         async with self._lock:
-            if self._process is None or self._reading[-1].done():  # it has died
+            if self._process is None or self._reading.done():  # it has died
                 await self.close()
                 await self.start()
-        id, answer = next(self._ids), asyncio.get_running_loop().create_future()
-        self._answers[id] = answer
-        self._send({"id": id, "call": dict(call)})
         try:
-            async with asyncio.timeout(seconds):
-                result = await asyncio.shield(answer)
-        except asyncio.CancelledError:
-            self._send({"id": id})
-            raise
+            result = await self._ask(call, seconds)
         except TimeoutError:
-            self._send({"id": id})
-            await asyncio.wait([answer], timeout=END_SECONDS)
             message = f"{self.name}: the episode took longer than {seconds} s"
             raise InvalidOutcome("agent", message, retryable=True) from None
-        if result is None:
+        if not result:
+            await asyncio.wait([self._reading], timeout=1)  # for its last output
             message = f"{self.name}: its interpreter ended: {self._last_line()}"
             raise InvalidOutcome("agent", message, retryable=True)
-        return dict(result)
+        return result
 
     async def close(self) -> None:
-        """End the interpreter and all calls."""
+        """End the interpreter, once its calls have ended."""
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None
-        process.stdin.close()
-        waiting = asyncio.create_task(process.wait())
-        await asyncio.wait([waiting], timeout=END_SECONDS)
-        if not waiting.done():
+        self._control.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await process.wait()
+        with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await asyncio.wait([waiting, *self._reading], timeout=END_SECONDS)
+        await asyncio.wait([self._reading], timeout=END_SECONDS)
         shutil.rmtree(self._folder, ignore_errors=True)  # the server removes it, unless it was killed
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-
-    async def _read_answer(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
-        """The next answer; empty at the end of the stream."""
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        return dict(json.loads(line)) if line else {}
-
-    async def _read_answers(self, process: asyncio.subprocess.Process) -> None:
-        while answer := await self._read_answer(process):
-            self._answers.pop(answer["id"]).set_result(answer["result"])
-        while self._answers:
-            self._answers.popitem()[1].set_result(None)
+    async def _ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
+        """The answer to a request, which has `seconds`, if given; empty if its process has died. Raises `TimeoutError`
+        once its processes have ended."""
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+            writer.write(json.dumps(request).encode() + b"\n")
+            async with asyncio.timeout(seconds):
+                return dict(json.loads(await reader.read()))
+        except TimeoutError:
+            writer.write_eof()  # which ends the call
+            await asyncio.wait([asyncio.create_task(reader.read())], timeout=END_SECONDS)
+            raise
+        except (OSError, ValueError):  # without an answer, or in the middle of it
+            return {}
+        finally:
+            writer.close()
 
     async def _read_log(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None
-        while line := await process.stderr.readline():
-            self._log.append(line.decode(errors="replace").rstrip())
+        assert process.stdout is not None
+        while output := await process.stdout.read(2**16):
+            self._log = (self._log + output)[-LOG_BYTES:]
 
     def _last_line(self) -> str:
-        return next((line[:300] for line in reversed(self._log) if line.strip()), "it printed nothing")
+        lines = self._log.decode(errors="replace").split("\n")
+        return next((line[:300] for line in reversed(lines) if line.strip()), "it printed nothing")
