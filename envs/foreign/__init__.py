@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -51,11 +50,12 @@ class ForeignConfig(DataEnvConfig):
 class Requests:
     """In place of an endpoint's `Conversation`: requests that wait for the environment's steps to answer them."""
 
+    error: Exception | None = None
+    refusal = ""
+    missing_calls: int | None = None
+
     def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.refusal = ""
-        self.missing_calls: int | None = None
-        self.waiting: asyncio.Queue[tuple[Observation, asyncio.Future[Action]]] = asyncio.Queue()
+        self.waiting: asyncio.Queue[tuple[Observation, asyncio.Future[Action]] | None] = asyncio.Queue()
         self._length = 0
 
     async def answer(
@@ -90,18 +90,20 @@ class ForeignEnv(Env):
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         await self.close()
-        self._requests = Requests()
+        requests = self._requests = Requests()
         self._result = asyncio.create_task(self._run(seed or 0))
-        observation = await self._next_request()
-        if observation is None:
+        self._result.add_done_callback(lambda _: requests.waiting.put_nowait(None))
+        if (request := await requests.waiting.get()) is None:
             self._result.result()  # raises what went wrong
             raise InvalidOutcome("agent", f"{self.spec.framework} made no call to the policy")
+        observation, self._answering = request
         return observation, {}
 
     async def step(self, action: Action) -> StepResult:
         assert self._result is not None, "reset comes before step"
         self._answering.set_result(action)
-        if (observation := await self._next_request()) is not None:
+        if (request := await self._requests.waiting.get()) is not None:
+            observation, self._answering = request
             return observation, None, False, False, {}
         reward, truncated, info = verdict(self._result.result())
         return [], reward, not truncated, truncated, info
@@ -116,19 +118,6 @@ class ForeignEnv(Env):
     async def _run(self, seed: int) -> dict[str, Any]:
         async with Endpoint().session(self._requests) as access:
             return await self.spec.run(self.task, {}, access.session_url, seed)
-
-    async def _next_request(self) -> Observation | None:
-        """The next request to the policy; None when the episode has ended."""
-        assert self._result is not None
-        waiting = asyncio.create_task(self._requests.waiting.get())
-        try:
-            await asyncio.wait([waiting, self._result], return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                return None
-            observation, self._answering = waiting.result()
-            return observation
-        finally:
-            waiting.cancel()
 
 
 class ForeignSpec(DataEnvSpec, ABC):
@@ -145,11 +134,11 @@ class ForeignSpec(DataEnvSpec, ABC):
     """Its package and the version that the worker is written for, of which the last numbers may be missing:
     `harbor==0.25`."""
     worker: ClassVar[Path]
-    """The file that its interpreter runs (see `fork_server`). `load` returns `rows`, the path of a file of JSON lines
-    with an `id`, a `prompt` and the worker's own fields, and `version`, which identifies the environment."""
+    """The file that its interpreter runs (see `fork_server`). `load` returns `rows`, each with an `id`, a `prompt` and
+    the worker's fields; `version`, which identifies the environment; and a `description`."""
 
     interpreter: ForeignInterpreter
-    _loaded: Mapping[str, Any] | None = None
+    _loaded: dict[str, Any] | None = None
 
     @abstractmethod
     def load_settings(self) -> dict[str, Any]:
@@ -168,17 +157,12 @@ class ForeignSpec(DataEnvSpec, ABC):
         )
         self.closing.push_async_callback(self.interpreter.close)
         self._loaded = await self.interpreter.start()
+        rows, fraction = self._loaded.pop("rows"), config.test_fraction
         await super().setup()
         if config.data is None:
-            await self._load(self._rows(Path(self._loaded["rows"])))
-
-    def _rows(self, path: Path) -> DataConfig:
-        """The tasks in a file of the worker, which goes when its interpreter ends: a copy goes to the cache."""
-        rows: Any = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        fraction = (0.1 if len(rows) > 1 else 0.0) if self.config.test_fraction is None else self.config.test_fraction
-        if fraction == 1:
-            return DataConfig(test_path=rows, id="id")
-        return DataConfig(path=rows, test_fraction=fraction, id="id")
+            fraction = (0.1 if len(rows) > 1 else 0.0) if fraction is None else fraction
+            data: Any = {"test_path": rows} if fraction == 1 else {"path": rows, "test_fraction": fraction}
+            await self._load(DataConfig(id="id", **data))
 
     def form(self) -> Form:
         return lambda row, context: {"prompt": "", **row}  # so that the whole rows are the tasks' fields

@@ -61,7 +61,7 @@ _TOOL = {
 
 
 def load(settings: dict[str, Any]) -> dict[str, Any]:
-    """Read the tasks at `settings["path"]`, the folder of a task or of tasks, and write a row for each.
+    """Read the tasks at `settings["path"]`, the folder of a task or of tasks: a row for each.
 
     `place`: a type of Harbor's environments, `MODULE:CLASS`, `local`, or empty: `docker` where it runs, else `local`.
     `offline`: tasks that ask for the internet may run without it. `reward`: the name of the reward. Raises
@@ -78,10 +78,8 @@ def load(settings: dict[str, Any]) -> dict[str, Any]:
         asyncio.run(place.check_box())
     _settings.update(settings, place=name)
     rows = [_read_task(folder, name == "local") for folder in folders]
-    file = Path(tempfile.mkdtemp()) / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     description = f"Tasks of Harbor at {path}, played in the place {name}"
-    return {"rows": str(file), "version": f"harbor {harbor.__version__}, {name}", "description": description}
+    return {"rows": rows, "version": f"harbor {harbor.__version__}, {name}", "description": description}
 
 
 def _has_docker() -> bool:

@@ -7,22 +7,19 @@ episode what `vf-eval` does: the environment is loaded once, and the client of e
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import sys
 import tempfile
-import tomllib
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from pydantic import ValidationError
 from verifiers.v1 import runtimes
 from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 from verifiers.v1.utils import loaders
 
@@ -44,7 +41,7 @@ _seat = ""
 
 
 def load(settings: dict[str, Any]) -> dict[str, Any]:
-    """Load the environment `name`, and write its tasks, one a line.
+    """Load the environment `name`, with a row for each of its tasks.
 
     `args` has the settings of its taskset; `options` all others, as after `--env.` in `vf-eval`; `limit` is the maximum
     number of tasks. Raises `LookupError`, `ValueError` or `ImportError`, with one line.
@@ -62,25 +59,19 @@ def load(settings: dict[str, Any]) -> dict[str, Any]:
                 "env.options.AGENT.client.base_url"
             )
         _seat = seats[0]
-        rows = _write_rows(name, settings.get("limit"))
+        rows = _rows(name, settings.get("limit"))
         version = f"verifiers {metadata.version('verifiers')} {_source_hash(name)}"
-        return {"rows": rows, "version": version, "description": _description(name)}
+        description = (type(_env.taskset).__doc__ or f"{name}, of verifiers").strip().partition("\n")[0]
+        return {"rows": rows, "version": version, "description": description}
     except ModuleNotFoundError as error:
-        cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
-        if cause.name == _module_of(name):
-            raise LookupError(f"there is no module {cause.name} beside verifiers: install {name}") from None
-        raise ImportError(f"{name} needs the package {cause.name}, which is not installed beside verifiers") from None
+        module = getattr(error.__cause__, "name", error.name)
+        raise ImportError(f"{name} needs the module {module}, and it is not installed beside verifiers") from None
     except ValidationError as error:
         raise ValueError(f"{name} does not take these settings: {_problems(error)}") from None
-    except ValueError as error:
-        raise ValueError(_line(error)) from None
+    except ValueError:
+        raise
     except Exception as error:
-        raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {_line(error)}") from None
-
-
-def _module_of(name: str) -> str:
-    """The module of a taskset's name, `owner/name@version`."""
-    return name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+        raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from None
 
 
 def _config(name: str, args: Mapping[str, Any], options: Mapping[str, Any]) -> vf.EnvConfig:
@@ -98,26 +89,21 @@ def _config(name: str, args: Mapping[str, Any], options: Mapping[str, Any]) -> v
     return loaders.resolve_env_config(data)
 
 
-def _description(name: str) -> str:
-    try:
-        return str(metadata.metadata(_module_of(name)).json.get("summary") or "")
-    except metadata.PackageNotFoundError:  # a module on the path
-        return (type(_env.taskset).__doc__ or f"{name}, of verifiers").strip().partition("\n")[0]
-
-
-def _write_rows(name: str, limit: int | None) -> str:
+def _rows(name: str, limit: int | None) -> list[dict[str, Any]]:
     taskset = _env.taskset
     data_type = type(taskset).task_type().data_type()
     if hidden := [field for field, info in data_type.model_fields.items() if info.exclude]:
         raise ValueError(f"the tasks of {name} are not whole as JSON: they exclude {', '.join(hidden)}")
     if limit is None and not taskset.bounded:
         raise ValueError(f"the tasks of {name} have no end: set env.limit to the number to take")
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False, encoding="utf-8") as file:
-        for task in taskset if limit is None else taskset.take(limit):
-            data, place = task.data, str(task.data.idx)
-            row = {"id": f"{place}/{data.id}" if data.id else place, "prompt": data.prompt_text}
-            file.write(json.dumps({**row, "task_data": data.model_dump(mode="json", exclude_defaults=True)}) + "\n")
-    return file.name
+    return [
+        {
+            "id": f"{data.idx}/{data.id}" if data.id else str(data.idx),
+            "prompt": data.prompt_text,
+            "task_data": data.model_dump(mode="json", exclude_defaults=True),
+        }
+        for data in (task.data for task in (taskset if limit is None else taskset.take(limit)))
+    ]
 
 
 def _source_hash(name: str) -> str:
@@ -129,7 +115,7 @@ def _source_hash(name: str) -> str:
 
 async def run(call: dict[str, Any]) -> dict[str, Any]:
     """Play one episode of the task `row`, with the policy `model` at `url`."""
-    _adapt_runtime(Path(tempfile.gettempdir()))
+    subprocess_runtime.CACHE_DIR = Path(tempfile.gettempdir())
     task_type, row = type(_env.taskset).task_type(), call["row"]
     try:
         data = task_type.data_type().model_validate(row.get("task_data", row))  # the user's rows have it bare
@@ -175,52 +161,26 @@ def _problems(error: ValidationError) -> str:
     return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _here(path: str) -> str:
+    return path.replace("/tmp/vf-port-", f"{tempfile.gettempdir()}/vf-port-")
 
 
-def _adapt_runtime(folder: Path) -> None:
-    """Keep the files of this process's episode in `folder`, and start the programs of harnesses without uv.
+class EpisodeRuntime(subprocess_runtime.SubprocessRuntime):  # type: ignore[misc]
+    """Programs of this machine. The files that tool servers write to `/tmp` are with the other temporary files. The
+    chat program runs in this interpreter, which has its packages: uv would make a virtual environment."""
 
-    The runtime would write into the user's cache and into `/tmp`, and would make a virtual environment by uv for a
-    program whose packages this interpreter has.
-    """
-    subprocess_runtime.CACHE_DIR = folder
+    async def _read(self, path: str, max_bytes: int | None = None) -> Any:
+        return await super()._read(_here(path), max_bytes)
 
-    def path_here(path: str) -> str:
-        return str(folder / Path(path).name) if path.startswith("/tmp/vf-port-") else path
+    async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+        await super().run_background(argv, {name: _here(value) for name, value in env.items()}, log)
 
-    class EpisodeRuntime(subprocess_runtime.SubprocessRuntime):  # type: ignore[misc]
-        async def _read(self, path: str, max_bytes: int | None = None) -> Any:
-            return await super()._read(path_here(path), max_bytes)
-
-        async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-            await super().run_background(argv, {name: path_here(value) for name, value in env.items()}, log)
-
-        async def prepare_uv_script(
-            self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
-        ) -> Any:
-            text = script if isinstance(script, str) else script.decode()
-            if not _has_packages_of(text):
-                return await super().prepare_uv_script(script, env, activate=activate)
-            file = folder / "scripts" / f"{hash(text):x}.py"  # apart from the files of the policy's commands
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-            return [sys.executable, str(file)]
-
-    runtimes.SubprocessRuntime = EpisodeRuntime
+    async def prepare_uv_script(self, script: str | bytes, env: dict[str, str] | None = None, **options: bool) -> Any:
+        if script != CHAT_PROGRAM_SOURCE:
+            return await super().prepare_uv_script(script, env, **options)
+        file = Path(tempfile.gettempdir()) / "chat.py"  # apart from the files of the policy's commands
+        file.write_text(script, encoding="utf-8")
+        return [sys.executable, str(file)]
 
 
-def _has_packages_of(script: str) -> bool:
-    """Tell whether this interpreter has all that a script's header requires."""
-    lines = script.partition("# /// script\n")[2].partition("# ///\n")[0].splitlines()
-    header = tomllib.loads("\n".join(line.removeprefix("#").removeprefix(" ") for line in lines))
-    requirements = [Requirement(text) for text in header.get("dependencies", ())]
-    python = "{}.{}.{}".format(*sys.version_info)
-    try:
-        return SpecifierSet(header.get("requires-python", "")).contains(python) and all(
-            not (need.extras or need.url or need.marker) and need.specifier.contains(metadata.version(need.name))
-            for need in requirements
-        )
-    except metadata.PackageNotFoundError:
-        return False
+runtimes.SubprocessRuntime = EpisodeRuntime

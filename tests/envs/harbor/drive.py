@@ -25,13 +25,11 @@ def answer(job):
         loaded = worker.load(job["settings"])
     except (LookupError, ValueError, ImportError, OSError) as error:
         return {"mistake": str(error)}
-    with open(loaded["rows"], encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
     results = []
     for call in job["calls"]:
-        row = rows[call.pop("row", 0)]
+        row = loaded["rows"][call.pop("row", 0)]
         results.append(asyncio.run(worker.run({"row": row, "seed": 0, "model": "policy", **call})))
-    return {"loaded": loaded | {"rows": rows}, "results": results}
+    return {"loaded": loaded, "results": results}
 
 
 for line in sys.stdin:
