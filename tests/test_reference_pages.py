@@ -15,7 +15,7 @@ import yaml
 import envgym
 from envgym.envs.foreign import FAILURES as FAILURES_OF_PROGRAMS
 from envgym.remote.transport import ERROR_KINDS
-from envgym.rollout.runner import FAILURES
+from envgym.rollout.episode import FAILURES
 from envgym.types.episodes import Limit
 
 ROOT = Path(__file__).parents[1]
@@ -27,8 +27,8 @@ COMPUTED = {
     ("envgym/remote/transport.py", "ERROR_KINDS.get(problem.kind, 'refused')"): {*ERROR_KINDS.values(), "refused"},
     ("envgym/remote/transport.py", "kind"): {"connection", "server"},
     ("envgym/remote/transport.py", "problem.failure"): set(),  # the served environment's own
-    ("envgym/rollout/runner.py", "error.kind"): set(),  # of an `InvalidOutcome`
-    ("envgym/rollout/runner.py", "kind"): set(FAILURES.values()),
+    ("envgym/rollout/episode.py", "error.kind"): set(),  # of an `InvalidOutcome`
+    ("envgym/rollout/episode.py", "kind"): set(FAILURES.values()),
     ("envgym/sandbox/sandbox.py", "KIND"): {"sandbox"},
     ("envs/foreign/__init__.py", "kind"): set(FAILURES_OF_PROGRAMS),
     ("envs/openenv/protocol.py", "kind"): {"connection", "refused", "capacity", "server"},

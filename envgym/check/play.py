@@ -13,7 +13,7 @@ from envgym.env import CheckedEnv, EnvSpec
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.processes import cancellation
 from envgym.processes.cancellation import Deadline, call_in_time
-from envgym.rollout.runner import run_episode
+from envgym.rollout.episode import run_episode
 from envgym.rollout.scripted import PlayedTurn, Script, ScriptedEpisode
 from envgym.types import Action, Episode, Observation, Task, observed_messages
 

@@ -14,7 +14,7 @@ from typing import Any
 from envgym.engine import EngineInfo, Generation, HostedEngine, Request
 from envgym.errors import EnvgymError, InvalidOutcome, WorkerDied, WorkerError
 from envgym.processes.cancellation import pause_timeouts, start_task
-from envgym.processes.runtime import CALL_SECONDS, Message, Result, WorkerHandle, message_of
+from envgym.processes.runtime import CALL_SECONDS, Message, Reference, Result, WorkerHandle, message_of
 from envgym.types import PlacedImage
 
 LOOK_SECONDS = 30.0
@@ -41,6 +41,9 @@ class EngineClient(WorkerHandle[HostedEngine]):
 
     async def info(self) -> EngineInfo:
         return await self.call(lambda engine: engine.info())
+
+    async def reference(self) -> Reference:
+        return await self._handle.reference()
 
     async def generate(self, request: Request) -> Generation:
         return await self._wait_for(lambda engine: engine.generate(request))
@@ -146,11 +149,12 @@ class EnginePool:
     """Implements `Engine` by `count` engines; `start` starts the engine of a number.
 
     A conversation stays with its engine, and the first turns of a group go to the same engine unless it is overloaded.
-    `round_robin` distributes requests in turn, so that every batch of a deterministic run is the same. The requests in
-    flight on an engine that dies fail (`InvalidOutcome`, kind `engine`) and may be retried. A replacement is started,
-    and gets requests once `join` has given it the weights of the others; while no engine is live, requests wait. Calls
-    raise `WorkerDied` once no more replacements are started. Engines that sleep while models have their GPUs are
-    replaced when the others are awake: at other times there is no memory for a new one.
+    `round_robin` distributes requests in turn, so that every batch of a deterministic run is the same. `preferred` is
+    the number of the engine that is first among equally loaded ones. The requests in flight on an engine that dies fail
+    (`InvalidOutcome`, kind `engine`) and may be retried. A replacement is started, and gets requests once `join` has
+    given it the weights of the others; while no engine is live, requests wait. Calls raise `WorkerDied` once no more
+    replacements are started. Engines that sleep while models have their GPUs are replaced when the others are awake: at
+    other times there is no memory for a new one.
     """
 
     def __init__(
@@ -159,6 +163,7 @@ class EnginePool:
         clients: Sequence[EngineClient],
         *,
         round_robin: bool = False,
+        preferred: int = 0,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.members: list[PoolMember] = []
@@ -167,6 +172,7 @@ class EnginePool:
         self._start = start
         self._count = len(clients)
         self._round_robin = round_robin
+        self._preferred = preferred
         self._note = note
         self._n_requests = 0
         self._assigned: OrderedDict[str, PoolMember] = OrderedDict()
@@ -260,6 +266,22 @@ class EnginePool:
         await asyncio.gather(*self._replacing, return_exceptions=True)
         await asyncio.gather(*(member.client.close() for member in self.members))
 
+    async def reference(self, number: int, dead: Reference | None) -> Reference:
+        """How another process reaches the engine of a number, which for that process has ended if it is the `dead` one:
+        that is replaced first. Raises `WorkerDied` if no more replacements are started."""
+        while self._broken is None:
+            changed = self._changed
+            for member in [member for member in self.members if member.number == number]:
+                try:
+                    if (reference := await member.client.reference()) != dead:
+                        return reference
+                    reason = f"engine {number} has ended, as seen from a process that rolls out"
+                except WorkerDied as error:
+                    reason = str(error)
+                self._lose(member, reason)
+            await changed.wait()
+        raise self._broken
+
     # -- choice of an engine -------------------------------------------------------------------------------------
 
     async def _live_members(self) -> list[PoolMember]:
@@ -288,7 +310,7 @@ class EnginePool:
         mean = sum(candidate.in_flight for candidate in live) / len(live)
         member = self._assigned.get(group)
         if member not in live or member.in_flight > UNEVEN * (mean + 1):
-            member = min(live, key=lambda candidate: candidate.in_flight)
+            member = min(live, key=lambda engine: (engine.in_flight, (engine.number - self._preferred) % self._count))
         for key in (group, conversation):
             self._assigned[key] = member
             self._assigned.move_to_end(key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.errors import CallTimeout, EnvgymError, InvalidOutcome, ResetNeeded
-from envgym.processes.cancellation import call_in_time, pause_timeouts, start_task
+from envgym.processes.callbacks import call_with_answers
+from envgym.processes.cancellation import call_in_time, pause_timeouts
 from envgym.processes.pool import Processes, ProcessSession
-from envgym.processes.runtime import Result, describe_error, message_of
+from envgym.processes.runtime import Result, message_of
 from envgym.types import Action, Observation, Task, as_action, timed
 
 from .marks import NONE, read_mark
@@ -68,40 +68,8 @@ class EnvProcesses:
     async def call(
         self, session: ProcessSession[EnvHost], instance: int, call: Callable[[EnvHost], Awaitable[Result]]
     ) -> Result:
-        """Call a method of an instance, and answer its calls of services meanwhile. These run in the caller's context,
-        so that they can stop the clocks of its deadlines."""
-        serving = asyncio.create_task(self._serve_clients(session, instance)) if self._clients else None
-        try:
-            result = await session.call(call)
-            if serving is not None:
-                await serving  # the host ends it
-            return result
-        finally:
-            if serving is not None:
-                serving.cancel()
-                await asyncio.wait({serving})
-
-    async def _serve_clients(self, session: ProcessSession[EnvHost], instance: int) -> None:
-        """Answer an instance's calls of services until its method has returned."""
-        answering = set[asyncio.Task[None]]()
-        try:
-            with contextlib.suppress(InvalidOutcome):  # of a process that died: the method's own call raises it
-                while (request := await session.call(lambda host: host.next_request(instance))) is not None:
-                    start_task(self._answer(session, *request), answering)
-        finally:
-            for task in answering:
-                task.cancel()
-
-    async def _answer(
-        self, session: ProcessSession[EnvHost], number: int, client: str, method: str, args: Any, kwargs: Any
-    ) -> None:
-        error, result = None, None
-        try:
-            result = await getattr(self._clients[client], method)(*args, **kwargs)
-        except Exception as raised:
-            error = describe_error(raised)
-        with contextlib.suppress(InvalidOutcome):
-            await session.run(lambda host: host.answer(number, error, result))
+        """Call a method of an instance, and answer its calls of services meanwhile."""
+        return await call_with_answers(session, instance, self._clients, call)
 
 
 class ProcessEnv(CheckedEnv):

@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from envgym.agent import Agent
@@ -19,12 +20,15 @@ from envgym.engines.spec import EngineSpec
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.images import ImageFolder
-from envgym.placement.plan import ENGINE_SHARES, PlacedRuntime, placed_runtime
+from envgym.placement.plan import ENGINE_SHARES, SHARD, PlacedRuntime, placed_runtime
 from envgym.processes.local import LocalRuntime
 from envgym.processes.ray import RayRuntime
-from envgym.processes.runtime import InlineRuntime, Runtime
+from envgym.processes.runtime import InlineRuntime, Runtime, WorkerHandle
 from envgym.render import NoRenderer, load_renderer
+from envgym.rollout.attempts import Attempts, LocalAttempts
 from envgym.rollout.runner import Runner
+from envgym.rollout.shard import RolloutShard, ShardSpec
+from envgym.rollout.shards import Shards
 from envgym.run_folder import RunFolder
 from envgym.services import Chat, Services, start_services
 from envgym.services.policy import PolicyEngine
@@ -52,9 +56,11 @@ class StageContext:
 @asynccontextmanager
 async def open_runtime(config: RunConfig, folder: RunFolder) -> AsyncIterator[Runtime]:
     """The runtime of the run's workers: processes on this machine, Ray, or with `debug` the controller's own process.
-    Its workers end with the context. Raises `ConfigError` for `debug` with several ranks."""
+    Its workers end with the context. Raises `ConfigError` for `debug` with several ranks or `rollout.processes`."""
     if config.debug and any(stage.workers.ranks > 1 for stage in config.stages):
         raise ConfigError("debug=true runs every worker inside the controller, as one rank: set workers.ranks=1")
+    if config.debug and any(stage.rollout.processes for stage in config.stages):
+        raise ConfigError("debug=true runs everything inside the controller: set rollout.processes=0")
     runtime: Runtime
     if config.debug:
         runtime = InlineRuntime()
@@ -279,6 +285,7 @@ def make_runner(
     agent: Agent,
     engine: Engine | ChatEngine | None,
     max_model_len: int | None,
+    attempts: Attempts | None = None,
 ) -> Runner:
     """The runner of the stage's episodes; `max_model_len` is the engine's context length in tokens."""
     return Runner(
@@ -289,4 +296,42 @@ def make_runner(
         max_model_len=max_model_len or 0,
         seed=config.seed,
         deterministic=config.deterministic,
+        attempts=attempts,
     )
+
+
+def make_shards(
+    config: RunConfig,
+    stage: StageConfig,
+    context: StageContext,
+    agent: Agent,
+    model: str,
+    engine: Engine | ChatEngine | None,
+    max_model_len: int | None,
+    display: Display,
+) -> Shards | None:
+    """The processes of the stage's episodes (`rollout.processes`), which are closed with the context; None if this one
+    runs them. They make the environment and the `agent` again, by their settings."""
+    if not stage.rollout.processes:
+        return None
+    spec, max_model_len = context.spec, max_model_len or 0
+    settings: dict[str, Any] = {
+        "max_model_len": max_model_len, "seed": config.seed, "deterministic": config.deterministic
+    }  # fmt: skip
+    shard = ShardSpec(
+        partial(type(spec).from_json, spec.to_json()),
+        partial(make_agent, stage, model),
+        stage.rollout,
+        images=None if spec.images is None else spec.images.path.absolute(),
+        **settings,
+    )
+
+    async def start(number: int, shard: ShardSpec) -> WorkerHandle[RolloutShard]:
+        arguments = {"number": number, "shard": shard}
+        name = SHARD.format(number)
+        return await context.runtime.start("envgym.rollout.shard:RolloutShard", arguments, name=name)
+
+    local = LocalAttempts(spec, agent, None, stage.rollout, **settings)
+    shards = Shards(start, stage.rollout.processes, shard, local, engine, display.note)
+    context.closing.push_async_callback(shards.close)
+    return shards

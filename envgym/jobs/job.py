@@ -22,7 +22,8 @@ from envgym.evaluation.statistics import suite_mean
 from envgym.hashing import task_hash, text_hash
 from envgym.monitoring.metrics import failure_line
 from envgym.placement.plan import placed_runtime
-from envgym.rollout.runner import Runner, SamplingPlan, run_episode
+from envgym.rollout.episode import run_episode
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.run_folder import RunFolder
 from envgym.services.start import refuse_policies
 from envgym.transcript import EMPTY_ANSWERS
@@ -33,6 +34,7 @@ from .components import (
     check_api,
     make_agent,
     make_runner,
+    make_shards,
     open_runtime,
     stage_context_in,
     start_environment_services,
@@ -151,6 +153,7 @@ async def run_job(
                 label = name if len(parts) > 1 else run.part.stage.env.name
                 display.phase("scoring" if script is not None else f"rolling out {label}{count}")
                 groups[name] = await run.run_episodes()
+                await run.runner.attempts.close()
                 if script is not None:
                     groups[name] = await script.restore(run.runner, groups[name])
                 if run.part.env.weight and (warning := score_warning(run.spec, groups[name])):
@@ -224,8 +227,8 @@ async def _started_parts(
             spec = specs[key]
             if key not in contexts:
                 display.phase(f"setting up {part.stage.env.name}")
-                context = stage_context_in(part.config, part.stage, runtime, spec)
-                contexts[key] = await stack.enter_async_context(context)
+                entering = stage_context_in(part.config, part.stage, runtime, spec)
+                contexts[key] = await stack.enter_async_context(entering)
             tasks = source.tasks if isinstance(source, Script) else await part.tasks(spec)
             folder.check_tasks(part.name, tasks, spec)
             with_tasks.append((part, spec, tasks))
@@ -246,10 +249,12 @@ async def _started_parts(
                 summaries[spec, part.env.split] = await survey(spec, part.env.split, agents[-1].renderer)
         stage = with_own_format(stage, model, display.note)
         engine, length = await start_sampling(config, stage, list(contexts.values()), agents[0], model, display)
-        runs = [
-            PartRun(part, tasks, make_runner(part.config, part.stage, spec, agent, engine, length), folder, display)
-            for (part, spec, tasks), agent in zip(with_tasks, agents, strict=True)
-        ]
+        runs = []
+        for (part, spec, tasks), agent in zip(with_tasks, agents, strict=True):
+            context = next(context for context in contexts.values() if context.spec is spec)
+            shards = make_shards(part.config, part.stage, context, agent, model, engine, length, display)
+            runner = make_runner(part.config, part.stage, spec, agent, engine, length, shards)
+            runs.append(PartRun(part, tasks, runner, folder, display))
         first = {run.spec: run for run in runs[::-1]}
         for run in runs:  # the sampled and the greedy part of one environment say everything once
             run.runner.first_answers = first[run.spec].runner.first_answers

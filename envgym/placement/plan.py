@@ -19,6 +19,8 @@ from envgym.processes.runtime import InlineRuntime, Runtime, Slot, WorkerHandle
 from envgym.services.start import local_models
 
 ENGINE, REWARD = "engine", "reward"
+SHARD = "rollout-{}"
+"""The name of a process that rolls out."""
 
 ENGINE_SHARES = {"separate": 0.9, "in turns": 0.85, "shared": 0.5}
 """The share of a GPU's memory that engines take: on separate GPUs, in turns with other parts (whose libraries keep some
@@ -60,6 +62,9 @@ class Plan:
     nodes: tuple[Node, ...]
     parts: tuple[StagePart, ...]
     slots: Mapping[str, Slot] = field(default_factory=dict)
+    shards: Mapping[str, Slot] = field(default_factory=dict)
+    """The nodes of the processes that roll out, by their names: those of the engines, in turn. They see no GPUs there,
+    but on this machine what the controller sees, since environments may use a GPU."""
 
     @property
     def uses_gpus(self) -> bool:
@@ -107,7 +112,10 @@ def plan_of(stage: StageConfig, services: Mapping[str, int], nodes: Sequence[Nod
     else:
         plan = place_parts(parts, nodes, [names] if stage.colocate == "all" else sets)
     _check_transfer(stage.sync.transfer, plan)
-    return plan
+    engine_nodes = [plan.slots[name].node for part in parts if part.name == ENGINE for name in part.workers] or [0]
+    processes = range(stage.rollout.processes)
+    shards = {SHARD.format(number): Slot(engine_nodes[number % len(engine_nodes)]) for number in processes}
+    return replace(plan, shards=shards)
 
 
 def _check_transfer(transfer: str, plan: Plan) -> None:
@@ -282,6 +290,7 @@ class PlacedRuntime:
     ) -> WorkerHandle[Any]:
         slot = self.plan.slots.get(name)
         if isinstance(self._runtime, RayRuntime):
+            slot = slot or self.plan.shards.get(name)
             if slot is not None:
                 await self._runtime.reserve(self._bundles)
             return await self._runtime.start(target, kwargs, name=name, environ=environ, slot=slot)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, TypeVar
@@ -162,7 +162,7 @@ class Deadline:
         self._seconds_left = seconds
         self._pauses = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._token: Token[tuple[Deadline, ...]] | None = None
+        self._token: Token[tuple[Deadline | _Reporter, ...]] | None = None
 
     async def __aenter__(self) -> Deadline:
         self._loop = asyncio.get_running_loop()
@@ -241,7 +241,27 @@ async def call_in_time(call: Awaitable[T], seconds: float, name: str) -> T:
     raise CallTimeout(f"{name} took longer than {seconds:g} s")
 
 
-_ENCLOSING: ContextVar[tuple[Deadline, ...]] = ContextVar("ENCLOSING", default=())
+class _Reporter:
+    """Deadlines of another process, which `report` stops (True) and starts again (False)."""
+
+    def __init__(self, report: Callable[[bool], None]) -> None:
+        self._report = report
+        self._pauses = 0
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        self._pauses += 1
+        if self._pauses == 1:
+            self._report(True)
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if self._pauses == 0:
+                self._report(False)
+
+
+_ENCLOSING: ContextVar[tuple[Deadline | _Reporter, ...]] = ContextVar("ENCLOSING", default=())
 """The deadlines around the running code."""
 
 
@@ -252,3 +272,14 @@ def pause_timeouts() -> Iterator[None]:
         for deadline in _ENCLOSING.get():
             stack.enter_context(deadline._paused())
         yield
+
+
+@contextlib.contextmanager
+def report_pauses(report: Callable[[bool], None]) -> Iterator[None]:
+    """In its body, `report` is called with True when the clocks of enclosing deadlines stop, and with False when they
+    start again: the caller is another process with deadlines."""
+    token = _ENCLOSING.set((*_ENCLOSING.get(), _Reporter(report)))
+    try:
+        yield
+    finally:
+        _ENCLOSING.reset(token)

@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import os
 import pickle
+import secrets
 import signal
 import socket
 import struct
@@ -22,12 +23,15 @@ from .host import Answer, Host
 
 START = 0
 """Id of the answer to the first message: the constructor has returned."""
+LISTEN = "<listen>"
+"""The method of a message to the process itself: other processes will call its worker."""
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The wire: messages posted in one turn of the event loop are one frame, an 8-byte length and a pickled list of
 # messages, each pickled on its own, so that one message that cannot be pickled fails alone. The wire joins processes of
-# one user on one machine (a socket pair made before the worker starts), which is why pickle is safe here.
+# one user on one machine (a socket pair made before the worker starts, or a socket that asks whose its peer is), which
+# is why pickle is safe here.
 
 _LENGTH = struct.Struct("!Q")
 
@@ -77,23 +81,87 @@ async def read_frame(reader: asyncio.StreamReader) -> list[Any] | None:
     return [pickle.loads(message) for message in pickle.loads(body)]
 
 
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a socket's peer: Linux's `struct ucred`."""
+
+
+def is_same_user(connection: Any) -> bool:
+    """True if the process at the other end of a Unix socket belongs to this process's user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
+
+
+class Caller:
+    """A process that calls the worker of a `Host`."""
+
+    def __init__(self, host: Host, writer: asyncio.StreamWriter) -> None:
+        self.outbox = Outbox(writer)
+        self._host = host
+        self._calls = set[int]()
+
+    def post(self, number: int, answer: Answer) -> None:
+        self.outbox.post((number, *answer))
+        self._calls.discard(number)
+
+    def run(self, number: int, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a method, or with None cancel a call."""
+        if method is None:
+            self._host.cancel((self, number))
+            self._calls.discard(number)
+            return
+        self._calls.add(number)
+        self._host.run((self, number), method, args, kwargs, partial(self.post, number))
+
+    def end(self) -> None:
+        """Cancel its calls: there is nobody for their answers."""
+        for number in self._calls:
+            self._host.cancel((self, number))
+        self.outbox.close()
+
+
+class Listener:
+    """Lets other processes of this user call the worker, at an abstract Unix socket (Linux), which leaves no file."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._address = ""
+        self._starting: asyncio.Task[Any] | None = None
+
+    def listen(self) -> str:
+        """The socket's address, where it listens from now on."""
+        if self._starting is None:
+            self._address = f"\0envgym-{secrets.token_hex(16)}"
+            listening = socket.socket(socket.AF_UNIX)
+            listening.bind(self._address)
+            listening.listen()
+            self._starting = asyncio.create_task(asyncio.start_unix_server(self._serve, sock=listening))
+        return self._address
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        caller = Caller(self._host, writer)
+        try:
+            while is_same_user(writer.get_extra_info("socket")) and (frame := await read_frame(reader)) is not None:
+                for message in frame:
+                    caller.run(*message)
+        finally:
+            caller.end()
+
+
 async def serve(fd: int) -> int:
     """Host a worker for the process at the other end of the socket `fd`. Returns the exit status."""
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)  # a process that the worker starts must not keep it open
     reader, writer = await asyncio.open_unix_connection(sock=connection)
-    outbox, host = Outbox(writer), Host()
-
-    def post(number: int, answer: Answer) -> None:
-        outbox.post((number, *answer))
+    host = Host()
+    controller, listener = Caller(host, writer), Listener(host)
 
     first = await read_frame(reader)
     if first is None:
         return 1
     target, kwargs, sys.path[:] = first[0]
-    post(START, answer := host.start(target, kwargs))
+    controller.post(START, answer := host.start(target, pickle.loads(kwargs)))
     if answer[0] is not None:
-        outbox.flush()
+        controller.outbox.flush()
         await writer.drain()
         writer.close()
         await writer.wait_closed()
@@ -105,11 +173,10 @@ async def serve(fd: int) -> int:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(0)  # the worker is closed; the exit handlers of its libraries take seconds
-            number, method, args, kwargs = message
-            if method is None:
-                host.cancel(number)
+            if message[1] == LISTEN:
+                controller.post(message[0], (None, listener.listen()))
             else:
-                host.run(number, method, args, kwargs, partial(post, number))
+                controller.run(*message)
     print("the controller is gone: ending", file=sys.stderr, flush=True)
     os._exit(1)  # without exit handlers: no running call has a recipient any more
 

@@ -7,7 +7,7 @@ import gc
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from .cancellation import is_shutdown
@@ -16,6 +16,8 @@ from .watchdog import CallWatch, watched_thread
 
 Answer = tuple[ErrorRecord | None, Any]
 """The error of a call, or its result."""
+CallId = tuple[Hashable, int]
+"""The caller of a call, and the call's number among the caller's."""
 
 
 class Host:
@@ -23,7 +25,7 @@ class Host:
 
     def __init__(self) -> None:
         self._worker: Any = None
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[CallId, asyncio.Task[None]] = {}
         self._watch = CallWatch()
 
     def start(self, target: str, kwargs: Mapping[str, Any]) -> Answer:
@@ -39,7 +41,7 @@ class Host:
 
     def run(
         self,
-        number: int,
+        number: CallId,
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -68,7 +70,7 @@ class Host:
                 raise
             answer(_failure(error))
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, number: CallId) -> None:
         """Cancel a call, unless it has ended. It gets no answer."""
         if number in self._tasks:
             self._tasks[number].cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -20,8 +21,9 @@ from typing import Any
 
 from envgym.errors import WorkerDied, WorkerError
 
-from .child import START, Outbox, read_frame
-from .runtime import CALL_SECONDS, UTF8, Message, Worker, WorkerHandle, rebuild_error
+from .child import LISTEN, START, Outbox
+from .connection import Connection, LocalReference
+from .runtime import CALL_SECONDS, UTF8, Worker
 from .watchdog import CONTROLLER_LOG, CallWatch
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
@@ -35,34 +37,23 @@ CLOSE_TIMEOUT = 10.0
 """Seconds a worker may take to close, and again after SIGTERM, before it is killed."""
 
 
-class LocalWorker(WorkerHandle[Worker]):
+class LocalWorker(Connection[Worker]):
     """The controller's end of one worker process. Made by `LocalRuntime.start`."""
 
     def __init__(
         self, name: str, log: Path, process: Process, reader: asyncio.StreamReader, outbox: Outbox, watch: CallWatch
     ) -> None:
-        self.name = name
-        self._call_watch = watch
-        self.log = log
+        super().__init__(name, log, reader, outbox, watch)
         self.pid = process.pid
         self._process = process
-        self._reader = reader
-        self._outbox = outbox
-        self._pending: dict[int, asyncio.Future[Any]] = {}
-        self._last_call = START
-        self._end: WorkerError | None = None
         self._closing: asyncio.Task[None] | None = None
         self._watching = asyncio.create_task(self._watch())
-
-    @property
-    def has_ended(self) -> bool:
-        """True if the process has ended, or is being closed."""
-        return self._end is not None
 
     async def start(self, target: str, kwargs: Mapping[str, Any]) -> None:
         """Build the worker object in the process; raises what its constructor raised."""
         start_answer = self._expect(START)
-        self._outbox.post((target, dict(kwargs), sys.path))
+        # Pickled by themselves, since they may be of modules on this path.
+        self._outbox.post((target, pickle.dumps(dict(kwargs), protocol=5), sys.path))
         progress, end = self._progress(), time.monotonic() + CALL_SECONDS
         while not (await asyncio.wait({start_answer}, timeout=START_TIMEOUT))[0]:
             previous, progress = progress, self._progress()
@@ -84,20 +75,8 @@ class LocalWorker(WorkerHandle[Worker]):
             return 0, 0, 0
         return n_logged, n_read >> 20, int(100 * ticks / os.sysconf("SC_CLK_TCK") / START_TIMEOUT)
 
-    async def send(self, message: Message) -> Any:
-        if self._end is not None:
-            raise self._end
-        self._last_call += 1
-        call = self._last_call
-        self._outbox.post((call, *message))
-        answer = self._expect(call)
-        try:
-            with self._call_watch.watching(f"{self.name}: {message[0]}"):
-                return await answer
-        except asyncio.CancelledError:
-            if self._pending.pop(call, None) is not None:
-                self._outbox.post((call, None, (), {}))
-            raise
+    async def reference(self) -> LocalReference:
+        return LocalReference(self.name, self.log, await self.send((LISTEN, (), {})))
 
     async def close(self) -> None:
         if self._closing is None:
@@ -120,22 +99,6 @@ class LocalWorker(WorkerHandle[Worker]):
             self._signal(stop_signal)
         await self._watching
 
-    def _expect(self, call: int) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._pending[call] = future
-        return future
-
-    async def _read(self) -> None:
-        while (frame := await read_frame(self._reader)) is not None:
-            for call, error, result in frame:
-                future = self._pending.pop(call, None)
-                if future is None or future.done():
-                    continue  # the call was cancelled
-                if error is None:
-                    future.set_result(result)
-                else:
-                    future.set_exception(rebuild_error(error, self.name, self.log))
-
     async def _watch(self) -> None:
         """Read answers until the process ends, then fail the pending calls."""
         reading = asyncio.create_task(self._read())
@@ -149,14 +112,6 @@ class LocalWorker(WorkerHandle[Worker]):
         self._signal(signal.SIGKILL)  # the rest of its process group
         self._outbox.close()
         self._fail(WorkerDied(f"{self.name} {_describe_status(status)} (log: {self.log}{_last_line(self.log)})"))
-
-    def _fail(self, reason: WorkerError) -> None:
-        self._end = self._end or reason
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(reason)
-                future.exception()  # mark as retrieved: there may be no waiter
-        self._pending.clear()
 
     def _signal(self, number: signal.Signals) -> None:
         """Signal the worker's process group: the worker and the processes it started."""

@@ -13,16 +13,19 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, WorkerDied, WorkerError, needs
 from envgym.processes import family
-from envgym.processes.host import Answer, Host
+from envgym.processes.host import Answer, CallId, Host
 from envgym.processes.local import search_path
 from envgym.processes.runtime import CALL_SECONDS, UTF8, Message, Slot, WorkerHandle, describe_error, rebuild_error
 from envgym.processes.watchdog import CONTROLLER_LOG, CallWatch
@@ -68,44 +71,63 @@ class Actor:
         os.environ["PATH"] = search_path()
         os.environ["ENVGYM_NODE_ADDRESS"] = ray.util.get_node_ip_address()
         self._host = Host()
-        self._next = 0
-        self._arrived: dict[int, Callable[[], None]] = {}
-        """Calls that wait for an earlier one."""
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._orders: defaultdict[str, _Order] = defaultdict(_Order)
+        """The order of each caller's calls."""
+        self._answers: dict[CallId, asyncio.Future[Answer]] = {}
 
     async def start(self, target: str, kwargs: dict[str, Any]) -> Answer:
         return self._host.start(target, kwargs)
 
-    async def call(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
-        """Run a method. Calls begin in the order of their numbers; Ray hands them over in any order."""
-        if number < self._next or number in self._arrived:  # cancelled before it arrived
+    async def call(
+        self, caller: str, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Answer:
+        """Run a method. Each caller's calls begin in the order of their numbers; Ray hands them over in any order."""
+        order, call = self._orders[caller], (caller, number)
+        if order.contains(number):  # cancelled before it arrived
             return CANCELLED
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._answers[number] = future
-        self._begin(number, partial(self._host.run, number, method, args, kwargs, partial(_settle, future)))
+        self._answers[call] = future
+        order.begin(number, partial(self._host.run, call, method, args, kwargs, partial(_settle, future)))
         try:
             return await future
         finally:
-            del self._answers[number]
+            del self._answers[call]
 
-    async def cancel(self, number: int) -> None:
+    async def cancel(self, caller: str, number: int) -> None:
         """Cancel a call, whether it is running, waiting for its turn or not yet received."""
-        if number < self._next:
-            self._host.cancel(number)
+        order, call = self._orders[caller], (caller, number)
+        if order.has_begun(number):
+            self._host.cancel(call)
         else:
-            self._begin(number, lambda: None)
-        if number in self._answers:
-            _settle(self._answers[number], CANCELLED)
+            order.begin(number, lambda: None)
+        if call in self._answers:
+            _settle(self._answers[call], CANCELLED)
 
-    def _begin(self, number: int, begin: Callable[[], None]) -> None:
+    async def close(self) -> None:
+        await self._host.close()
+
+
+class _Order:
+    """Begins calls in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._arrived: dict[int, Callable[[], None]] = {}
+        """Calls that wait for an earlier one."""
+
+    def has_begun(self, number: int) -> bool:
+        return number < self._next
+
+    def contains(self, number: int) -> bool:
+        """True for a call that has begun or waits."""
+        return self.has_begun(number) or number in self._arrived
+
+    def begin(self, number: int, begin: Callable[[], None]) -> None:
         """Begin a call once those before it have begun."""
         self._arrived[number] = begin
         while self._next in self._arrived:
             self._next += 1
             self._arrived.pop(self._next - 1)()
-
-    async def close(self) -> None:
-        await self._host.close()
 
 
 def _settle(future: asyncio.Future[Answer], answer: Answer) -> None:
@@ -114,15 +136,20 @@ def _settle(future: asyncio.Future[Answer], answer: Answer) -> None:
 
 
 class RayWorker(WorkerHandle[Any]):
-    """The controller's handle of one actor. Made by `RayRuntime.start`."""
+    """A handle of one actor: the controller's, made by `RayRuntime.start`, which ends it, or that of another actor,
+    which does not (`ends_actor`)."""
 
-    def __init__(self, name: str, log: Path, actor: Any, watch: CallWatch | None = None) -> None:
+    def __init__(
+        self, name: str, log: Path, actor: Any, watch: CallWatch | None = None, *, ends_actor: bool = True
+    ) -> None:
         self._call_watch = watch or CallWatch()
         self.name = name
         self.log = log
         self.pid = 0
         self._actor = actor
+        self._caller = secrets.token_hex(8)
         self._calls = 0
+        self._ends_actor = ends_actor
         self._closing: asyncio.Task[None] | None = None
 
     async def wait_for_place(self) -> None:
@@ -148,13 +175,13 @@ class RayWorker(WorkerHandle[Any]):
 
         with self._translated_errors():
             number = self._calls
-            reference = self._actor.call.remote(number, *message)
+            reference = self._actor.call.remote(self._caller, number, *message)
             self._calls += 1
             try:
                 with self._call_watch.watching(f"{self.name}: {message[0]}"):
                     answer = await _future(reference)
             except (asyncio.CancelledError, RayTaskError):  # cancelled, or never begun: later calls must not wait
-                self._actor.cancel.remote(number)
+                self._actor.cancel.remote(self._caller, number)
                 raise
         return self._result(answer)
 
@@ -163,7 +190,12 @@ class RayWorker(WorkerHandle[Any]):
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
+    async def reference(self) -> RayReference:
+        return RayReference(self.name, self.log, self._actor._actor_id.hex(), self._actor)
+
     async def _close(self) -> None:
+        if not self._ends_actor:
+            return
         import ray
 
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError):  # stuck or dead: killed below
@@ -189,6 +221,19 @@ class RayWorker(WorkerHandle[Any]):
         except ray.exceptions.RayError as death:
             reason = f"{type(death).__name__}: {' '.join(str(death).split())[:200]}"
             raise WorkerDied(f"{self.name} ended without being asked to ({reason}; log: {self.log})") from death
+
+
+@dataclass(frozen=True, slots=True)
+class RayReference:
+    """An actor that other actors call."""
+
+    name: str
+    log: Path
+    id: str
+    actor: Any = field(compare=False, repr=False)
+
+    async def open(self) -> RayWorker:
+        return RayWorker(self.name, self.log, self.actor, ends_actor=False)
 
 
 class RayRuntime:

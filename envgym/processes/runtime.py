@@ -80,6 +80,17 @@ class WorkerHandle(ABC, Generic[Worker]):
     async def close(self) -> None:
         """End the worker: ask, then terminate, then kill. Safe to call twice and after its death."""
 
+    async def reference(self) -> Reference:
+        """The worker as another process can reach it. Equal ones are of one worker."""
+        raise NotImplementedError
+
+
+class Reference(Protocol):
+    """A worker that another process has started. It can be pickled."""
+
+    async def open(self) -> WorkerHandle[Any]:
+        """A handle, whose `close` ends nothing but itself. Raises `WorkerDied` if the worker is gone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:

@@ -53,6 +53,10 @@ class RolloutConfig(Settings):
     """Sample among the k most likely tokens; 0: all tokens."""
     concurrency: int = Field(1024, ge=1)
     """Maximum number of concurrent episodes."""
+    processes: int = Field(0, ge=0)
+    """Run the episodes in this many processes, each with its own instances of the environment and its own connections
+    to the engines, where one process with all episodes cannot feed the engines. 0: in the run's own process. The
+    episodes are the same."""
     episode_timeout: float = Field(300.0, gt=0)
     """Seconds an episode may take, without the policy's time in the engine, before it counts as failed (`timeout`)."""
     policy_timeout: float = Field(3600.0, gt=0)

@@ -8,52 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
-import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine, SamplingParams
-from envgym.env import CheckedEnv, EnvSpec
-from envgym.env.protocol import environment_failure
+from envgym.env import EnvSpec
 from envgym.episodes.scores import apply_reward, as_reward, reward_as_score, reward_failure
-from envgym.errors import (
-    CallTimeout,
-    InvalidOutcome,
-    InvalidStep,
-    PromptTooLong,
-    ResetNeeded,
-    WorkerDied,
-    WorkerError,
-    describe,
-    extend_message,
-)
-from envgym.hashing import derived_seed, task_hash
-from envgym.processes import cancellation
-from envgym.processes.cancellation import StillRunning, UsersCode, run_to_end
-from envgym.services.policy import LOCKSTEP
-from envgym.transcript import EpisodeSampler, LockstepBatcher
-from envgym.types import Episode, Group, Limit, Outcome, Reward, SeedScope, Span, Status, Task, timed
+from envgym.errors import InvalidStep, WorkerDied
+from envgym.hashing import derived_seed
+from envgym.processes.cancellation import UsersCode, run_to_end
+from envgym.transcript import LockstepBatcher
+from envgym.types import Episode, Group, Reward, SeedScope, Span, Status, Task, timed
 
+from .attempts import Attempt, Attempts, LocalAttempts
 from .config import RolloutConfig
+from .episode import failure_of
 from .first_answers import FirstAnswers
 
-T = TypeVar("T")
 Progress = Callable[[int, int, Mapping[str, int]], None]
 """Called at the end of each episode, with the number of ended episodes, their total, and failures by kind."""
-
-
-FAILURES: dict[type[Exception], str] = {
-    CallTimeout: "timeout",
-    PromptTooLong: "prompt_too_long",
-    WorkerError: "engine",
-    InvalidStep: "invalid_environment",
-    ResetNeeded: "invalid_environment",
-}
-"""The kind of failure for each class of error that ends an episode. Any other error has the kind `environment`."""
 START_BATCH = 1024
 """Number of episodes that start in a row; then the event loop runs other work, such as a signal handler."""
 
@@ -69,20 +44,10 @@ class SamplingPlan:
     """Episodes per task."""
     seed_scope: SeedScope = "task"
 
-    def env_seed(self, run_seed: int, group: Group, member: int) -> int:
+    def env_seed(self, run_seed: int, group_id: str, task: Task, member: int) -> int:
         """The environment's seed for a member of a group."""
-        visit: dict[str, tuple[object, ...]] = {"task": (), "group": (group.id,), "episode": (group.id, member)}
-        return derived_seed(run_seed, group.task.key, *visit[self.seed_scope])
-
-
-@dataclass(frozen=True, slots=True)
-class _Members:
-    """A group, and what its members have in common: environment, seed (unless each has its own) and task's hash."""
-
-    group: Group
-    spec: EnvSpec
-    seed: int
-    task_hash: str
+        visit: dict[str, tuple[object, ...]] = {"task": (), "group": (group_id,), "episode": (group_id, member)}
+        return derived_seed(run_seed, task.key, *visit[self.seed_scope])
 
 
 def group_ids(purpose: str, tasks: Iterable[Task]) -> dict[str, Task]:
@@ -104,19 +69,19 @@ class Runner:
         max_model_len: int,
         seed: int,
         deterministic: bool,
+        attempts: Attempts | None = None,
     ) -> None:
         self.spec = spec
         self.agent = agent
         self.engine = engine
         self.config = config
-        self.max_model_len = max_model_len
-        self.seed = seed
         self.deterministic = deterministic
         self.first_answers = FirstAnswers(spec)
-        self._fingerprints: dict[int, dict[str, str]] = {}
+        self.attempts: Attempts = attempts or LocalAttempts(
+            spec, agent, engine, config, max_model_len=max_model_len, seed=seed, deterministic=deterministic
+        )
         self.envs_without_scores: set[str] = set()
         """Environments that have given a reward outside [0, 1]."""
-        self._members: _Members | None = None
         self._slots = asyncio.Semaphore(config.concurrency)
         self._starting = asyncio.Lock()
         """Held by the call of `roll_out` whose members start next."""
@@ -230,8 +195,8 @@ class Runner:
         """Run a member until an attempt succeeds: transient failures are retried per member, and each group may replace
         a few others (`rollout.refills`)."""
         retries = 0
-        for attempt in itertools.count():
-            episode = await self._run_attempt(group, member, attempt, plan, batcher)
+        for number in itertools.count():
+            episode = await self.attempts.run(Attempt(group.id, group.task, member, number, plan), batcher)
             if episode.outcome.status is not Status.FAILED:
                 break
             reward_failure(episode, self.config.failed_reward)
@@ -246,45 +211,6 @@ class Runner:
                 break
             group.superseded.append(episode)
         return episode
-
-    async def _run_attempt(
-        self, group: Group, member: int, attempt: int, plan: SamplingPlan, batcher: LockstepBatcher | None
-    ) -> Episode:
-        task, members = group.task, self._members_of(group, plan)
-        # The group is part of the id: a small task set may repeat within one step.
-        episode_id = f"{group.id}:{member:03d}:{attempt}"
-        seed = members.seed if plan.seed_scope != "episode" else plan.env_seed(self.seed, group, member)
-        sampler = None
-        if self.engine is not None:
-            sampling_seed = derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None
-            source = batcher or self.engine
-            seconds = self.config.policy_timeout
-            sampler = EpisodeSampler(source, episode_id, plan.sampling, self.max_model_len, sampling_seed, seconds)
-        LOCKSTEP.set(batcher)  # for opponents; each episode has a separate asyncio task, and so a separate context
-
-        def run(env: CheckedEnv) -> Coroutine[Any, Any, Episode]:
-            if self.agent.uses_policy:
-                return self.agent.run(env, task, sampler, seed=seed)
-            # A replay chooses among demonstrations by its seed, so it must differ between members and purposes.
-            return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), recording_index=member)
-
-        episode = await run_episode(members.spec, task, run, self.config.episode_timeout, sampler)
-        episode.id, episode.env, episode.group_id = episode_id, task.env or members.spec.id, group.id
-        episode.member, episode.attempt, episode.seed = member, attempt, seed
-        episode.fingerprints = {**self._fingerprint(members.spec), "task": members.task_hash}
-        return episode
-
-    def _members_of(self, group: Group, plan: SamplingPlan) -> _Members:
-        """The values that a group's members have in common. Cached, since they start one after the other."""
-        if self._members is None or self._members.group is not group:
-            spec, seed = self.spec.spec_for(group.task), plan.env_seed(self.seed, group, 0)
-            self._members = _Members(group, spec, seed, task_hash(group.task))
-        return self._members
-
-    def _fingerprint(self, spec: EnvSpec) -> dict[str, str]:
-        if id(spec) not in self._fingerprints:
-            self._fingerprints[id(spec)] = spec.fingerprint()
-        return self._fingerprints[id(spec)]
 
 
 class _Tally:
@@ -305,71 +231,6 @@ class _Tally:
             self._on_episode(episode)
         if self._on_progress is not None:
             self._on_progress(self._n_episodes, self.total, self._failures)
-
-
-async def run_episode(
-    spec: EnvSpec,
-    task: Task,
-    run: Callable[[CheckedEnv], Coroutine[Any, Any, Episode | Outcome]],
-    timeout: float,
-    sampler: EpisodeSampler | None = None,
-) -> Episode:
-    """Call `run` with a new instance of `spec`, the task's environment, limited to `timeout` seconds, and close the
-    instance. If `run` returns an outcome, it becomes an episode without turns.
-
-    Any error becomes the episode's outcome. The episode has no id yet, and its group is not judged. Raises `WorkerDied`
-    if the engine is gone, so that no episode can continue.
-    """
-    name = task.env or spec.id
-    env: CheckedEnv | None = None
-    result: Episode | Outcome | None = None
-    waiting: list[Span] = []
-    start = time.monotonic()
-    with UsersCode(WorkerDied) as call:
-        env, grace = spec.make(), math.inf
-        try:
-            waiting_start = time.time()
-            await env.acquire()
-            if not isinstance(task.prompt, str):
-                try:
-                    await spec.checked_images(task.prompt)  # the record names them
-                except InvalidStep as error:
-                    raise extend_message(error, f"the prompt of task {task.id} has it") from None
-            waiting.append(("waiting", round(waiting_start, 4), round(time.time(), 4)))
-            start = time.monotonic()  # waiting for a slot does not count as the episode's time
-            returned = await run_to_end(run(env), timeout, f"{name}: an episode", WorkerDied)
-            if not isinstance(returned, Episode | Outcome):
-                raise TypeError(f"the agent must return an Episode, not {describe(returned)}")
-            result = returned
-        except StillRunning:
-            if sampler is not None:
-                sampler.end()  # code that still runs after its cancellation cannot sample any more
-            grace = cancellation.GRACE_SECONDS  # an environment that ignores its cancellation may also hang in `close`
-            raise
-        finally:
-            try:
-                if env.has_close:
-                    with UsersCode():  # errors in `close` are ignored, since the outcome is known by then
-                        await run_to_end(env.close(), grace, f"{name}: close")
-            finally:
-                env.release()
-    if result is None:
-        result = _failure(spec, call.error)
-    episode = failed_episode(task, result, sampler) if isinstance(result, Outcome) else result
-    if sampler is not None and sampler.seconds_left <= 0 and episode.outcome.reason == Limit.LENGTH:
-        episode.outcome = Outcome.truncate(Limit.TIME)
-    episode.seconds = time.monotonic() - start
-    episode.spans = [*waiting, *(env.spans if env else ()), *(sampler.spans if sampler else ())]
-    return episode
-
-
-def failed_episode(task: Task, outcome: Outcome, sampler: EpisodeSampler | None) -> Episode:
-    """The episode of a failure: the policy's answers until then, without a reward."""
-    if sampler is None or sampler.record is None:
-        return Episode(id="", task=task, outcome=outcome)
-    episode = sampler.record(task, outcome)
-    episode.reward, episode.score, episode.score_is_reward = None, None, False
-    return episode
 
 
 async def score_group(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
@@ -393,7 +254,7 @@ async def score_group(spec: EnvSpec, group: Group, timeout: float) -> list[Episo
         if isinstance(verdict, Reward):
             apply_reward(episode, verdict)
         else:
-            episode.outcome = _failure(spec, verdict)
+            episode.outcome = failure_of(spec, verdict)
             episode.reward, episode.score, episode.score_is_reward = None, None, False
     return finished
 
@@ -406,19 +267,3 @@ async def _verdicts(spec: EnvSpec, task: Task, finished: list[Episode]) -> list[
     if len(verdicts) != len(finished):
         raise InvalidStep(f"{spec.id}: score_group must return one verdict per episode, so {len(finished)}")
     return [as_reward(verdict) for verdict in verdicts]
-
-
-def _failure(spec: EnvSpec, error: BaseException) -> Outcome:
-    """The outcome of an episode that ended in `error`."""
-    message = str(error) or type(error).__name__
-    if isinstance(error, StillRunning):  # not retryable: a retry would hang too
-        grace = cancellation.GRACE_SECONDS
-        message = f"{spec.id} still runs {grace:g} s after it was cancelled, and is abandoned"
-        return Outcome.fail("does_not_end", message)
-    if isinstance(error, InvalidOutcome):
-        return Outcome.fail(error.kind, message, retryable=error.retryable)
-    for expected, kind in FAILURES.items():
-        if isinstance(error, expected):
-            return Outcome.fail(kind, message, retryable=expected is CallTimeout)
-    failure = environment_failure(error)
-    return Outcome.fail("environment", str(failure), retryable=failure.retryable)

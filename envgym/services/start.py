@@ -110,7 +110,7 @@ def _make_clients(spec: EnvSpec, clients: dict[str, Client], runtime: Runtime, d
     by_key: dict[str, Client] = {}
     for unique, declared in _declared(spec).items():
         by_key[declared.key] = clients[unique] = _client(declared, unique, runtime, deterministic)
-    for part in _with_parts(spec):
+    for part in with_parts(spec):
         for name, declared in part.services.items():
             part.clients[name] = by_key[declared.key]
 
@@ -129,7 +129,7 @@ def check_servable(spec: EnvSpec) -> None:
 
 def refuse_policies(spec: EnvSpec, reason: str) -> None:
     """Raise `ConfigError`, which gives the `reason`, for an environment that asks the policy in training."""
-    for part in _with_parts(spec):
+    for part in with_parts(spec):
         if names := [name for name, service in part.services.items() if isinstance(service, Policy)]:
             raise ConfigError(f"environment {part.id} asks the policy itself ({', '.join(names)}), {reason}")
 
@@ -137,18 +137,19 @@ def refuse_policies(spec: EnvSpec, reason: str) -> None:
 def _declared(spec: EnvSpec) -> dict[str, Service]:
     """The services of an environment and its parts by unique names, equal ones once."""
     services: dict[str, Service] = {}
-    for part in _with_parts(spec):
+    for part in with_parts(spec):
         for name, declared in part.services.items():
             if declared.key not in [service.key for service in services.values()]:
                 services[name if name not in services else f"{name}-{len(services)}"] = declared
     return services
 
 
-def _with_parts(spec: EnvSpec) -> Iterator[EnvSpec]:
+def with_parts(spec: EnvSpec) -> Iterator[EnvSpec]:
+    """An environment and its parts, in the same order in every process."""
     yield spec
     for part in spec.parts():
         if part is not spec:
-            yield from _with_parts(part)
+            yield from with_parts(part)
 
 
 def _client(declared: Service, name: str, runtime: Runtime, deterministic: bool) -> Client:

@@ -12,7 +12,7 @@ from envgym.config.schema import RoleConfig, RunConfig, StageConfig
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError
-from envgym.jobs.components import StageContext, make_agent, make_runner, start_role, start_sampling
+from envgym.jobs.components import StageContext, make_agent, make_runner, make_shards, start_role, start_sampling
 from envgym.jobs.models import base_of_model
 from envgym.jobs.prompts import announce, survey
 from envgym.learner import Learner
@@ -97,7 +97,9 @@ async def start_components(
         transfer = make_transfer(stage.sync, actor, files, workers_per_engine=stage.engine.tensor_parallel)
         tolerance = stage.sync.tolerance
         sync = WeightSync(engine, actor, tuple(probes), tolerance, precision, transfer, files, timeshare, quantized)
-    runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
+    shards = make_shards(config, stage, context, agent, model, engine, max_model_len, display)
+    runner = make_runner(config, stage, context.spec, agent, engine, max_model_len, shards)
+    await runner.attempts.start()
     if agent.uses_policy:
         runner.first_answers.note = display.note
     announce(stage, agent.renderer, summary, max_model_len, display.note)

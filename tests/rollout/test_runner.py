@@ -620,7 +620,7 @@ def test_the_environments_concurrency_holds_and_the_wait_does_not_count_as_the_e
 def test_an_episodes_seconds_do_not_count_its_wait(world, monkeypatch):
     """By a clock that only steps advance: each takes ten seconds while the others wait."""
     clock = 0.0
-    monkeypatch.setattr("envgym.rollout.runner.time", SimpleNamespace(monotonic=lambda: clock, time=lambda: clock))
+    monkeypatch.setattr("envgym.rollout.episode.time", SimpleNamespace(monotonic=lambda: clock, time=lambda: clock))
 
     def step():
         nonlocal clock

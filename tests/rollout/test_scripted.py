@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from envgym.env import Env, EnvSpec
-from envgym.rollout.runner import run_episode, score_group
+from envgym.rollout.episode import run_episode
+from envgym.rollout.runner import score_group
 from envgym.rollout.scripted import Scripted, ScriptedEpisode, script_of
 from envgym.types import Action, Group, Limit, Message, Outcome, StopReason, Task, ToolCall
 

@@ -18,7 +18,8 @@ from envgym.cli.parser import ENV, Parser, make_spec
 from envgym.errors import EnvgymError, printable
 from envgym.processes import event_loop
 from envgym.registry import load_component
-from envgym.rollout.runner import run_episode, score_group
+from envgym.rollout.episode import run_episode
+from envgym.rollout.runner import score_group
 from envgym.rollout.scripted import PlayedTurn, ScriptedEpisode
 from envgym.types import Action, Episode, Group, Observation, Task, ToolCall
 

@@ -13,7 +13,7 @@ import pytest
 
 import envgym
 from envgym.errors import CallTimeout, InvalidOutcome
-from envgym.rollout.runner import run_episode
+from envgym.rollout.episode import run_episode
 from envgym.rollout.scripted import ScriptedEpisode, script_of
 from envgym.types import Action, ToolCall
 

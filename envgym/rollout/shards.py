@@ -1,0 +1,239 @@
+"""The controller's end of the processes that roll out (`rollout.processes`): attempts are dealt out to them, and those
+of a process that dies are run again in another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from envgym.engine import ChatEngine, Engine
+from envgym.engines.pool import EnginePool
+from envgym.env.marks import NONE, read_mark
+from envgym.errors import ConfigError, EnvgymError, NameNotFound, WorkerDied, WorkerError
+from envgym.processes.callbacks import answer_calls, call_with_answers
+from envgym.processes.cancellation import start_task
+from envgym.processes.runtime import WorkerHandle
+from envgym.services.policy import LOCKSTEP
+from envgym.services.start import with_parts
+from envgym.transcript import LockstepBatcher
+from envgym.types import Episode, Outcome
+
+from .attempts import Attempt, LocalAttempts
+from .shard import ENGINE, POOL, POOLS_SUBJECT, RolloutShard, ShardSpec
+
+MOST_CRASHES = 3
+"""Deaths of processes during one attempt, that its code may have caused, after which it has failed."""
+MOST_DEATHS = 8
+"""Deaths per process after which the run ends, if fewer than `EPISODES_PER_DEATH` episodes have ended for each."""
+EPISODES_PER_DEATH = 100
+
+
+@dataclass(eq=False, slots=True)
+class _Shard:
+    """A living process, its id, and the attempts that run in it by their groups."""
+
+    number: int
+    handle: WorkerHandle[RolloutShard]
+    pid: int
+    answering: asyncio.Task[None]
+    """Answers what it asks for all its episodes."""
+    groups: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def load(self) -> int:
+        return sum(self.groups.values())
+
+
+class Shards:
+    """Runs attempts in `count` processes; `start` starts the worker of a number. Members of one group run in one
+    process, which has their common prefix; a group in the process with the fewest running attempts.
+
+    The environment's slots are those of `local`, which runs nothing. The process's engines are those of `engine`.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int, ShardSpec], Awaitable[WorkerHandle[RolloutShard]]],
+        count: int,
+        shard: ShardSpec,
+        local: LocalAttempts,
+        engine: Engine | ChatEngine | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self._marks = tempfile.TemporaryDirectory(prefix="envgym-marks-")
+        clients = {
+            f"{index}/{name}": client
+            for index, part in enumerate(with_parts(local.spec))
+            for name, client in part.clients.items()
+        }
+        is_direct = isinstance(engine, EnginePool) and not shard.deterministic
+        self._shard = replace(
+            shard,
+            engines=len(engine.clients) if isinstance(engine, EnginePool) and is_direct else 0,
+            is_chat=isinstance(engine, ChatEngine),
+            services=(*clients,),
+            marks=Path(self._marks.name),
+        )
+        self._start, self._count, self._local, self._note = start, count, local, note
+        self._pool = {POOL: engine} if is_direct else {}
+        self._objects: Mapping[str, Any] = clients if is_direct or engine is None else {**clients, ENGINE: engine}
+        self._shards: list[_Shard] = []
+        self._numbers = itertools.count(POOLS_SUBJECT + 1)
+        self._starting: asyncio.Task[None] | None = None
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._broken: EnvgymError | None = None
+        self._n_deaths = self._n_episodes = 0
+
+    async def start(self) -> None:
+        """Start the processes that do not run yet. Raises `EnvgymError` if they cannot be set up."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start_all())
+        await asyncio.shield(self._starting)
+
+    async def close(self) -> None:
+        """Close all processes."""
+        tasks = [*self._replacing, *([] if self._starting is None else [self._starting])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        shards, self._shards, self._starting = self._shards, [], None
+        for shard in shards:
+            shard.answering.cancel()
+        await asyncio.gather(*(shard.handle.close() for shard in shards))
+        self._marks.cleanup()
+
+    async def run(self, attempt: Attempt, batcher: LockstepBatcher | None = None) -> Episode:
+        """See `Attempts.run`. An attempt whose code ends its process several times has failed (`crash`)."""
+        await self.start()
+        LOCKSTEP.set(batcher)  # for the services that this process calls for the attempt
+        objects = {**self._objects, ENGINE: batcher} if batcher is not None else self._objects
+        spec, waiting_start = self._local.spec.spec_for(attempt.task), time.time()
+        async with spec.slots or contextlib.nullcontext():
+            waiting = ("waiting", round(waiting_start, 4), round(time.time(), 4))
+            n_crashes = 0
+            while True:
+                try:
+                    episode = await self._run_in(await self._shard_of(attempt.group_id), attempt, objects)
+                    break
+                except _Crash as crash:
+                    n_crashes += crash.may_be_its_code
+                    if n_crashes == MOST_CRASHES:
+                        outcome = Outcome.fail("crash", str(crash), retryable=True)
+                        episode = self._local.identified(Episode("", attempt.task, outcome), attempt)
+                        break
+        self._n_episodes += 1
+        episode.spans = [waiting, *(span for span in episode.spans if span[0] != "waiting")]
+        return episode
+
+    async def _run_in(self, shard: _Shard, attempt: Attempt, objects: Mapping[str, Any]) -> Episode:
+        """Run an attempt in a process. Raises `_Crash` if that dies."""
+        subject, groups = next(self._numbers), shard.groups
+        groups[attempt.group_id] = groups.get(attempt.group_id, 0) + 1
+        try:
+            result = await call_with_answers(
+                shard.handle, subject, objects, lambda worker: worker.run(subject, attempt)
+            )
+        except WorkerDied as death:
+            self._lose(shard, str(death))
+            raise _Crash(str(death), may_be_its_code=self._read_mark(shard) in (subject, NONE)) from None
+        except WorkerError as error:  # an episode that cannot be sent
+            outcome = Outcome.fail("environment", str(error))
+            return self._local.identified(Episode("", attempt.task, outcome), attempt)
+        finally:
+            groups[attempt.group_id] -= 1
+            if not groups[attempt.group_id]:
+                del groups[attempt.group_id]
+        if isinstance(result, str):
+            raise WorkerDied(result)
+        episode, has_its_task = result
+        if has_its_task:
+            episode.task = attempt.task
+        return episode
+
+    async def _shard_of(self, group_id: str) -> _Shard:
+        """The process for an attempt of a group. Waits for a replacement while none is alive; raises the error for
+        which there will be none."""
+        while True:
+            if self._broken is not None:
+                raise self._broken
+            if self._shards:
+                shards = [shard for shard in self._shards if group_id in shard.groups]
+                return shards[0] if shards else min(self._shards, key=lambda shard: shard.load)
+            await self._changed.wait()
+
+    def _read_mark(self, shard: _Shard) -> int:
+        try:
+            return read_mark(Path(self._marks.name), shard.pid)
+        except OSError:  # it ran on another machine
+            return NONE
+
+    # -- starts and deaths ---------------------------------------------------------------------------------------
+
+    async def _start_all(self) -> None:
+        starting = (self._start_shard(number) for number in range(self._count))
+        results = await asyncio.gather(*starting, return_exceptions=True)
+        self._shards = [shard for shard in results if isinstance(shard, _Shard)]
+        for error in [result for result in results if isinstance(result, BaseException)]:
+            if isinstance(error, NameNotFound):
+                raise ConfigError(
+                    f"rollout.processes: another process cannot make the environment or the agent ({error}): define it "
+                    "in a file or a module, and give that"
+                )
+            raise error
+
+    async def _start_shard(self, number: int) -> _Shard:
+        handle = await self._start(number, self._shard)
+        answering = asyncio.create_task(answer_calls(handle, POOLS_SUBJECT, self._pool))
+        subject = next(self._numbers)
+        try:
+            pid = await call_with_answers(handle, subject, self._objects, lambda worker: worker.setup(subject))
+        except BaseException:
+            answering.cancel()
+            await handle.close()
+            raise
+        return _Shard(number, handle, pid, answering)
+
+    def _lose(self, shard: _Shard, reason: str) -> None:
+        """Remove a dead process and start another in the background; after too many deaths the run ends."""
+        if shard not in self._shards:  # another call has noticed already
+            return
+        self._shards.remove(shard)
+        self._n_deaths += 1
+        if self._n_deaths > MOST_DEATHS * self._count and self._n_episodes < EPISODES_PER_DEATH * self._n_deaths:
+            self._break(WorkerDied(f"{reason}; {self._n_deaths} processes that roll out have died: see their logs"))
+            return
+        self._note(f"{reason}; starting another")
+        start_task(self._replace(shard), self._replacing)
+
+    async def _replace(self, shard: _Shard) -> None:
+        try:
+            shard.answering.cancel()
+            await shard.handle.close()
+            self._shards.append(await self._start_shard(shard.number))
+        except EnvgymError as error:
+            self._break(error)
+        self._notify()
+
+    def _break(self, error: EnvgymError) -> None:
+        self._broken = error
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class _Crash(Exception):
+    """A process has died while it ran an attempt."""
+
+    def __init__(self, message: str, *, may_be_its_code: bool) -> None:
+        super().__init__(message)
+        self.may_be_its_code = may_be_its_code
