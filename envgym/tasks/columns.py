@@ -7,11 +7,12 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any, TypeVar
 
 from envgym.errors import DataError, did_you_mean, extend_message
+from envgym.hashing import source_hash, text_hash
 from envgym.types import ImagePart, Message, Task, as_messages
 
 from .config import SourceConfig
@@ -76,6 +77,26 @@ class TaskReader:
         """Columns that the prompt shows unasked, or does not show, with the number of rows."""
         self.columns = ""
         """Columns of the first row in words, by their use; empty for rows in another program's form."""
+
+    @property
+    def reads_images(self) -> bool:
+        """True if a row that was read has images, which may be in other files."""
+        return self._images.has_read
+
+    def fingerprint(self) -> str | None:
+        """A hash that changes with the reading of rows; None with a form, which may be any code."""
+        unused = {"path", "split", "test_path", "test_split", "test_fraction", "weight"}
+        settings = self.source.model_dump_json(exclude=unused)
+        names = f"{self._answer_required} {self._prompt_names} {self._answer_names}"
+        return None if self.form else text_hash(f"{settings} {names} {source_hash([TaskReader, ImageReader, Message])}")
+
+    def facts(self) -> dict[str, Any]:
+        """The attributes that reading has set, in JSON types."""
+        return {"fields": self._fields, "notes": self.notes, "columns": self.columns}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Set the attributes to those of a reader that has read the same rows."""
+        self._fields, self.notes, self.columns = facts["fields"], Counter(facts["notes"]), facts["columns"]
 
     def read(self, row: Row, location: str, name: str) -> tuple[Task, int]:
         """The task of `row` and the key of its prompt, without a template or system message. `name` is its id unless

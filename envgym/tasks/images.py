@@ -30,7 +30,7 @@ _KEYS = ("bytes", "image", "image_url", "url", "path")
 """Keys of a mapping that is an image, in the order in which they are read: `datasets` has `bytes` and `path`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ImageReader:
     """Reads the images of a source's rows. A path leads from the folder of the row's file, or from the settings'
     `image_folder`, to a file in it: the file of rows may be a stranger's, and must not name others.
@@ -39,6 +39,8 @@ class ImageReader:
     """
 
     source: SourceConfig
+    has_read: bool = False
+    """True after the first row with images."""
 
     def field(self, row: Row, location: str) -> str | None:
         """The column of images in a row; None without one. What is no image in a column of a usual name is another
@@ -55,6 +57,7 @@ class ImageReader:
     def images(self, value: Any, location: str) -> list[ImagePart]:
         """The images in a column: one, or a list of them. One that `replace_images` has replaced has its
         name alone."""
+        self.has_read = True
         if isinstance(value, str) and value.startswith("["):  # a list in a CSV file
             value = parse_json(value, f"{location}: the row's images")
         items = value if isinstance(value, list | tuple) else [] if _is_empty(value) else [value]

@@ -2,43 +2,107 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
+import json
 import mmap
 import os
 import tempfile
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from zlib import crc32
 
-from envgym.disk import cache_folder
-from envgym.errors import DataError, needs
+from envgym.disk import cache_folder, flush_to_disk, publish, regular_file, work_folder
+from envgym.errors import DataError, RunError, needs, reported_as
 
 IN_MEMORY = 2**26
-"""Bytes of a file's rows up to which they are in memory. Larger ones are copied to the disk: to a temporary file in
-$ENVGYM_CACHE, without a name, which goes when the process ends."""
+"""Bytes of a file's rows up to which they are in memory. A larger Parquet file is copied to the disk: to a temporary
+file in $ENVGYM_CACHE, without a name, which goes when the process ends."""
 BATCH_BYTES = 2**24
 """Approximate bytes of the rows of a table that are converted at a time."""
 
 
-class Text:
-    """The content of a text file of `size` bytes: written in order, then read in pieces. Concurrent reads are safe."""
+class Lines:
+    """The lines of a text file that are not blank, unmodified, by number from 0. A small file is in memory. Of a larger
+    one the positions and checksums of its lines are, and they are read when needed: they must not change meanwhile.
+    Concurrent reads are safe; one of a line that has changed raises `RunError`.
 
-    def __init__(self, size: int) -> None:
-        self._memory = bytearray()
-        self._file = _temporary_file() if size > IN_MEMORY else None
-        self.length = 0
+    `numbers` are the lines' numbers in the file, from 1. Raises `DataError` for a file that cannot be read.
+    """
 
-    def append(self, line: bytes) -> None:
-        self.length += len(line)
-        if self._file is None:
-            self._memory += line
+    def __init__(self, path: Path, limit: int | None) -> None:
+        self._path, self.numbers = path, array("I")
+        self._starts, self._checksums, end = array("Q"), array("I"), 0
+        with reported_as(DataError, f"{path} cannot be read"):
+            self._file: BinaryIO = regular_file(path).open("rb")
+            self._memory = self._file.read() if os.fstat(self._file.fileno()).st_size <= IN_MEMORY else None
+            for number, line in enumerate(self._file if self._memory is None else io.BytesIO(self._memory), start=1):
+                if len(self.numbers) == limit:
+                    break
+                if not line.isspace():
+                    self.numbers.append(number)
+                    self._starts.append(end)
+                    self._checksums.append(crc32(line))
+                end += len(line)
+        self._starts.append(end)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> bytes:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start, end = self._starts[index], self._starts[index + 1]
+        if self._memory is None:
+            with reported_as(RunError, f"{self._path} cannot be read"):
+                text = os.pread(self._file.fileno(), end - start, start)
         else:
-            self._file.write(line)
+            text = self._memory[start:end]
+        line = text[: text.find(b"\n") + 1 or None]  # blank lines may follow
+        if crc32(line) != self._checksums[index]:
+            change = "has changed since the file was first read"
+            raise RunError(f"{self._path}:{self.numbers[index]} {change}: a run needs its data as it was at the start")
+        return line
 
-    def read(self, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end`, the end excluded."""
-        if self._file is None:
-            return bytes(self._memory[start:end])
-        self._file.flush()
-        return os.pread(self._file.fileno(), end - start, start)
+    def fingerprint(self) -> str:
+        """A hash that changes with the lines."""
+        return hashlib.sha256(self._starts.tobytes() + self._checksums.tobytes()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class RowIndex:
+    """The rows of a source that are used: their `indices`, the `keys` of their prompts, and `facts` (JSON)."""
+
+    keys: Sequence[int]
+    indices: Sequence[int]
+    facts: dict[str, Any]
+
+    @classmethod
+    def load(cls, name: str) -> RowIndex | None:
+        """The index that was saved by this name, with its numbers mapped into memory; None without one."""
+        folder = cache_folder("index") / name
+        try:
+            facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+            with (folder / "numbers").open("rb") as file:
+                numbers = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).cast("Q")
+        except (OSError, ValueError):
+            return None
+        return cls(numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :], facts)
+
+    def saved(self, name: str) -> RowIndex:
+        """The same index from the disk, or itself if it cannot be written."""
+        with contextlib.suppress(OSError, RunError), work_folder(final := cache_folder("index") / name) as folder:
+            (folder / "facts.json").write_text(json.dumps(self.facts), encoding="utf-8")
+            with (folder / "numbers").open("wb") as file:
+                for numbers in (self.keys, self.indices):
+                    file.write(array("Q", numbers))
+            flush_to_disk(folder)
+            publish(folder, final)
+        return self.load(name) or self
 
 
 class Table:

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import ast
 import csv
+import hashlib
 import itertools
 import json
 import re
 from abc import ABC, abstractmethod
-from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from envgym.disk import regular_file
-from envgym.errors import DataError, did_you_mean, reported_as
+from envgym.errors import DataError, did_you_mean
+from envgym.hashing import text_hash
 from envgym.types.conversations import ROLES
 
 from .hub import fetch_data_set, is_hub_id
-from .large_files import Table, Text
+from .large_files import Lines, Table
 
 Row = dict[str, Any]
 BATCH = 1000
@@ -75,24 +75,17 @@ class Rows(ABC):
         _, stem, line = self.origin(index)
         return f"{stem}-{line}"
 
+    def fingerprint(self) -> str | None:
+        """A hash that changes with the rows; None for rows of a function, and small files in memory."""
+        return None
+
 
 class JsonLines(Rows):
-    """A file with one JSON object per line. Its text is in memory, or in a copy, so that the file may change
-    meanwhile."""
+    """A file with one JSON object per line."""
 
     def __init__(self, path: Path, stem: str, limit: int | None) -> None:
         super().__init__(path, stem)
-        self._starts, self._lines = array("Q"), array("Q")
-        with reported_as(DataError, f"{path} cannot be read"), regular_file(path).open("rb") as file:
-            self._text = Text(path.stat().st_size)
-            for number, line in enumerate(file, start=1):
-                if len(self._lines) == limit:
-                    break
-                if not line.isspace():
-                    self._starts.append(self._text.length)
-                    self._lines.append(number)
-                    self._text.append(line)
-        self._starts.append(self._text.length)
+        self._lines = Lines(path, limit)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -110,15 +103,16 @@ class JsonLines(Rows):
         return row
 
     def origin(self, index: int) -> tuple[str, str, int]:
-        return self._source, self._stem, self._lines[index]
+        return self._source, self._stem, self._lines.numbers[index]
+
+    def fingerprint(self) -> str:
+        return self._lines.fingerprint()
 
     def text(self, index: int) -> str:
         """A line of the file, unmodified."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        raw = self._text.read(self._starts[index], self._starts[index + 1])
+        line = self._lines[index]
         try:
-            return raw.decode("utf-8-sig" if self._lines[index] == 1 else "utf-8")
+            return line.decode("utf-8-sig" if self._lines.numbers[index] == 1 else "utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{self.location(index)}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
@@ -151,6 +145,10 @@ class TableRows(Rows):
         [row] = self._table.slice(index, 1).to_pylist()
         self._file.release()
         return self._clean(row)
+
+    def fingerprint(self) -> str:
+        with Path(self._source).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def __iter__(self) -> Iterator[Row]:
         for batch in self._table.to_batches(max_chunksize=self._file.batch_size(BATCH)):
@@ -207,6 +205,9 @@ class ChainedRows(Rows):
     def origin(self, index: int) -> tuple[str, str, int]:
         number, offset = locate(self._ends, index)
         return self._parts[number].origin(offset)
+
+    def fingerprint(self) -> str | None:
+        return text_hash("".join(parts)) if all(parts := [part.fingerprint() or "" for part in self._parts]) else None
 
 
 class SelectedRows(Rows):

@@ -12,17 +12,21 @@ from functools import partial
 from pathlib import Path
 
 from envgym.errors import DataError
+from envgym.hashing import source_hash, text_hash
 from envgym.types import Task
 
 from .columns import DEFAULT_FIELDS, KEYS, FieldNames, Form, TaskReader, bad_rows, key_of
 from .config import DataConfig, Selection, SourceConfig, is_generator
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved, Joined
+from .large_files import RowIndex
 from .rows import Row, RowLeftOut, Rows, SelectedRows, open_rows, test_split_of
 from .task_set import TaskList, TaskSet
 
 _Reader = Callable[..., TaskReader]
 """Factory of a source's reader: `reader(settings, prefix=…)`."""
+INDEXED = 100_000
+"""Rows of a file from which on its index is saved: reading so many takes a second."""
 KINDS = 5
 """Maximum number of kinds of rows left out that a message lists, the most frequent first."""
 
@@ -99,7 +103,32 @@ class _File:
         bound = None if selection or skips else limit  # a limit counts the rows that are used
         rows = read_generator(path, bound) if is_generator(path) else open_rows(Path(path), split, bound)
         self.reader = reader(settings, prefix=prefix)
-        self.keys, indices = array("Q"), array("Q")
+        name, index = None, None
+        if len(rows) >= INDEXED and (versions := (rows.fingerprint(), self.reader.fingerprint())) and all(versions):
+            name = text_hash(f"{versions} {limit} {is_test} {source_hash([_File, Rows])}")
+            index = RowIndex.load(name)
+        if index is None:
+            index = self._read(rows, selection, limit)
+            if name is not None and not self.reader.reads_images:  # they change without this file
+                index = index.saved(name)
+        self.reader.restore(index.facts["reader"])
+        left_out = Counter[str](index.facts["left out"])
+        self.keys = index.keys
+        self.rows: Rows = rows if len(index.indices) == len(rows) else SelectedRows(rows, index.indices)
+        counts = "; ".join(f"{count:,}, as {reason}" for reason, count in left_out.most_common(KINDS))
+        if not self.keys:
+            values = " with the values of data.select" if selection else ""
+            raise DataError(f"{path} holds no rows{values} to use" + (f"; left out: {counts}" if counts else ""))
+        log = logging.getLogger(__name__)
+        for note, count in self.reader.notes.items():
+            log.warning("%s: %s (%d rows)", path, note, count)
+        if counts:
+            log.warning("%s: %d of %d rows are left out: %s", path, left_out.total(), len(rows), counts)
+
+    def _read(self, rows: Rows, selection: Selection, limit: int | None) -> RowIndex:
+        """Read every row, up to `limit` that are used."""
+        settings = self.reader.source
+        keys, indices = array("Q"), array("Q")
         left_out: Counter[str] = Counter()
         first_index: dict[str, int] = {}
         iterator = iter(rows)
@@ -119,22 +148,13 @@ class _File:
                 left_out[str(reason)] += 1
             else:
                 indices.append(index)
-                self.keys.append(key)
-        self.rows: Rows = rows if len(indices) == len(rows) else SelectedRows(rows, indices)
-        counts = "; ".join(f"{count:,}, as {reason}" for reason, count in left_out.most_common(KINDS))
-        if not self.keys:
-            values = " with the values of data.select" if selection else ""
-            raise DataError(f"{path} holds no rows{values} to use" + (f"; left out: {counts}" if counts else ""))
-        log = logging.getLogger(__name__)
-        for note, count in self.reader.notes.items():
-            log.warning("%s: %s (%d rows)", path, note, count)
-        if counts:
-            log.warning("%s: %d of %d rows are left out: %s", path, left_out.total(), len(rows), counts)
+                keys.append(key)
+        return RowIndex(keys, indices, {"left out": left_out, "reader": self.reader.facts()})
 
     @property
     def is_a_game(self) -> bool:
         """True if rows in another program's form all have the same prompt: a game draws its problem at each reset."""
-        return self.reader.form is not None and len(set(self.keys)) == 1
+        return self.reader.form is not None and min(self.keys) == max(self.keys)
 
     def key_by_row(self) -> None:
         """Use keys of whole rows instead of prompts; if these are equal too, keys of row numbers."""
@@ -215,10 +235,10 @@ class _Finite(_Source):
 
     def _draw_held_out(self) -> set[int]:
         """The prompts with small keys: duplicates stay in one split, and new rows move no old one."""
-        fraction, keys = self.settings.test_fraction, set(self.file.keys)
+        fraction, keys = self.settings.test_fraction, self.file.keys
         if fraction == 0:
             return set()
-        if len(keys) == 1:
+        if min(keys) == max(keys):
             raise DataError(
                 f"{self.path}: all rows have one prompt, so none can be held out: "
                 "set data.test_path, or data.test_fraction=0 (and eval.every=0) to train without"

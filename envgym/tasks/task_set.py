@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import random
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ class TaskCursor:
         self._seed = seed
         self._curriculum = curriculum
         self._position = 0
-        self._order: list[int] = []
+        self._order = array("Q")
         self._epoch = -1
         if tasks.size == 0:
             raise RunError("the environment has no training tasks")
@@ -149,7 +150,7 @@ class TaskCursor:
         epoch, offset = divmod(position, size)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._order = list(range(size))
+            self._order = array("Q", range(size))
             random.Random(derived_seed(self._seed, "task order", epoch)).shuffle(self._order)
         return self._order[offset]
 

@@ -1,0 +1,165 @@
+"""Files of many rows: they stay on the disk, and what a start has read of them is saved for the next."""
+
+import asyncio
+import json
+import logging
+import os
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from envgym.errors import DataError, RunError
+from envgym.tasks import DataConfig, load_tasks
+from envgym.tasks.columns import TaskReader
+from envgym.tasks.rows import TextLines, open_rows
+
+ROWS = [
+    {"question": f"q{number % 40}", "hint": "h", "answer": str(number), "level": number % 3} for number in range(60)
+]
+
+
+@pytest.fixture(autouse=True)
+def large(tmp_path, monkeypatch):
+    """A cache of the test's own, and every file counts as large."""
+    monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("envgym.tasks.large_files.IN_MEMORY", 0)
+    monkeypatch.setattr("envgym.tasks.split.INDEXED", 1)
+
+
+def write(path, rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(**settings):
+    """The tasks of both splits, the keys of the held-out prompts and the columns."""
+    splits = load_tasks(DataConfig(**settings), answer_required=False)
+
+    async def tasks():
+        return [[await split.get(index) for index in range(split.size)] for split in (splits.train, splits.test)]
+
+    return asyncio.run(tasks()), splits.held_out, splits.columns
+
+
+def indices(tmp_path):
+    return sorted((tmp_path / "cache" / "index").glob("*"))
+
+
+@pytest.fixture
+def readings(monkeypatch):
+    """The locations of the rows that were read."""
+    locations, original = [], TaskReader.read
+
+    def counted(self, row, location, name):
+        locations.append(location)
+        return original(self, row, location, name)
+
+    monkeypatch.setattr(TaskReader, "read", counted)
+    return locations
+
+
+def test_a_line_is_read_from_its_file_and_one_that_has_changed_is_an_error(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ["\n", ROWS[0], "  \n", "\t\n", ROWS[1], ROWS[2], "\n"])
+    rows = open_rows(path)
+    assert [rows[index] for index in range(len(rows))] == ROWS[:3]
+    assert [rows.name(index) for index in range(3)] == ["rows-2", "rows-5", "rows-6"]
+    text = path.read_text()
+    path.write_text(text.replace("q1", "Q1") + json.dumps(ROWS[3]) + "\n")
+    assert (rows[0], rows[2], len(rows)) == (ROWS[0], ROWS[2], 3)
+    with pytest.raises(
+        RunError, match=r"rows\.jsonl:5 has changed since the file was first read: a run needs its data"
+    ):
+        rows[1]
+    path.write_text(text[: text.index("q2")])
+    with pytest.raises(RunError, match=r"rows\.jsonl:6 has changed"):
+        rows[2]
+    path.write_text(text)
+    os.replace(write(tmp_path / "new.jsonl", ROWS), path)
+    assert rows[1] == ROWS[1], "a file that replaces it is another one"
+    with pytest.raises(IndexError):
+        rows[3]
+
+
+def test_a_changed_line_is_no_bad_row_that_is_left_out(tmp_path, monkeypatch):
+    path, changes = write(tmp_path / "rows.jsonl", ROWS), []
+
+    def changed(self, row, location, name):
+        if not changes:
+            changes.append(path.write_text(path.read_text().replace("q1", "Q1")))
+        return original(self, row, location, name)
+
+    original = TaskReader.read
+    monkeypatch.setattr(TaskReader, "read", changed)
+    with pytest.raises(RunError, match="has changed"):
+        read(path=str(path), bad_rows="skip")
+    assert not indices(tmp_path)
+
+
+def test_lines_of_text_are_unmodified(tmp_path):
+    (tmp_path / "text.txt").write_bytes("\ufeffone \n\n  \n two\r\nthree".encode())
+    rows = TextLines(tmp_path / "text.txt", "text", None)
+    assert [row["text"] for row in rows] == ["one ", " two", "three"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+def test_the_second_start_reads_no_row_and_has_the_same_tasks(tmp_path, readings, caplog, kind):
+    path = tmp_path / f"rows.{kind}"
+    bad = [{"question": "", "hint": "h", "answer": "1", "level": 1}]
+    if kind == "jsonl":
+        write(path, [*ROWS, *bad])
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*ROWS, *bad]), path)
+    else:
+        path.mkdir()
+        write(path / "a.jsonl", ROWS[:30])
+        write(path / "b.jsonl", [*ROWS[30:], *bad])
+    settings = {"path": str(path), "bad_rows": "skip", "select": {"level": [0, 1]}, "limit": 35, "id": "answer"}
+    with caplog.at_level(logging.WARNING):
+        first = read(**settings)
+        [index] = indices(tmp_path)
+        n_read, warnings = len(readings), [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        del readings[:]
+        second = read(**settings)
+    assert second == first
+    assert len(first[0][0]) + len(first[0][1]) == 35
+    assert len(readings) == 35, "each task once, when it is drawn"
+    assert n_read == 70, "and before, all that are selected"
+    assert [record.getMessage() for record in caplog.records] == warnings
+    assert indices(tmp_path) == [index]
+
+
+def test_what_was_read_is_not_used_for_other_content_or_settings(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    first = read(path=str(path))
+    assert read(path=str(path), test_fraction=0.5)[0] != first[0]
+    assert len(indices(tmp_path)) == 1, "the split is drawn at every start"
+    assert read(path=str(path), prompt="answer")[1] != first[1]
+    assert len(indices(tmp_path)) == 2
+    write(path, [*ROWS, {**ROWS[0], "question": "new"}])
+    assert sum(map(len, read(path=str(path))[0])) == len(ROWS) + 1
+    write(path, [*ROWS, {**ROWS[0], "question": ""}])
+    with pytest.raises(DataError, match=r"rows\.jsonl:61: field 'question' is empty"):
+        read(path=str(path))
+
+
+def test_images_are_read_at_every_start(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{**row, "image": "a.png"} for row in ROWS])
+    with pytest.raises(DataError, match="left out: 60"):
+        read(path=str(path), bad_rows="skip")
+    assert not indices(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_or_read_is_done_without(tmp_path, readings):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    first = read(path=str(path))
+    [index] = indices(tmp_path)
+    (index / "numbers").write_bytes(b"")
+    assert read(path=str(path)) == first
+    (index / "numbers").unlink()
+    index.rename(tmp_path / "index")
+    (tmp_path / "cache" / "index").rmdir()
+    (tmp_path / "cache" / "index").write_text("")
+    assert read(path=str(path)) == first
+    assert len(readings) == 6 * len(ROWS)
