@@ -51,9 +51,10 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.set_event_loop(loop)
         task = loop.create_task(main)
+        ctrl_c = _CtrlC(task)
         with LoopWatch(loop):
             try:
-                with _CtrlC(task) as ctrl_c:
+                with ctrl_c:
                     return _run_until_complete(loop, task)
             except asyncio.CancelledError:
                 if ctrl_c.count:
@@ -63,6 +64,7 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
                 raise EnvgymError(_describe_exit(error)) from error
             finally:
                 _end_all(loop)
+                ctrl_c.restore_handlers()  # a task that has ended only now may have restored ours
     finally:
         try:
             ending = threading.Thread(target=threads.shutdown, kwargs={"cancel_futures": True}, daemon=True)
@@ -103,6 +105,10 @@ class _CtrlC:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.restore_handlers()
+
+    def restore_handlers(self) -> None:
+        """Restore the handlers that were in place before, where this object's are."""
         for number, handler in self.DEFAULT_HANDLERS.items():
             if get_handler(number) == self._pressed:
                 set_handlers({number: handler})
