@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from .disk import replacement_file
 from .errors import DataError
-from .types import ImagePart, Message
+from .types import ImagePart
 from .types.images import NAME, read_image
-from .types.messages import change_images
 
 FOLDER = "images"
 """Name of the folder in a run's or an evaluation's."""
@@ -57,9 +56,9 @@ class ImageFolder:
             raise DataError(f"image {name} is not in {self.path}: its file was deleted, or never stored")
         return read_image(file, name)
 
-    def locate(self, messages: Iterable[Message]) -> tuple[Message, ...]:
-        """The messages of a record, with the files of their images where they are here."""
-        return change_images(messages, lambda image: replace(image, file=self.find(image.sha256)))
+    def locate(self, image: ImagePart) -> ImagePart:
+        """The image of a record, with its file if that is here."""
+        return replace(image, file=self.find(image.sha256))
 
     def remove_others(self, names: Collection[str], last_use: float) -> None:
         """Delete the images that are not among `names`, and that were not used since `last_use`, a time in
@@ -69,7 +68,8 @@ class ImageFolder:
                 file.unlink(missing_ok=True)
 
 
-def images_of(path: Path) -> ImageFolder | None:
-    """The images of a file of episodes, which are beside it or in the folder of its run or evaluation."""
-    folders = (path.with_name(f"{path.name}.{FOLDER}"), path.parent / FOLDER, path.parent.parent / FOLDER)
-    return next((ImageFolder(folder) for folder in folders if folder.is_dir()), None)
+def images_of(path: Path) -> ImageFolder:
+    """The images of a file of episodes, which are in the folder of its run or evaluation, or else beside it."""
+    beside = path.with_name(f"{path.name}.{FOLDER}")
+    folders = (beside, path.parent / FOLDER, path.parent.parent / FOLDER)
+    return ImageFolder(next((folder for folder in folders if folder.is_dir()), beside))

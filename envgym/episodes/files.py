@@ -82,14 +82,13 @@ class Journal:
         if not self.path.exists():
             return
         number, images = 0, self.images or images_of(self.path)
-        locate = None if images is None else images.locate
         try:
             with self.path.open(encoding="utf-8") as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith("\n") and not _is_json(line):
                         return  # truncated by a kill
                     try:
-                        episode = from_record(json.loads(line), locate)
+                        episode = from_record(json.loads(line), images.locate)
                     except (ValueError, KeyError, TypeError, AttributeError) as error:
                         problem = f"this is not an episode ({type(error).__name__}: {error})"
                         raise DataError(f"{self.path}, line {number}: {problem}") from None

@@ -17,6 +17,7 @@ from envgym.images import RECORDED, images_of
 from envgym.types import (
     Episode,
     Group,
+    ImagePart,
     ImageSpan,
     Message,
     Objective,
@@ -30,6 +31,7 @@ from envgym.types import (
     VersionSpan,
     as_messages,
 )
+from envgym.types.messages import change_images
 
 PLAIN = (
     "id", "env", "group", "member", "seed", "attempt", "reward", "score", "score_is_reward", "answer", "seconds"
@@ -84,15 +86,13 @@ def to_record(episode: Episode) -> dict[str, Any]:
     }
 
 
-def from_record(
-    record: Mapping[str, Any], locate: Callable[[tuple[Message, ...]], tuple[Message, ...]] | None = None
-) -> Episode:
-    """The episode of a record from `to_record`; `locate` adds the files of images to its messages, which have their
-    names alone. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+def from_record(record: Mapping[str, Any], locate: Callable[[ImagePart], ImagePart] = lambda image: image) -> Episode:
+    """The episode of a record from `to_record`; `locate` adds the files of images, of which it has the names alone.
+    Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
     task, outcome = record["task"], _select_fields(Outcome, record["outcome"])
 
     def read(messages: Any) -> tuple[Message, ...]:
-        return as_messages(messages) if locate is None else locate(as_messages(messages))
+        return change_images(as_messages(messages), locate)
 
     return Episode(
         **{field: record[name] for name, field in FIELDS.items()},
@@ -216,22 +216,17 @@ def read_rollouts(path: Path) -> list[Episode]:
         raise DataError(f"{path} holds no episodes: it has no column {missing[0]!r}")
     episodes = []
     images = images_of(path)
-    locate = None if images is None else images.locate
     for number, columns in enumerate(table.to_pylist(), 1):
         try:
-            episodes.append(from_record({**columns, "task": json.loads(columns["task"])}, locate))
+            episodes.append(from_record({**columns, "task": json.loads(columns["task"])}, images.locate))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{path}, row {number}: this is not an episode ({type(error).__name__}: {error})") from None
     return episodes
 
 
-def image_names(path: Path) -> frozenset[str]:
-    """The names of the images in a file of `write_rollouts`."""
-    return _image_names(path, path.stat().st_mtime_ns)
-
-
 @lru_cache(1024)
-def _image_names(path: Path, mtime_ns: int) -> frozenset[str]:
+def image_names(path: Path) -> frozenset[str]:
+    """The names of the images in a file of `write_rollouts`, as it was when it was first asked for."""
     _, pq = _pyarrow("reading rollouts")
     names = set[str]()
     with pq.ParquetFile(path) as file:

@@ -19,8 +19,7 @@ from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep, printable_li
 from envgym.loading import is_file_target
 from envgym.net.problems import Problem
 from envgym.processes.cancellation import UsersCode
-from envgym.types import Episode, ImagePart, Message
-from envgym.types.messages import change_images
+from envgym.types import Episode, ImagePart
 
 from .encoding import encode
 from .metrics import ServerMetrics
@@ -173,11 +172,8 @@ class ServedEnv:
 
 
 def _episode(number: int, record: dict[str, Any], images: Mapping[str, ImagePart]) -> Episode:
-    def locate(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        return change_images(messages, lambda image: images.get(image.sha256, image))
-
     try:
-        return from_record(record, locate)
+        return from_record(record, lambda image: images.get(image.sha256, image))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         detail = f"episodes.{number}: not an episode's record ({type(error).__name__}: {_utf8_text(str(error))})"
         raise Problem(422, "invalid-request", detail) from None

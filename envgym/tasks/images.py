@@ -3,6 +3,7 @@ in a conversation."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,6 +31,14 @@ _KEYS = ("bytes", "image", "image_url", "url", "path")
 """Keys of a mapping that is an image, in the order in which they are read: `datasets` has `bytes` and `path`."""
 
 
+class NamedImage(dict[str, Any]):
+    """An image in a row by its name, as records have it, beside the `image` with its file."""
+
+    def __init__(self, image: ImagePart) -> None:
+        super().__init__(image.as_dict())
+        self.image = image
+
+
 @dataclass(slots=True)
 class ImageReader:
     """Reads the images of a source's rows. A path leads from the folder of the row's file, or from the settings'
@@ -55,8 +64,7 @@ class ImageReader:
         return columns[0] if names else None
 
     def images(self, value: Any, location: str) -> list[ImagePart]:
-        """The images in a column: one, or a list of them. One that `replace_images` has replaced has its
-        name alone."""
+        """The images in a column: one, or a list of them."""
         self.has_read = True
         if isinstance(value, str) and value.startswith("["):  # a list in a CSV file
             value = parse_json(value, f"{location}: the row's images")
@@ -65,7 +73,7 @@ class ImageReader:
         for number, item in enumerate(items, 1):
             try:
                 is_name = isinstance(item, Mapping) and "sha256" in item
-                images.append(image_of(item) if is_name else ImagePart.from_value(self._content(item, location)))
+                images.append(_named(item) if is_name else ImagePart.from_value(self._content(item, location)))
             except (TypeError, ValueError) as error:
                 raise DataError(f"{location}: image {number}: {error}") from None
         return images
@@ -75,26 +83,23 @@ class ImageReader:
 
         def read(part: Mapping[str, Any]) -> Mapping[str, Any]:
             if (content := _first(part)) is None:
-                return part if "sha256" in part else {"type": "text", "text": PLACE}
+                return {**part, "image": _named(part)} if "sha256" in part else {"type": "text", "text": PLACE}
             return {"type": "image", "image": self.images([content], location)[0]}
 
         return _change_parts(value, read)
 
-    def replace_images(self, row: Row, location: str, fields: Collection[str]) -> tuple[Row, dict[str, ImagePart]]:
-        """A row with the names of the images in its column and in its `fields` of messages, and the images by name."""
-        images: dict[str, ImagePart] = {}
-
-        def name(content: Any) -> list[dict[str, Any]]:
-            read = self.images(content, location)
-            images.update({image.sha256: image for image in read})
-            return [image.as_dict() for image in read]
+    def name_images(self, row: Row, location: str, fields: Collection[str]) -> Row:
+        """A row with a `NamedImage` for each image in its column and in its `fields` of messages."""
 
         def change(part: Mapping[str, Any]) -> Mapping[str, Any]:
-            return part if (content := _first(part)) is None else name([content])[0]
+            if "sha256" in part:  # in an episode that envgym saved
+                return NamedImage(_stored(part["sha256"], location))
+            return part if (content := _first(part)) is None else NamedImage(self.images([content], location)[0])
 
-        field = self.field(row, location)
         changed = {key: _change_parts(row[key], change) for key in fields}
-        return row | changed | ({} if field is None else {field: name(row[field])}), images
+        if (field := self.field(row, location)) is not None:
+            changed[field] = list(map(NamedImage, self.images(row[field], location)))
+        return row | changed
 
     def _content(self, value: Any, location: str) -> Any:
         """What `ImagePart.from_value` takes, of one image in a row."""
@@ -155,21 +160,17 @@ def show_images(
     return tuple(filled)
 
 
-def with_files(messages: Sequence[Message], images: Mapping[str, ImagePart]) -> tuple[Message, ...]:
-    """The messages with those of `images`, by name, in place of images of equal names."""
-    contents = [tuple([images.get(getattr(part, "sha256", ""), part) for part in m.content]) for m in messages]
-    return tuple([replace(m, content=content) for m, content in zip(messages, contents, strict=True)])
+def _named(item: Mapping[str, Any]) -> ImagePart:
+    """The image of a `NamedImage`, or of a record that has its name alone."""
+    return item.image if isinstance(item, NamedImage) else image_of(item)
 
 
-def stored_images(names: Collection[str], location: str) -> dict[str, ImagePart]:
-    """Images that a file of episodes names, by name, from their folder. Raises `DataError` if they are not there."""
+def _stored(name: str, location: str) -> ImagePart:
+    """An image that a file of episodes names, from its folder. Raises `DataError` if it is not there."""
     folder = images_of(file := Path(location.rpartition(":")[0]))
-    images = {}
-    for name in names:
-        if folder is None or (path := folder.find(name)) is None:
-            raise DataError(f"{location}: image {name} is not there: copy the folder {file.name}.images with the file")
-        images[name] = ImagePart.from_value(path)
-    return images
+    if (path := folder.find(name)) is None:
+        raise DataError(f"{location}: image {name} is not there: copy the folder {file.name}.images with the file")
+    return ImagePart.from_value(path)
 
 
 def _n_places(message: Message, *, is_part: bool) -> int:
@@ -196,6 +197,8 @@ def _change_parts(value: Any, change: Callable[[Mapping[str, Any]], Mapping[str,
         if value.get("type") in KINDS:
             return change(value)
         return {key: _change_parts(item, change) for key, item in value.items()}
+    if isinstance(value, str) and value.startswith('[{"') and '"sha256"' in value:  # parts in a Parquet file
+        return _change_parts(json.loads(value), change)
     if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
         return [_change_parts(item, change) for item in value]
     return value

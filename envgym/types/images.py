@@ -182,10 +182,10 @@ def read_image(file: Path, name: str) -> bytes:
 def image_of(part: Mapping[str, Any]) -> ImagePart:
     """The image of a message's part in another program's spelling, whose `type` is one of `KINDS`, or in a record's.
     Raises `TypeError` or `ValueError` as `ImagePart.from_value` does, and for a part without an image."""
-    if "sha256" in part:
-        return ImagePart(*(part.get(name) for name in ("sha256", "width", "height", "media_type")))  # type: ignore[arg-type]
     value = part.get("image", part.get("image_url"))
     value = value.get("url") if isinstance(value, Mapping) and "url" in value else value
+    if value is None and "sha256" in part:
+        return ImagePart(*(part.get(name) for name in ("sha256", "width", "height", "media_type")))  # type: ignore[arg-type]
     if value is None:
         raise TypeError(f"a message has a part of type {part.get('type')!r} without an image")
     return ImagePart.from_value(value)

@@ -15,9 +15,10 @@ from envgym.errors import ConfigError, did_you_mean
 from envgym.tasks import Form
 from envgym.tasks.columns import FormRow
 from envgym.tasks.config import DataConfig, SourceConfig, Template
-from envgym.tasks.images import ImageReader, stored_images, with_files
+from envgym.tasks.images import ImageReader
 from envgym.tasks.rows import Row
-from envgym.types import Action, ImagePart, Message, Observation, Task, ToolSpec
+from envgym.types import Action, Message, Observation, Task, ToolSpec
+from envgym.types.messages import images_in
 
 from .forms import FIELDS, FormName, Reader, Record
 
@@ -45,14 +46,6 @@ class RecordedConfig(DataEnvConfig):
             if name not in FIELDS:
                 raise ValueError(f"there is no field {name!r}.{did_you_mean(name, FIELDS)} Known: {', '.join(FIELDS)}")
         return fields
-
-
-class NamedImages(dict[str, Any]):
-    """A row with the names of its images, which records can have, and the `images` by name, which they have not."""
-
-    def __init__(self, row: Row, images: Mapping[str, ImagePart]) -> None:
-        super().__init__(row)
-        self.images = images
 
 
 class RecordedEnv(Env):
@@ -124,20 +117,16 @@ class RecordedSpec(DataEnvSpec):
             if self._reader.form == "auto":
                 self._reader.form = self._reader.guess(row, context)
             parsed = self._reader.parsed(row, context)
-            fields = self._reader.fields_of_messages(parsed)
-            changed, images = self._reader.images.replace_images(parsed, context, fields)
-            record = self._reader.read(changed if images else row, context)
-            if names := _names_in(record) - images.keys():  # of an episode that envgym saved
-                images |= stored_images(names, context)
-            if not images:
-                return {"prompt": list(record.prompt)}
-            return FormRow({"prompt": list(_with_files(record, images).prompt)}, NamedImages(changed, images))
+            named = self._reader.images.name_images(parsed, context, self._reader.fields_of_messages(parsed))
+            record = self._reader.read(named, context)
+            prompt = {"prompt": list(record.prompt)}
+            has_images = images_in([*record.prompt, *(m for variant in record.variants for m in variant.messages)])
+            return FormRow(prompt, named) if has_images else prompt
 
         return read
 
     def record(self, task: Task) -> Record:
-        record = self._reader.read(dict(task.fields), f"task {task.key}")
-        return _with_files(record, task.fields.images) if isinstance(task.fields, NamedImages) else record
+        return self._reader.read(dict(task.fields), f"task {task.key}")
 
     def conversations(self, task: Task) -> Sequence[Sequence[Message]]:
         record = self.record(task)
@@ -150,16 +139,6 @@ class RecordedSpec(DataEnvSpec):
         turns = [message for message in variant.messages if message.role == "assistant"]
         metrics = {"margin": record.margin} if record.margin else {}
         return Recording(turns, variant.rewards, metrics, is_single_turn=record.is_steps)
-
-
-def _names_in(record: Record) -> set[str]:
-    messages = [*record.prompt, *(message for variant in record.variants for message in variant.messages)]
-    return {image.sha256 for message in messages for image in message.images}
-
-
-def _with_files(record: Record, images: Mapping[str, ImagePart]) -> Record:
-    variants = tuple(replace(variant, messages=with_files(variant.messages, images)) for variant in record.variants)
-    return replace(record, prompt=with_files(record.prompt, images), variants=variants)
 
 
 def _messages_between_turns(answer: Sequence[Message]) -> list[tuple[Message, ...]]:

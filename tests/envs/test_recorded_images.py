@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import envgym
-from envgym.episodes.record import from_record, to_record
+from envgym.episodes.record import from_record, to_record, write_rollouts
 from envgym.errors import ConfigError, DataError
 from envgym.images import ImageFolder
 from envgym.types import Episode, ImagePart, Message, Outcome, TextPart
@@ -135,7 +135,7 @@ def test_fields_name_the_images_and_a_task_of_a_record_has_none_but_its_names(wr
     row = {"messages": [user(IMAGE, text("Which?")), says("Red.")], "images": [URI], "level": 3}
 
     def read(spec, task):
-        assert pickle.loads(pickle.dumps(task)).fields.images == {BLUE.sha256: BLUE}
+        assert pickle.loads(pickle.dumps(task)).fields["images"][0].image.read() == BLUE.read()
         record = json.loads(json.dumps(to_record(Episode("e", task, Outcome.finish()))))
         assert URI[40:60] not in json.dumps(record)
         again = from_record(record).task
@@ -164,18 +164,22 @@ def test_a_table_has_files_content(tmp_path):
     assert conversations(str(path)) == [[[["u", RED, "Which?"], ["a", "Red."]]]]
 
 
-def test_saved_episodes_have_their_images_beside_them(tmp_path, write):
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_saved_episodes_have_their_images_beside_them(tmp_path, write, suffix):
     def read(spec, task):
         episode = Episode("e", task, Outcome.finish())
         episode.messages = list(spec.conversations(task)[0])
-        return to_record(episode)
+        return episode
 
-    [record] = opened(write({"messages": [user(IMAGE), says("Red.")], "image": "red.png"}), read)
-    episodes = tmp_path / "episodes.jsonl"
-    episodes.write_text(json.dumps(record))
-    with pytest.raises(DataError, match=r"episodes.jsonl:1: image \w+ is not there: copy the folder episodes.jsonl.im"):
+    [episode] = opened(write({"messages": [user(IMAGE), says("Red.")], "image": "red.png"}), read)
+    episodes = tmp_path / f"episodes.{suffix}"
+    if suffix == "parquet":
+        write_rollouts(episodes, [episode])
+    else:
+        episodes.write_text(json.dumps(to_record(episode)))
+    with pytest.raises(DataError, match=rf"{suffix}:1: image \w+ is not there: copy the folder episodes.{suffix}.im"):
         conversations(str(episodes))
-    ImageFolder(tmp_path / "episodes.jsonl.images").store(decoded(RED))
+    ImageFolder(tmp_path / f"episodes.{suffix}.images").store(decoded(RED))
     assert conversations(str(episodes)) == [[[["u", RED], ["a", "Red."]]]]
 
 
