@@ -17,8 +17,9 @@ from envgym.net.client import JsonCaller
 from envgym.net.shared_calls import SharedCalls
 from envgym.net.tokens import api_key
 from envgym.render.spelling import escape_for_api, mark_from_others, rewrite
-from envgym.types import ImagePart, Message, TextPart, as_messages
+from envgym.types import Message, TextPart, as_messages
 from envgym.types.images import image_url
+from envgym.types.messages import images_in
 
 from .client import ChatClient, Conversation
 from .declarations import Chat
@@ -65,15 +66,12 @@ class ChatCompletions(JsonCaller):
 def _with_results_of_text(messages: Sequence[Message]) -> list[Message]:
     """The messages with the images of tools' results after the last of these: servers take them from the user alone."""
     result: list[Message] = []
-    images: list[ImagePart] = []
-    for message, successor in itertools.zip_longest(messages, messages[1:]):
-        if message.role == "tool" and message.images:
-            images += message.images
-            message = replace(message, content=(TextPart(message.printed),))
-        result.append(message)
-        if images and (successor is None or successor.role != "tool"):
-            result.append(Message("user", ["The images of the results:", *images]))
-            images = []
+    for role, run in itertools.groupby(messages, lambda message: message.role):
+        run_messages = list(run)
+        if role == "tool" and (images := images_in(run_messages)):
+            run_messages = [replace(message, content=(TextPart(message.printed),)) for message in run_messages]
+            run_messages.append(Message("user", ["The images of the results:", *images]))
+        result += run_messages
     return result
 
 

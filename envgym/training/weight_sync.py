@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from envgym.config.schema import SyncConfig
 from envgym.engine import Bucket
 from envgym.engines.pool import EngineClient, EnginePool
-from envgym.errors import ConfigError, InvalidOutcome, RunError, WorkerDied, WorkerError
+from envgym.errors import ConfigError, RunError, WorkerDied, WorkerError
 from envgym.types import Row, Segment, int_array
 from envgym.workers.group import WorkerGroup
 
@@ -393,13 +393,7 @@ class WeightSync:
         a token, None without a live engine. Raises `RunError` as `_compare` does."""
         maximum = None
         for probe, logprobs in zip(self.probes, actor, strict=True):
-            try:
-                scored = await engines.probe(probe.token_ids, probe.images)
-            except InvalidOutcome as error:
-                if error.kind != "images":
-                    raise
-                continue  # an engine that computes this model's images otherwise here refuses them, as in episodes
-            for engine_logprobs in scored:
+            for engine_logprobs in await engines.probe(probe.token_ids, probe.images):
                 difference = self._compare(probe, f"{probe.name} {moment}", logprobs, engine_logprobs)
                 maximum = max(difference, maximum or 0.0)
         return maximum
