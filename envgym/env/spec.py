@@ -20,8 +20,9 @@ from envgym.hashing import source_hash, text_hash
 from envgym.images import ImageFolder
 from envgym.settings import settings_error
 from envgym.tasks import SeededTasks, TaskSet
-from envgym.types import Episode, Message, Reward, Task
-from envgym.types.messages import decoded_images, images_in
+from envgym.types import Episode, ImagePart, Message, Reward, Task
+from envgym.types.images import decoded
+from envgym.types.messages import change_images, images_in
 
 from .in_processes import EnvProcesses, ProcessEnv
 from .protocol import CheckedEnv, Env, EnvConfig, Recording
@@ -201,7 +202,8 @@ class EnvSpec:
         if not images_in(messages):
             return messages
         try:
-            return await asyncio.to_thread(decoded_images, messages, self.images.store if self.images else None)
+            store = self.images.store if self.images else ImagePart.from_value
+            return await asyncio.to_thread(change_images, messages, lambda image: store(decoded(image)))
         except (ValueError, DataError) as error:
             raise InvalidStep(f"{self.id}: {error}") from None
 

@@ -135,14 +135,9 @@ def _with_vision(text: Any, vision: FreshVisionConfig, image_token: int) -> Any:
     from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
     tower = CLIPVisionConfig(
-        image_size=vision.image_size,
-        patch_size=vision.patch_size,
-        hidden_size=vision.hidden_size,
-        intermediate_size=vision.intermediate_size,
-        num_hidden_layers=vision.layers,
-        num_attention_heads=vision.heads,
-        projection_dim=vision.hidden_size,
-    )
+        **vision.model_dump(exclude={"layers", "heads"}), projection_dim=vision.hidden_size,
+        num_hidden_layers=vision.layers, num_attention_heads=vision.heads,
+    )  # fmt: skip
     patches = (vision.image_size // vision.patch_size) ** 2
     config = LlavaConfig(
         vision_config=tower, text_config=text, image_token_index=image_token, image_seq_length=patches,

@@ -8,6 +8,7 @@ commit `d1a86251`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -89,7 +90,10 @@ class ModelSizes:
         has_tower = config.get("vision_config") is not None
         config = config.get("text_config", config)
         if has_tower and not all(map(config.get, SIZES)):  # its text config may leave out what is the default
-            config = _default_sizes(folder) | config
+            with contextlib.suppress(Exception):  # whatever a config that is none leads to
+                from transformers import AutoConfig
+
+                config = AutoConfig.from_pretrained(folder).get_text_config().to_dict() | config
         for name in (*SIZES, *filter(config.get, OTHER_SIZES)):
             if type(size := config.get(name)) is not int or not 0 < size < 2**32:
                 raise ValueError(f"{name} is {size!r:.60}, and not a positive whole number")
@@ -350,17 +354,6 @@ def _adapter_parameters(sizes: ModelSizes, rank: int) -> float:
     """Number of parameters of an adapter on every linear layer of a dense model."""
     attention = 4 * sizes.hidden + 2 * (sizes.hidden + sizes.key_value_width)
     return sizes.layers * rank * (attention + 3 * (sizes.hidden + sizes.intermediate))
-
-
-def _default_sizes(folder: Path) -> dict[str, Any]:
-    """The text config of a folder's vision-language model with transformers' defaults; empty where it knows none."""
-    try:
-        from transformers import AutoConfig
-
-        sizes: dict[str, Any] = AutoConfig.from_pretrained(folder).get_text_config().to_dict()
-    except Exception:  # whatever a config that is none leads to
-        return {}
-    return sizes
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
@@ -45,11 +45,11 @@ class Placeholders:
         """The images at the positions of their runs in the token ids of a text that `write` returned. Line breaks
         around a run belong to the text, since they merge with its own."""
         result, end = list[PlacedImage](), 0
-        texts = {self._run(image.width, image.height).strip("\n") for image in images}
-        runs = {text: encode(text) for text in texts}
+        tokens_of = cache(lambda width, height: encode(self._run(width, height).strip("\n")))
         for image in images:
-            run = runs[self._run(image.width, image.height).strip("\n")]
-            start = _find(token_ids, run, end)
+            run = tokens_of(image.width, image.height)
+            starts = (i for i in range(end, len(token_ids)) if token_ids[i] == run[0])
+            start = next((i for i in starts if list(token_ids[i : i + len(run)]) == run), None)
             if start is None:
                 raise InvalidStep(f"the tokenizer of {self.model} has no tokens for an image's placeholders")
             end = start + len(run)
@@ -131,14 +131,3 @@ def load_processor(model: str) -> Any:
             "and trainer would see other pixels"
         )
     return processor
-
-
-def _find(token_ids: Sequence[int], run: Sequence[int], start: int) -> int | None:
-    """The first position of a run from `start` on; None without one."""
-    first, length = run[0], len(run)
-    try:
-        while list(token_ids[(start := token_ids.index(first, start)) : start + length]) != run:
-            start += 1
-    except ValueError:
-        return None
-    return start

@@ -111,13 +111,11 @@ class ToolBox:
         images = [part for part in parts if isinstance(part, ImagePart)]
         if len(images) > MAX_IMAGES:
             raise ToolFailure(f"the result has {len(images)} images, more than {MAX_IMAGES}")
-        if not self._with_images:
-            parts, images = [part.label if isinstance(part, ImagePart) else part for part in parts], []
-        texts = [part for part in parts if isinstance(part, str)]
-        if images and sum(map(len, texts)) <= self._max_chars:
-            return parts
-        text = _truncate("".join(texts), self._max_chars)
-        return [text, *images] if images else text
+        words = [part.label if isinstance(part, ImagePart) else part for part in parts]
+        if not (images and self._with_images):
+            return _truncate("".join(words), self._max_chars)
+        text = "".join(part for part in parts if isinstance(part, str))
+        return parts if len(text) <= self._max_chars else [_truncate(text, self._max_chars), *images]
 
     def _error(self, kind: str, message: str) -> str:
         self._counts[kind] += 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from envgym.errors import InvalidStep, coroutines_in, describe
 
 from .conversations import CALL, called_in, known_role, parts_of, with_thought
-from .images import FORMS, ImagePart, decoded
+from .images import FORMS, ImagePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,22 +263,14 @@ def _recorded_parts(item: Mapping[str, Any]) -> list[Any]:
     return parts if any(isinstance(part, Mapping) and "sha256" in part for part in parts) else []
 
 
-def decoded_images(
-    messages: Iterable[Message], store: Callable[[ImagePart], ImagePart] | None = None
-) -> tuple[Message, ...]:
-    """The messages with each image as its file says, read to the end (`images.decoded`), and then as `store`, if any,
-    returns it. Raises `ValueError` and `DataError` for an image that cannot be read."""
-
-    return change_images(messages, decoded if store is None else lambda image: store(decoded(image)))
-
-
 def change_images(messages: Iterable[Message], change: Callable[[ImagePart], ImagePart]) -> tuple[Message, ...]:
     """The messages with every image as `change` returns it."""
 
-    def change_part(part: TextPart | ImagePart) -> TextPart | ImagePart:
-        return change(part) if isinstance(part, ImagePart) else part
+    def changed(message: Message) -> Message:
+        parts = [change(part) if isinstance(part, ImagePart) else part for part in message.content]
+        return replace(message, content=tuple(parts))
 
-    return tuple([replace(m, content=tuple(map(change_part, m.content))) if m.images else m for m in messages])
+    return tuple([changed(message) if message.images else message for message in messages])
 
 
 def images_in(messages: Iterable[Message]) -> tuple[ImagePart, ...]:
