@@ -70,6 +70,6 @@ class ImageFolder:
 
 def images_of(path: Path) -> ImageFolder:
     """The images of a file of episodes, which are in the folder of its run or evaluation, or else beside it."""
-    beside = path.with_name(f"{path.name}.{FOLDER}")
-    folders = (beside, path.parent / FOLDER, path.parent.parent / FOLDER)
-    return ImageFolder(next((folder for folder in folders if folder.is_dir()), beside))
+    default = path.with_name(f"{path.name}.{FOLDER}")
+    folders = (default, path.parent / FOLDER, path.parent.parent / FOLDER)
+    return ImageFolder(next((folder for folder in folders if folder.is_dir()), default))

@@ -31,7 +31,6 @@ def image_arguments(spec: EngineSpec, config: Any, *, cpu: bool) -> dict[str, An
     from envgym.render.images import check_torchvision, size_argument
 
     check_torchvision()
-
     return {
         "language_model_only": False,
         "skip_tokenizer_init": False,  # processors need the tokenizer

@@ -85,6 +85,15 @@ def process(processor: Any, image: Any, image_size: Mapping[str, int] | None, **
     return str(outputs["text_replacement_offsets"][0][0]["replacement"]), outputs
 
 
+def check_torchvision() -> None:
+    """Raise `MissingDependency` if torchvision is missing, which vLLM and processors of images need."""
+    if find_spec("torchvision") is None:
+        raise MissingDependency(
+            "a vision-language model needs torchvision: install the build that belongs to this torch, without its "
+            "dependencies (pip install --no-deps torchvision)"
+        )
+
+
 def size_argument(image_size: Mapping[str, int] | None) -> dict[str, Any]:
     """The argument of a processor that `render.image_size` sets; none where it is None."""
     return {} if image_size is None else {"size": dict(image_size)}

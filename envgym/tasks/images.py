@@ -73,7 +73,7 @@ class ImageReader:
         for number, item in enumerate(items, 1):
             try:
                 is_name = isinstance(item, Mapping) and "sha256" in item
-                images.append(_named(item) if is_name else ImagePart.from_value(self._content(item, location)))
+                images.append(_image_in(item) if is_name else ImagePart.from_value(self._content(item, location)))
             except (TypeError, ValueError) as error:
                 raise DataError(f"{location}: image {number}: {error}") from None
         return images
@@ -83,7 +83,7 @@ class ImageReader:
 
         def read(part: Mapping[str, Any]) -> Mapping[str, Any]:
             if (content := _first(part)) is None:
-                return {**part, "image": _named(part)} if "sha256" in part else {"type": "text", "text": PLACE}
+                return {**part, "image": _image_in(part)} if "sha256" in part else {"type": "text", "text": PLACE}
             return {"type": "image", "image": self.images([content], location)[0]}
 
         return _change_parts(value, read)
@@ -160,7 +160,7 @@ def show_images(
     return tuple(filled)
 
 
-def _named(item: Mapping[str, Any]) -> ImagePart:
+def _image_in(item: Mapping[str, Any]) -> ImagePart:
     """The image of a `NamedImage`, or of a record that has its name alone."""
     return item.image if isinstance(item, NamedImage) else image_of(item)
 

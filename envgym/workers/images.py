@@ -183,10 +183,10 @@ def collate(images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Ten
 
 
 def run_beside_blank_row(
-    run: Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any],
+    run: Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], Any],
     token_ids: torch.Tensor,
     lengths: torch.Tensor,
-    options: Mapping[str, Any],
+    options: dict[str, Any],
     *,
     packed: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -177,7 +177,7 @@ class TokenNetwork(nn.Module):  # type: ignore[misc]  # torch is untyped here
             base = self._run_rows(token_ids, lengths, options)
         return base.last_hidden_state, getattr(base, "router_logits", ())
 
-    def _run_rows(self, token_ids: torch.Tensor, lengths: torch.Tensor, options: Mapping[str, Any]) -> Any:
+    def _run_rows(self, token_ids: torch.Tensor, lengths: torch.Tensor, options: dict[str, Any]) -> Any:
         rows = packed_inputs(token_ids, lengths, self.model.config) if self.packed else {"input_ids": token_ids}
         return self.model.base_model(**rows | options, use_cache=False)
 

@@ -117,11 +117,11 @@ class RecordedSpec(DataEnvSpec):
             if self._reader.form == "auto":
                 self._reader.form = self._reader.guess(row, context)
             parsed = self._reader.parsed(row, context)
-            named = self._reader.images.name_images(parsed, context, self._reader.fields_of_messages(parsed))
-            record = self._reader.read(named, context)
+            changed = self._reader.images.name_images(parsed, context, self._reader.fields_of_messages(parsed))
+            record = self._reader.read(changed, context)
             prompt = {"prompt": list(record.prompt)}
             has_images = images_in([*record.prompt, *(m for variant in record.variants for m in variant.messages)])
-            return FormRow(prompt, named) if has_images else prompt
+            return FormRow(prompt, changed) if has_images else prompt
 
         return read
 

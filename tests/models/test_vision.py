@@ -170,7 +170,7 @@ def test_the_end_of_a_turn_may_be_in_the_text_config_alone(vision_model, tmp_pat
 
 def test_without_torchvision_one_line_says_what_to_install(vision_model, tiny_model, monkeypatch):
     find = find_spec
-    monkeypatch.setattr("envgym.models.vision.find_spec", lambda name: None if name == "torchvision" else find(name))
+    monkeypatch.setattr("envgym.render.images.find_spec", lambda name: None if name == "torchvision" else find(name))
     with pytest.raises(MissingDependency, match=r"torchvision: .* \(pip install --no-deps torchvision\)$") as error:
         vllm._arguments(EngineSpec(str(vision_model("llava"))), cpu=True)
     assert "\n" not in str(error.value)

@@ -169,15 +169,16 @@ def test_models_and_images_that_cannot_be_used_are_one_line(folder_of, tiny_mode
         renderer.dialogue().begin(observed(Image.new("RGB", (1000, 2))))
     with pytest.raises(InvalidStep, match="starts its dialogue with `start`, and not `begin`, takes text"):
         renderer.dialogue().start(observed(picture(0)))
-    monkeypatch.setattr("envgym.render.images.find_spec", lambda name: None)
+    monkeypatch.setattr(images, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match="a vision-language model needs torchvision: install the build that be"):
         load_renderer(str(folder_of("qwen2_vl")), RenderConfig()).dialogue().begin(observed(picture(0)))
 
 
 def test_a_package_of_one_family_is_named(folder_of, monkeypatch):
+    folder = str(folder_of("smolvlm"))
     monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", None)
     with pytest.raises(MissingDependency, match=r"the images of .* need another package: Package `num2words` is requi"):
-        images.load_processor(str(folder_of("smolvlm")))
+        images.load_processor(folder)
 
 
 def test_another_backends_pixels_are_refused(folder_of, monkeypatch):
