@@ -22,8 +22,9 @@ import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, ClassVar
 
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
@@ -42,25 +43,20 @@ START_SECONDS = 60.0
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from jail.box import main; main()"
 _NOBODY = 65534
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_PYTHON = ("/usr", "/usr/local")
 _WRITABLE = ("/app", "/home", "/mnt", "/opt", "/run", "/srv", "/tmp", "/var", "/root", "/logs/agent", "/logs/artifacts")
 _PRIVATE = {"agent": (), "solution": ("/solution",), "verifier": ("/tests", "/logs/verifier")}
 """The folders of each phase that the policy never sees. They are empty when the phase begins."""
 
-_SYSTEM = {
-    "/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/logs", "/proc", "/sbin", "/solution", "/sys",
-    "/tests", "/usr",
-}  # fmt: skip
+_SYSTEM = re.compile("/(|bin|boot|dev|etc|lib|lib32|lib64|logs|proc|sbin|solution|sys|tests|usr)")
 """Folders that a task cannot have files in."""
-_PLAIN = re.compile(r"(?:docker\.io/)?(?:library/)?(debian|ubuntu|python|buildpack-deps)(?::([\w.-]+))?(?:@\S+)?")
-_HARMLESS = re.compile(
-    r"apt(-get)?( -\w+)* (update|clean|autoremove)( -\w+)*|rm -rf( /var/lib/apt/lists/?\*?| /tmp/\*)+|true"
+_PLAIN = re.compile(
+    r"(?:docker\.io/)?(?:library/)?(debian|ubuntu|python|buildpack-deps)(?::(3\.\d+)?[\w.-]*)?(?:@\S+)?"
 )
-_OPTIONS = {
-    "-p", "-y", "-q", "-qq", "-yq", "-yqq", "--yes", "--quiet", "--upgrade", "--no-cache-dir",
-    "--no-install-recommends", "--break-system-packages", "DEBIAN_FRONTEND=noninteractive",
-}  # fmt: skip
-"""Words of commands that make no difference here."""
+_HARMLESS = re.compile(
+    r"|true|apt(-get)?( -\w+)* (update|clean|autoremove)( -\w+)*|rm -rf( /var/lib/apt/lists/?\*?| /tmp/\*)+"
+)
+_OPTION = re.compile("-(p|y|y?qq?|-yes|-quiet|-no-install-recommends)|DEBIAN_FRONTEND=noninteractive")
+"""A word of a command that makes no difference here."""
 
 
 class NeedsContainer(ValueError):
@@ -71,57 +67,55 @@ class NeedsContainer(ValueError):
 class Image:
     """A plain system: the part of a Dockerfile that can be had without a container engine."""
 
-    workdir: str = ""
+    workdir: str = "/"
     environ: dict[str, str] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
     copies: list[tuple[Path, str]] = field(default_factory=list)
     """Files and folders of the task, and the paths that they get."""
 
     def path(self, name: str) -> str:
-        return os.path.normpath(os.path.join(self.workdir or "/", name))
+        return os.path.normpath(os.path.join(self.workdir, name))
 
     def mounts(self) -> set[str]:
         """The writable folders of the box. Raises `NeedsContainer` for a path in none of them."""
         mounts = set(_WRITABLE)
-        for path in (self.workdir, *self.folders, *(target for _, target in self.copies)):
-            if not any(path == mount or path.startswith(f"{mount}/") for mount in mounts):
-                mounts.add("/" + path.split("/")[1])
-                if mounts & _SYSTEM:
+        for path in (*self.folders, *(target for _, target in self.copies)):
+            if not any(f"{path}/".startswith(f"{mount}/") for mount in mounts):
+                mounts.add(mount := "/" + path.split("/")[1])
+                if _SYSTEM.fullmatch(mount):
                     raise NeedsContainer(f"files in {path}")
         return mounts
 
 
-def check_network(mode: NetworkMode | None, *, offline: bool) -> None:
-    """Raise `NeedsContainer` for a network. `offline`: the internet may be missing."""
-    if mode is not None and mode not in (NetworkMode.NO_NETWORK, *([NetworkMode.PUBLIC] if offline else [])):
+def check_network(mode: NetworkMode | None) -> None:
+    """Raise `NeedsContainer` for a network that the local place lacks."""
+    if mode not in (None, NetworkMode.NO_NETWORK) and not (Local.offline and mode == NetworkMode.PUBLIC):
         raise NeedsContainer(f"a network (network_mode = {mode.value!r})")
 
 
-def read_image(folder: Path, config: EnvironmentConfig, *, offline: bool = False, has_tests: bool = False) -> Image:
+def read_image(folder: Path, config: EnvironmentConfig, *, has_tests: bool = False) -> Image:
     """The image of an environment. `has_tests`: it is a verifier's, with its tests, which Harbor uploads anyway.
 
-    Raises `NeedsContainer` by what else it needs, `FileNotFoundError` if there is no definition.
+    Raises `NeedsContainer` by what else it needs.
     """
     image, dockerfile = Image(), folder / "Dockerfile"
-    if (folder / "docker-compose.yaml").exists():
-        raise NeedsContainer("a docker-compose.yaml")
+    text = f"FROM {config.docker_image or 'that its task.toml does not name'}"
     if dockerfile.exists():
         text = re.sub(r"(?m)^[ \t]*#.*\n?", "", dockerfile.read_text(encoding="utf-8"))
-        for line in filter(None, map(str.strip, re.sub(r"\\[ \t]*\n", " ", text).splitlines())):
-            name, _, value = line.partition(" ")
-            _read_instruction(image, folder, name.upper(), value.strip())
-    elif config.docker_image:
-        _check_system(config.docker_image)
-    else:
-        raise FileNotFoundError(f"{folder} has no Dockerfile, and its task.toml no docker_image")
+    for line in filter(None, map(str.strip, re.sub(r"\\[ \t]*\n", " ", text).splitlines())):
+        name, _, value = line.partition(" ")
+        _read_instruction(image, folder, name.upper(), value.strip())
+    if (folder / "docker-compose.yaml").exists():
+        raise NeedsContainer("a docker-compose.yaml")
     if "network_mode" in config.model_fields_set:
-        check_network(config.network_mode, offline=offline)
+        check_network(config.network_mode)
     if config.gpus or config.tpu:
         raise NeedsContainer("GPUs or TPUs")
     if has_tests:
         image.copies = [(source, path) for source, path in image.copies if not f"{path}/".startswith("/tests/")]
         image.folders = [path for path in image.folders if not f"{path}/".startswith("/tests/")]
-    image.workdir = image.path(config.workdir or image.workdir or "/app")
+    image.workdir = image.path(config.workdir or (image.workdir if image.workdir != "/" else "/app"))
+    image.folders.append(image.workdir)
     image.mounts()
     return image
 
@@ -138,14 +132,14 @@ def _read_instruction(image: Image, folder: Path, name: str, value: str) -> None
         image.environ |= {key: text for key, _, text in pairs}
     elif name in ("COPY", "ADD") and not re.search(r"(^|\s)--|://|^\[", value):
         target = image.path(words[-1])
-        sources = [path for word in words[:-1] for path in sorted(folder.glob(word.strip("/"))) if word.strip("./")]
-        sources += [folder for word in words[:-1] if not word.strip("./")]
-        if not sources or not all(path.resolve().is_relative_to(folder.resolve()) for path in sources):
+        paths = [path for word in words[:-1] for path in sorted(glob(f"{folder}/{word}", include_hidden=True))]
+        sources = [Path(path).resolve() for path in paths]
+        if not sources or not all(source.is_relative_to(folder.resolve()) for source in sources):
             raise NeedsContainer(f"{name} {value}")
         is_folder = words[-1].endswith(("/", ".")) or len(sources) > 1 or target in image.folders
         for source in sources:
             image.copies.append((source, f"{target}/{source.name}" if is_folder and source.is_file() else target))
-    elif name == "RUN" and not value.startswith("["):
+    elif name == "RUN":
         for command in re.split(r"&&|;|\n", value):
             _check_command(image, command.strip())
     elif name not in ("CMD", "LABEL", "EXPOSE", "MAINTAINER") and (name, value) != ("USER", "root"):
@@ -153,34 +147,25 @@ def _read_instruction(image: Image, folder: Path, name: str, value: str) -> None
 
 
 def _check_system(name: str) -> None:
-    plain = _PLAIN.fullmatch(name.strip())
-    version = re.match(r"3\.\d+", plain[2] or "") if plain and plain[1] == "python" else None
-    if plain is None or (version and not shutil.which(f"python{version[0]}", path=_PATH)):
+    plain = _PLAIN.fullmatch(name)
+    if plain is None or (plain[1] == "python" and plain[2] and not shutil.which(f"python{plain[2]}", path=_PATH)):
         raise NeedsContainer(f"the image {name}")
 
 
 def _check_command(image: Image, command: str) -> None:
     """Let commands of a RUN pass that make folders or install what this machine has."""
-    program, *words = [word for word in command.split() if word not in _OPTIONS] or ["true"]
-    if _HARMLESS.fullmatch(command or "true"):
+    if _HARMLESS.fullmatch(command):
         return
-    if not all(re.fullmatch(r"[\w./=+][\w./=+-]*", word) for word in words):
-        raise NeedsContainer(f"RUN {command}")
-    if program == "mkdir":
-        image.folders += map(image.path, words)
-    elif program in ("apt", "apt-get") and words[:1] == ["install"]:
-        for package in words[1:]:
-            if not (shutil.which(package, path=_PATH) or Path(f"/var/lib/dpkg/info/{package}.list").exists()):
-                raise NeedsContainer(f"the package {package}, which this machine does not have")
-    elif program in ("pip", "pip3") and words[:1] == ["install"]:
-        for package in words[1:]:
-            name, _, version = package.partition("==")
-            pattern = re.compile(f"{re.escape(name).replace('-', '[-_.]')}-{version or '.*'}.dist-info", re.IGNORECASE)
-            folders = [path for place in _PYTHON for path in Path(place).glob("lib/python3*/*-packages/*.dist-info")]
-            if not any(pattern.fullmatch(path.name) for path in folders):
-                raise NeedsContainer(f"the Python package {package}, which this machine does not have")
-    else:
-        raise NeedsContainer(f"RUN {command}")
+    words = [word for word in command.split() if not _OPTION.fullmatch(word)]
+    match words if all(re.fullmatch(r"[\w./+][\w./+-]*", word) for word in words) else ():
+        case ["mkdir", *folders]:
+            image.folders += map(image.path, folders)
+        case ["apt" | "apt-get", "install", *packages]:
+            for package in packages:
+                if not (shutil.which(package, path=_PATH) or Path(f"/var/lib/dpkg/info/{package}.list").exists()):
+                    raise NeedsContainer(f"the package {package}, which this machine does not have")
+        case _:
+            raise NeedsContainer(f"RUN {command}")
 
 
 class Box:
@@ -241,15 +226,11 @@ class Local(BaseEnvironment):  # type: ignore[misc]
     Limits of time are the commands' and Harbor's; a task's CPUs, memory and storage are not limits here.
     """
 
-    def __init__(
-        self, *args: Any, offline: bool = False, enable_environment_dir_upload: bool = True, **kwargs: Any
-    ) -> None:
-        self._offline = offline
-        self._has_tests = not enable_environment_dir_upload
-        self._phase = "agent"
-        self._box: Box | None = None
-        self._folder = Path()
-        super().__init__(*args, enable_environment_dir_upload=enable_environment_dir_upload, **kwargs)
+    offline: ClassVar[bool] = False
+    """Tasks that ask for the internet run without it."""
+    _phase = "agent"
+    _box: Box | None = None
+    _folder = ""
 
     @staticmethod
     def type() -> str:
@@ -260,33 +241,25 @@ class Local(BaseEnvironment):  # type: ignore[misc]
         return EnvironmentCapabilities(disable_internet=True)
 
     def _validate_definition(self) -> None:
-        self._image = read_image(
-            self.environment_dir, self.task_env_config, offline=self._offline, has_tests=self._has_tests
-        )
+        has_tests = not self._enable_environment_dir_upload
+        self._image = read_image(self.environment_dir, self.task_env_config, has_tests=has_tests)
 
     async def start(self, force_build: bool) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="envgym-harbor-"))
-        for path in [*self._image.mounts(), *self._image.folders, self._image.workdir]:
-            self._place(path).mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.mkdtemp(prefix="envgym-harbor-")
+        self._files = {path: self._make_folder() for path in self._image.mounts()}
+        with tempfile.TemporaryFile() as output:
+            await self._run(["mkdir", "-p", *self._image.folders], None, output, output)
         for source, path in self._image.copies:
-            target = self._place(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if source.is_dir():
-                shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-            else:
-                shutil.copy2(source, target)
-        self._give_away(self._folder)
-        await self._open()
+            target = PurePosixPath(path)
+            await self._upload({target.name: source}, str(target.parent))
         await self._upload_environment_dir_after_start()
 
-    def _place(self, path: str) -> Path:
-        """The folder or file of this machine that is at `path` of the box. For use before anything runs there."""
-        return self._folder / "files" / path.lstrip("/")
-
-    def _give_away(self, folder: Path) -> None:
-        """Give files to the user that the box's root is on this machine."""
+    def _make_folder(self) -> str:
+        """An empty folder of this machine, of the user that the box's root is here."""
+        folder = tempfile.mkdtemp(dir=self._folder)
         if IS_ROOT:
-            subprocess.run(["chown", "-hR", f"{_NOBODY}:{_NOBODY}", folder], check=True)
+            os.chown(folder, _NOBODY, _NOBODY)
+        return folder
 
     async def enter(self, phase: str) -> None:
         """End all that runs in the box, so that the next command begins a phase, with its private folders empty."""
@@ -295,14 +268,8 @@ class Local(BaseEnvironment):  # type: ignore[misc]
 
     async def _open(self) -> Box:
         if self._box is None:
-            folders = {path: str(self._place(path)) for path in self._image.mounts()}
-            private = Path(tempfile.mkdtemp(prefix="private-", dir=self._folder))
-            for path in _PRIVATE[self._phase]:
-                folders[path] = str(private / path.lstrip("/").replace("/", "-"))
-                os.mkdir(folders[path])
-            self._give_away(private)
             self._box = Box()
-            await self._box.start(folders)
+            await self._box.start(self._files | {path: self._make_folder() for path in _PRIVATE[self._phase]})
         return self._box
 
     async def _close(self) -> None:
@@ -312,9 +279,9 @@ class Local(BaseEnvironment):  # type: ignore[misc]
 
     async def stop(self, delete: bool) -> None:
         await self._close()
-        if self._folder.name:
-            for words in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):  # also folders nested deeply, or not readable
-                await (await asyncio.create_subprocess_exec(*words, "--", self._folder, stderr=-3)).wait()
+        if self._folder:  # which may have folders that are nested deeply, or not readable
+            script = 'chmod -R u+rwX -- "$0"; rm -rf -- "$0"'
+            await asyncio.to_thread(subprocess.run, ["sh", "-c", script, self._folder], stderr=subprocess.DEVNULL)
 
     async def exec(
         self,
@@ -329,6 +296,7 @@ class Local(BaseEnvironment):  # type: ignore[misc]
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             try:
                 async with asyncio.timeout(timeout_sec):
+                    cwd = cwd or self._image.workdir
                     status = await self._run(["bash", "-c", command], None, stdout, stderr, cwd, env)
             except TimeoutError:
                 raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
@@ -341,14 +309,13 @@ class Local(BaseEnvironment):  # type: ignore[misc]
         stdin: IO[bytes] | None,
         stdout: IO[bytes],
         stderr: IO[bytes],
-        cwd: str | None = "/",
+        cwd: str = "/",
         env: dict[str, str] | None = None,
     ) -> int:
-        image = self._image
-        environ = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", **image.environ, **(self._merge_env(env) or {})}
+        environ = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", **self._image.environ}
         box = await self._open()
         with stdin or open(os.devnull, "rb") as source:
-            return await box.run(words, cwd or image.workdir, environ, (source, stdout, stderr))
+            return await box.run(words, cwd, environ | (self._merge_env(env) or {}), (source, stdout, stderr))
 
     async def _transfer(self, script: str, folder: str, stdin: IO[bytes] | None, stdout: IO[bytes]) -> None:
         """Run a script of the shell on `folder`, its output to a file. Raises `RuntimeError`."""

@@ -21,8 +21,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else litellm downloads a 
 os.environ["HARBOR_TELEMETRY"] = "off"
 
 import harbor
-import httpx
-from harbor.agents.base import BaseAgent
+from harbor.agents.nop import NopAgent
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 from harbor.models.environment_type import EnvironmentType
@@ -33,6 +32,7 @@ from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfi
 from harbor.models.trial.error_policy import FailureCause, policy_for
 from harbor.models.trial.result import TrialResult
 from harbor.trial.trial import Trial
+from openai import AsyncOpenAI, BadRequestError
 
 sys.path.append(str(Path(__file__).parent))
 place = importlib.import_module("place")  # Harbor imports it by this name
@@ -50,7 +50,9 @@ _PLANTED = (
 )
 _REWRITTEN = f"{_PLANTED}, and a process that it leaves there can write /logs/verifier/reward.json"
 _REMEDY = 'environment_mode = "separate" in [verifier] prevents it'
-_TOOL = {
+_NOT_ALONE = re.compile(r"\A#!(?!.*sh\n)|/solution|\$0|BASH_SOURCE")
+"""In a script that is for another program than a shell, or that needs files beside it."""
+_TOOL: Any = {
     "type": "function",
     "function": {
         "name": "bash",
@@ -77,6 +79,7 @@ def load(settings: dict[str, Any]) -> dict[str, Any]:
     if name == "local":
         asyncio.run(place.check_box())
     _settings.update(settings, place=name)
+    place.Local.offline = settings["offline"]
     rows = [_read_task(folder, name == "local") for folder in folders]
     description = f"Tasks of Harbor at {path}, played in the place {name}"
     return {"rows": rows, "version": f"harbor {harbor.__version__}, {name}", "description": description}
@@ -100,12 +103,7 @@ def _read_task(folder: Path, is_local: bool) -> dict[str, Any]:
     texts = [task.step_instruction(step.name) for step in steps] or [task.instruction]
     scripts = [task.paths.step_solve_path_for(step.name, None) for step in steps] or [task.paths.solve_path]
     solutions = [script.read_text(encoding="utf-8") for script in scripts if script.is_file()]
-    is_alone = all(re.match(r"(#!.*sh\n)?", text)[0] or text[:2] != "#!" for text in solutions)  # type: ignore[index]
-    if (
-        len(solutions) < len(scripts)
-        or not is_alone
-        or any(re.search(r"/solution|\$0|BASH_SOURCE", t) for t in solutions)
-    ):
+    if len(solutions) < len(scripts) or any(map(_NOT_ALONE.search, solutions)):
         solutions = []
     row = {"id": folder.name, "prompt": "\n\n".join(texts), "path": str(folder), "forgery": forgery}
     return row | {"solutions": solutions}
@@ -114,30 +112,27 @@ def _read_task(folder: Path, is_local: bool) -> dict[str, Any]:
 def _check_local(task: Task) -> None:
     """Raise `ValueError` if a task needs more than the local place has."""
     try:
-        place.read_image(task.paths.environment_dir, task.config.environment, offline=_settings["offline"])
+        place.read_image(task.paths.environment_dir, task.config.environment)
         for phase in [
             part for level in (task.config, *(task.config.steps or [])) for part in (level.agent, level.verifier)
         ]:
             if phase.user not in (None, "root", 0):
                 raise place.NeedsContainer(f"the user {phase.user}")
-            place.check_network(phase.network_mode, offline=_settings["offline"])
+            place.check_network(phase.network_mode)
     except place.NeedsContainer as error:
         raise ValueError(f"it needs {error}: a container engine (env.place=docker or podman)") from None
 
 
 async def run(call: dict[str, Any]) -> dict[str, Any]:
     """Play the task of a row by one trial. A failure of the place, policy, agent or verifier has no reward."""
-    name, verifier, arguments = _settings["place"], VerifierConfig(), {}
+    name, verifier = _settings["place"], VerifierConfig()
     if name == "local":
         name, verifier = "place:Local", VerifierConfig(import_path="place:Guard")
-        arguments = {"offline": _settings["offline"]}
     config = TrialConfig(
         task=TaskConfig(path=Path(call["row"]["path"])),
         trials_dir=Path(tempfile.mkdtemp()),
         agent=_agent(call),
-        environment=EnvironmentConfig.model_validate(
-            {"import_path" if ":" in name else "type": name, "kwargs": arguments}
-        ),
+        environment=EnvironmentConfig.model_validate({"import_path" if ":" in name else "type": name}),
         verifier=verifier,
     )
     return _outcome(await (await Trial.create(config)).run())
@@ -185,64 +180,37 @@ def _failure(kind: str, message: str, retryable: bool) -> dict[str, Any]:
     return {"failure": {"kind": kind, "message": message, "retryable": retryable}}
 
 
-class ApiConnectionError(Exception):
-    """The policy was not reachable. Harbor knows the cause by this name."""
-
-
-class Shell(BaseAgent):  # type: ignore[misc]
+class Shell(NopAgent):  # type: ignore[misc]
     """The default agent: the policy has the instruction and a shell, until it calls no more."""
 
     def __init__(self, *args: Any, url: str, max_turns: int = 50, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._url = url
+        self._client = AsyncOpenAI(base_url=url, api_key="session", timeout=None, max_retries=0)
         self._max_turns = max_turns
 
-    @staticmethod
-    def name() -> str:
-        return "shell"
-
-    def version(self) -> str:
-        return "1"
-
-    async def setup(self, environment: BaseEnvironment) -> None:
-        pass
-
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": instruction}]
+        messages: list[Any] = [{"role": "user", "content": instruction}]
         context.metadata = {"truncated": True}
-        async with httpx.AsyncClient(timeout=None, headers={"Authorization": "Bearer session"}) as client:
-            for _ in range(self._max_turns):
-                message = await self._ask(client, messages)
-                if message is None:
-                    return
-                messages.append(message)
-                if not message.get("tool_calls"):
-                    context.metadata = {}
-                    return
-                for tool_call in message["tool_calls"]:
-                    text = await self._call(environment, tool_call["function"])
-                    messages.append({"role": "tool", "tool_call_id": tool_call["id"], "content": text})
+        for _ in range(self._max_turns):
+            try:
+                answer = await self._client.chat.completions.create(
+                    model=self.model_name, messages=messages, tools=[_TOOL]
+                )
+            except BadRequestError:  # the policy may sample no more
+                return
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or ():
+                text = await self._call(environment, call.function)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            if not message.tool_calls:
+                context.metadata = {}
+                return
 
-    async def _ask(self, client: httpx.AsyncClient, messages: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """The policy's message; None if it may sample no more."""
-        body = {"model": self.model_name, "messages": messages, "tools": [_TOOL]}
-        try:
-            response = await client.post(f"{self._url}/chat/completions", json=body)
-        except httpx.HTTPError as error:
-            raise ApiConnectionError(f"{type(error).__name__}: {error}") from None
-        if response.status_code == 400:
-            return None
-        if response.status_code != 200:
-            raise ApiConnectionError(f"status {response.status_code}: {response.text[:200]}")
-        message: dict[str, Any] = response.json()["choices"][0]["message"]
-        return message
-
-    async def _call(self, environment: BaseEnvironment, function: dict[str, str]) -> str:
-        try:
-            command = json.loads(function["arguments"])["command"]
-            if function["name"] != "bash" or not isinstance(command, str):
-                raise ValueError
-        except (ValueError, KeyError, TypeError):
+    async def _call(self, environment: BaseEnvironment, function: Any) -> str:
+        arguments = json.loads(function.arguments)
+        command = arguments.get("command")
+        if function.name != "bash" or not isinstance(command, str):
             return 'Error: call bash with {"command": TEXT}'
         try:
             result = await environment.exec(command, timeout_sec=120)

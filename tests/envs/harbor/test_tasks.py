@@ -112,7 +112,7 @@ REFUSED = {
     "FROM debian:12\nRUN mkdir -p a && mkdir {b,c}": "RUN mkdir {b,c}",
     "FROM debian:12\nRUN mkdir -m 700 a": "RUN mkdir -m 700 a",
     "FROM debian:12\nRUN apt-get install -y no-such-package": "the package no-such-package, which this machine",
-    "FROM debian:12\nRUN pip install no-such==1": "the Python package no-such==1",
+    "FROM debian:12\nRUN pip install no-such==1": "RUN pip install no-such==1",
     "FROM debian:12\nCOPY x /usr/bin/x": "files in /usr/bin/x",
     "FROM debian:12\nCOPY x /tests/x": "files in /tests/x",
     "FROM debian:12\nCOPY ../task.toml /app/": "COPY ../task.toml /app/",
