@@ -60,7 +60,10 @@ _OPTION = re.compile("-(p|y|y?qq?|-yes|-quiet|-no-install-recommends)|DEBIAN_FRO
 
 
 class NeedsContainer(ValueError):
-    """A task whose image is more than a plain system."""
+    """A task that needs more than a plain system."""
+
+    def __init__(self, need: str) -> None:
+        super().__init__(f"it needs {need}: a container engine (env.place=docker or podman)")
 
 
 @dataclass

@@ -28,7 +28,7 @@ from harbor.models.environment_type import EnvironmentType
 from harbor.models.task.config import VerifierEnvironmentMode
 from harbor.models.task.task import Task
 from harbor.models.task.verifier_mode import resolve_step_verifier_mode, resolve_task_verifier_mode
-from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+from harbor.models.trial.config import TrialConfig
 from harbor.models.trial.error_policy import FailureCause, policy_for
 from harbor.models.trial.result import TrialResult
 from harbor.trial.trial import Trial
@@ -45,10 +45,8 @@ _FAILURES = {
     FailureCause.MODEL_PROVIDER_FAILED: "policy_unreachable",
 }
 """Kinds of failures; the others are the agent's."""
-_PLANTED = (
-    "the tests run where the policy worked, so that files that it leaves there (conftest.py, ~/.local) may run in them"
-)
-_REWRITTEN = f"{_PLANTED}, and a process that it leaves there can write /logs/verifier/reward.json"
+_PLANTED = "the tests run where the policy worked: files that it leaves (conftest.py, ~/.local) may run in them"
+_REWRITTEN = f"{_PLANTED}, and a process that it leaves can write /logs/verifier/reward.json"
 _REMEDY = 'environment_mode = "separate" in [verifier] prevents it'
 _NOT_ALONE = re.compile(r"\A#!(?!.*sh\n)|/solution|\$0|BASH_SOURCE")
 """In a script that is for another program than a shell, or that needs files beside it."""
@@ -110,46 +108,36 @@ def _read_task(folder: Path, is_local: bool) -> dict[str, Any]:
 
 
 def _check_local(task: Task) -> None:
-    """Raise `ValueError` if a task needs more than the local place has."""
-    try:
-        place.read_image(task.paths.environment_dir, task.config.environment)
-        for phase in [
-            part for level in (task.config, *(task.config.steps or [])) for part in (level.agent, level.verifier)
-        ]:
+    """Raise `NeedsContainer` if a task needs more than the local place has."""
+    place.read_image(task.paths.environment_dir, task.config.environment)
+    for level in (task.config, *(task.config.steps or ())):
+        for phase in (level.agent, level.verifier):
             if phase.user not in (None, "root", 0):
                 raise place.NeedsContainer(f"the user {phase.user}")
             place.check_network(phase.network_mode)
-    except place.NeedsContainer as error:
-        raise ValueError(f"it needs {error}: a container engine (env.place=docker or podman)") from None
 
 
 async def run(call: dict[str, Any]) -> dict[str, Any]:
     """Play the task of a row by one trial. A failure of the place, policy, agent or verifier has no reward."""
-    name, verifier = _settings["place"], VerifierConfig()
-    if name == "local":
-        name, verifier = "place:Local", VerifierConfig(import_path="place:Guard")
-    config = TrialConfig(
-        task=TaskConfig(path=Path(call["row"]["path"])),
-        trials_dir=Path(tempfile.mkdtemp()),
-        agent=_agent(call),
-        environment=EnvironmentConfig.model_validate({"import_path" if ":" in name else "type": name}),
-        verifier=verifier,
-    )
-    return _outcome(await (await Trial.create(config)).run())
-
-
-def _agent(call: dict[str, Any]) -> AgentConfig:
-    settings, url = call["settings"], call["url"]
-    name, arguments = settings.get("program"), dict(settings.get("arguments") or {})
-    if not name:
-        return AgentConfig(import_path=f"{__name__}:Shell", model_name=call["model"], kwargs={**arguments, "url": url})
-    # For agents that read them; any key will do, the session is in the URL.
+    name, settings, url = _settings["place"], call["settings"], call["url"]
+    agent, arguments = settings.get("program") or f"{__name__}:Shell", settings.get("arguments") or {}
+    # Any key will do: the session is in the URL.
     os.environ |= {"OPENAI_API_KEY": "session", "OPENAI_BASE_URL": url, "OPENAI_API_BASE": url}
     os.environ |= {"ANTHROPIC_API_KEY": "session", "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
-    if name == "terminus-2":
-        arguments.setdefault("record_terminal_session", False)  # else it installs asciinema
-    key = "import_path" if ":" in name else "name"
-    return AgentConfig.model_validate({key: name, "model_name": f"openai/{call['model']}", "kwargs": arguments})
+    if agent == "terminus-2":
+        arguments = {"record_terminal_session": False, **arguments}  # else it installs asciinema
+    config = {
+        "task": {"path": call["row"]["path"]},
+        "trials_dir": tempfile.mkdtemp(),
+        "agent": {**_by_name(agent, "name"), "model_name": f"openai/{call['model']}", "kwargs": arguments},
+        "environment": _by_name("place:Local" if name == "local" else name, "type"),
+        "verifier": {"import_path": "place:Guard"} if name == "local" else {},
+    }
+    return _outcome(await (await Trial.create(TrialConfig.model_validate(config))).run())
+
+
+def _by_name(name: str, key: str) -> dict[str, str]:
+    return {"import_path" if ":" in name else key: name}
 
 
 def _outcome(result: TrialResult) -> dict[str, Any]:
@@ -183,38 +171,36 @@ def _failure(kind: str, message: str, retryable: bool) -> dict[str, Any]:
 class Shell(NopAgent):  # type: ignore[misc]
     """The default agent: the policy has the instruction and a shell, until it calls no more."""
 
-    def __init__(self, *args: Any, url: str, max_turns: int = 50, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, max_turns: int = 50, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._client = AsyncOpenAI(base_url=url, api_key="session", timeout=None, max_retries=0)
         self._max_turns = max_turns
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        messages: list[Any] = [{"role": "user", "content": instruction}]
+        client, messages = AsyncOpenAI(timeout=None, max_retries=0), [{"role": "user", "content": instruction}]
         context.metadata = {"truncated": True}
         for _ in range(self._max_turns):
             try:
-                answer = await self._client.chat.completions.create(
-                    model=self.model_name, messages=messages, tools=[_TOOL]
-                )
+                answer = await client.chat.completions.create(model="policy", messages=messages, tools=[_TOOL])
             except BadRequestError:  # the policy may sample no more
                 return
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             for call in message.tool_calls or ():
-                text = await self._call(environment, call.function)
+                text = await _execute(environment, call.function)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
             if not message.tool_calls:
                 context.metadata = {}
                 return
 
-    async def _call(self, environment: BaseEnvironment, function: Any) -> str:
-        arguments = json.loads(function.arguments)
-        command = arguments.get("command")
-        if function.name != "bash" or not isinstance(command, str):
-            return 'Error: call bash with {"command": TEXT}'
-        try:
-            result = await environment.exec(command, timeout_sec=120)
-        except RuntimeError as error:
-            return f"Error: {error}"
-        status = f"\n[exit status {result.return_code}]" if result.return_code else ""
-        return f"{result.stdout or ''}{result.stderr or ''}{status}".strip() or "(no output)"
+
+async def _execute(environment: BaseEnvironment, function: Any) -> str:
+    """Run the command of a call of the tool: its output, as the policy sees it."""
+    command = json.loads(function.arguments).get("command")
+    if function.name != "bash" or not isinstance(command, str):
+        return 'Error: call bash with {"command": TEXT}'
+    try:
+        result = await environment.exec(command, timeout_sec=120)
+    except RuntimeError as error:
+        return f"Error: {error}"
+    status = f"\n[exit status {result.return_code}]" if result.return_code else ""
+    return f"{result.stdout or ''}{result.stderr or ''}{status}".strip() or "(no output)"
