@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path, PurePosixPath
@@ -250,8 +251,8 @@ class Local(BaseEnvironment):  # type: ignore[misc]
     async def start(self, force_build: bool) -> None:
         self._folder = tempfile.mkdtemp(prefix="envgym-harbor-")
         self._files = {path: self._make_folder() for path in self._image.mounts()}
-        with tempfile.TemporaryFile() as output:
-            await self._run(["mkdir", "-p", *self._image.folders], None, output, output)
+        async with self._transfer(shlex.join(["mkdir", "-p", *self._image.folders]), "/"):
+            pass
         for source, path in self._image.copies:
             target = PurePosixPath(path)
             await self._upload({target.name: source}, str(target.parent))
@@ -266,8 +267,9 @@ class Local(BaseEnvironment):  # type: ignore[misc]
 
     async def enter(self, phase: str) -> None:
         """End all that runs in the box, so that the next command begins a phase, with its private folders empty."""
-        self._phase = phase
-        await self._close()
+        self._phase, box, self._box = phase, self._box, None
+        if box is not None:
+            await box.close()
 
     async def _open(self) -> Box:
         if self._box is None:
@@ -275,13 +277,8 @@ class Local(BaseEnvironment):  # type: ignore[misc]
             await self._box.start(self._files | {path: self._make_folder() for path in _PRIVATE[self._phase]})
         return self._box
 
-    async def _close(self) -> None:
-        if box := self._box:
-            self._box = None
-            await box.close()
-
     async def stop(self, delete: bool) -> None:
-        await self._close()
+        await self.enter("agent")
         if self._folder:  # which may have folders that are nested deeply, or not readable
             script = 'chmod -R u+rwX -- "$0"; rm -rf -- "$0"'
             await asyncio.to_thread(subprocess.run, ["sh", "-c", script, self._folder], stderr=subprocess.DEVNULL)
@@ -296,48 +293,49 @@ class Local(BaseEnvironment):  # type: ignore[misc]
     ) -> ExecResult:
         if self._resolve_user(user) not in (None, "root", 0, "0"):
             raise RuntimeError(f"the local place has no user {self._resolve_user(user)}, only root")
-        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-            try:
-                async with asyncio.timeout(timeout_sec):
-                    cwd = cwd or self._image.workdir
-                    status = await self._run(["bash", "-c", command], None, stdout, stderr, cwd, env)
-            except TimeoutError:
-                raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
-            code = status if status >= 0 else 128 - status
-            return ExecResult(stdout=_read(stdout), stderr=_read(stderr), return_code=code)
+        directory = cwd or self._image.workdir
+        try:
+            async with self._run(command, cwd=directory, env=env, seconds=timeout_sec) as (status, stdout, stderr):
+                code = status if status >= 0 else 128 - status
+                return ExecResult(stdout=_read(stdout), stderr=_read(stderr), return_code=code)
+        except TimeoutError:
+            raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
 
+    @asynccontextmanager
     async def _run(
-        self,
-        words: Sequence[str],
-        stdin: IO[bytes] | None,
-        stdout: IO[bytes],
-        stderr: IO[bytes],
-        cwd: str = "/",
-        env: dict[str, str] | None = None,
-    ) -> int:
+        self, script: str, *words: str, stdin: IO[bytes] | None = None, cwd: str = "/",
+        env: dict[str, str] | None = None, seconds: float | None,
+    ) -> AsyncIterator[tuple[int, IO[bytes], IO[bytes]]]:  # fmt: skip
+        """Have the shell run a script: its exit status, output and errors. Raises `TimeoutError`."""
         environ = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", **self._image.environ}
-        box = await self._open()
-        with stdin or open(os.devnull, "rb") as source:
-            return await box.run(words, cwd, environ | (self._merge_env(env) or {}), (source, stdout, stderr))
+        environ |= self._merge_env(env) or {}
+        file = tempfile.TemporaryFile
+        with stdin or file() as source, file() as stdout, file() as stderr:
+            async with asyncio.timeout(seconds):
+                box = await self._open()
+                status = await box.run(["bash", "-c", script, "bash", *words], cwd, environ, (source, stdout, stderr))
+            stdout.seek(0)
+            yield status, stdout, stderr
 
-    async def _transfer(self, script: str, folder: str, stdin: IO[bytes] | None, stdout: IO[bytes]) -> None:
-        """Run a script of the shell on `folder`, its output to a file. Raises `RuntimeError`."""
-        with tempfile.TemporaryFile() as stderr:
-            async with asyncio.timeout(TRANSFER_SECONDS):
-                status = await self._run(["bash", "-c", script, "sh", folder], stdin, stdout, stderr)
+    @asynccontextmanager
+    async def _transfer(self, script: str, path: str, stdin: IO[bytes] | None = None) -> AsyncIterator[IO[bytes]]:
+        """The output of a script that the shell runs on a path. Raises `RuntimeError` if it fails."""
+        async with self._run(script, path, stdin=stdin, seconds=TRANSFER_SECONDS) as (status, stdout, stderr):
             if status:
-                raise RuntimeError(f"{folder}: {_read(stderr)}")
-        stdout.seek(0)
+                raise RuntimeError(f"{path}: {_read(stderr)}")
+            yield stdout
 
     async def _upload(self, sources: Mapping[str, Path], folder: str) -> None:
         if f"{folder}/".startswith("/solution/") and self._phase != "solution":
             await self.enter("solution")
-        with tempfile.TemporaryFile() as archive, tempfile.TemporaryFile() as output:
+        with tempfile.TemporaryFile() as archive:
             with tarfile.TarFile(fileobj=archive, mode="w") as tar:
                 for name, source in sources.items():
                     tar.add(source, arcname=name)
             archive.seek(0)
-            await self._transfer('mkdir -p -- "$1" && exec tar -xf - --no-same-owner -C "$1"', folder, archive, output)
+            script = 'mkdir -p -- "$1" && exec tar -xf - --no-same-owner -C "$1"'
+            async with self._transfer(script, folder, archive):
+                pass
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         target = PurePosixPath(target_path)
@@ -347,8 +345,8 @@ class Local(BaseEnvironment):  # type: ignore[misc]
         await self._upload({path.name: path for path in Path(source_dir).iterdir()}, str(target_dir))
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        with tempfile.TemporaryFile() as file:
-            await self._transfer(f'test -f "$1" && exec head -c {MAX_DOWNLOAD} -- "$1"', source_path, None, file)
+        script = f'test -f "$1" && exec head -c {MAX_DOWNLOAD} -- "$1"'
+        async with self._transfer(script, source_path) as file:
             Path(target_path).parent.mkdir(parents=True, exist_ok=True)
             with Path(target_path).open("wb") as target:
                 await asyncio.to_thread(shutil.copyfileobj, file, target)
@@ -356,8 +354,7 @@ class Local(BaseEnvironment):  # type: ignore[misc]
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         # Status 1 is a file that changed meanwhile. An archive that is cut is an error when it is read.
         script = f'{{ tar -cf - --hard-dereference -C "$1" . || test $? = 1; }} | head -c {MAX_DOWNLOAD}'
-        with tempfile.TemporaryFile() as file:
-            await self._transfer(f"set -o pipefail; {script}", source_dir, None, file)
+        async with self._transfer(f"set -o pipefail; {script}", source_dir) as file:
             with tarfile.open(fileobj=file) as tar:
                 await asyncio.to_thread(tar.extractall, target_dir, filter=_take_regular)
 

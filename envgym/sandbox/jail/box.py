@@ -6,7 +6,7 @@ user who started the box). All processes end with the box, which ends when its c
 
     control socket (SEQPACKET), messages are JSON
       <- {"way": "root" | "user", "folders": {"/app": FOLDER}}     once
-      -> {"proc": bool} | {"failed": "…"}                          once; proc: it has a /proc
+      -> {} | {"failed": "…"}                                      once
       <- {"words": ["bash", "-c", "…"], "cwd": "/app", "environ": {}}, with descriptors of the command's standard input,
          output and errors, and of a socket: to it goes the exit status in digits (negative: a signal). If it closes
          before, the command is ended, with the processes of its group.
@@ -64,8 +64,8 @@ def main() -> NoReturn:
         linux.unshare(linux.CLONE_NEWPID, "process namespaces")  # the next child is process 1
         init = os.fork()
         if init == 0:
-            has_proc = _become_init(settings["way"], settings["folders"])
-            control.send(json.dumps({"proc": has_proc}).encode())
+            _become_init(settings["way"], settings["folders"])
+            control.send(b"{}")
             _serve(control)
         control.close()
         os.waitpid(init, 0)
@@ -75,13 +75,13 @@ def main() -> NoReturn:
         os._exit(0)
 
 
-def _become_init(way: str, folders: dict[str, str]) -> bool:
-    """Build the box's file system around this process, and give up all rights. True if there is a `/proc`."""
+def _become_init(way: str, folders: dict[str, str]) -> None:
+    """Build the box's file system around this process, and give up all rights."""
     os.setsid()
     offer_to_the_out_of_memory_killer()
     linux.unshare(linux.CLONE_NEWNS, "mount namespaces")
     proc = os.open("/proc", os.O_PATH)
-    has_proc = _build(folders)
+    _build(folders)
     linux.pivot_into(ROOT)
     linux.make_read_only("/", devices=True, recursive=False)
     become_nobody(way, proc, 0)
@@ -92,10 +92,9 @@ def _become_init(way: str, folders: dict[str, str]) -> bool:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
     seccomp.install(namespaces=True, box=True)
-    return has_proc
 
 
-def _build(folders: dict[str, str]) -> bool:
+def _build(folders: dict[str, str]) -> None:
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("tmpfs", ROOT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
     for path in filter(os.path.exists, _SYSTEM):
@@ -115,11 +114,9 @@ def _build(folders: dict[str, str]) -> bool:
     linux.mount("devpts", f"{ROOT}/dev/pts", "devpts", linux.MS_NOSUID, "newinstance,ptmxmode=0666,mode=600")
     for path, folder in sorted(folders.items()):  # /logs/agent after /logs
         show(folder, path, writable=True)
-    try:  # read-only, so that nobody maps users to make namespaces or changes settings of the kernel
+    with contextlib.suppress(PermissionError):  # none where this machine is a container that hides parts of its own
+        # Read-only, so that nobody maps users to make namespaces or changes settings of the kernel.
         linux.mount("proc", f"{ROOT}/proc", "proc", flags | linux.MS_NOEXEC | linux.MS_RDONLY)
-    except PermissionError:  # this machine is itself a container that hides parts of its own
-        return False
-    return True
 
 
 def _serve(control: socket.socket) -> NoReturn:
