@@ -20,9 +20,9 @@ import importlib.util
 import json
 import os
 import random
-import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -76,19 +76,26 @@ def read_request(caller: socket.socket) -> dict[str, Any]:
 
 def keep(family: ModuleType, server: int, worker: ModuleType, caller: socket.socket) -> None:
     """Keep a process that runs a call until all that descends from it has ended."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.setpgid(0, 0)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        family.adopt_orphans()
-        family.die_with(server, signal.SIGHUP)
-        call, keeper, episode = read_request(caller), os.getpid(), os.fork()
-        if episode == 0:
-            family.die_with(keeper)
-            run_call(worker, call, folder, caller)
-        threading.Thread(target=end_with, args=[caller], daemon=True).start()
-        if code := os.waitstatus_to_exitcode(family.keep(episode, GRACE_SECONDS)):
-            died = f"signal {-code}" if code < 0 else f"status {code}"
-            answer(caller, failure(f"its process ended with {died}"))
+    folder = tempfile.mkdtemp()
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    family.adopt_orphans()
+    family.die_with(server, signal.SIGHUP)
+    call, keeper, episode = read_request(caller), os.getpid(), os.fork()
+    if episode == 0:
+        family.die_with(keeper)
+        run_call(worker, call, folder, caller)
+    threading.Thread(target=end_with, args=[caller], daemon=True).start()
+    if code := os.waitstatus_to_exitcode(family.keep(episode, GRACE_SECONDS)):
+        died = f"signal {-code}" if code < 0 else f"status {code}"
+        answer(caller, failure(f"its process ended with {died}"))
+    remove(folder)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder, also if folders in it are nested deeply or not readable."""
+    script = 'chmod -R u+rwX -- "$0"; rm -rf -- "$0"'
+    subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def end_with(caller: socket.socket) -> None:
@@ -142,7 +149,7 @@ def main() -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def end(*signal_and_frame: object) -> NoReturn:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         os._exit(1)
 
     for number in family.ENDING:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -67,7 +66,7 @@ class ForeignInterpreter:
                     stdin=control, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=environ, start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
-            shutil.rmtree(self._folder)
+            fork_server.remove(self._folder)
             raise ConfigError(f"{self.python} cannot be run: {error.strerror}; set env.python") from None
         self._reading = asyncio.create_task(self._read_log(self._process))
         answer: dict[str, Any] = {}
@@ -114,7 +113,7 @@ class ForeignInterpreter:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await asyncio.wait([self._reading], timeout=END_SECONDS)
-        shutil.rmtree(self._folder, ignore_errors=True)  # the server removes it, unless it was killed
+        await asyncio.to_thread(fork_server.remove, self._folder)  # if the server was killed
 
     async def _ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
         """The answer to a request, which has `seconds`, if given; empty if its process has died. Raises `TimeoutError`

@@ -234,7 +234,6 @@ class Local(BaseEnvironment):  # type: ignore[misc]
     """Tasks that ask for the internet run without it."""
     _phase = "agent"
     _box: Box | None = None
-    _folder = ""
 
     @staticmethod
     def type() -> str:
@@ -249,7 +248,6 @@ class Local(BaseEnvironment):  # type: ignore[misc]
         self._image = read_image(self.environment_dir, self.task_env_config, has_tests=has_tests)
 
     async def start(self, force_build: bool) -> None:
-        self._folder = tempfile.mkdtemp(prefix="envgym-harbor-")
         self._files = {path: self._make_folder() for path in self._image.mounts()}
         async with self._transfer(shlex.join(["mkdir", "-p", *self._image.folders]), "/"):
             pass
@@ -260,7 +258,7 @@ class Local(BaseEnvironment):  # type: ignore[misc]
 
     def _make_folder(self) -> str:
         """An empty folder of this machine, of the user that the box's root is here."""
-        folder = tempfile.mkdtemp(dir=self._folder)
+        folder = tempfile.mkdtemp()
         if IS_ROOT:
             os.chown(folder, _NOBODY, _NOBODY)
         return folder
@@ -278,10 +276,7 @@ class Local(BaseEnvironment):  # type: ignore[misc]
         return self._box
 
     async def stop(self, delete: bool) -> None:
-        await self.enter("agent")
-        if self._folder:  # which may have folders that are nested deeply, or not readable
-            script = 'chmod -R u+rwX -- "$0"; rm -rf -- "$0"'
-            await asyncio.to_thread(subprocess.run, ["sh", "-c", script, self._folder], stderr=subprocess.DEVNULL)
+        await self.enter("agent")  # its files go with the episode's
 
     async def exec(
         self,

@@ -40,7 +40,8 @@ async def run(call):
         return {"failure": {"kind": "verifier", "message": "no file", "retryable": True}}
     if does == "leave":
         subprocess.Popen(["setsid", "sleep", "4321"])  # noqa: ASYNC220
-        tempfile.mkdtemp()
+        folder = f"{tempfile.mkdtemp()}/{('a/' * 1200) if row['answer'] == '1' else ''}"
+        subprocess.run(["sh", "-c", 'mkdir -p "$0"; chmod 0 "$0"', folder], check=True)  # noqa: ASYNC221
     messages = [{"role": "user", "content": row["prompt"]}]
     answer = await asyncio.to_thread(ask, call, messages)
     if does == "wait":
