@@ -3,8 +3,10 @@ columnar file (Parquet), one row per episode, tokens and masks included."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -55,8 +57,9 @@ def excerpt(messages: Iterable[tuple[str, str]]) -> tuple[str, str]:
     return prompt, completion
 
 
-def to_record(episode: Episode) -> dict[str, Any]:
-    """All data of an episode in JSON types, except the values that roles computed for its token sequences.
+def to_record(episode: Episode, numbers: Callable[[array[Any]], Any] = list) -> dict[str, Any]:
+    """All data of an episode in JSON types, except the values that roles computed for its token sequences. The numbers
+    of its tokens are in the form that `numbers` gives an array.
 
     Messages have the form of OpenAI-compatible APIs, except that the arguments of a tool call are a mapping, and that a
     malformed call has an `error`. A message with images has `parts` too, and a segment `images`. Values of a task that
@@ -79,7 +82,7 @@ def to_record(episode: Episode) -> dict[str, Any]:
             {
                 "objective": row.objective.value,
                 "turns": [_values(turn) for turn in row.turns],
-                "segments": [_segment(segment) for segment in row.segments],
+                "segments": [_segment(segment, numbers) for segment in row.segments],
             }
             for row in episode.rows
         ],
@@ -121,12 +124,12 @@ def _messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     return [message.as_dict(with_errors=True) for message in messages]
 
 
-def _segment(segment: Segment) -> dict[str, Any]:
+def _segment(segment: Segment, numbers: Callable[[array[Any]], Any]) -> dict[str, Any]:
     return {
         "role": segment.role,
-        "token_ids": list(segment.token_ids),
-        "weights": list(segment.loss_weights),
-        "logprobs": None if segment.logprobs is None else list(segment.logprobs),
+        "token_ids": numbers(segment.token_ids),
+        "weights": numbers(segment.loss_weights),
+        "logprobs": None if segment.logprobs is None else numbers(segment.logprobs),
         "versions": [_values(span) for span in segment.versions],
         "temperature": segment.temperature,
         **({"images": [image._asdict() for image in segment.images]} if segment.images else {}),
@@ -244,7 +247,11 @@ def _pyarrow(purpose: str) -> tuple[Any, Any]:
 
 
 def _columns(episode: Episode, tasks: dict[int, tuple[str, str]]) -> dict[str, Any]:
-    record = to_record(episode)
+    import numpy as np
+
+    record = to_record(episode, np.asarray)  # Arrow copies its arrays of equal types
+    for segment in itertools.chain.from_iterable(row["segments"] for row in record["rows"]):
+        segment["weights"] = segment["weights"].astype(np.float64)
     if (task := tasks.get(id(episode.task))) is None:
         task = tasks[id(episode.task)] = episode.task.key, json.dumps(record["task"], default=str)
     for message in record["messages"]:
@@ -254,12 +261,12 @@ def _columns(episode: Episode, tasks: dict[int, tuple[str, str]]) -> dict[str, A
             message["parts"] = json.dumps(message["parts"])
     maps = {name: list(record[name].items()) for name in ("metrics", "fingerprints")}
     segments = [segment for row in episode.rows for segment in row.segments]
-    sampled = [value for segment in segments for value in segment.logprobs or ()]
+    sampled = [segment.logprobs for segment in segments if segment.logprobs]
     summary = {
         "key": task[0],
         "tokens": sum([len(segment.token_ids) for segment in segments if segment.role == "action"]),
         "turns": sum(len(row.turns) for row in episode.rows),
-        "surprise": -math.fsum(sampled) / len(sampled) if sampled else None,
+        "surprise": -math.fsum(itertools.chain(*sampled)) / sum(map(len, sampled)) if sampled else None,
     }
     return {**record, **maps, **summary, "task": task[1]}
 
