@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from envgym.errors import ConfigError, InvalidStep, PromptTooLong, UnknownKey, printable_line
 from envgym.settings import Settings, validate_settings
 from envgym.types import Message, PlacedImage, StopReason, ToolSpec, VersionSpan
+from envgym.types.pickles import pickle_by_values
 
 MaxTokens = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0)]
@@ -101,6 +102,8 @@ class Generation:
     stop_reason: StopReason
     versions: tuple[VersionSpan, ...]
 
+
+pickle_by_values(SamplingParams, Request, Generation)
 
 IMAGE_ADVICE = "set engine.kind=vllm, without engine.args.language_model_only"
 """What a user can do who has images and an engine that takes none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from envgym.types import Episode, Task
 
 from .attempts import Attempt, LocalAttempts, Work
 from .config import RolloutConfig
+from .runner import SamplingPlan
 
 ENGINE, POOL = "engine", "pool"
 """Names of the controller's objects that a shard calls: what samples, and the pool of the engines. Others are
@@ -33,6 +35,8 @@ services."""
 POOLS_SUBJECT = 0
 """The number of what a shard asks for all its episodes."""
 NO_TASK = Task("")
+COMMON = 256
+"""Groups whose task and plan are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,9 @@ class RolloutShard(CallsBack):
             part.clients = {name: ForwardingClient(self, f"{index}/{name}") for name in names}
         self._marks = Marks(shard.marks) if shard.marks.is_dir() else None  # on another machine there is no such folder
         self._references: dict[int, Reference] = {}
-        self._tasks = set[asyncio.Task[Any]]()
+        self._common: dict[bytes, tuple[Task, SamplingPlan]] = {}
+        """The tasks and plans of the last groups, as they were sent."""
+        self._jobs = set[asyncio.Task[Any]]()
         self._closing = AsyncExitStack()
         self._closing.push_async_callback(self._spec.close)
         self._closing.enter_context(LoopWatch(asyncio.get_running_loop()))
@@ -128,19 +134,27 @@ class RolloutShard(CallsBack):
         reference = self._references[number] = await self.ask(POOL, "reference", (number, dead), {})
         return EngineClient(await reference.open())
 
-    async def run(self, subject: int, attempt: Attempt) -> tuple[Episode, bool] | str:
-        """Run an attempt. Returns its episode, without its task if that is the attempt's own (True); or why no episode
-        can continue, which is not the death of this process."""
+    async def run(
+        self, subject: int, group_id: str, member: int, number: int, common: bytes
+    ) -> tuple[Episode, bool] | str:
+        """Run an attempt; `common` is the pickled task and plan of its group. Returns its episode, without its task if
+        that is the attempt's own (True); or why no episode can continue, which is not the death of this process."""
         self.begin_requests(subject)
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+        if common not in self._common:
+            self._common[common] = pickle.loads(common)
+            if len(self._common) > COMMON:
+                self._common.pop(next(iter(self._common)))
+        task, plan = self._common[common]
+        attempt = Attempt(group_id, task, member, number, plan)
+        job = asyncio.current_task()
+        assert job is not None
+        self._jobs.add(job)
         try:
             episode = await self._attempts.run(attempt, mark=self._mark(subject))
         except WorkerDied as error:
             return str(error)
         finally:
-            self._tasks.discard(task)
+            self._jobs.discard(job)
             self._end_requests(subject)
         has_its_task = episode.task is attempt.task
         if has_its_task:
@@ -159,7 +173,7 @@ class RolloutShard(CallsBack):
 
     async def close(self) -> None:
         """Cancel the running attempts, and close the environment once their instances are closed."""
-        tasks = set(self._tasks)
+        tasks = set(self._jobs)
         for task in tasks:
             if not task.cancelling():
                 task.cancel()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import pickle
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,9 +24,10 @@ from envgym.processes.runtime import WorkerHandle
 from envgym.services.policy import LOCKSTEP
 from envgym.services.start import with_parts
 from envgym.transcript import LockstepBatcher
-from envgym.types import Episode, Outcome
+from envgym.types import Episode, Outcome, Task
 
 from .attempts import Attempt, LocalAttempts
+from .runner import SamplingPlan
 from .shard import ENGINE, POOL, POOLS_SUBJECT, RolloutShard, ShardSpec
 
 MOST_CRASHES = 3
@@ -85,6 +87,7 @@ class Shards:
         self._pool = {POOL: engine} if is_direct else {}
         self._objects: Mapping[str, Any] = clients if is_direct or engine is None else {**clients, ENGINE: engine}
         self._shards: list[_Shard] = []
+        self._last_common: tuple[Task, SamplingPlan, bytes] | None = None
         self._numbers = itertools.count(POOLS_SUBJECT + 1)
         self._starting: asyncio.Task[None] | None = None
         self._replacing: set[asyncio.Task[None]] = set()
@@ -137,10 +140,9 @@ class Shards:
         """Run an attempt in a process. Raises `_Crash` if that dies."""
         subject, groups = next(self._numbers), shard.groups
         groups[attempt.group_id] = groups.get(attempt.group_id, 0) + 1
+        common, start = self._common(attempt), (subject, attempt.group_id, attempt.member, attempt.number)
         try:
-            result = await call_with_answers(
-                shard.handle, subject, objects, lambda worker: worker.run(subject, attempt)
-            )
+            result = await call_with_answers(shard.handle, subject, objects, lambda worker: worker.run(*start, common))
         except WorkerDied as death:
             self._lose(shard, str(death))
             raise _Crash(str(death), may_be_its_code=self._read_mark(shard) in (subject, NONE)) from None
@@ -157,6 +159,14 @@ class Shards:
         if has_its_task:
             episode.task = attempt.task
         return episode
+
+    def _common(self, attempt: Attempt) -> bytes:
+        """The pickled task and plan of an attempt's group, whose members start one after the other."""
+        task, plan, data = self._last_common or (None, None, b"")
+        if task is not attempt.task or plan is not attempt.plan:
+            data = pickle.dumps((attempt.task, attempt.plan), protocol=5)
+            self._last_common = attempt.task, attempt.plan, data
+        return data
 
     async def _shard_of(self, group_id: str) -> _Shard:
         """The process for an attempt of a group. Waits for a replacement while none is alive; raises the error for

@@ -24,7 +24,7 @@ from envgym.loading import session_source, short_name
 from envgym.run_folder import CONTROLLER, STOP, RunFolder, run_of_checkpoint, stage_folders
 from envgym.yaml_files import read_yaml
 
-HARDWARE_KEYS = ("workers", "placement", "colocate", "engine.count", "engine.tensor_parallel")
+HARDWARE_KEYS = ("workers", "placement", "colocate", "engine.count", "engine.tensor_parallel", "rollout.processes")
 """Settings of all stages that may change on --resume, besides `roles.ROLE.workers`."""
 SCHEDULE = ("learner.lr", "learner.lr_schedule", "learner.lr_min_ratio", "learner.warmup_steps", "learner.warmup_ratio")
 LAST_STAGE_KEYS = (*LENGTHS, *SCHEDULE, "eval", "checkpoint", "keep", "rollout.max_tokens")

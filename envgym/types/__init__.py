@@ -42,6 +42,9 @@ from .messages import (
     observed_messages,
     refuse_images,
 )  # fmt: skip
+from .pickles import pickle_by_values
+
+pickle_by_values(Action, Message, Observation, Outcome, Task, TextPart, ToolCall, VersionSpan)
 
 __all__ = [
     "Action", "Episode", "Group", "ImagePart", "ImageSpan", "Limit", "Message", "Objective", "Observation",

@@ -63,8 +63,9 @@ def test_a_run_resumes_with_other_settings_and_another_begins_from_it(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "key", ["learner.lr", "eval.every", "checkpoint.keep", "keep.rollouts", "epochs", "report_to", "rollout.max_tokens"]
-)
+    "key", ["learner.lr", "eval.every", "checkpoint.keep", "keep.rollouts", "epochs", "report_to", "rollout.max_tokens",
+     "rollout.processes"],
+)  # fmt: skip
 def test_settings_that_may_change(key):
     check_changes([key])
 
