@@ -2,11 +2,13 @@
 
     .venv/bin/python benchmarks/controller.py [--repeats 3]
 
-The engine is a separate process, as in a run, so that its messages are pickled, written and read; it does nothing else.
+The engine is in the process that rolls out and does nothing: the controller, or each of two with
+`rollout.processes=2`. Rounds of both alternate.
 One prompt and its completion make a trajectory of one turn, twenty exchanges one of twenty, of 200, 2,000 and 16,000
-tokens in all (those of the chat template included), half of them sampled. `playing` is `Runner.roll_out`; `whole` adds
-the work of a step on the groups before a model gets them: the Parquet file, the metrics, advantages and token sequences
-(GRPO). Each figure is the median of several rounds, after a warm-up round.
+tokens in all (those of the chat template included), half of them sampled. `playing` is `Runner.roll_out`, and
+`playing_shards` that in two processes; `whole` adds the work of a step on the groups before a model gets them: the
+Parquet file, the metrics, advantages and token sequences (GRPO). Each figure is the median of several rounds, after a
+warm-up round.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,12 +35,8 @@ TURNS = (1, 20)
 GROUP_SIZE = 8
 MOST_TRAJECTORIES, MOST_TURNS, MOST_TOKENS = 1024, 10_000, 2**20
 """Limits of a round; the first one reached ends it."""
-TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] }}"
-    "{% else %}{{ '<|assistant|>' + message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-"""One token before each message and one after each answer, as DeepSeek's: twenty turns fit into 200 tokens."""
+PROCESSES = 2
+"""`rollout.processes` of the second measurement."""
 
 
 def main() -> None:
@@ -83,82 +82,96 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
-    """Seconds of a round of one case: the rollout, and the whole."""
-    from envgym import Env, EnvSpec
-    from envgym.agents.token_level import MultiTurn, MultiTurnConfig
+    """Seconds of a round of one case: the rollout in one process and in several, and the whole."""
+    from null_engine import NullHandle, NullReference
+    from talking_env import agent_of
+
+    from envgym import spec
     from envgym.engine import SamplingParams
-    from envgym.engines.pool import EngineClient
+    from envgym.engines.pool import EngineClient, EnginePool
     from envgym.episodes.record import write_rollouts
     from envgym.learners.grpo import GRPO
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.monitoring.metrics import rollout_metrics
     from envgym.processes.local import LocalRuntime
-    from envgym.render import load_tokenizer, make_renderer
+    from envgym.rollout.attempts import LocalAttempts
     from envgym.rollout.config import RolloutConfig
     from envgym.rollout.runner import Runner, SamplingPlan
-    from envgym.types import Message, Task, number_rows
+    from envgym.rollout.shard import ShardSpec
+    from envgym.rollout.shards import Shards
+    from envgym.types import Task, number_rows
 
     of_turn = tokens // turns
     sampled = of_turn // 2
     said = "g" * (of_turn - sampled - 2)  # without the template's two
-
-    class Talks(Env):
-        async def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            self.left = turns
-            return [Message("user", said)], {}
-
-        async def step(self, action: Any) -> Any:
-            self.left -= 1
-            return [Message("user", said)], self.rng.random(), self.left == 0, False, {}
-
     with tempfile.TemporaryDirectory() as folder:
         # No merge: a byte is a token, so that lengths are what they are called.
-        make_fresh_model(Path(folder, "model"), FreshModelConfig(vocab_size=300), [], 0)
-        tokenizer = load_tokenizer(str(Path(folder, "model")))
-        tokenizer.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
-        tokenizer.chat_template = TEMPLATE
-        renderer = make_renderer("auto", tokenizer)
-        letter, end = tokenizer.encode("a")[0], renderer.stop_token_ids[0]
+        model = Path(folder, "model")
+        make_fresh_model(model, FreshModelConfig(vocab_size=300), [], 0)
+        agent = agent_of(model)
+        letter, end = agent.renderer.tokenizer.encode("a")[0], agent.renderer.stop_token_ids[0]
         runtime = LocalRuntime(Path(folder), deterministic=False)
-        arguments = {"letter": letter, "end": end, "max_model_len": 2 * tokens}
-        engine = EngineClient(await runtime.start("null_engine:NullEngine", arguments, name="engine"))
-        runner = Runner(
-            EnvSpec("Talks-v0", Talks),
-            MultiTurn(renderer, MultiTurnConfig()),
-            engine,
+        engine = EnginePool(None, [EngineClient(NullHandle(NullReference(letter, end, 2 * tokens)))])
+        talks = spec(f"{Path(__file__).with_name('talking_env.py')}:Talks", turns=turns, said=said)
+        settings = {"max_model_len": 2 * tokens, "seed": 0, "deterministic": False}
+
+        async def start(number: int, shard: ShardSpec) -> Any:
+            arguments = {"number": number, "shard": shard}
+            return await runtime.start("envgym.rollout.shard:RolloutShard", arguments, name=f"rollout-{number}")
+
+        shard = ShardSpec(
+            partial(type(talks).from_json, talks.to_json()),
+            partial(agent_of, model),
             RolloutConfig(),
-            max_model_len=2 * tokens,
-            seed=0,
-            deterministic=False,
+            images=None,
+            **settings,
         )
+        local = LocalAttempts(talks, agent, None, RolloutConfig(), **settings)
+        shards = Shards(start, PROCESSES, shard, local, engine, print)
+        runner = Runner(talks, agent, engine, RolloutConfig(), **settings)
+        sharded = Runner(talks, agent, engine, RolloutConfig(), **settings, attempts=shards)
         learner = GRPO(GRPO.Config(name="grpo"))
         n = min(MOST_TRAJECTORIES, MOST_TURNS // turns, MOST_TOKENS // tokens) // GROUP_SIZE
-        play = SamplingPlan("p", SamplingParams(max_tokens=sampled, stop_token_ids=renderer.stop_token_ids), GROUP_SIZE)
-        playing, whole = [], []
+        stop = agent.renderer.stop_token_ids
+        plan = SamplingPlan("p", SamplingParams(max_tokens=sampled, stop_token_ids=stop), GROUP_SIZE)
+        playing, playing_shards, whole = [], [], []
+        await shards.start()
         gc.collect()
         gc.freeze()  # as a run does
         for round in range(repeats + 1):
             tasks = [Task(f"{round}-{index}") for index in range(n)]
             began = time.perf_counter()
-            groups = await runner.roll_out(tasks, play)
-            played = time.perf_counter()
+            groups = await sharded.roll_out(tasks, plan)
+            playing_shards.append(time.perf_counter() - began)
+            check(groups, tokens, turns)
+            del groups
+            began = time.perf_counter()
+            groups = await runner.roll_out(tasks, plan)
+            playing.append(time.perf_counter() - began)
             episodes = [episode for group in groups for episode in group.episodes]
             write_rollouts(Path(folder, "rollouts.parquet"), episodes)
             rollout_metrics(groups)
             rows = learner.prepare(number_rows(groups))
             learner.metrics(rows)
             whole.append(time.perf_counter() - began)
-            playing.append(played - began)
-        assert all(not e.failed and len(e.rows) == 1 and len(e.rows[0].turns) == turns for e in episodes)
-        assert {len(row.token_ids) for row in rows} == {tokens}, "lengths are what they are called"
+            check(groups, tokens, turns)
+        await shards.close()
         await runtime.close()
     return {
         "tokens": tokens,
         "turns": turns,
         "trajectories": n * GROUP_SIZE,
         "playing": median(playing[1:]),
+        "playing_shards": median(playing_shards[1:]),
         "whole": median(whole[1:]),
     }
+
+
+def check(groups: Any, tokens: int, turns: int) -> None:
+    """The episodes are whole, and as long as they are called."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    assert all(not e.failed and len(e.rows) == 1 and len(e.rows[0].turns) == turns for e in episodes)
+    assert {len(episode.rows[0]) for episode in episodes} == {tokens}, "lengths are what they are called"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from envgym.engine import EngineInfo, Generation, Request
+from envgym.processes.runtime import InlineWorker
 from envgym.types import StopReason, VersionSpan, float_array, int_array
 
 
@@ -29,3 +32,24 @@ class NullEngine:
 
     async def close(self) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class NullReference:
+    """An engine that every process makes for itself, so that it takes no other process's time."""
+
+    letter: int
+    end: int
+    max_model_len: int
+
+    async def open(self) -> NullHandle:
+        return NullHandle(self)
+
+
+class NullHandle(InlineWorker):
+    def __init__(self, reference: NullReference) -> None:
+        super().__init__("engine", NullEngine(reference.letter, reference.end, reference.max_model_len))
+        self._reference = reference
+
+    async def reference(self) -> NullReference:
+        return self._reference
