@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from envgym.engine import ChatEngine, Engine
+from envgym.engine import ChatEngine, Engine, Generation, Request
 from envgym.engines.pool import EnginePool
 from envgym.env.marks import NONE, read_mark
 from envgym.errors import ConfigError, EnvgymError, NameNotFound, WorkerDied, WorkerError
@@ -117,7 +117,16 @@ class Shards:
         """See `Attempts.run`. An attempt whose code ends its process several times has failed (`crash`)."""
         await self.start()
         LOCKSTEP.set(batcher)  # for the services that this process calls for the attempt
-        objects = {**self._objects, ENGINE: batcher} if batcher is not None else self._objects
+        repeating = None if batcher is None else _Repeating(batcher)
+        objects = self._objects if repeating is None else {**self._objects, ENGINE: repeating}
+        try:
+            return await self._run_to_end(attempt, objects)
+        finally:
+            if repeating is not None:
+                repeating.close()
+
+    async def _run_to_end(self, attempt: Attempt, objects: Mapping[str, Any]) -> Episode:
+        """Run an attempt in one process after the other until it ends in one."""
         spec, waiting_start = self._local.spec.spec_for(attempt.task), time.time()
         async with spec.slots or contextlib.nullcontext():
             waiting = ("waiting", round(waiting_start, 4), round(time.time(), 4))
@@ -239,6 +248,26 @@ class Shards:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+class _Repeating:
+    """The engine of one attempt in lockstep. An attempt that is run again, since its process died, gets the answers of
+    the first time, and its request that waits for a batch is in that batch: no other episode sees a difference."""
+
+    def __init__(self, batcher: LockstepBatcher) -> None:
+        self._batcher = batcher
+        self._generating: dict[str, asyncio.Task[Generation]] = {}
+
+    async def generate(self, request: Request) -> Generation:
+        if request.id not in self._generating:
+            self._generating[request.id] = asyncio.create_task(self._batcher.generate(request))
+        return await asyncio.shield(self._generating[request.id])
+
+    def close(self) -> None:
+        """Stop waiting: the attempt has ended."""
+        for task in self._generating.values():
+            task.cancel()
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 class _Crash(Exception):

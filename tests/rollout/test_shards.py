@@ -198,7 +198,7 @@ def content(groups):
     """What groups hold, without the process."""
     for group in groups:
         for episode in group.episodes:
-            assert episode.task is group.task
+            assert episode.task in (group.task, None)
             episode.metrics.pop("pid", None)
             episode.seconds = 0.0
     return groups
@@ -273,6 +273,25 @@ def test_a_killed_process_loses_its_running_episodes_and_these_are_run_again(sta
         assert victim not in stage.pids()
 
     stage.run(play)
+
+
+def test_the_batches_of_a_deterministic_run_are_the_same_after_the_death_of_a_process(stage, tmp_path):
+    async def play(stage, kills=False):
+        flag = tmp_path / f"flag-{kills}"
+        rolling = asyncio.create_task(stage.roll_out(tasks_of(["wait", "", "wait", ""], flag=str(flag)), 2))
+        await until(lambda: flag.exists() and len(flag.read_text().splitlines()) == 4)
+        if kills:
+            os.kill(stage.pids()[0], signal.SIGKILL)
+        groups = await rolling
+        waves = await stage.engine.clients[0].run(lambda engine: engine.asked())
+        assert len(stage.notes) == kills
+        for group in groups:
+            for episode in group.episodes:
+                episode.task = episode.fingerprints = None
+        return [group.episodes for group in content(groups)], waves
+
+    expected = stage.run(play, deterministic=True)
+    assert stage.run(partial(play, kills=True), deterministic=True) == expected
 
 
 def test_an_environment_that_ends_its_process_fails_alone(stage, tmp_path):
