@@ -190,6 +190,11 @@ class RayWorker(WorkerHandle[Any]):
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
+    async def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
     async def reference(self) -> RayReference:
         return RayReference(self.name, self.log, self._actor._actor_id.hex(), self._actor)
 

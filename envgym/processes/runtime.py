@@ -80,6 +80,10 @@ class WorkerHandle(ABC, Generic[Worker]):
     async def close(self) -> None:
         """End the worker: ask, then terminate, then kill. Safe to call twice and after its death."""
 
+    async def kill(self) -> None:
+        """End the worker at once: its calls raise `WorkerDied`."""
+        raise NotImplementedError
+
     async def reference(self) -> Reference:
         """The worker as another process can reach it. Equal ones are of one worker."""
         raise NotImplementedError

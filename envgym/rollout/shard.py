@@ -161,6 +161,9 @@ class RolloutShard(CallsBack):
             episode.task = NO_TASK
         return episode, has_its_task
 
+    def answer_ping(self) -> None:
+        """Show that no code blocks the event loop."""
+
     def _mark(self, subject: int) -> Callable[[Work], Work] | None:
         """A wrapper of an agent's run that marks the attempt whose code runs, in case that ends the process."""
         if (marks := self._marks) is None:

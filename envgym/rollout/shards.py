@@ -35,6 +35,8 @@ MOST_CRASHES = 3
 MOST_DEATHS = 8
 """Deaths per process after which the run ends, if fewer than `EPISODES_PER_DEATH` episodes have ended for each."""
 EPISODES_PER_DEATH = 100
+PING_SECONDS = 30.0
+"""Seconds between two checks that a process answers."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,8 +46,8 @@ class _Shard:
     number: int
     handle: WorkerHandle[RolloutShard]
     pid: int
-    answering: asyncio.Task[None]
-    """Answers what it asks for all its episodes."""
+    tasks: tuple[asyncio.Task[None], ...]
+    """Answer what it asks for all its episodes, and watch whether it answers."""
     groups: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -108,9 +110,7 @@ class Shards:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         shards, self._shards, self._starting = self._shards, [], None
-        for shard in shards:
-            shard.answering.cancel()
-        await asyncio.gather(*(shard.handle.close() for shard in shards))
+        await asyncio.gather(*(self._close_shard(shard) for shard in shards))
         self._marks.cleanup()
 
     async def run(self, attempt: Attempt, batcher: LockstepBatcher | None = None) -> Episode:
@@ -218,7 +218,23 @@ class Shards:
             answering.cancel()
             await handle.close()
             raise
-        return _Shard(number, handle, pid, answering)
+        return _Shard(number, handle, pid, (answering, asyncio.create_task(self._watch(handle))))
+
+    async def _close_shard(self, shard: _Shard) -> None:
+        for task in shard.tasks:
+            task.cancel()
+        await shard.handle.close()
+
+    async def _watch(self, handle: WorkerHandle[RolloutShard]) -> None:
+        """Kill a process whose event loop an environment has blocked for longer than an episode may take."""
+        with contextlib.suppress(EnvgymError):  # it has died by itself
+            try:
+                while True:
+                    await asyncio.sleep(PING_SECONDS)
+                    async with asyncio.timeout(self._shard.config.episode_timeout):
+                        await handle.run(lambda shard: shard.answer_ping())
+            except TimeoutError:
+                await handle.kill()
 
     def _lose(self, shard: _Shard, reason: str) -> None:
         """Remove a dead process and start another in the background; after too many deaths the run ends."""
@@ -234,8 +250,7 @@ class Shards:
 
     async def _replace(self, shard: _Shard) -> None:
         try:
-            shard.answering.cancel()
-            await shard.handle.close()
+            await self._close_shard(shard)
             self._shards.append(await self._start_shard(shard.number))
         except EnvgymError as error:
             self._break(error)

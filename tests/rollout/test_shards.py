@@ -103,6 +103,9 @@ class Game(envgym.Env):
                 with open(self.task.fields["flag"], "a") as file:
                     file.write(f"{os.getpid()} {self.task.id}\\n")
                 await asyncio.sleep(0.5)
+            case "spin":
+                while True:
+                    pass
             case "long":
                 pathlib.Path(self.task.fields["began"]).touch()
                 await asyncio.sleep(1000)
@@ -307,6 +310,17 @@ def test_an_environment_that_ends_its_process_fails_alone(stage, tmp_path):
         )  # fmt: skip
 
     stage.run(play)
+
+
+def test_a_process_that_an_environment_blocks_is_killed(stage, tmp_path, monkeypatch):
+    monkeypatch.setattr("envgym.rollout.shards.PING_SECONDS", 0.1)
+
+    async def play(stage):
+        groups = await stage.roll_out(tasks_of(["spin", "", "wait"], flag=str(tmp_path / "flag")), 1)
+        assert failures(groups) == [("crash", "t0")]
+        assert len(stage.notes) == 3
+
+    stage.run(play, processes=1, episode_timeout=2.0)
 
 
 def test_too_many_deaths_end_the_run(stage, tmp_path, monkeypatch):
