@@ -119,7 +119,7 @@ class Caller:
         self.outbox.close()
 
 
-class Listener:
+class CallerSocket:
     """Lets other processes of this user call the worker, at an abstract Unix socket (Linux), which leaves no file."""
 
     def __init__(self, host: Host) -> None:
@@ -153,7 +153,7 @@ async def serve(fd: int) -> int:
     connection.set_inheritable(False)  # a process that the worker starts must not keep it open
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     host = Host()
-    controller, listener = Caller(host, writer), Listener(host)
+    controller, callers = Caller(host, writer), CallerSocket(host)
 
     first = await read_frame(reader)
     if first is None:
@@ -174,7 +174,7 @@ async def serve(fd: int) -> int:
                 sys.stderr.flush()
                 os._exit(0)  # the worker is closed; the exit handlers of its libraries take seconds
             if message[1] == LISTEN:
-                controller.post(message[0], (None, listener.listen()))
+                controller.post(message[0], (None, callers.listen()))
             else:
                 controller.run(*message)
     print("the controller is gone: ending", file=sys.stderr, flush=True)

@@ -106,15 +106,6 @@ def open_rgb(content: bytes) -> Any:
     return Image.open(BytesIO(content)).convert("RGB")
 
 
-def check_torchvision() -> None:
-    """Raise `MissingDependency` if torchvision is missing, which vLLM and processors of images need."""
-    if find_spec("torchvision") is None:
-        raise MissingDependency(
-            "a vision-language model needs torchvision: install the build that belongs to this torch, without its "
-            "dependencies (pip install --no-deps torchvision)"
-        )
-
-
 def load_processor(model: str) -> Any:
     """Load the processor of a vision-language model, a folder or hub id, as its images are processed by sampler and
     trainer alike: with torchvision, whose pixels differ from Pillow's.

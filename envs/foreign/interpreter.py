@@ -118,11 +118,11 @@ class ForeignInterpreter:
     async def _ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
         """The answer to a request, which has `seconds`, if given; empty if its process has died. Raises `TimeoutError`
         once its processes have ended."""
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=ours)
+        caller_end, worker_end = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=caller_end)
         try:
-            with theirs:
-                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+            with worker_end:
+                socket.send_fds(self._control, [b"."], [worker_end.fileno()])
             writer.write(json.dumps(request).encode() + b"\n")
             async with asyncio.timeout(seconds):
                 return dict(json.loads(await reader.read()))
