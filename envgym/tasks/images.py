@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,7 @@ class ImageReader:
         images = []
         for number, item in enumerate(items, 1):
             try:
-                is_name = isinstance(item, Mapping) and "sha256" in item
-                images.append(_image_in(item) if is_name else ImagePart.from_value(self._content(item, location)))
+                images.append(ImagePart.from_value(self._content(item, location)))
             except (TypeError, ValueError) as error:
                 raise DataError(f"{location}: image {number}: {error}") from None
         return images
@@ -82,9 +82,9 @@ class ImageReader:
         """A value of messages with the images of its parts read. A part without its image is one of text, `PLACE`."""
 
         def read(part: Mapping[str, Any]) -> Mapping[str, Any]:
-            if (content := _first(part)) is None:
-                return {**part, "image": _image_in(part)} if "sha256" in part else {"type": "text", "text": PLACE}
-            return {"type": "image", "image": self.images([content], location)[0]}
+            if _first(part) is None and "sha256" not in part:
+                return {"type": "text", "text": PLACE}
+            return {**part, "image": self.images([part], location)[0]}
 
         return _change_parts(value, read)
 
@@ -94,7 +94,7 @@ class ImageReader:
         def change(part: Mapping[str, Any]) -> Mapping[str, Any]:
             if "sha256" in part:  # in an episode that envgym saved
                 return NamedImage(_stored(part["sha256"], location))
-            return part if (content := _first(part)) is None else NamedImage(self.images([content], location)[0])
+            return part if _first(part) is None else NamedImage(self.images([part], location)[0])
 
         changed = {key: _change_parts(row[key], change) for key in fields}
         if (field := self.field(row, location)) is not None:
@@ -103,8 +103,10 @@ class ImageReader:
 
     def _content(self, value: Any, location: str) -> Any:
         """What `ImagePart.from_value` takes, of one image in a row."""
+        if isinstance(value, NamedImage):
+            return value.image
         if isinstance(value, Mapping):
-            return self._content(_first(value), location)
+            return image_of(value) if "sha256" in value else self._content(_first(value), location)
         if not isinstance(value, str) or value.startswith("data:"):
             return value
         path = value.removeprefix("file://")
@@ -139,7 +141,10 @@ def show_images(
     Raises `DataError` unless there are as many places as images.
     """
     is_part = any(PLACE in message.text for message in messages)
-    n_places = sum(_n_places(message, is_part=is_part) for message in messages) if is_part or are_marks else 0
+    place, remaining = PLACE if is_part else MARK, iter(images)
+    shown = [is_part or (are_marks and message.role != "assistant") for message in messages]
+    parts = chain.from_iterable(message.content for message in compress(messages, shown))
+    n_places = sum(part.text.count(place) for part in parts)
     if images and not n_places:
         first = next((n for n, message in enumerate(messages) if message.role == "user"), None)
         if first is None:
@@ -150,19 +155,10 @@ def show_images(
         places = "parts of type image" if is_part else f"marks {MARK}"
         problem = f"the messages have {n_places} {places}, and the row has {len(images)} images"
         raise DataError(f"{location}: {problem}{'' if images else ': data.images=FIELD names their column'}")
-    if not images:
-        return tuple(messages)
-    place, remaining = PLACE if is_part else MARK, iter(images)
-    filled = []
-    for message in messages:
-        is_filled = _n_places(message, is_part=is_part) > 0
-        filled.append(replace(message, content=tuple(_filled(message, place, remaining))) if is_filled else message)
-    return tuple(filled)
-
-
-def _image_in(item: Mapping[str, Any]) -> ImagePart:
-    """The image of a `NamedImage`, or of a record that has its name alone."""
-    return item.image if isinstance(item, NamedImage) else image_of(item)
+    return tuple(
+        replace(message, content=tuple(_filled(message, place, remaining))) if is_shown else message
+        for message, is_shown in zip(messages, shown, strict=True)
+    )
 
 
 def _stored(name: str, location: str) -> ImagePart:
@@ -171,12 +167,6 @@ def _stored(name: str, location: str) -> ImagePart:
     if (path := folder.find(name)) is None:
         raise DataError(f"{location}: image {name} is not there: copy the folder {file.name}.images with the file")
     return ImagePart.from_value(path)
-
-
-def _n_places(message: Message, *, is_part: bool) -> int:
-    if is_part:
-        return message.text.count(PLACE)
-    return 0 if message.role == "assistant" else sum(part.text.count(MARK) for part in message.content)
 
 
 def _filled(message: Message, place: str, images: Iterator[ImagePart]) -> Iterator[TextPart | ImagePart]:
