@@ -25,7 +25,7 @@ FAILURE = "images"
 
 def image_arguments(spec: EngineSpec, config: Any, *, cpu: bool) -> dict[str, Any]:
     """The fields of vLLM's `EngineArgs` for a vision-language model; none for another Hugging Face config. Raises
-    `ConfigError` without torchvision."""
+    `MissingDependency` without torchvision."""
     if not takes_images(config):
         return {}
     from envgym.render.images import check_torchvision, size_argument
@@ -107,7 +107,7 @@ class Prompts:
         # A run may begin and end with line breaks, which are not the image's: its features are within the image.
         features = [run.extract_embeds_range() for run in ranges]
         are_images = len(images) == len(ranges) and all(
-            image.start <= of_run[0][0] and of_run[-1][1] < image.end
+            of_run and image.start <= of_run[0][0] and of_run[-1][1] < image.end
             for image, of_run in zip(images, features, strict=True)
         )
         if not are_images or n_embedded != n_placeholders:
