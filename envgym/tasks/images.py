@@ -142,8 +142,8 @@ def show_images(
     """
     is_part = any(PLACE in message.text for message in messages)
     place, remaining = PLACE if is_part else MARK, iter(images)
-    shown = [is_part or (are_marks and message.role != "assistant") for message in messages]
-    parts = chain.from_iterable(message.content for message in compress(messages, shown))
+    with_places = [is_part or (are_marks and message.role != "assistant") for message in messages]
+    parts = chain.from_iterable(message.content for message in compress(messages, with_places))
     n_places = sum(part.text.count(place) for part in parts)
     if images and not n_places:
         first = next((n for n, message in enumerate(messages) if message.role == "user"), None)
@@ -156,8 +156,8 @@ def show_images(
         problem = f"the messages have {n_places} {places}, and the row has {len(images)} images"
         raise DataError(f"{location}: {problem}{'' if images else ': data.images=FIELD names their column'}")
     return tuple(
-        replace(message, content=tuple(_filled(message, place, remaining))) if is_shown else message
-        for message, is_shown in zip(messages, shown, strict=True)
+        replace(message, content=tuple(_filled(message, place, remaining))) if is_filled else message
+        for message, is_filled in zip(messages, with_places, strict=True)
     )
 
 
