@@ -5,7 +5,6 @@ inspect_ai is the optional extra `inspect`, so this module is imported only wher
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import uuid
@@ -34,7 +33,7 @@ from inspect_ai.tool import ToolCall
 from pydantic_core import to_jsonable_python
 
 from envgym.errors import DataError
-from envgym.types import Episode, Group, ImagePart, Message, Status, StopReason
+from envgym.types import Episode, Group, ImagePart, Message, Status, StopReason, TextPart
 
 SCORER = "envgym"
 API = "none"
@@ -184,17 +183,18 @@ def _message(message: Message, source: str | None) -> ChatMessage:
 
 
 def _content(message: Message) -> str | list[Content]:
-    """A message's text, or its parts with the files of images; the size of one whose file is not there."""
-    if not message.images:
-        return message.text
-    parts = list[Content]()
-    for part in message.content:
-        if isinstance(part, ImagePart):
-            with contextlib.suppress(DataError):
-                parts.append(ContentImage(image=part.data_uri()))
-                continue
-        parts.append(ContentText(text=part.label if isinstance(part, ImagePart) else part.text))
-    return parts
+    """A message's text, or its parts with the files of images."""
+    return [_part(part) for part in message.content] if message.images else message.text
+
+
+def _part(part: TextPart | ImagePart) -> Content:
+    """A part of a message; of an image whose file is not there, its size."""
+    if isinstance(part, TextPart):
+        return ContentText(text=part.text)
+    try:
+        return ContentImage(image=part.data_uri())
+    except DataError:
+        return ContentText(text=part.label)
 
 
 def _usage(episode: Episode) -> ModelUsage:
