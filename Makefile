@@ -32,7 +32,7 @@ test-slow-starter: .venv/installed-dev  ## Two to three hours
 
 test-slow-workers: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_cluster.py tests/acceptance/test_image_sampling.py \
-		tests/acceptance/test_image_layouts.py \
+		tests/acceptance/test_image_layouts.py tests/acceptance/test_image_lora.py \
 		tests/workers tests/engines tests/learners tests/processes
 
 test-slow-environments: .venv/installed-dev
