@@ -185,6 +185,18 @@ def test_a_suite_has_a_row_for_each_task_and_says_where_its_reward_can_be_forged
     assert "reward.json" in elsewhere["loaded"]["rows"][1]["forgery"]
 
 
+def test_a_separate_verifier_may_have_an_image_with_its_tests(play, make_task):
+    toml = 'artifacts = ["/app/answer.txt"]\n[verifier]\nenvironment_mode = "separate"\n'
+    test = "[ -e /tests/more.txt -a -e /app/answer.txt ] && score=1 || score=0\n"
+    test += "echo $score > /logs/verifier/reward.txt\n"
+    files = {"tests/Dockerfile": "FROM debian:12\nCOPY . /tests/\n", "tests/more.txt": ""}
+    task = make_task(toml=toml, test=test, files=files)
+    assert [(result["reward"], result["failure"]) for result in play(task, [ORACLE, NOBODY])["results"]] == [
+        (1, None),
+        (0, None),
+    ]
+
+
 @pytest.mark.skipif(not shutil.which("tmux", path="/usr/local/bin:/usr/bin:/bin"), reason="tmux is not installed")
 def test_terminus_2_plays_in_the_local_place(play, make_task, policy):
     keys = '{"analysis": "", "plan": "", "commands": [{"keystrokes": "echo ready > answer.txt\\n", "duration": 1}]%s}'
