@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,9 +28,6 @@ from envgym.tasks.config import DataConfig
 from envgym.types import Action, Message, Observation, Task, ToolSpec, float_array, int_array
 
 from .interpreter import ForeignInterpreter
-
-FAILURES = ("agent", "no_reward", "policy_unreachable", "sandbox", "verifier")
-"""Kinds of failures that a worker may report."""
 
 
 class ForeignConfig(DataEnvConfig):
@@ -120,7 +116,7 @@ class ForeignEnv(Env):
             return await self.spec.run(self.task, {}, access.session_url, seed)
 
 
-class ForeignSpec(DataEnvSpec, ABC):
+class ForeignSpec(DataEnvSpec):
     """The framework's interpreter, its tasks and its episodes. A subclass names the framework and its worker."""
 
     env_class = ForeignEnv
@@ -134,15 +130,12 @@ class ForeignSpec(DataEnvSpec, ABC):
     """Its package and the version that the worker is written for, of which the last numbers may be missing:
     `harbor==0.25`."""
     worker: ClassVar[Path]
-    """The file that its interpreter runs (see `fork_server`). `load` returns `rows`, each with an `id`, a `prompt` and
-    the worker's fields; `version`, which identifies the environment; and a `description`."""
+    """The file that its interpreter runs (see `fork_server`). `load` takes the settings that not every framework has,
+    and `target`, the name without its scheme. It returns `rows`, each with an `id`, a `prompt` and the worker's fields;
+    `version`, which identifies the environment; and a `description`."""
 
     interpreter: ForeignInterpreter
     _loaded: dict[str, Any] | None = None
-
-    @abstractmethod
-    def load_settings(self) -> dict[str, Any]:
-        """The settings for the worker's `load`."""
 
     async def setup(self) -> None:
         config, name = self.config, self.framework
@@ -150,11 +143,9 @@ class ForeignSpec(DataEnvSpec, ABC):
             hint = f"set env.python=VENV/bin/python, of a virtual environment with {name}"
             raise ConfigError(f"environment {self.id}: {hint}")
         python = config.python.expanduser().absolute()  # a virtual environment's is a link, which is not to be followed
-        if not python.is_file():
-            raise ConfigError(f"environment {self.id}: env.python={config.python} is no file")
-        self.interpreter = ForeignInterpreter(
-            name, self.package, python, self.worker, self.load_settings(), config.environ
-        )
+        settings = config.model_dump(mode="json", exclude=set(ForeignConfig.model_fields))
+        settings["target"] = self.id.partition(":")[2]
+        self.interpreter = ForeignInterpreter(name, self.package, python, self.worker, settings, config.environ)
         self.closing.push_async_callback(self.interpreter.close)
         self._loaded = await self.interpreter.start()
         rows, fraction = self._loaded.pop("rows"), config.test_fraction
@@ -187,9 +178,8 @@ class ForeignSpec(DataEnvSpec, ABC):
         call = {"settings": dict(settings), "row": dict(task.fields), "seed": seed, "url": url, "model": "policy"}
         result = await self.interpreter.run(call, seconds)
         if failure := result.get("failure"):
-            kind = failure["kind"] if failure["kind"] in FAILURES else "agent"
             message = f"{self.framework}: {' '.join(failure['message'].split()):.500}"
-            raise InvalidOutcome(kind, message, retryable=bool(failure.get("retryable")))
+            raise InvalidOutcome(failure["kind"], message, retryable=failure.get("retryable", False))
         return result
 
 

@@ -2,7 +2,7 @@
 
 This program imports nothing of envgym but `processes/family.py`, by its path:
 
-    PYTHON fork_server.py PARENT FAMILY.py PACKAGE==VERSION WORKER.py FOLDER
+    PYTHON fork_server.py FAMILY.py PACKAGE==VERSION WORKER.py FOLDER
 
 `WORKER.py` is a module with a function `load(settings)` and a coroutine function `run(call)`, both with JSON in and
 out. Each message on the standard input, a socket, has a descriptor of a connection, for one request: a line of JSON.
@@ -143,18 +143,10 @@ def answer(caller: socket.socket, message: dict[str, Any]) -> None:
 
 
 def main() -> NoReturn:
-    parent, family_file, package, worker_file, folder = sys.argv[1:]
+    family_file, package, worker_file, folder = sys.argv[1:]
     family, server = import_file(family_file), os.getpid()
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-
-    def end(*signal_and_frame: object) -> NoReturn:
-        remove(folder)
-        os._exit(1)
-
-    for number in family.ENDING:
-        signal.signal(number, end)
-    family.die_with(int(parent), signal.SIGHUP)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     with accept(control) as caller:
         settings = read_request(caller)
@@ -165,11 +157,8 @@ def main() -> NoReturn:
         except MISTAKES as error:
             traceback.print_exc()
             answer(caller, {"mistake": " ".join(str(error).split()) or type(error).__name__})
-            end()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers end without being waited for
-    signal.pthread_sigmask(signal.SIG_BLOCK, family.ENDING)  # the server ends with its input, then
-    for number in family.ENDING:
-        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, family.ENDING)  # keepers handle them; the server ends with its input
     with contextlib.suppress(EOFError):
         while True:
             with accept(control) as caller:
@@ -181,7 +170,8 @@ def main() -> NoReturn:
                         os._exit(0)
     with contextlib.suppress(ChildProcessError):
         os.wait()  # for all
-    end()
+    remove(folder)
+    os._exit(0)
 
 
 if __name__ == "__main__":

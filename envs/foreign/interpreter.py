@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -57,7 +56,7 @@ class ForeignInterpreter:
         self._folder = tempfile.mkdtemp(prefix="envgym-")
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # -P: modules beside fork_server.py must not stand in for the framework's.
-        words = ("-P", fork_server.__file__, str(os.getpid()), family.__file__, self.package, self.worker)
+        words = ("-P", fork_server.__file__, family.__file__, self.package, self.worker)
         environ, pipe = passed_environment(self.environ), asyncio.subprocess.PIPE
         try:
             with control:

@@ -41,11 +41,6 @@ class HarborSpec(ForeignSpec):
     package = "harbor==0.25"
     worker = Path(__file__).with_name("worker.py")
 
-    def load_settings(self) -> dict[str, Any]:
-        path = str(Path(self.id.removeprefix("harbor:")).expanduser().absolute())
-        config = self.config
-        return {"path": path, "place": config.place, "offline": config.offline, "reward": config.reward}
-
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         """For each step the script of the solution as a command. Raises `ConfigError` if a script needs other files."""
         scripts = task.fields.get("solutions")

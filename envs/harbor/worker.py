@@ -61,13 +61,13 @@ _TOOL: Any = {
 
 
 def load(settings: dict[str, Any]) -> dict[str, Any]:
-    """Read the tasks at `settings["path"]`, the folder of a task or of tasks: a row for each.
+    """Read the tasks at the path `settings["target"]`, the folder of a task or of tasks: a row for each.
 
     `place`: a type of Harbor's environments, `MODULE:CLASS`, `local`, or empty: `docker` where it runs, else `local`.
     `offline`: tasks that ask for the internet may run without it. `reward`: the name of the reward. Raises
     `LookupError`, `ValueError` or `OSError` with one line.
     """
-    path = Path(settings["path"])
+    path = Path(settings["target"]).expanduser().absolute()
     folders = [path] if (path / "task.toml").exists() else sorted(file.parent for file in path.glob("*/task.toml"))
     if not folders:
         raise LookupError(f"{path} is no task of Harbor (a folder with a task.toml) and no folder of tasks")

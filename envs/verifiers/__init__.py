@@ -40,11 +40,6 @@ class VerifiersSpec(ForeignSpec):
     package = "verifiers==0.4"
     worker = Path(__file__).with_name("worker.py")
 
-    def load_settings(self) -> dict[str, Any]:
-        config = self.config
-        name = self.id.removeprefix("verifiers:")
-        return {"name": name, "args": config.args, "options": config.options, "limit": config.limit}
-
 
 class VerifiersAgent(ForeignAgent):
     """Has the engine of verifiers run each episode, as `vf-eval` does."""

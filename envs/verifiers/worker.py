@@ -41,13 +41,13 @@ _seat = ""
 
 
 def load(settings: dict[str, Any]) -> dict[str, Any]:
-    """Load the environment `name`, with a row for each of its tasks.
+    """Load the environment `target`, with a row for each of its tasks.
 
     `args` has the settings of its taskset; `options` all others, as after `--env.` in `vf-eval`; `limit` is the maximum
     number of tasks. Raises `LookupError`, `ValueError` or `ImportError`, with one line.
     """
     global _env, _seat
-    name = settings["name"]
+    name = settings["target"]
     try:
         config = _config(name, settings.get("args") or {}, settings.get("options") or {})
         _env = loaders.load_environment(config)

@@ -36,9 +36,6 @@ class Sums(ForeignSpec):
     package = "pydantic==2"
     worker = Path(__file__).with_name("worker.py")
 
-    def load_settings(self):
-        return {"name": self.config.name, "does": self.config.does, "count": self.config.count}
-
 
 @pytest.fixture
 def roll_out(roll_out_tasks):
@@ -193,7 +190,7 @@ def test_without_the_agent_each_request_is_an_observation():
     ("settings", "says"),
     [
         ({"python": None}, "set env.python=VENV/bin/python, of a virtual environment with Sums"),
-        ({"python": "/nowhere/python"}, "env.python=/nowhere/python is no file"),
+        ({"python": "/nowhere/python"}, "/nowhere/python cannot be run: No such file or directory; set env.python"),
         ({"python": __file__}, "cannot be run"),
         ({"python": shutil.which("true")}, "its interpreter ended: it printed nothing"),
         ({"package": "pydantic==1"}, "Sums: env.python needs pydantic 1, and has 2."),

@@ -113,7 +113,7 @@ def play(driver, tmp_path):
 
     def play(path, calls=(), **settings):
         job = {
-            "settings": {"path": str(path), "place": "local", "offline": False, "reward": "reward", **settings},
+            "settings": {"target": str(path), "place": "local", "offline": False, "reward": "reward", **settings},
             "folder": str(folder),
         }
         job["calls"] = [{"settings": {}, "url": "http://127.0.0.1:9/v1", **call} for call in calls]

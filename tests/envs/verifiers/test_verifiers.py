@@ -157,28 +157,31 @@ def test_rows_of_the_users_take_the_place_of_the_tasks(specify, tmp_path):
 
 MISTAKES = {
     "nothing": (
-        {"name": "nothing"},
+        {"target": "nothing"},
         "ImportError: nothing needs the module nothing, and it is not installed beside verifiers",
     ),
     "args": (
-        {"name": "riddles", "args": {"size": 1}},
+        {"target": "riddles", "args": {"size": 1}},
         "ValueError: riddles does not take these settings: taskset.size: Extra inputs are not permitted",
     ),
     "options": (
-        {"name": "riddles", "options": {"agent": {"max_turns": "few"}}},
+        {"target": "riddles", "options": {"agent": {"max_turns": "few"}}},
         "ValueError: riddles does not take these settings: agent.max_turns: Input should be a valid integer",
     ),
     "endless": (
-        {"name": "countdown"},
+        {"target": "countdown"},
         "ValueError: the tasks of countdown have no end: set env.limit to the number to take",
     ),
     "seats": (
-        {"name": "riddles", "options": {"id": "user-sim"}},
+        {"target": "riddles", "options": {"id": "user-sim"}},
         "ValueError: riddles has 2 agents (assistant, user), and the policy plays one: give the others a model",
     ),
-    "no taskset": ({"name": "json"}, "ValueError: json cannot be loaded: TypeError: taskset module 'json' exports no"),
+    "no taskset": (
+        {"target": "json"},
+        "ValueError: json cannot be loaded: TypeError: taskset module 'json' exports no",
+    ),
     "harness": (
-        {"name": "riddles", "options": {"agent": {"harness": {"id": "none"}}}},
+        {"target": "riddles", "options": {"agent": {"harness": {"id": "none"}}}},
         "ImportError: riddles needs the module none, and it is not installed beside verifiers",
     ),
 }
