@@ -52,16 +52,14 @@ class Requests:
 
     def __init__(self) -> None:
         self.waiting: asyncio.Queue[tuple[Observation, asyncio.Future[Action]] | None] = asyncio.Queue()
-        self._length = 0
 
     async def answer(
         self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None, stop: tuple[str, ...]
     ) -> PolicyAnswer:
         """The action as an answer. The observation has the messages after the last answer."""
         start = 1 + max((n for n, message in enumerate(messages) if message.role == "assistant"), default=-1)
-        is_longer, self._length = len(messages) > self._length, len(messages)
         answering: asyncio.Future[Action] = asyncio.get_running_loop().create_future()
-        self.waiting.put_nowait((Observation(messages[start if is_longer else 0 :], tools=tools), answering))
+        self.waiting.put_nowait((Observation(messages[start:], tools=tools), answering))
         action = await answering
         calls = () if any(call.error for call in action.tool_calls) else action.tool_calls
         text = action.content if calls else action.text  # a malformed call has no form but its text

@@ -49,8 +49,6 @@ _FILES = {
     "/etc/hostname": "sandbox\n",
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
-_SHARED_MEMORY_BYTES = 64 * 2**20
-_DIRECTORY_OF_NOBODY = 0o1777
 
 
 def main() -> NoReturn:
@@ -109,8 +107,7 @@ def _build(folders: dict[str, str]) -> None:
     for folder in ("/dev/pts", "/dev/shm", "/proc"):
         os.mkdir(ROOT + folder)
     flags = linux.MS_NOSUID | linux.MS_NODEV
-    options = f"size={_SHARED_MEMORY_BYTES},mode={_DIRECTORY_OF_NOBODY:o}"
-    linux.mount("tmpfs", f"{ROOT}/dev/shm", "tmpfs", flags, options)
+    linux.mount("tmpfs", f"{ROOT}/dev/shm", "tmpfs", flags, "size=64m,mode=1777")
     linux.mount("devpts", f"{ROOT}/dev/pts", "devpts", linux.MS_NOSUID, "newinstance,ptmxmode=0666,mode=600")
     for path, folder in sorted(folders.items()):  # /logs/agent after /logs
         show(folder, path, writable=True)
@@ -170,8 +167,7 @@ def _execute(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         os.setsid()
         os.umask(0o022)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        reset_signals()
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
         os.closerange(3, 2**16)
