@@ -56,13 +56,13 @@ class ForeignInterpreter:
         self._folder = tempfile.mkdtemp(prefix="envgym-")
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # -P: modules beside fork_server.py must not stand in for the framework's.
-        words = ("-P", fork_server.__file__, family.__file__, self.package, self.worker)
+        words = ("-P", fork_server.__file__, family.__file__, self.package, self.worker, self._folder)
         environ, pipe = passed_environment(self.environ), asyncio.subprocess.PIPE
         try:
             with control:
                 self._process = await asyncio.create_subprocess_exec(
-                    self.python, *words, self._folder,
-                    stdin=control, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=environ, start_new_session=True,
+                    self.python, *words, stdin=control.fileno(), stdout=pipe, stderr=asyncio.subprocess.STDOUT,
+                    env=environ, start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
             fork_server.remove(self._folder)

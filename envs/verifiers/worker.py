@@ -179,7 +179,7 @@ class EpisodeRuntime(subprocess_runtime.SubprocessRuntime):  # type: ignore[misc
         if script != CHAT_PROGRAM_SOURCE:
             return await super().prepare_uv_script(script, env, **options)
         file = Path(tempfile.gettempdir()) / "chat.py"  # apart from the files of the policy's commands
-        file.write_text(script, encoding="utf-8")
+        file.write_text(CHAT_PROGRAM_SOURCE, encoding="utf-8")
         return [sys.executable, str(file)]
 
 
