@@ -29,6 +29,9 @@ from envgym.types import Action, Message, Observation, Task, ToolSpec, float_arr
 
 from .interpreter import ForeignInterpreter
 
+FAILURES = ("agent", "no_reward", "policy_unreachable", "sandbox", "verifier")
+"""Kinds of failures that a worker may report."""
+
 
 class ForeignConfig(DataEnvConfig):
     """Settings of the framework's interpreter and of its tasks. `data` has rows in place of the framework's own."""
@@ -177,6 +180,7 @@ class ForeignSpec(DataEnvSpec):
         result = await self.interpreter.run(call, seconds)
         if failure := result.get("failure"):
             message = f"{self.framework}: {' '.join(failure['message'].split()):.500}"
+            assert failure["kind"] in FAILURES
             raise InvalidOutcome(failure["kind"], message, retryable=failure.get("retryable", False))
         return result
 

@@ -117,11 +117,11 @@ class ForeignInterpreter:
     async def _ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
         """The answer to a request, which has `seconds`, if given; empty if its process has died. Raises `TimeoutError`
         once its processes have ended."""
-        caller_end, worker_end = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=caller_end)
+        connection, end = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=connection)
         try:
-            with worker_end:
-                socket.send_fds(self._control, [b"."], [worker_end.fileno()])
+            with end:
+                socket.send_fds(self._control, [b"."], [end.fileno()])
             writer.write(json.dumps(request).encode() + b"\n")
             async with asyncio.timeout(seconds):
                 return dict(json.loads(await reader.read()))

@@ -161,7 +161,7 @@ def _problems(error: ValidationError) -> str:
     return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
 
 
-def _with_temporary_folder(path: str) -> str:
+def _relocate(path: str) -> str:
     return path.replace("/tmp/vf-port-", f"{tempfile.gettempdir()}/vf-port-")
 
 
@@ -170,10 +170,10 @@ class EpisodeRuntime(subprocess_runtime.SubprocessRuntime):  # type: ignore[misc
     chat program runs in this interpreter, which has its packages: uv would make a virtual environment."""
 
     async def _read(self, path: str, max_bytes: int | None = None) -> Any:
-        return await super()._read(_with_temporary_folder(path), max_bytes)
+        return await super()._read(_relocate(path), max_bytes)
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        await super().run_background(argv, {name: _with_temporary_folder(value) for name, value in env.items()}, log)
+        await super().run_background(argv, {name: _relocate(value) for name, value in env.items()}, log)
 
     async def prepare_uv_script(self, script: str | bytes, env: dict[str, str] | None = None, **options: bool) -> Any:
         if script != CHAT_PROGRAM_SOURCE:

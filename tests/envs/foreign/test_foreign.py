@@ -120,7 +120,7 @@ def test_nothing_is_left_of_episodes(renderer, temporary, roll_out):
     episodes = roll_out(renderer, answers(renderer), "leave", count=100)
     assert [episode.reward for episode in episodes] == [1.0] * 100
     assert descendants({os.getpid()}) <= before
-    assert "4321" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
+    assert "sleep 4321" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
     assert list(temporary.iterdir()) == []
 
 

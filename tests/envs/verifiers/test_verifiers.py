@@ -228,7 +228,7 @@ def test_nothing_is_left_of_episodes(roll_out, renderer, temporary):
     episodes += roll_out("abacus", Scripted(renderer, add), range(8))
     assert {episode.failed for episode in episodes} == {False}
     assert descendants({os.getpid()}) <= before
-    assert "4321" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
+    assert "sleep 4321" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
     assert leftovers(temporary) == files
 
 
