@@ -124,6 +124,24 @@ def test_nothing_is_left_of_episodes(renderer, temporary, roll_out):
     assert list(temporary.iterdir()) == []
 
 
+def test_files_go_with_their_episode(temporary):
+    async def run():
+        async with Sums("sums", does="leave", python=sys.executable) as spec:
+            [folder] = temporary.iterdir()
+            env = spec.make()
+            await env.reset(seed=1)
+            assert len(list(folder.iterdir())) == 1
+            await env.step("the end")
+            assert list(folder.iterdir()) == []
+            await env.reset(seed=2)
+            await env.close()
+            async with asyncio.timeout(60):
+                while list(folder.iterdir()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_run_leaves_nothing(number, temporary):
     """In mid-episode, with a program that ignores nothing and one that left a daemon."""
