@@ -13,7 +13,7 @@ from envgym.errors import DataError, EnvgymError
 from envgym.loading import load_function
 from envgym.types import Task
 
-from .columns import TaskReader, bad_rows
+from .columns import TaskReader, reason_to_skip
 from .rows import ListedRows, Row, RowLeftOut
 from .task_set import TaskSet
 
@@ -94,9 +94,9 @@ class EndlessTasks(TaskSet):
         for number, row in enumerate(iterate_rows(self._target), start=1):
             location = f"{self._target}:{number}"
             try:
-                with bad_rows(self._reader.source, location):
-                    task, key = self._reader.read(row, location, f"{stem_of(self._target)}-{number}")
-            except RowLeftOut:
+                task, key = self._reader.read(row, location, f"{stem_of(self._target)}-{number}")
+            except (RowLeftOut, DataError) as error:
+                reason_to_skip(self._reader.source, location, error)
                 continue
             if self._is_in_split(key):
                 yield task

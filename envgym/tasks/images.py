@@ -57,7 +57,7 @@ class ImageReader:
         field, say the name of a container's image."""
         names = self.source.images
         if names == IMAGE_FIELDS:
-            return next((name for name in names if _is_image(row.get(name))), None)
+            return next((name for name in names if name in row and _is_image(row[name])), None)
         if names and not (columns := [name for name in names if name in row]):
             raise DataError(
                 f"{location}: the row has no field {names[0]!r}, which data.images names.{did_you_mean(names[0], row)}"

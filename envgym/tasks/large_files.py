@@ -40,7 +40,11 @@ class Lines:
         with reported_as(DataError, f"{path} cannot be read"):
             self._file: BinaryIO = regular_file(path).open("rb")
             self._memory = self._file.read() if os.fstat(self._file.fileno()).st_size <= IN_MEMORY else None
-            for number, line in enumerate(self._file if self._memory is None else io.BytesIO(self._memory), start=1):
+            lines = self._file
+            if self._memory is not None:
+                self._file.close()
+                lines = io.BytesIO(self._memory)
+            for number, line in enumerate(lines, start=1):
                 if len(self.numbers) == limit:
                     break
                 if not line.isspace():
@@ -58,8 +62,10 @@ class Lines:
             raise IndexError(index)
         start, end = self._starts[index], self._starts[index + 1]
         if self._memory is None:
-            with reported_as(RunError, f"{self._path} cannot be read"):
+            try:
                 text = os.pread(self._file.fileno(), end - start, start)
+            except OSError as error:
+                raise RunError(f"{self._path} cannot be read: {error.strerror}") from None
         else:
             text = self._memory[start:end]
         line = text[: text.find(b"\n") + 1 or None]  # blank lines may follow

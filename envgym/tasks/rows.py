@@ -76,7 +76,7 @@ class Rows(ABC):
         return f"{stem}-{line}"
 
     def fingerprint(self) -> str | None:
-        """A hash that changes with the rows; None for rows of a function, and small files in memory."""
+        """A hash that changes with the rows; None for those of a function, and of files that are in memory parsed."""
         return None
 
 

@@ -15,7 +15,7 @@ from envgym.errors import DataError
 from envgym.hashing import source_hash, text_hash
 from envgym.types import Task
 
-from .columns import DEFAULT_FIELDS, KEYS, FieldNames, Form, TaskReader, bad_rows, key_of
+from .columns import DEFAULT_FIELDS, KEYS, FieldNames, Form, TaskReader, key_of, reason_to_skip
 from .config import DataConfig, Selection, SourceConfig, is_generator
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved, Joined
@@ -137,15 +137,18 @@ class _File:
                 break
             location = rows.location(index)
             try:
-                with bad_rows(settings, location):
-                    row = next(iterator)
-                    if not _is_selected(row, selection, location):
-                        continue
+                row = next(iterator)
+                if selection and not _is_selected(row, selection, location):
+                    continue
+                if settings.id is None:
+                    key = self.reader.key(row, location, rows.name(index))
+                else:
                     task, key = self.reader.read(row, location, rows.name(index))
-                    if settings.id is not None and (first := first_index.setdefault(task.id, index)) != index:
-                        raise DataError(f"{location}: the id {task.id!r} is also that of line {rows.origin(first)[2]}")
-            except RowLeftOut as reason:
-                left_out[str(reason)] += 1
+                    if (first := first_index.setdefault(task.id, index)) != index:
+                        line = rows.origin(first)[2]
+                        raise DataError(f"{location}: the id {task.id!r} is also that of line {line}")
+            except (RowLeftOut, DataError) as error:
+                left_out[reason_to_skip(settings, location, error)] += 1
             else:
                 indices.append(index)
                 keys.append(key)

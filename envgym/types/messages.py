@@ -300,6 +300,8 @@ def check_json(value: Any, name: str) -> None:
     objects (a date) are not refused: where they are written, they become text.
 
     `name` is the value's, for the message."""
+    if isinstance(value, str):  # the usual case
+        return
     if isinstance(value, tuple):
         raise ValueError(f"{name} holds a tuple, {value!r:.60}, which JSON does not have: write a list")
     if isinstance(value, Mapping):

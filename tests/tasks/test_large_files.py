@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 
 import pyarrow
 import pyarrow.parquet
@@ -12,7 +13,9 @@ import pytest
 from envgym.errors import DataError, RunError
 from envgym.tasks import DataConfig, load_tasks
 from envgym.tasks.columns import TaskReader
+from envgym.tasks.config import SourceConfig
 from envgym.tasks.rows import TextLines, open_rows
+from envgym.tasks.split import _File
 
 ROWS = [
     {"question": f"q{number % 40}", "hint": "h", "answer": str(number), "level": number % 3} for number in range(60)
@@ -48,15 +51,15 @@ def indices(tmp_path):
 
 @pytest.fixture
 def readings(monkeypatch):
-    """The locations of the rows that were read."""
-    locations, original = [], TaskReader.read
+    """The files of which every row was read at a start."""
+    paths, original = [], _File._read
 
-    def counted(self, row, location, name):
-        locations.append(location)
-        return original(self, row, location, name)
+    def counted(self, *arguments):
+        paths.append(self.path)
+        return original(self, *arguments)
 
-    monkeypatch.setattr(TaskReader, "read", counted)
-    return locations
+    monkeypatch.setattr(_File, "_read", counted)
+    return paths
 
 
 def test_a_line_is_read_from_its_file_and_one_that_has_changed_is_an_error(tmp_path):
@@ -118,14 +121,12 @@ def test_the_second_start_reads_no_row_and_has_the_same_tasks(tmp_path, readings
     with caplog.at_level(logging.WARNING):
         first = read(**settings)
         [index] = indices(tmp_path)
-        n_read, warnings = len(readings), [record.getMessage() for record in caplog.records]
+        warnings = [record.getMessage() for record in caplog.records]
         caplog.clear()
-        del readings[:]
         second = read(**settings)
     assert second == first
     assert len(first[0][0]) + len(first[0][1]) == 35
-    assert len(readings) == 35, "each task once, when it is drawn"
-    assert n_read == 70, "and before, all that are selected"
+    assert len(readings) == 1
     assert [record.getMessage() for record in caplog.records] == warnings
     assert indices(tmp_path) == [index]
 
@@ -162,4 +163,50 @@ def test_a_cache_that_cannot_be_written_or_read_is_done_without(tmp_path, readin
     (tmp_path / "cache" / "index").rmdir()
     (tmp_path / "cache" / "index").write_text("")
     assert read(path=str(path)) == first
-    assert len(readings) == 6 * len(ROWS)
+    assert len(readings) == 3
+
+
+VALUES = {
+    "question": [
+        "a", "a  b", " [1] + 2", "[]", '{"role": 1}', "see <image>", "", " \n", "\u00a0[", 7, None, ["a"], True,
+        '[{"role": "user", "content": "hi"}]', [{"role": "user", "content": "hi"}],
+    ],
+    "answer": ["1", "", " ", "9", 1, 0, 1.5, float("nan"), None, True, ["1", 2], []],
+    "level": [1, "easy", None, {"a": [1]}, 2.5, float("inf")],
+    "image": [None, "", "python:3.11", "a.png", "data:"],
+    "picture": ["", None, "a.png"],
+    "system": ["", "Be brief.", None, [{"text": "Be"}]],
+    "context": ["", "A passage.", " ", 3],
+    "Input": ["", "x"],
+    "video": ["", "v.mp4"],
+    "$tuple": [[1]],
+}  # fmt: skip
+SETTINGS = [
+    {}, {"template": "{} {level}"}, {"answer_pattern": "([^9]+)"}, {"images": "picture"}, {"difficulty": "level"},
+    {"prompt": "question", "system": "Be kind."},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("answer_required", [True, False])
+def test_the_quick_reading_of_rows_is_that_of_tasks(settings, answer_required):
+    def result(read, *arguments):
+        try:
+            return read(*arguments)
+        except (DataError, ValueError) as error:
+            return str(error)
+
+    rng, n_keys = random.Random(0), 0
+    for _ in range(40):
+        named = [name for name in VALUES if name in settings.values()]
+        names = dict.fromkeys(["question", "answer", *named, *rng.sample(list(VALUES)[2:], rng.randrange(3))])
+        quick, slow = (TaskReader(SourceConfig(**settings), answer_required=answer_required) for _ in range(2))
+        for number in range(60):
+            values = {name: VALUES[name][0] if rng.random() < 0.6 else rng.choice(VALUES[name]) for name in names}
+            row = {name: value for name, value in values.items() if rng.random() < 0.95}
+            key = result(quick.key, row, f"rows.jsonl:{number}", f"rows-{number}")
+            read = result(slow.read, row, f"rows.jsonl:{number}", f"rows-{number}")
+            assert key == (read[1] if isinstance(read, tuple) else read), row
+            n_keys += isinstance(key, int)
+        assert quick.facts() == slow.facts()
+    assert n_keys > 20
