@@ -149,31 +149,30 @@ class TaskReader:
         )
         return task, _key(messages)
 
-    def key(self, row: Row, location: str, name: str) -> int:
-        """The key of `read`, after the same checks. It is quicker for the rows of most files: of texts and numbers with
-        names and types as in a row before, only the prompt and the answer are read."""
+    def key(self, row: Row) -> int | None:
+        """The key of `read` for a row that passes its checks: quickly, for the rows of most files, texts and numbers.
+        None for any other row and for one with a mistake, which `read` must read, and for all before the first."""
+        prompt_field, answer_field = self._fields or (None, None)
+        if prompt_field is None:
+            return None
         kinds = (*row, *map(type, row.values()))
-        if self._are_plain.get(kinds):
-            prompt_field, answer_field = self._fields or ("", None)
-            prompt, answer = row[prompt_field or ""], row.get(answer_field or "", 0)
-            # A blank answer and messages as text are read as any other row.
-            if prompt.lstrip()[:1] not in "[{" and (type(answer) is int or answer.strip()):
-                return key_of(f"user {' '.join(prompt.split())}")  # as of one message
-        _, key = self.read(row, location, name)
-        if len(self._are_plain) < MOST_KINDS:
-            self._are_plain[kinds] = self._is_plain(row)
-        return key
+        if (is_plain := self._are_plain.get(kinds)) is None and len(self._are_plain) < MOST_KINDS:
+            is_plain = self._are_plain[kinds] = self._is_plain(row, prompt_field, answer_field)
+        if not is_plain or row[prompt_field].lstrip()[:1] in "[{":  # messages as text, or blank
+            return None
+        if answer_field is not None and type(row[answer_field]) is str and not row[answer_field].strip():
+            return None
+        return key_of(f"user {' '.join(row[prompt_field].split())}")  # as of one message
 
-    def _is_plain(self, row: Row) -> bool:
-        """True if rows with these fields, of these types, are texts and numbers with a prompt that is one text."""
-        prompt, answer = self._fields or (None, None)
+    def _is_plain(self, row: Row, prompt: str, answer: str | None) -> bool:
+        """True if rows with these names and types are texts and numbers, of which `prompt` alone is shown, one text."""
         source, others = self.source, set(row) - {prompt}
         return (
             self.form is None
             and not (source.template or source.difficulty or source.answer_pattern)
             and source.images == IMAGE_FIELDS
-            and {str, int}.issuperset(type(row.get(name)) for name in (prompt, answer) if name is not None)
-            and type(row.get(prompt or "")) is str
+            and type(row.get(prompt)) is str
+            and (answer is None or type(row.get(answer)) in (str, int))
             and all(isinstance(value, str | int | float | None) for value in row.values())
             and all(type(name) is str and not name.startswith("$") for name in row)
             and others.isdisjoint({*SYSTEM_FIELDS, *UNSEEN_FIELDS, *IMAGE_FIELDS})

@@ -40,7 +40,7 @@ class Lines:
         with reported_as(DataError, f"{path} cannot be read"):
             self._file: BinaryIO = regular_file(path).open("rb")
             self._memory = self._file.read() if os.fstat(self._file.fileno()).st_size <= IN_MEMORY else None
-            lines = self._file
+            lines: BinaryIO = self._file
             if self._memory is not None:
                 self._file.close()
                 lines = io.BytesIO(self._memory)

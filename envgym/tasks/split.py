@@ -135,20 +135,18 @@ class _File:
         for index in range(len(rows)):
             if len(indices) == limit:
                 break
-            location = rows.location(index)
             try:
                 row = next(iterator)
-                if selection and not _is_selected(row, selection, location):
+                if selection and not _is_selected(row, selection, rows.location(index)):
                     continue
-                if settings.id is None:
-                    key = self.reader.key(row, location, rows.name(index))
-                else:
-                    task, key = self.reader.read(row, location, rows.name(index))
-                    if (first := first_index.setdefault(task.id, index)) != index:
+                key = self.reader.key(row) if settings.id is None else None
+                if key is None:
+                    task, key = self.reader.read(row, location := rows.location(index), rows.name(index))
+                    if settings.id is not None and (first := first_index.setdefault(task.id, index)) != index:
                         line = rows.origin(first)[2]
                         raise DataError(f"{location}: the id {task.id!r} is also that of line {line}")
             except (RowLeftOut, DataError) as error:
-                left_out[reason_to_skip(settings, location, error)] += 1
+                left_out[reason_to_skip(settings, rows.location(index), error)] += 1
             else:
                 indices.append(index)
                 keys.append(key)
