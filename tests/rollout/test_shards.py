@@ -347,6 +347,17 @@ def test_a_dead_engine_is_replaced_for_all(stage, deterministic):
     stage.run(play, deterministic=deterministic, retries=3)
 
 
+def test_an_engine_that_only_a_process_takes_for_dead_is_replaced(stage):
+    async def play(stage):
+        reference = await stage.engine.reference(0, None)
+        assert await stage.engine.reference(0, None) == reference
+        assert await stage.engine.reference(0, reference) != reference
+        assert stage.engine.deaths == 1
+        assert "as seen from a process" in stage.notes[0]
+
+    stage.run(play)
+
+
 def test_an_engine_that_the_controller_replaces_is_replaced_in_the_processes(stage):
     async def play(stage):
         await stage.roll_out(tasks_of([""] * 4))
