@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 import envgym
-from envgym.engine import SamplingParams
+from envgym.engine import ChatEngine, ChatReply, SamplingParams
 from envgym.engines.pool import EngineClient, EnginePool
 from envgym.errors import ConfigError, InvalidOutcome, WorkerDied
 from envgym.images import ImageFolder
@@ -23,7 +23,7 @@ from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.rollout.shard import ShardSpec
 from envgym.rollout.shards import Shards
-from envgym.types import Task
+from envgym.types import Message, StopReason, Task
 from tests.running import is_running
 
 PARTS = '''
@@ -79,8 +79,34 @@ class Asks(Agent):
         return Episode("", task, Outcome.finish(), rows=[row], reward=reward, messages=messages,
                        metrics={"pid": float(os.getpid())})
 
+class Chats(Agent):
+    interface = "messages"
+
+    async def run(self, env, task, sampler, *, seed):
+        observation, _ = await env.reset(seed=seed, options={"task": task})
+        reply = await sampler.chat(observation.messages)
+        return Episode("", task, Outcome.finish(), reward=1.0, messages=[*observation.messages, reply.message],
+                       metrics={"pid": float(os.getpid())})
+
+class Replays(Agent):
+    uses_policy = False
+
+    async def run(self, env, task, sampler, *, seed):
+        raise NotImplementedError
+
+    async def replay(self, env, task, *, seed, recording_index):
+        await env.reset(seed=seed, options={"task": task})
+        return Episode("", task, Outcome.finish(), metrics={"pid": float(os.getpid()), "seed": float(seed),
+                                                            "index": float(recording_index)})
+
 def make_agent():
     return Asks(None, AgentConfig())
+
+def make_chats():
+    return Chats(None, AgentConfig())
+
+def make_replays():
+    return Replays(None, AgentConfig())
 
 class Game(envgym.Env):
     """Two turns; what it does in the second is the task's answer."""
@@ -138,8 +164,11 @@ class Stage:
         monkeypatch.syspath_prepend(folder)
         self.notes = []
 
-    def run(self, play, processes=2, engines=1, deterministic=False, clients=None, env="Game", settings=None, **config):
-        """The result of `play(self)`, with `self.runner` and so on."""
+    def run(
+        self, play, processes=2, engines=1, deterministic=False, clients=None, env="Game", settings=None,
+        agent="make_agent", sampler=None, **config,
+    ):  # fmt: skip
+        """The result of `play(self)`, with `self.runner` and so on. `sampler`: what samples in place of the engines."""
 
         async def main():
             runtime = LocalRuntime(self.folder / "logs", deterministic=deterministic)
@@ -160,7 +189,8 @@ class Stage:
                     self.engine = await EnginePool.start(
                         start_engine, engines, round_robin=deterministic, note=self.notes.append
                     )
-                    make_agent = __import__(self.module).make_agent
+                    make_agent, sampled = getattr(__import__(self.module), agent), sampler or self.engine
+                    sampled = sampled if make_agent().uses_policy else None
                     rollout, shards = RolloutConfig(**{"refills": 0, "retries": 0, **config}), None
                     common = {"max_model_len": 64, "seed": 5, "deterministic": deterministic}
                     if processes:
@@ -169,9 +199,9 @@ class Stage:
                             images=self.folder / "images", **common,
                         )  # fmt: skip
                         local = LocalAttempts(spec, make_agent(), None, rollout, **common)
-                        shards = Shards(start_shard, processes, shard, local, self.engine, self.notes.append)
+                        shards = Shards(start_shard, processes, shard, local, sampled, self.notes.append)
                     self.shards = shards
-                    self.runner = Runner(spec, make_agent(), self.engine, rollout, **common, attempts=shards)
+                    self.runner = Runner(spec, make_agent(), sampled, rollout, **common, attempts=shards)
                     try:
                         return await play(self)
                     finally:
@@ -252,6 +282,31 @@ def test_members_of_a_group_are_in_one_process_and_the_requests_bypass_the_contr
         assert not stage.engine._assigned
 
     stage.run(play, engines=2)
+
+
+class Api(ChatEngine):
+    """An API that takes messages."""
+
+    async def chat(self, request):
+        if not request.messages[0].text.startswith("0."):
+            raise InvalidOutcome("service", "no number")
+        return ChatReply(Message("assistant", f"{request.id} {request.sampling.seed}"), StopReason.STOP, 1, 1)
+
+
+@pytest.mark.parametrize("agent", ["make_chats", "make_replays"])
+def test_an_api_is_asked_by_the_controller_and_replays_need_no_engine(stage, agent):
+    async def play(stage):
+        groups = await stage.roll_out(tasks_of(["", "", ""]))
+        pids = {episode.metrics["pid"] for group in groups for episode in group.episodes}
+        return content(groups), pids
+
+    for deterministic in (False, True):
+        settings = {"agent": agent, "sampler": Api(), "deterministic": deterministic}
+        expected, _ = stage.run(play, 0, **settings)
+        groups, pids = stage.run(play, 2, **settings)
+        assert groups == expected
+        assert not failures(groups)
+        assert os.getpid() not in pids
 
 
 def test_a_killed_process_loses_its_running_episodes_and_these_are_run_again(stage, tmp_path):
