@@ -29,7 +29,7 @@ KILLS = int(os.environ.get("ENVGYM_KILLS", "20"))
 TASKS = 8
 COMMON = (
     f"rollout.tasks_per_step={TASKS}", "rollout.group_size=2", "rollout.processes=2", "eval.every=0",
-    "checkpoint.every=1", "checkpoint.keep=1",
+    "checkpoint.every=1", "checkpoint.keep=1", "learner.warmup_steps=1",
 )  # fmt: skip
 
 
