@@ -13,6 +13,7 @@ from envgym.errors import DataError
 from envgym.types import (
     Episode,
     Group,
+    ImageSpan,
     Message,
     Objective,
     Outcome,
@@ -204,3 +205,18 @@ def test_only_rows_with_an_advantage_that_were_learned_from_have_a_line(tmp_path
     [line] = pq.read_table(tmp_path / "step.parquet").to_pylist()
     assert (line["episode"], line["row"], line["advantages"], line["logprobs"]) == ("a", 0, [0.0, 2.0], [0.0, -1.5])
     assert line["ratios"] == pytest.approx([1.0, math.exp(0.5)])
+
+
+def test_episodes_without_rows_segments_without_tokens_and_rows_with_everything(tmp_path):
+    image = ImageSpan("a" * 64, 0, 2)
+    sampled = Segment("action", [5], [0.3], [-1.5], (VersionSpan(1, 0, 1),), 0.5)
+    rows = [
+        Row(
+            [Segment("prompt", [1, 2, 3], images=(image,)), Segment("action", [])], turns=[Turn(None, StopReason.STOP)]
+        ),
+        Row([sampled], Objective.CROSS_ENTROPY, turns=[Turn(1.0, StopReason.STOP)]),
+    ]
+    failed = Episode("a", Task("t"), Outcome.finish())
+    for episodes in ([], [failed], [failed, Episode("b", Task("t"), Outcome.finish(), rows=rows), failed]):
+        write_rollouts(tmp_path / "rollouts.parquet", episodes)
+        assert read_rollouts(tmp_path / "rollouts.parquet") == episodes
