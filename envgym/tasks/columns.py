@@ -166,7 +166,7 @@ class TaskReader:
 
     def _is_plain(self, row: Row, prompt: str, answer: str | None) -> bool:
         """True if rows with these names and types are texts and numbers, of which `prompt` alone is shown, one text."""
-        source, others = self.source, set(row) - {prompt}
+        source, extra_columns = self.source, set(row) - {prompt}
         return (
             self.form is None
             and not (source.template or source.difficulty or source.answer_pattern)
@@ -175,8 +175,8 @@ class TaskReader:
             and (answer is None or type(row.get(answer)) in (str, int))
             and all(isinstance(value, str | int | float | None) for value in row.values())
             and all(type(name) is str and not name.startswith("$") for name in row)
-            and others.isdisjoint({*SYSTEM_FIELDS, *UNSEEN_FIELDS, *IMAGE_FIELDS})
-            and not any(name.lower() in PLACES for name in others)
+            and extra_columns.isdisjoint({*SYSTEM_FIELDS, *UNSEEN_FIELDS, *IMAGE_FIELDS})
+            and not any(name.lower() in PLACES for name in extra_columns)
         )
 
     def _system_field(self, row: Row) -> str | None:
