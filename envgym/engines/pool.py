@@ -193,13 +193,15 @@ class EnginePool:
         return cls(start, await asyncio.gather(*(start(number) for number in range(count))), **settings)
 
     async def info(self) -> EngineInfo:
-        return await (await self._live_members())[0].client.info()
+        if self._info is None:  # that of the replacements too
+            self._info = await (await self._live_members())[0].client.info()
+        return self._info
 
     async def generate(self, request: Request) -> Generation:
         """Send a request to one of the engines. Raises `InvalidOutcome`, retryable if the engine has died, and of kind
         `images` if these engines take none."""
-        if request.images:
-            await self._check_images()
+        if request.images and not (info := await self.info()).takes_images:
+            raise InvalidOutcome("images", f"the engine ({info.kind}) takes no images here: {info.image_advice}")
         member = await self._choose(request.id)
         member.in_flight += 1
         try:
@@ -217,13 +219,6 @@ class EnginePool:
             member.in_flight -= 1
         member.failures = 0
         return generation
-
-    async def _check_images(self) -> None:
-        if self._info is None:
-            self._info = await self.info()
-        if not self._info.takes_images:
-            reason = f"the engine ({self._info.kind}) takes no images here: {self._info.image_advice}"
-            raise InvalidOutcome("images", reason)
 
     async def probe(self, token_ids: tuple[int, ...], images: tuple[PlacedImage, ...] = ()) -> list[list[float]]:
         """The log-probabilities of `HostedEngine.score` by every engine."""

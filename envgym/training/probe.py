@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from envgym.errors import InvalidStep
 from envgym.render import Renderer
 from envgym.types import ImagePart, Message, Observation, PlacedImage
-from envgym.types.images import decoded
 
 TEXT = """\
 A small shop sells apples at 3 for $2 and pears at 50 cents each. On Monday it sold 27 apples and 14 pears. How much
@@ -43,14 +42,12 @@ class Probe:
 
     token_ids  [T]
     start      the first token that is compared: after the picture, whose placeholders nobody samples
-    name       its name in messages
     images     the picture, with its file's content
     store      writes the file where the actor opens it
     """
 
     token_ids: tuple[int, ...]
     start: int = 1
-    name: str = "the probe"
     images: tuple[PlacedImage, ...] = ()
     store: Callable[[ImagePart], object] | None = field(default=None, compare=False)
 
@@ -64,7 +61,7 @@ def text_probe(renderer: Renderer, max_tokens: int) -> Probe:
 def picture_probe(renderer: Renderer, max_tokens: int, store: Callable[[ImagePart], object]) -> Probe | None:
     """The probe with a picture, of at most `max_tokens`; None if they have no room for it, or the renderer takes no
     images. Loads the model's processor."""
-    image = decoded(ImagePart.from_value(_picture()))
+    image = ImagePart.from_value(_picture())
     try:
         opening = renderer.dialogue().begin(Observation([Message("user", [image, TEXT])]))
     except InvalidStep:
@@ -73,7 +70,7 @@ def picture_probe(renderer: Renderer, max_tokens: int, store: Callable[[ImagePar
     token_ids = opening.token_ids[: min(placed.end + TOKENS_AFTER_PICTURE, max_tokens)]
     if len(token_ids) < placed.end + LEAST_TOKENS:
         return None
-    return Probe(tuple(token_ids), placed.end, "the probe with a picture", (placed,), store)
+    return Probe(tuple(token_ids), placed.end, (placed,), store)
 
 
 def _picture() -> object:

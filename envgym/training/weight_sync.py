@@ -393,8 +393,9 @@ class WeightSync:
         a token, None without a live engine. Raises `RunError` as `_compare` does."""
         maximum = None
         for probe, logprobs in zip(self.probes, actor, strict=True):
+            subject = f"the probe{' with a picture' if probe.images else ''} {moment}"
             for engine_logprobs in await engines.probe(probe.token_ids, probe.images):
-                difference = self._compare(probe, f"{probe.name} {moment}", logprobs, engine_logprobs)
+                difference = self._compare(probe, subject, logprobs, engine_logprobs)
                 maximum = max(difference, maximum or 0.0)
         return maximum
 

@@ -210,9 +210,7 @@ def with_picture(difference, tmp_path, before=0.0):
     image = decoded(ImagePart.from_value(np.zeros((2, 2, 3), np.uint8)))
     pair = ActorAndEngine([before] * 4, before)
     pair.with_picture = difference
-    probe = Probe(
-        tuple(range(20)), 11, "the probe with a picture", (PlacedImage(image, 2, 9),), ImageFolder(tmp_path).store
-    )
+    probe = Probe(tuple(range(20)), 11, (PlacedImage(image, 2, 9),), ImageFolder(tmp_path).store)
     sync = pair.sync(None, pictured=[probe])
     return pair, image, asyncio.run(sync(0)), sync
 
