@@ -137,8 +137,8 @@ def _read_instruction(image: Image, folder: Path, name: str, value: str) -> None
     elif name in ("COPY", "ADD") and not re.search(r"(^|\s)--|://|^\[", value):
         target = image.path(words[-1])
         paths = [path for word in words[:-1] for path in sorted(glob(f"{folder}/{word}", include_hidden=True))]
-        sources = [Path(path).resolve() for path in paths]
-        if not sources or not all(source.is_relative_to(folder.resolve()) for source in sources):
+        sources = list(map(Path, paths))
+        if not sources or not all(source.resolve().is_relative_to(folder.resolve()) for source in sources):
             raise NeedsContainer(f"{name} {value}")
         is_folder = words[-1].endswith(("/", ".")) or len(sources) > 1 or target in image.folders
         for source in sources:
@@ -253,7 +253,7 @@ class Local(BaseEnvironment):  # type: ignore[misc]
             pass
         for source, path in self._image.copies:
             target = PurePosixPath(path)
-            await self._upload({target.name: source}, str(target.parent))
+            await self._upload({target.name: source.resolve()}, str(target.parent))
         await self._upload_environment_dir_after_start()
 
     def _make_folder(self) -> str:

@@ -88,6 +88,7 @@ RUN mkdir -p data/deep && apt-get update && apt-get install -y --no-install-reco
 COPY one.txt two.txt ./
 COPY folder /work/folder/
 COPY one.txt /srv/renamed.txt
+COPY link.txt /srv/
 CMD ["bash"]
 """
 
@@ -95,14 +96,15 @@ CMD ["bash"]
 def test_a_plain_image(play, make_task, policy):
     files = {"environment/one.txt": "1", "environment/two.txt": "2", "environment/folder/three.txt": "3"}
     task = make_task(image=IMAGE, files=files, toml='[environment]\nenv = { COLOR = "red" }\n')
+    (task / "environment" / "link.txt").symlink_to("one.txt")
     url = policy.add(
         "pwd; echo $PORT $NAME $COLOR $PATH; find . /srv -type f | sort | xargs tail -n +1; ls -d data/deep"
     )
     assert only(play(task, [{"url": url}]))["failure"] is None
     pwd, variables, *rest = policy.answers(url)[0].splitlines()
     assert (pwd, variables.startswith("80 a b red /work/bin:/")) == ("/work", True)
-    texts = "==> ./folder/three.txt <==|3|==> ./one.txt <==|1|==> ./two.txt <==|2|==> /srv/renamed.txt <==|1data/deep"
-    assert [line for line in rest if line] == texts.split("|")
+    texts = "==> ./folder/three.txt <==|3|==> ./one.txt <==|1|==> ./two.txt <==|2|==> /srv/link.txt <==|1|"
+    assert [line for line in rest if line] == f"{texts}==> /srv/renamed.txt <==|1data/deep".split("|")
 
 
 REFUSED = {
