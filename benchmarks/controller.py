@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/controller.py [--repeats 3]
 
 The engine is in the process that rolls out and does nothing: the controller, or each of two with
-`rollout.processes=2`. Rounds of both alternate.
-One prompt and its completion make a trajectory of one turn, twenty exchanges one of twenty, of 200, 2,000 and 16,000
-tokens in all (those of the chat template included), half of them sampled. `playing` is `Runner.roll_out`, and
-`playing_shards` that in two processes; `whole` adds the work of a step on the groups before a model gets them: the
+`rollout.processes=2`. Rounds of both alternate. One prompt and its completion make a trajectory of one turn, twenty
+exchanges one of twenty, of 200, 2,000 and 16,000 tokens in all (those of the chat template included), half of them
+sampled. `playing` is `Runner.roll_out`, and `playing_shards` that in two processes; `busy_alone` and `busy_shards` are
+the controller's processor time meanwhile; `whole` adds the work of a step on the groups before a model gets them: the
 Parquet file, the metrics, advantages and token sequences (GRPO). Each figure is the median of several rounds, after a
 warm-up round.
 """
@@ -66,15 +66,18 @@ def markdown(result: dict[str, Any]) -> str:
         [
             f"{case['tokens']:,} tokens, {case['turns']} turn{'s' * (case['turns'] > 1)}",
             f"{case['trajectories']:,}",
-            *(f"{case['trajectories'] / case[part]:,.0f}" for part in ("playing", "whole")),
-            *(f"{case['trajectories'] * case['tokens'] / case[part]:,.0f}" for part in ("playing", "whole")),
-            f"{1e6 * case['whole'] / case['trajectories'] / case['tokens']:.2f}",
+            *(f"{case['trajectories'] / case[part]:,.0f}" for part in ("playing", "playing_shards")),
+            f"{case['playing'] / case['playing_shards']:.2f}",
+            *(f"{1e3 * case[part] / case['trajectories']:.2f}" for part in ("busy_alone", "busy_shards")),
+            f"{case['trajectories'] / case['whole']:,.0f}",
+            f"{case['trajectories'] * case['tokens'] / case['whole']:,.0f}",
         ]
         for case in result["cases"]
     ]
     header = [
-        "trajectory", "per round", "rollout, per second", "whole, per second", "tokens per second, rollout", "whole",
-        "whole, µs per token",
+        "trajectory", "per round", "rollout, per second", f"with {PROCESSES} processes", "ratio",
+        "controller, ms of a core per trajectory", f"with {PROCESSES} processes", "whole, per second",
+        "whole, tokens per second",
     ]  # fmt: skip
     return (
         f"{table(header, rows)}\n\nMedians of {result['repeats']} rounds. {conditions_in_words(result['conditions'])}"
@@ -134,20 +137,22 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
         n = min(MOST_TRAJECTORIES, MOST_TURNS // turns, MOST_TOKENS // tokens) // GROUP_SIZE
         stop = agent.renderer.stop_token_ids
         plan = SamplingPlan("p", SamplingParams(max_tokens=sampled, stop_token_ids=stop), GROUP_SIZE)
-        playing, playing_shards, whole = [], [], []
+        playing, playing_shards, whole, busy_alone, busy_shards = [], [], [], [], []
         await shards.start()
         gc.collect()
         gc.freeze()  # as a run does
         for round in range(repeats + 1):
             tasks = [Task(f"{round}-{index}") for index in range(n)]
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             groups = await sharded.roll_out(tasks, plan)
             playing_shards.append(time.perf_counter() - began)
+            busy_shards.append(time.process_time() - busy)
             check(groups, tokens, turns)
             del groups
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             groups = await runner.roll_out(tasks, plan)
             playing.append(time.perf_counter() - began)
+            busy_alone.append(time.process_time() - busy)
             episodes = [episode for group in groups for episode in group.episodes]
             write_rollouts(Path(folder, "rollouts.parquet"), episodes)
             rollout_metrics(groups)
@@ -163,6 +168,8 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
         "trajectories": n * GROUP_SIZE,
         "playing": median(playing[1:]),
         "playing_shards": median(playing_shards[1:]),
+        "busy_alone": median(busy_alone[1:]),
+        "busy_shards": median(busy_shards[1:]),
         "whole": median(whole[1:]),
     }
 
