@@ -145,6 +145,7 @@ def answer(caller: socket.socket, message: dict[str, Any]) -> None:
 def main() -> NoReturn:
     family_file, package, worker_file, folder = sys.argv[1:]
     family, server = import_file(family_file), os.getpid()
+    family.die_with(os.getppid(), signal.SIGHUP)
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -158,7 +159,7 @@ def main() -> NoReturn:
             traceback.print_exc()
             answer(caller, {"mistake": " ".join(str(error).split()) or type(error).__name__})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers end without being waited for
-    signal.pthread_sigmask(signal.SIG_BLOCK, family.ENDING)  # keepers handle them; the server ends with its input
+    signal.pthread_sigmask(signal.SIG_BLOCK, family.ENDING)  # keepers handle them; from here on it ends with its input
     with contextlib.suppress(EOFError):
         while True:
             with accept(control) as caller:
