@@ -27,7 +27,7 @@ def _reducer(names: tuple[str, ...]) -> Any:
 
 
 def _rebuild(cls: type, *values: Any) -> Any:
-    instance = object.__new__(cls)
+    instance: Any = object.__new__(cls)
     for name, value in zip(_NAMES[cls], values, strict=True):
         object.__setattr__(instance, name, value)
     return instance

@@ -57,3 +57,10 @@ def test_a_wrong_number_is_refused(tmp_path, monkeypatch, capsys, count):
     monkeypatch.chdir(tmp_path)
     assert main(["config", "--env", "math_verify", f"rollout.processes={count}"]) == 2
     assert "rollout.processes" in capsys.readouterr().err
+
+
+def test_an_environment_that_listens_is_refused(capsys):
+    words = ["--env", "http://127.0.0.1:8080/x", "env.listen=127.0.0.1:9000", "env.allow=[127.0.0.1]"]
+    assert main(["config", *words]) == 0
+    assert main(["config", *words, "rollout.processes=2"]) == 2
+    assert "cannot listen at the one address 127.0.0.1:9000 (env.listen)" in capsys.readouterr().err
