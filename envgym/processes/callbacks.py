@@ -23,6 +23,9 @@ SUBJECT: ContextVar[int] = ContextVar("SUBJECT")
 """The number of the subject (an instance, an episode) that the running code belongs to. Its requests are separate."""
 Request = tuple[int, str, str, Any, Any]
 """A call: its number, the object, the method and its arguments. Without an object it cancels the call."""
+NO_REQUEST: Request = (-1, "", "", (), {})
+POLL_SECONDS = 300.0
+"""Seconds after which a worker answers that there is no request: a call that lasts longer is taken for a slow one."""
 Event = bool | tuple[ErrorRecord | None, Any]
 """The answer to a call, its error or its result; or whether the deadlines around it pause from now on."""
 CallingBack = TypeVar("CallingBack", bound="CallsBack")
@@ -60,7 +63,11 @@ class CallsBack:
 
     async def next_request(self, subject: int) -> Request | None:
         """The next call of a subject. None once the subject's method has returned."""
-        request = await self._requests[subject].get()
+        try:
+            async with asyncio.timeout(POLL_SECONDS):
+                request = await self._requests[subject].get()
+        except TimeoutError:
+            return NO_REQUEST
         if request is None:
             del self._requests[subject]
         return request

@@ -439,6 +439,24 @@ def test_a_service_stops_the_clock_of_an_episode_in_another_process(stage):
     stage.run(play, clients={"judge": Slow()}, episode_timeout=1.0)
 
 
+def test_requests_are_awaited_again_and_again(stage):
+    module = stage.folder / f"{stage.module}.py"
+    module.write_text(module.read_text() + "\nimport envgym.processes.callbacks as c\nc.POLL_SECONDS = 0.05\n")
+
+    class Judge:
+        async def complete(self, text):
+            await asyncio.sleep(0.3)
+            return "late"
+
+    async def play(stage):
+        await stage.runner.attempts.start()
+        await asyncio.sleep(0.3)
+        groups = await stage.roll_out(tasks_of(["judge", "judge"]))
+        assert [episode.messages[-1].text for group in groups for episode in group.episodes] == ["late"] * 4
+
+    stage.run(play, clients={"judge": Judge()})
+
+
 def test_errors_of_services_are_those_of_a_single_process(stage):
     class Judge:
         async def complete(self, text):
