@@ -26,10 +26,10 @@ def complete_stage(stage: StageConfig, *, samples_only: bool = False) -> None:
     for part in spec.parts():
         if isinstance(data := getattr(part.config, "data", None), DataConfig):
             data.check_paths()
-        if stage.rollout.processes and getattr(part.config, "listen", None) is not None:
+        if stage.rollout.processes and (address := getattr(part.config, "listen", None)) is not None:
             raise ConfigError(
                 f"rollout.processes={stage.rollout.processes}: several processes cannot listen at the one address "
-                f"{part.config.listen} (env.listen): name the servers in env.urls, or set rollout.processes=0"
+                f"{address} (env.listen): name the servers in env.urls, or set rollout.processes=0"
             )
     if stage.agent.name == AUTO:
         stage.agent = Component(name=spec.agent, **stage.agent.settings)
