@@ -180,8 +180,8 @@ class ForeignSpec(DataEnvSpec):
         result = await self.interpreter.run(call, seconds)
         if failure := result.get("failure"):
             message = f"{self.framework}: {' '.join(failure['message'].split()):.500}"
-            assert failure["kind"] in FAILURES
-            raise InvalidOutcome(failure["kind"], message, retryable=failure.get("retryable", False))
+            kind = failure["kind"] if failure["kind"] in FAILURES else "agent"
+            raise InvalidOutcome(kind, message, retryable=failure.get("retryable", False))
         return result
 
 

@@ -244,6 +244,7 @@ class Local(BaseEnvironment):  # type: ignore[misc]
         return EnvironmentCapabilities(disable_internet=True)
 
     def _validate_definition(self) -> None:
+        self._folders: list[str] = []
         has_tests = not self._enable_environment_dir_upload
         self._image = read_image(self.environment_dir, self.task_env_config, has_tests=has_tests)
 
@@ -259,6 +260,7 @@ class Local(BaseEnvironment):  # type: ignore[misc]
     def _make_folder(self) -> str:
         """An empty folder of this machine, of the user that the box's root is here."""
         folder = tempfile.mkdtemp()
+        self._folders.append(folder)
         if IS_ROOT:
             os.chown(folder, _NOBODY, _NOBODY)
         return folder
@@ -276,7 +278,8 @@ class Local(BaseEnvironment):  # type: ignore[misc]
         return self._box
 
     async def stop(self, delete: bool) -> None:
-        await self.enter("agent")  # its files go with the episode's
+        await self.enter("agent")
+        await asyncio.to_thread(subprocess.run, ["rm", "-rf", *self._folders], stderr=subprocess.DEVNULL)
 
     async def exec(
         self,
