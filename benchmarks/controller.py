@@ -5,10 +5,9 @@
 The engine is in the process that rolls out and does nothing: the controller, or each of two with
 `rollout.processes=2`. Rounds of both alternate. One prompt and its completion make a trajectory of one turn, twenty
 exchanges one of twenty, of 200, 2,000 and 16,000 tokens in all (those of the chat template included), half of them
-sampled. `playing` is `Runner.roll_out`, and `playing_shards` that in two processes; `busy_alone` and `busy_shards` are
-the controller's processor time meanwhile; `whole` adds the work of a step on the groups before a model gets them: the
+sampled. `playing` is `Runner.roll_out`, and `playing_shards` that in two processes; `whole` adds the work of a step on the groups before a model gets them: the
 Parquet file, the metrics, advantages and token sequences (GRPO). Each figure is the median of several rounds, after a
-warm-up round.
+warm-up round. `cpu` has this process's own seconds of computing in each of the three; `rollout_shards.py` reads them.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"{case['trajectories']:,}",
             *(f"{case['trajectories'] / case[part]:,.0f}" for part in ("playing", "playing_shards")),
             f"{case['playing'] / case['playing_shards']:.2f}",
-            *(f"{1e3 * case[part] / case['trajectories']:.2f}" for part in ("busy_alone", "busy_shards")),
+            *(f"{1e3 * case['cpu'][part] / case['trajectories']:.2f}" for part in ("playing", "playing_shards")),
             f"{case['trajectories'] / case['whole']:,.0f}",
             f"{case['trajectories'] * case['tokens'] / case['whole']:,.0f}",
         ]
@@ -137,28 +136,30 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
         n = min(MOST_TRAJECTORIES, MOST_TURNS // turns, MOST_TOKENS // tokens) // GROUP_SIZE
         stop = agent.renderer.stop_token_ids
         plan = SamplingPlan("p", SamplingParams(max_tokens=sampled, stop_token_ids=stop), GROUP_SIZE)
-        playing, playing_shards, whole, busy_alone, busy_shards = [], [], [], [], []
+        playing, playing_shards, whole = [], [], []
+        cpu: dict[str, list[float]] = {"playing": [], "playing_shards": [], "whole": []}
         await shards.start()
         gc.collect()
         gc.freeze()  # as a run does
         for round in range(repeats + 1):
             tasks = [Task(f"{round}-{index}") for index in range(n)]
-            began, busy = time.perf_counter(), time.process_time()
+            began, computed = time.perf_counter(), time.process_time()
             groups = await sharded.roll_out(tasks, plan)
             playing_shards.append(time.perf_counter() - began)
-            busy_shards.append(time.process_time() - busy)
+            cpu["playing_shards"].append(time.process_time() - computed)
             check(groups, tokens, turns)
             del groups
-            began, busy = time.perf_counter(), time.process_time()
+            began, computed = time.perf_counter(), time.process_time()
             groups = await runner.roll_out(tasks, plan)
             playing.append(time.perf_counter() - began)
-            busy_alone.append(time.process_time() - busy)
+            cpu["playing"].append(time.process_time() - computed)
             episodes = [episode for group in groups for episode in group.episodes]
             write_rollouts(Path(folder, "rollouts.parquet"), episodes)
             rollout_metrics(groups)
             rows = learner.prepare(number_rows(groups))
             learner.metrics(rows)
             whole.append(time.perf_counter() - began)
+            cpu["whole"].append(time.process_time() - computed)
             check(groups, tokens, turns)
         await shards.close()
         await runtime.close()
@@ -168,9 +169,8 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
         "trajectories": n * GROUP_SIZE,
         "playing": median(playing[1:]),
         "playing_shards": median(playing_shards[1:]),
-        "busy_alone": median(busy_alone[1:]),
-        "busy_shards": median(busy_shards[1:]),
         "whole": median(whole[1:]),
+        "cpu": {part: median(seconds[1:]) for part, seconds in cpu.items()},
     }
 
 
