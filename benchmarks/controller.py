@@ -5,9 +5,10 @@
 The engine is in the process that rolls out and does nothing: the controller, or each of two with
 `rollout.processes=2`. Rounds of both alternate. One prompt and its completion make a trajectory of one turn, twenty
 exchanges one of twenty, of 200, 2,000 and 16,000 tokens in all (those of the chat template included), half of them
-sampled. `playing` is `Runner.roll_out`, and `playing_shards` that in two processes; `whole` adds the work of a step on the groups before a model gets them: the
-Parquet file, the metrics, advantages and token sequences (GRPO). Each figure is the median of several rounds, after a
-warm-up round. `cpu` has this process's own seconds of computing in each of the three; `rollout_shards.py` reads them.
+sampled. `playing` is `Runner.roll_out`, and `playing_shards` that in two processes; `whole` adds the work of a step on
+the groups before a model gets them: the Parquet file, the metrics, advantages and token sequences (GRPO). Each figure
+is the median of several rounds, after a warm-up round. `cpu` has this process's own seconds of computing in each of the
+three; `rollout_shards.py` reads them.
 """
 
 from __future__ import annotations
