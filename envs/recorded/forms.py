@@ -310,8 +310,12 @@ class Reader:
         fields = fields_of_prompt(texts, name)
         if len(fields) > 1:
             self.fields_read.update(fields)
-            text = "\n\n".join(prompt[-1].text if field == name else texts[field] for field in fields)
-            prompt = (*prompt[:-1], Message("user", text))
+            *first, last = prompt
+            place = fields.index(name)
+            before = "".join(f"{texts[field]}\n\n" for field in fields[:place])
+            after = "".join(f"\n\n{texts[field]}" for field in fields[place + 1 :])
+            parts = [part for part in (before, *last.content, after) if part]
+            prompt = (*first, Message("user", parts if last.images else before + last.text + after))
         if (history := self._name("history", row)) and isinstance(row[history], list):
             pairs = [(Message("user", query), Message("assistant", reply)) for query, reply in row[history]]
             prompt = (*itertools.chain.from_iterable(pairs), *prompt)

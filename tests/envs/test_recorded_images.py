@@ -98,6 +98,9 @@ URI = f"data:image/png;base64,{base64.b64encode(png('blue')).decode()}"
         # OpenAI: parts have the images
         ({"messages": [user({"type": "image_url", "image_url": {"url": URI}}, text("Which?")), says("Blue.")]},
          [[["u", BLUE, "Which?"], ["a", "Blue."]]]),
+        ({"prompt": [user({"type": "image_url", "image_url": {"url": URI}}, text("Which?"))], "input": "Look well.",
+          "completion": [says("Blue.")]},
+         [[["u", BLUE, "Which?", "\n\nLook well."], ["a", "Blue."]]]),
         ({"messages": json.dumps([user({"type": "image_url", "image_url": {"url": URI}}), says("Blue.")])},
          [[["u", BLUE], ["a", "Blue."]]]),
         # preferences: both answers have the prompt's
