@@ -30,7 +30,7 @@ COMPUTED = {
     ("envgym/rollout/episode.py", "error.kind"): set(),  # of an `InvalidOutcome`
     ("envgym/rollout/episode.py", "kind"): set(FAILURES.values()),
     ("envgym/sandbox/sandbox.py", "KIND"): {"sandbox"},
-    ("envs/foreign/__init__.py", "failure['kind']"): set(FAILURES_OF_PROGRAMS),
+    ("envs/foreign/__init__.py", "kind"): set(FAILURES_OF_PROGRAMS),
     ("envs/openenv/protocol.py", "kind"): {"connection", "refused", "capacity", "server"},
     ("envs/openenv/protocol.py", "kinds[error['code']]"): {"capacity", "session_lost", "server"},
     ("envs/nemo_gym/client.py", "kind"): {
