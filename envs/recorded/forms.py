@@ -312,10 +312,10 @@ class Reader:
             self.fields_read.update(fields)
             *first, last = prompt
             place = fields.index(name)
-            before = "".join(f"{texts[field]}\n\n" for field in fields[:place])
-            after = "".join(f"\n\n{texts[field]}" for field in fields[place + 1 :])
-            parts = [part for part in (before, *last.content, after) if part]
-            prompt = (*first, Message("user", parts if last.images else before + last.text + after))
+            prefix = "".join(f"{texts[field]}\n\n" for field in fields[:place])
+            suffix = "".join(f"\n\n{texts[field]}" for field in fields[place + 1 :])
+            parts = [part for part in (prefix, *last.content, suffix) if part]
+            prompt = (*first, Message("user", parts if last.images else prefix + last.text + suffix))
         if (history := self._name("history", row)) and isinstance(row[history], list):
             pairs = [(Message("user", query), Message("assistant", reply)) for query, reply in row[history]]
             prompt = (*itertools.chain.from_iterable(pairs), *prompt)
