@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -18,9 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from envgym.config.resolve import resolve
-from envgym.episodes.files import read_episodes
-from envgym.tasks.task_set import TaskCursor
+from tests.learned_tasks import check_learned_once
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -111,22 +108,8 @@ def test_an_asynchronous_run_with_random_kills_learns_from_every_task_once(envgy
     metrics = runs / "killed" / "metrics.jsonl"
     steps = max(json.loads(line)["step"] for line in metrics.read_text().splitlines()) + 3
     envgym("train", "--resume", "killed", f"steps={steps}")
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(steps + 1))
-    assert max(record.get("staleness/max", 0) for record in records) <= 1
-    trained = Counter(episode.task.id for episode in read_episodes(runs / "killed"))
-    assert set(trained.values()) == {2}  # none twice
-    spec = resolve({"env": "math_verify"}).stages[0].make_spec()
-    order = asyncio.run(drawn_tasks(spec, TASKS * (steps + 2)))
-    assert set(trained) <= set(order)
-    assert set(order[: TASKS * (steps - 1)]) <= set(trained)  # none left out
-    store("processes_killed_asynchronous", killed=dict(killed), steps=steps, tasks=len(trained))
-
-
-async def drawn_tasks(spec, count: int) -> list[str]:
-    """The ids of the first tasks, in the order in which a run of seed 0 draws them."""
-    async with spec:
-        return [task.id for task in await TaskCursor(spec.tasks("train"), 0).next(count)]
+    trained = check_learned_once(runs / "killed", "math_verify", steps=steps, tasks=TASKS, max_staleness=1)
+    store("processes_killed_asynchronous", killed=dict(killed), steps=steps, tasks=trained)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
