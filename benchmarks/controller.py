@@ -18,6 +18,7 @@ import asyncio
 import gc
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ TURNS = (1, 20)
 GROUP_SIZE = 8
 MOST_TRAJECTORIES, MOST_TURNS, MOST_TOKENS = 1024, 10_000, 2**20
 """Limits of a round; the first one reached ends it."""
+PARTS = ("playing", "whole", "playing_shards", "whole_shards")
 PROCESSES = 2
 """`rollout.processes` of the second measurement."""
 
@@ -137,41 +139,39 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
         n = min(MOST_TRAJECTORIES, MOST_TURNS // turns, MOST_TOKENS // tokens) // GROUP_SIZE
         stop = agent.renderer.stop_token_ids
         plan = SamplingPlan("p", SamplingParams(max_tokens=sampled, stop_token_ids=stop), GROUP_SIZE)
-        playing, playing_shards, whole = [], [], []
-        cpu: dict[str, list[float]] = {"playing": [], "playing_shards": [], "whole": []}
+        file = Path(folder, "rollouts.parquet")
+        times: dict[str, list[tuple[float, float]]] = {part: [] for part in PARTS}
         await shards.start()
         gc.collect()
         gc.freeze()  # as a run does
         for round in range(repeats + 1):
             tasks = [Task(f"{round}-{index}") for index in range(n)]
-            began, computed = time.perf_counter(), time.process_time()
-            groups = await sharded.roll_out(tasks, plan)
-            playing_shards.append(time.perf_counter() - began)
-            cpu["playing_shards"].append(time.process_time() - computed)
-            check(groups, tokens, turns)
-            del groups
-            began, computed = time.perf_counter(), time.process_time()
-            groups = await runner.roll_out(tasks, plan)
-            playing.append(time.perf_counter() - began)
-            cpu["playing"].append(time.process_time() - computed)
-            episodes = [episode for group in groups for episode in group.episodes]
-            write_rollouts(Path(folder, "rollouts.parquet"), episodes)
-            rollout_metrics(groups)
-            rows = learner.prepare(number_rows(groups))
-            learner.metrics(rows)
-            whole.append(time.perf_counter() - began)
-            cpu["whole"].append(time.process_time() - computed)
-            check(groups, tokens, turns)
+            for part, leader in (("shards", sharded), ("", runner)):
+                began, computed = time.perf_counter(), time.process_time()
+
+                def note(name: str, part: str = part, began: float = began, computed: float = computed) -> None:
+                    words = (name, part) if part else (name,)
+                    times["_".join(words)].append((time.perf_counter() - began, time.process_time() - computed))
+
+                groups = await leader.roll_out(tasks, plan)
+                note("playing")
+                episodes = [episode for group in groups for episode in group.episodes]
+                await leader.attempts.write(partial(write_rollouts, file, episodes))
+                rollout_metrics(groups)
+                rows = learner.prepare(number_rows(groups))
+                learner.metrics(rows)
+                pickle.dumps([row.without_record() for row in rows], protocol=5)
+                note("whole")
+                check(groups, tokens, turns)
+                del groups, episodes, rows
         await shards.close()
         await runtime.close()
     return {
         "tokens": tokens,
         "turns": turns,
         "trajectories": n * GROUP_SIZE,
-        "playing": median(playing[1:]),
-        "playing_shards": median(playing_shards[1:]),
-        "whole": median(whole[1:]),
-        "cpu": {part: median(seconds[1:]) for part, seconds in cpu.items()},
+        **{part: median(seconds for seconds, _ in rounds[1:]) for part, rounds in times.items()},
+        "cpu": {part: median(seconds for _, seconds in rounds[1:]) for part, rounds in times.items()},
     }
 
 

@@ -130,11 +130,11 @@ class ActionTokens:
         import numpy as np
 
         token_indices = [np.flatnonzero(row.loss_weights > 0) for row in episode.rows]
-        turn_ends, rewards, n_tokens = [], [], 0
+        turn_ends, rewards, n_tokens = list[int](), list[float](), 0
         for row, indices in zip(episode.rows, token_indices, strict=True):
-            for end, turn_reward in turns(row):
-                turn_ends.append(n_tokens + int(np.searchsorted(indices, end)))
-                rewards.append(turn_reward)
+            ends, turn_rewards = turns(row)
+            turn_ends += (n_tokens + np.searchsorted(indices, ends)).tolist()
+            rewards += turn_rewards
             n_tokens += len(indices)
         if credit == "episode":
             turn_ends, rewards = [n_tokens], [reward]
@@ -176,20 +176,16 @@ class ActionTokens:
             start += len(indices)
 
 
-def turns(row: Row) -> list[tuple[int, float]]:
-    """(token index of its end, its reward) for each turn of a row.
+def turns(row: Row) -> tuple[Sequence[int], list[float]]:
+    """The token index of the end, and the reward, of each turn of a row.
 
     A turn is an action segment. A row whose numbers of turns and of action segments differ counts as one turn.
     """
-    ends, length = [], 0
-    for segment in row.segments:
-        length += len(segment.token_ids)
-        if segment.role == "action":
-            ends.append(length)
+    ends: Sequence[int] = row.turn_ends
     rewards = [turn.reward or 0.0 for turn in row.turns]
     if len(rewards) != len(ends):
         ends, rewards = ends[-1:], [sum(rewards)] if ends else []
-    return list(zip(ends, rewards, strict=True))
+    return ends, rewards
 
 
 def rewards_to_go(rewards: Sequence[float], turn_ends: Sequence[int], gamma: float) -> list[float]:
@@ -207,6 +203,8 @@ def broadcast_turn_values(values: Sequence[float], turn_ends: Sequence[int], gam
     """[n] Each turn's value at all its tokens, times gamma^j at the j-th token before the turn's last."""
     import numpy as np
 
+    if gamma == 1:
+        return np.repeat(np.array(values, np.float64), np.diff(np.array(turn_ends, np.int64), prepend=0))
     result, start = np.zeros(turn_ends[-1] if turn_ends else 0), 0
     for value, end in zip(values, turn_ends, strict=True):
         result[start:end] = value * gamma ** np.arange(end - start - 1, -1, -1.0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from envgym.disk import replacement_file
 from envgym.errors import DataError, needs
@@ -34,6 +34,9 @@ from envgym.types import (
     as_messages,
 )
 from envgym.types.messages import change_images
+
+if TYPE_CHECKING:
+    from envgym.types.episodes import FloatArray
 
 PLAIN = (
     "id", "env", "group", "member", "seed", "attempt", "reward", "score", "score_is_reward", "answer", "seconds"
@@ -179,26 +182,51 @@ def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
         pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP_SIZE)
 
 
-def write_learned(path: Path, groups: Sequence[Group]) -> None:
-    """Write the training values of a step's rows to `path` in one rename, one line per row with advantages that was
-    trained on: the `episode`, the row's number in it (`row`), and one float32 per token in `advantages`, `logprobs`
-    (the trainer's before its first optimizer step on the row, in nats) and `ratios` (the trainer's policy of its last
-    optimizer step over the sampling policy). No file is written without such rows."""
+class LearnedRow(NamedTuple):
+    """The training values of a row that was trained on, float32 [T]: its advantages, the log-probabilities of the
+    trainer's policy in its first and its last optimizer step on it, and those of the sampling policy."""
+
+    episode: str
+    number: int
+    advantages: FloatArray
+    first: FloatArray | None
+    last: FloatArray
+    sampled: FloatArray
+
+
+def learned_values(groups: Sequence[Group]) -> list[LearnedRow]:
+    """The training values of all rows that have advantages and were trained on."""
+    rows = [
+        (episode.id, number, row)
+        for group in groups
+        for episode in group.episodes
+        for number, row in enumerate(episode.rows)
+    ]
+    return [
+        LearnedRow(episode, number, row.arrays["advantages"], row.first_outputs, row.last_outputs, row.old_logprobs)
+        for episode, number, row in rows
+        if row.last_outputs is not None and "advantages" in row.arrays
+    ]
+
+
+def write_learned(path: Path, rows: Sequence[LearnedRow]) -> None:
+    """Write the training values of a step's rows to `path` in one rename, one line per row: the `episode`, the row's
+    number in it (`row`), and one float32 per token in `advantages`, `logprobs` (the trainer's before its first
+    optimizer step on the row, in nats) and `ratios` (the trainer's policy of its last optimizer step over the sampling
+    policy). No file is written without rows."""
     import numpy as np
 
-    pa, pq = _pyarrow("writing rollouts")
-    columns: dict[str, list[Any]] = {name: [] for name in ("episode", "row", "advantages", "logprobs", "ratios")}
-    for episode in (episode for group in groups for episode in group.episodes):
-        for number, row in enumerate(episode.rows):
-            if row.last_outputs is None or "advantages" not in row.arrays:
-                continue
-            sampled = np.isfinite(row.old_logprobs)
-            ratios = np.exp(np.where(sampled, row.last_outputs - row.old_logprobs, 0.0))
-            values = (episode.id, number, row.arrays["advantages"], row.first_outputs, ratios)
-            for column, value in zip(columns.values(), values, strict=True):
-                column.append(value)
-    if not columns["row"]:
+    if not rows:
         return
+    pa, pq = _pyarrow("writing rollouts")
+    ratios = [np.exp(np.where(np.isfinite(row.sampled), row.last - row.sampled, 0.0)) for row in rows]
+    columns = {
+        "episode": [row.episode for row in rows],
+        "row": [row.number for row in rows],
+        "advantages": [row.advantages for row in rows],
+        "logprobs": [row.first for row in rows],
+        "ratios": ratios,
+    }
     floats = pa.list_(pa.float32())
     types = {"episode": pa.string(), "row": pa.int32(), "advantages": floats, "logprobs": floats, "ratios": floats}
     table = pa.table(columns, pa.schema(list(types.items())))

@@ -13,7 +13,7 @@ from typing import Any
 
 from envgym.errors import RolloutFailed
 from envgym.render.spelling import IN_APIS
-from envgym.types import Episode, Group, Row, Segment, Status, StopReason
+from envgym.types import Episode, Group, Row, Status, StopReason
 
 Attempt = tuple[Hashable, float, bool]
 """An answer: what it is compared within, its value, and whether the episode failed after it."""
@@ -37,12 +37,12 @@ def failure_bias(groups: Sequence[Group]) -> dict[str, float]:
     for group in groups:
         attempts = _attempts(group)
         for episode in attempts:
-            answers = [segment for row in episode.rows for segment in row.segments if segment.role == "action"]
+            answers = [answer for row in episode.rows for answer in row.answers]
             turns.append((group.id, float(len(answers)), not episode.is_counted))
-            for number, answer in enumerate(answers):
+            for number, (length, surprise) in enumerate(answers):
                 failed = not episode.is_counted and number == len(answers) - 1
-                lengths.append(((group.id, number), float(len(answer)), failed))
-                if (surprise := _surprise(answer)) is not None:
+                lengths.append(((group.id, number), float(length), failed))
+                if surprise is not None:
                     surprises.append(((group.id, number), surprise, failed))
         finished = [episode.reward for episode in attempts if episode.is_counted and episode.reward is not None]
         if finished:
@@ -60,10 +60,6 @@ def failure_bias(groups: Sequence[Group]) -> dict[str, float]:
 def _attempts(group: Group) -> list[Episode]:
     """The attempts at a group's task in which the policy answered."""
     return [episode for episode in [*group.episodes, *group.superseded] if any(row.turns for row in episode.rows)]
-
-
-def _surprise(answer: Segment) -> float | None:
-    return -fmean(answer.logprobs) if answer.logprobs else None
 
 
 def _stratified(attempts: Iterable[Attempt]) -> float | None:
@@ -107,7 +103,7 @@ def rollout_metrics(groups: Sequence[Group], *, sampled: bool = True, spells: Ma
     """
     record = _outcomes(groups, sampled, spells)
     finished = [episode for group in groups for episode in group.episodes if episode.is_counted]
-    if finished and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
+    if finished and any(surprise is not None for row in finished[0].rows for _, surprise in row.answers):
         record |= _lengths(finished)
     truncated = Counter(episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED)
     record |= {f"truncated/{reason}": count / len(finished) for reason, count in sorted(truncated.items())}
@@ -136,9 +132,8 @@ def _outcomes(groups: Sequence[Group], sampled: bool, spells: Match) -> dict[str
         record["score/mean"] = fmean(scores)
     for name in sorted({name for episode in finished for name in episode.metrics}):
         record[f"env/{name}"] = fmean(e.metrics[name] for e in finished if name in e.metrics)
-    answers = [message.text for episode in finished for message in episode.messages if message.role == "assistant"]
-    if spelled := [answer for answer in answers if spells(answer)]:
-        record["answers/special_tokens"] = len(spelled)
+    if n_spelled := sum(e.count_messages(spells) if e.n_spelled is None else e.n_spelled for e in finished):
+        record["answers/special_tokens"] = n_spelled
     for kind, count in sorted(Counter(episode.outcome.reason for episode in failures).items()):
         record[f"failures/{kind}"] = count
     if episodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,6 +48,9 @@ class Attempts(Protocol):
     async def run(self, attempt: Attempt, batcher: LockstepBatcher | None = None) -> Episode:
         """The attempt's episode; its requests go through `batcher` in a deterministic run. Raises `WorkerDied` if no
         episode can continue."""
+
+    async def write(self, write: Callable[[], None]) -> None:
+        """Write a file of the run, where that delays this process little. `write` can be pickled, and repeated."""
 
     async def start(self) -> None:
         """Start what runs them, unless it runs. The first attempt does so too."""
@@ -117,6 +121,9 @@ class LocalAttempts:
         work = run if mark is None else lambda env: mark(run(env))
         episode = await run_episode(spec, task, work, self._config.episode_timeout, sampler)
         return self.identified(episode, attempt, members)
+
+    async def write(self, write: Callable[[], None]) -> None:
+        await asyncio.to_thread(write)
 
     async def start(self) -> None:
         pass

@@ -16,14 +16,15 @@ from envgym.engine import ChatEngine, ChatReply, ChatRequest, Engine
 from envgym.engines.pool import EngineClient, EnginePool
 from envgym.env import EnvSpec
 from envgym.env.marks import Marked, Marks
-from envgym.errors import WorkerDied
+from envgym.errors import WorkerDied, report_full_disk
 from envgym.images import ImageFolder
 from envgym.processes.callbacks import SUBJECT, CallsBack, ForwardingClient
 from envgym.processes.cancellation import wait_for_end
 from envgym.processes.runtime import Reference
 from envgym.processes.watch import LoopWatch
 from envgym.services.start import with_parts
-from envgym.types import Episode, Task
+from envgym.types import Episode, Span, Task
+from envgym.types.sealed import SealedEpisode
 
 from .attempts import Attempt, LocalAttempts, Work
 from .config import RolloutConfig
@@ -59,6 +60,8 @@ class ShardSpec:
     """Names of the clients, `PART/NAME`, where PART is the index of the part of the environment."""
     marks: Path = Path()
     """The folder of the marks that tell whose code has ended a process."""
+    seals: bool = True
+    """False if the controller reads the tokens and messages of every episode."""
 
 
 class ForwardedApi(ChatEngine):
@@ -135,10 +138,11 @@ class RolloutShard(CallsBack):
         return EngineClient(await reference.open())
 
     async def run(
-        self, subject: int, group_id: str, member: int, number: int, common: bytes
+        self, subject: int, group_id: str, member: int, number: int, waiting: Span, common: bytes
     ) -> tuple[Episode, bool] | str:
-        """Run an attempt; `common` is the pickled task and plan of its group. Returns its episode, without its task if
-        that is the attempt's own (True); or why no episode can continue, which is not the death of this process."""
+        """Run an attempt; `common` is the pickled task and plan of its group, `waiting` the attempt's span before its
+        start. Returns its episode, without its task if that is the attempt's own (True); or why no episode can
+        continue, which is not the death of this process."""
         self.begin_requests(subject)
         if common not in self._common:
             self._common[common] = pickle.loads(common)
@@ -159,7 +163,16 @@ class RolloutShard(CallsBack):
         has_its_task = episode.task is attempt.task
         if has_its_task:
             episode.task = NO_TASK
+        episode.spans = [waiting, *(span for span in episode.spans if span[0] != "waiting")]
+        if self._shard.seals:
+            episode.n_spelled = episode.count_messages(self._agent.renderer.spells)
+            episode = SealedEpisode.seal(episode)
         return episode, has_its_task
+
+    async def write(self, write: Callable[[], None]) -> None:
+        """See `Attempts.write`."""
+        with report_full_disk():
+            await asyncio.to_thread(write)
 
     def answer_ping(self) -> None:
         """Show that no code blocks the event loop."""

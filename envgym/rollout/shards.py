@@ -24,7 +24,7 @@ from envgym.processes.runtime import WorkerHandle
 from envgym.services.policy import LOCKSTEP
 from envgym.services.start import with_parts
 from envgym.transcript import LockstepBatcher
-from envgym.types import Episode, Outcome, Task
+from envgym.types import Episode, Outcome, Span, Task
 
 from .attempts import Attempt, LocalAttempts
 from .runner import SamplingPlan
@@ -49,10 +49,8 @@ class _Shard:
     tasks: tuple[asyncio.Task[None], ...]
     """Answer what it asks for all its episodes, and watch whether it answers."""
     groups: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def load(self) -> int:
-        return sum(self.groups.values())
+    load: int = 0
+    """The number of these attempts, and of files that it writes."""
 
 
 class Shards:
@@ -84,6 +82,7 @@ class Shards:
             is_chat=isinstance(engine, ChatEngine),
             services=(*clients,),
             marks=Path(self._marks.name),
+            seals=not local.spec.scores_groups,
         )
         self._start, self._count, self._local, self._note = start, count, local, note
         self._pool = {POOL: engine} if is_direct else {}
@@ -129,11 +128,11 @@ class Shards:
         """Run an attempt in one process after the other until it ends in one."""
         spec, waiting_start = self._local.spec.spec_for(attempt.task), time.time()
         async with spec.slots or contextlib.nullcontext():
-            waiting = ("waiting", round(waiting_start, 4), round(time.time(), 4))
+            waiting: Span = ("waiting", round(waiting_start, 4), round(time.time(), 4))
             n_crashes = 0
             while True:
                 try:
-                    episode = await self._run_in(await self._shard_of(attempt.group_id), attempt, objects)
+                    episode = await self._run_in(await self._shard_of(attempt.group_id), attempt, waiting, objects)
                     break
                 except _Crash as crash:
                     n_crashes += crash.may_be_its_code
@@ -142,14 +141,26 @@ class Shards:
                         episode = self._local.identified(Episode("", attempt.task, outcome), attempt)
                         break
         self._n_episodes += 1
-        episode.spans = [waiting, *(span for span in episode.spans if span[0] != "waiting")]
         return episode
 
-    async def _run_in(self, shard: _Shard, attempt: Attempt, objects: Mapping[str, Any]) -> Episode:
+    async def write(self, write: Callable[[], None]) -> None:
+        """See `Attempts.write`."""
+        while True:
+            shard = await self._shard_of("")
+            shard.load += 1
+            try:
+                return await shard.handle.call(lambda worker: worker.write(write))
+            except WorkerDied as death:
+                self._lose(shard, str(death))
+            finally:
+                shard.load -= 1
+
+    async def _run_in(self, shard: _Shard, attempt: Attempt, waiting: Span, objects: Mapping[str, Any]) -> Episode:
         """Run an attempt in a process. Raises `_Crash` if that dies."""
         subject, groups = next(self._numbers), shard.groups
         groups[attempt.group_id] = groups.get(attempt.group_id, 0) + 1
-        common, start = self._common(attempt), (subject, attempt.group_id, attempt.member, attempt.number)
+        shard.load += 1
+        common, start = self._common(attempt), (subject, attempt.group_id, attempt.member, attempt.number, waiting)
         try:
             result = await call_with_answers(shard.handle, subject, objects, lambda worker: worker.run(*start, common))
         except WorkerDied as death:
@@ -159,6 +170,7 @@ class Shards:
             outcome = Outcome.fail("environment", str(error))
             return self._local.identified(Episode("", attempt.task, outcome), attempt)
         finally:
+            shard.load -= 1
             groups[attempt.group_id] -= 1
             if not groups[attempt.group_id]:
                 del groups[attempt.group_id]

@@ -13,12 +13,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.episodes.files import EpisodeKey, Journal
-from envgym.episodes.record import write_learned, write_rollouts
+from envgym.episodes.record import learned_values, write_learned, write_rollouts
 from envgym.errors import ConfigError, RolloutFailed, RunError
 from envgym.hashing import task_hash
 from envgym.learner import LearnerConfig
@@ -77,8 +78,7 @@ class StepGroups:
         self.unfinished = UnfinishedStep(
             self.folder.unfinished_step, stage.checkpoint.episodes_every if saves_episodes else None
         )
-        self._writing: asyncio.Future[None] | None = None
-        self._writing_learned: asyncio.Future[None] | None = None
+        self._writing: list[asyncio.Future[None]] = []
 
     async def collect(self) -> list[Group]:
         """Roll out tasks until the buffer has the groups of the next step, and return these."""
@@ -96,10 +96,7 @@ class StepGroups:
             else:
                 batch, groups = await self.stop.run_until_stopped(self.async_rollouts.take())
             if self.components.engine is not None:  # a replay's episodes are its data
-                writing = asyncio.to_thread(write_rollouts, self.folder.rollout_file(step), batch.episodes)
-                self._writing = asyncio.ensure_future(writing)
-                spans = [{"episode": episode.id, "spans": episode.spans} for episode in batch.episodes if episode.spans]
-                self.folder.append_events(step, spans)
+                self._write(partial(write_step, self.folder.path, step, batch.episodes))
             check_failures(batch.groups, config.max_failed_share)
         if not groups:
             raise RolloutFailed(f"step {step}: {batch.explain_no_groups(config)}")
@@ -121,14 +118,16 @@ class StepGroups:
 
     def write_learned(self, groups: Sequence[Group]) -> None:
         """Start writing the advantages and the trainer's log-probabilities of a step's rows."""
-        writing = asyncio.to_thread(write_learned, self.folder.learned_file(self.progress.step + 1), groups)
-        self._writing_learned = asyncio.ensure_future(writing)
+        self._write(partial(write_learned, self.folder.learned_file(self.progress.step + 1), learned_values(groups)))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        self._writing.append(asyncio.ensure_future(self.components.runner.attempts.write(write)))
 
     async def wait_for_writes(self) -> None:
         """Wait until the files of the last step are on the disk."""
-        for writing in (self._writing, self._writing_learned):
-            if writing is not None:
-                await writing
+        writing, self._writing = self._writing, []
+        for file in writing:
+            await file
 
     async def advance(self) -> None:
         """Start the asynchronous rollouts that become possible once the engines have the last step's weights."""
@@ -162,6 +161,14 @@ class StepGroups:
             episodes, add = unfinished.finished_episodes(plan.purpose, tasks), unfinished.add
         runner, on_progress = self.components.runner, self.display.rollout
         return await runner.roll_out(tasks, plan, on_progress, completed=episodes, on_episode=add)
+
+
+def write_step(run: Path, step: int, episodes: Sequence[Episode]) -> None:
+    """Write a step's episodes, and the times of what they did, to the files in the folder of the run."""
+    folder = RunFolder(run)
+    write_rollouts(folder.rollout_file(step), episodes)
+    spans = [{"episode": episode.id, "spans": episode.spans} for episode in episodes if episode.spans]
+    folder.append_events(step, spans)
 
 
 class UnfinishedStep:

@@ -6,10 +6,11 @@ import contextlib
 import math
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -161,6 +162,23 @@ class Objective(StrEnum):
     """Completions, or steps of them, labelled good or bad."""
 
 
+Answer = tuple[int, float | None]
+"""The tokens of a turn, and its surprise: their mean -log p in nats (None: they have no log-probabilities)."""
+
+
+def token_temperatures(temperatures: Sequence[float], lengths: Sequence[int]) -> FloatArray | None:
+    """The sampling temperature of each token of some segments; None if all are 1."""
+    import numpy as np
+
+    if all(temperature == 1 for temperature in temperatures):
+        return None
+    return np.repeat(np.array(temperatures, np.float32), lengths)
+
+
+def _surprise(logprobs: array[float] | None) -> float | None:
+    return -(math.fsum(logprobs) / len(logprobs)) if logprobs else None
+
+
 ROW_ARRAYS = ("token_ids", "loss_weights", "old_logprobs", "temperatures")
 """The attributes of a row that are made from its segments."""
 
@@ -240,10 +258,7 @@ class Row:
 
     @cached_property
     def temperatures(self) -> FloatArray | None:
-        import numpy as np
-
-        lengths = [len(segment.token_ids) for segment in self.segments]
-        return np.repeat(np.array([segment.temperature for segment in self.segments], np.float32), lengths)
+        return token_temperatures([s.temperature for s in self.segments], [len(s.token_ids) for s in self.segments])
 
     @cached_property
     def images(self) -> tuple[ImageSpan, ...]:
@@ -258,6 +273,18 @@ class Row:
     def versions(self) -> tuple[int, ...]:
         """The policy versions that sampled its actions, ascending."""
         return tuple(sorted({span.version for segment in self.segments for span in segment.versions}))
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """The index after the last token of each action segment."""
+        ends = accumulate(map(len, self.segments))
+        return tuple([end for segment, end in zip(self.segments, ends, strict=True) if segment.role == "action"])
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """The length and the surprise of each action segment."""
+        answers = [segment for segment in self.segments if segment.role == "action"]
+        return tuple([(len(answer), _surprise(answer.logprobs)) for answer in answers])
 
     @property
     def n_action_tokens(self) -> int:
@@ -307,7 +334,11 @@ class Row:
 
     def reset_arrays(self) -> None:
         """Make the arrays from the segments again when they are next read: the segments have changed."""
-        for name in (*ROW_ARRAYS, "images") if self.segments else ():
+        if self.segments:
+            self._drop_arrays()
+
+    def _drop_arrays(self) -> None:
+        for name in (*ROW_ARRAYS, "images"):
             vars(self).pop(name, None)
 
 
@@ -429,6 +460,9 @@ class Episode:
     fingerprints: dict[str, str] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, compare=False)
     """Spans of waiting, sampling, env steps and group scoring, in the process that ran it. Not part of the record."""
+    n_spelled: int | None = field(default=None, compare=False)
+    """The number of the policy's messages that spell out a special token as text; None if its messages tell. Not part
+    of the record."""
 
     @property
     def failed(self) -> bool:
@@ -444,6 +478,10 @@ class Episode:
     def n_action_tokens(self) -> int:
         """Number of tokens in the policy's turns, sampled or demonstrated."""
         return sum([row.n_action_tokens for row in self.rows])
+
+    def count_messages(self, matches: Callable[[str], object]) -> int:
+        """The number of the policy's messages that match."""
+        return sum(message.role == "assistant" and bool(matches(message.text)) for message in self.messages)
 
     @property
     def purpose(self) -> str:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from envgym.episodes.record import read_rollouts, to_record, write_learned, write_rollouts
+from envgym.episodes.record import learned_values, read_rollouts, to_record, write_learned, write_rollouts
 from envgym.errors import DataError
 from envgym.types import (
     Episode,
@@ -201,7 +201,7 @@ def test_only_rows_with_an_advantage_that_were_learned_from_have_a_line(tmp_path
     for each in (learned, text):
         each.first_outputs, each.last_outputs = np.array([0.0, -1.5]), np.array([0.0, -0.5])
     group = Group("g", Task("t"), [Episode("a", Task("t"), Outcome.finish(), [learned, left, text])])
-    write_learned(tmp_path / "step.parquet", [group])
+    write_learned(tmp_path / "step.parquet", learned_values([group]))
     [line] = pq.read_table(tmp_path / "step.parquet").to_pylist()
     assert (line["episode"], line["row"], line["advantages"], line["logprobs"]) == ("a", 0, [0.0, 2.0], [0.0, -1.5])
     assert line["ratios"] == pytest.approx([1.0, math.exp(0.5)])

@@ -32,6 +32,7 @@ import numpy as np
 import envgym
 from envgym.agent import Agent, AgentConfig
 from envgym.engine import EngineInfo, Generation
+from envgym.render import NoRenderer
 from envgym.types import (
     Action, Episode, ImagePart, Message, Outcome, Row, Segment, StopReason, Turn, VersionSpan, int_array, float_array
 )
@@ -100,13 +101,13 @@ class Replays(Agent):
                                                             "index": float(recording_index)})
 
 def make_agent():
-    return Asks(None, AgentConfig())
+    return Asks(NoRenderer(), AgentConfig())
 
 def make_chats():
-    return Chats(None, AgentConfig())
+    return Chats(NoRenderer(), AgentConfig())
 
 def make_replays():
-    return Replays(None, AgentConfig())
+    return Replays(NoRenderer(), AgentConfig())
 
 class Game(envgym.Env):
     """Two turns; what it does in the second is the task's answer."""

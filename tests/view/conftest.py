@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from envgym.episodes.files import write_episodes
-from envgym.episodes.record import write_learned, write_rollouts
+from envgym.episodes.record import learned_values, write_learned, write_rollouts
 from envgym.run_folder import RunFolder
 from envgym.types import (
     Episode,
@@ -72,7 +72,7 @@ def make_run(
             row = episode.rows[0]
             row.arrays["advantages"] = np.array([0, 0, 0.5, 0.5, -0.25 * (number + 1)], np.float32)
             row.first_outputs = row.last_outputs = np.nan_to_num(row.old_logprobs) - np.float32(0.01)
-        write_learned(folder.learned_file(step), learned)
+        write_learned(folder.learned_file(step), learned_values(learned))
         for n, episode in enumerate(episodes):
             spans = [
                 ["waiting", 100.0, 100.0 + n],
