@@ -2,12 +2,10 @@
 
     .venv/bin/python benchmarks/rollout_shards.py [--again]
 
-Measured, in seconds of computing, for each case by `benchmarks/controller.py --case`: the time of a process that rolls
-out, the time of the controller of two such processes, and that of the other work of a step on an episode before a model
-gets it (record, metrics, advantages, samples). With `--again` those of the last run are used. Two ways are compared:
-`whole` episodes come to the controller, which does the other work; `light` ones without tokens and messages do, and the
-shards do that work. The controller's time for a light one is measured here: drawing the task and sending it, receiving
-the group, the buffer and its filter, the metrics, and the advantages of its rewards.
+Measured, in seconds of computing, for each case by `benchmarks/controller.py --case`: the time of the controller of two
+processes for an episode, from the task to the message for the model that trains on it (drawing up the batch, metrics,
+advantages, token sequences); and the time of one process that does everything alone, which is taken for the shard's,
+although the controller does a part of it. With `--again` those of the last run are used.
 
 Assumed: a shard has 8 engines on its node, which sample 3,000 tokens per second each and 60 per sequence, or engines
 that respond immediately; a message takes 0.5 ms; half of the tokens are sampled; lengths of turns are log-normal (sigma
@@ -22,21 +20,16 @@ ended as all shards have at a time, `ROUNDS` times; the first of these rounds is
 from __future__ import annotations
 
 import argparse
-import asyncio
 import heapq
 import json
-import pickle
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
 from record import RESULTS, conditions, conditions_in_words, publish, table
 
 NAME = "rollout_shards"
@@ -63,25 +56,19 @@ def main() -> None:
     options = parser.parse_args()
     where = conditions(["envgym"])
     if options.again:
-        last = json.loads((RESULTS / f"{NAME}.json").read_text())
-        measured, light = last["measured"], last["light"]
+        measured = json.loads((RESULTS / f"{NAME}.json").read_text())["measured"]
     else:
-        measured, light = [measured_case(tokens, turns) for tokens, turns in CASES], asyncio.run(light_seconds())
+        measured = [measured_case(tokens, turns) for tokens, turns in CASES]
     cases = []
     for case in measured:
-        parts = {part: seconds / case["trajectories"] for part, seconds in case["cpu"].items()}
-        ways = {
-            "whole": (parts["playing"], parts["playing_shards"] + parts["whole"] - parts["playing"]),
-            "light": (parts["whole"], light),
-        }
-        for way, (shard, controller) in ways.items():
-            for immediate in (False, True):
-                for n in SHARDS:
-                    settings = {"tokens": case["tokens"], "turns": case["turns"], "immediate": immediate}
-                    figures = Simulation(n, shard, controller, **settings).run()
-                    cases.append({**settings, "way": way, "shards": n, "seconds": [shard, controller], **figures})
-                    print(cases[-1], flush=True)
-    result = {"conditions": where, "light": light, "measured": measured, "cases": cases}
+        shard, controller = (case["cpu"][part] / case["trajectories"] for part in ("whole", "whole_shards"))
+        for immediate in (False, True):
+            for n in SHARDS:
+                settings = {"tokens": case["tokens"], "turns": case["turns"], "immediate": immediate}
+                figures = Simulation(n, shard, controller, **settings).run()
+                cases.append({**settings, "shards": n, "seconds": [shard, controller], **figures})
+                print(cases[-1], flush=True)
+    result = {"conditions": where, "measured": measured, "cases": cases}
     publish(NAME, result, markdown(result))
 
 
@@ -93,14 +80,14 @@ def markdown(result: dict[str, Any]) -> str:
         shard, controller = (1e6 * seconds for seconds in first["seconds"])
         rows.append([
             f"{first['tokens']:,} tokens, {first['turns']} turn{'s' * (first['turns'] > 1)}; "
-            f"{'immediate' if first['immediate'] else f'{ENGINES} engines'}; {first['way']}",
+            f"{'immediate' if first['immediate'] else f'{ENGINES} engines'}",
             f"{shard:,.0f}", f"{controller:,.0f}", f"{first['per_second']:,.0f}",
             *(f"{case['per_second'] / first['per_second'] / case['shards']:.2f}" for case in (*middle, last)),
             f"{min(1, last['controller']):.0%}", part if shares[part] >= FULL else "latency",
             f"{1e6 / controller / first['per_second']:,.0f}",
         ])  # fmt: skip
     header = [
-        "episodes; engines of a shard; to the controller", "shard, µs per episode", "controller",
+        "episodes; engines of a shard", "shard, µs per episode", "controller",
         "one shard, per second",
         *(f"{n} shards, of linear" for n in SHARDS[1:]), f"controller busy at {SHARDS[-1]}", "limit",
         "shards that fill the controller",
@@ -117,54 +104,6 @@ def measured_case(tokens: int, turns: int) -> dict[str, Any]:
         raise SystemExit(done.stderr[-3000:])
     case: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return case
-
-
-async def light_seconds(n_groups: int = 512, repeats: int = 5) -> float:
-    """Seconds of the controller per light episode: the median of several rounds."""
-    from envgym.learners.grpo import standardize
-    from envgym.monitoring.metrics import rollout_metrics
-    from envgym.rollout.buffer import Buffer
-    from envgym.rollout.config import FilterConfig
-    from envgym.tasks import TaskList
-    from envgym.tasks.task_set import TaskCursor
-    from envgym.types import Episode, Group, Outcome, Row, StopReason, Task, Turn
-
-    rng = random.Random(0)
-    tasks = TaskList([Task(f"task-{number}", "What is the sum? " * 20, str(number)) for number in range(n_groups)])
-    cursor = TaskCursor(tasks, 0)
-    buffer = Buffer(2, needs_reward=True, filter=FilterConfig(zero_variance=True))
-
-    def finished(group: str, task: Task) -> bytes:
-        """A group as a shard sends it: the record without segments and messages."""
-        episodes = []
-        for member in range(GROUP_SIZE):
-            reward = rng.random()
-            row = Row([], turns=[Turn(reward, StopReason.STOP)])
-            row.token_ids = np.zeros(0, np.int32)
-            episodes.append(
-                Episode(
-                    f"{group}:{member:03d}:0", task, Outcome.finish(), [row], reward, reward, True, "7",
-                    {"tests/passed": 1.0}, [], "Talks-v0", group, member, 7, 0, 1.0,
-                    {"code": "0" * 16, "spec": "1" * 16, "task": "2" * 16},
-                    [("waiting", 0.0, 0.0), ("sampling", 0.0, 1.0), ("step", 1.0, 2.0)],
-                )
-            )  # fmt: skip
-        return pickle.dumps(Group(group, task, episodes))
-
-    rounds = []
-    for _ in range(repeats):
-        sent = [finished(f"step/{number:05d}", await tasks.get(number)) for number in range(n_groups)]
-        began = time.process_time()  # the machine may be busy
-        for task in await cursor.next(n_groups):
-            pickle.dumps((task, "step/00000", 7, GROUP_SIZE))
-        received = [pickle.loads(message) for message in sent]
-        buffer.add(received)
-        groups = buffer.take(n_groups)
-        rollout_metrics(groups)
-        for group in groups:
-            standardize([episode.reward or 0.0 for episode in group.episodes], 1e-6)
-        rounds.append((time.process_time() - began) / n_groups / GROUP_SIZE)
-    return median(rounds)
 
 
 @dataclass(slots=True)

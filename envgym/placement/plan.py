@@ -26,7 +26,7 @@ ENGINE_SHARES = {"separate": 0.9, "in turns": 0.85, "shared": 0.5}
 """The share of a GPU's memory that engines take: on separate GPUs, in turns with other parts (whose libraries keep some
 memory), or at the same time as they. vLLM's default is 0.92."""
 
-SECONDS_PER_TURN, SECONDS_PER_TOKEN, SECONDS_PER_REPEATED_TOKEN = 4.2e-4, 5.0e-7, 3.7e-8
+SECONDS_PER_TURN, SECONDS_PER_TOKEN, SECONDS_PER_REPEATED_TOKEN = 4.6e-4, 1.3e-7, 1.1e-8
 """Time of one process for an episode: for each turn, for each token, and for each token in each turn, since every turn
 renders the whole conversation. Fitted to the column `whole` of `benchmarks/controller.py`."""
 BUSY = 0.5

@@ -95,7 +95,7 @@ def test_rollouts_get_as_many_processes_as_their_engines_keep_half_busy(plan):
     )
     fast = line("--engine-rate", "30000", "engine.count=8", "rollout.max_tokens=20", "--turns", "20")
     busy = float(re.search(r"240,000 tokens/s, in 20 turns of 10 tokens, keep (\S+)", fast)[1])
-    assert busy == pytest.approx(240_000 * (20 * 4.2e-4 + 400 * (5e-7 + 20 * 3.7e-8)) / 200, abs=0.01)
+    assert busy == pytest.approx(240_000 * (20 * 4.6e-4 + 400 * (1.3e-7 + 20 * 1.1e-8)) / 200, abs=0.01)
     assert fast.endswith(f"rollout.processes={math.ceil(2 * busy)}")
     assert "in 5 turns of 512 tokens" in line("agent.max_turns=5")
     assert plan("--engine-rate", "0")[0] == 2
