@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -397,6 +398,11 @@ def _python_3_12() -> str | None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     for fixture in PACKAGES.keys() & set(getattr(item, "fixturenames", ())):
         item.user_properties.append(("with", PACKAGES[fixture]))  # which reports carry, also from another process
+
+
+def pytest_internalerror(excrepr: object, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    """Print it in the process where it happens: xdist reports only that the process has ended."""
+    print("".join(traceback.format_exception(excinfo.value)[-6:]), file=sys.__stderr__, flush=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
