@@ -114,7 +114,8 @@ class Shards:
 
     async def run(self, attempt: Attempt, batcher: LockstepBatcher | None = None) -> Episode:
         """See `Attempts.run`. An attempt whose code ends its process several times has failed (`crash`)."""
-        await self.start()
+        if not self._shards:
+            await self.start()
         LOCKSTEP.set(batcher)  # for the services that this process calls for the attempt
         repeating = None if batcher is None else _Repeating(batcher)
         objects = self._objects if repeating is None else {**self._objects, ENGINE: repeating}
