@@ -23,6 +23,7 @@ GROUPS = {
     "Training": "training",
     "Evaluation": "evaluation",
     "Scale": "scale",
+    "Trust": "",
     "Reference": "reference",
 }
 
