@@ -77,6 +77,9 @@ class Agent(ABC):
     """Name of the agent that does the same by messages, with the same settings, for API engines. Not inherited by
     subclasses, whose episodes may differ."""
 
+    steps_are_turns: ClassVar[bool] = True
+    """True if the environment's steps get the policy's recorded turns, one after the other."""
+
     def __init__(self, renderer: Renderer, config: AgentConfig) -> None:
         self.renderer = renderer
         self.config = config

@@ -75,6 +75,7 @@ class External(Agent):
     """
 
     Config: ClassVar[type[AgentConfig]] = ExternalConfig
+    steps_are_turns = False
     config: ExternalConfig
 
     def __init__(self, renderer: Renderer, config: AgentConfig) -> None:

@@ -46,6 +46,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     path, label = _find(options.run, options.step, "held_out" if options.eval else "rollouts")
     episodes, note = _choose(path, label, options.task, options.count)
+    if path.parent.name == "rollouts":
+        step = int(path.stem.removeprefix("step_"))
+        note += f"\nrun their actions again with: envgym replay {options.run} --step {step}"
     console = open_console()
     decode = _decoder(path) if options.prompt else None
     for episode in episodes:

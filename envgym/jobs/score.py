@@ -20,7 +20,7 @@ from envgym.rollout.runner import Runner
 from envgym.rollout.scripted import Scripted, ScriptedEpisode, script_of
 from envgym.types import Action, Episode, Group, Limit, Message, Outcome, Status, Task, Turn
 
-from .folder import UnfinishedFile
+from .folder import JobFolder, UnfinishedFile
 from .generations import (
     GenerationFields,
     GoldTasks,
@@ -74,29 +74,38 @@ def score_to_file(
     config = config.model_copy(update={"stages": [*earlier_stages, stage]})
     part = Part(name="score", env=suite_env(stage), config=config, recordings=answers)
     folder = UnfinishedFile(path, part, overwrite=overwrite)
+    with folder.open():
+        scored, _ = replay(folder, saved, display)
+        for earlier, new in zip(saved, scored, strict=True):
+            if new is not earlier:
+                new.metrics |= _earlier_metrics(earlier)
+        folder.finish(scored)
+    return saved, scored, gold
+
+
+def replay(folder: JobFolder, saved: Sequence[Episode], display: Display) -> tuple[list[Episode], dict[int, Episode]]:
+    """Run the actions of episodes again, in the environment of an open folder's part. Returns the episodes with their
+    new rewards, the failed ones unchanged, and by the index of the others what the environment gave again."""
     # A separate task object per episode, whose id() finds the recording.
     tasks = {index: replace(episode.task) for index, episode in enumerate(saved) if not episode.failed}
     recordings = {id(task): saved[index] for index, task in tasks.items()}
-    scored = list(saved)
+    scored, replays = list(saved), dict[int, Episode]()
 
     async def restore(runner: Runner, replayed: list[Group]) -> list[Group]:
         for index, group in zip(tasks, replayed, strict=True):
-            scored[index] = _with_rewards_of(saved[index], *group.episodes)
+            [replays[index]] = group.episodes
+            scored[index] = _with_rewards_of(saved[index], replays[index])
         n_failed = sum(scored[index].failed for index in tasks)
         groups = saved_groups(scored)
         await runner.score_groups(groups)
         runner.withdraw_scores(groups)
         if len(failed := [scored[index] for index in tasks if scored[index].failed]) > n_failed:
             display.note(failure_line(failed, len(tasks)))
-        for index in tasks:
-            scored[index].metrics |= _earlier_metrics(saved[index])
         return groups
 
     agent = Scripted(lambda task: scripted_episode(recordings[id(task)], task))
-    with folder.open():
-        event_loop.run(run_job(folder, display, Script(agent, list(tasks.values()), restore)))
-        folder.finish(scored)
-    return saved, scored, gold
+    event_loop.run(run_job(folder, display, Script(agent, list(tasks.values()), restore)))
+    return scored, replays
 
 
 async def _recorded_episodes(

@@ -96,7 +96,7 @@ class StepGroups:
             else:
                 batch, groups = await self.stop.run_until_stopped(self.async_rollouts.take())
             if self.components.engine is not None:  # a replay's episodes are its data
-                self._write(partial(write_step, self.folder.path, step, batch.episodes))
+                self._write(partial(write_step, self.folder, step, batch.episodes))
             check_failures(batch.groups, config.max_failed_share)
         if not groups:
             raise RolloutFailed(f"step {step}: {batch.explain_no_groups(config)}")
@@ -163,9 +163,8 @@ class StepGroups:
         return await runner.roll_out(tasks, plan, on_progress, completed=episodes, on_episode=add)
 
 
-def write_step(run: Path, step: int, episodes: Sequence[Episode]) -> None:
-    """Write a step's episodes, and the times of what they did, to the files in the folder of the run."""
-    folder = RunFolder(run)
+def write_step(folder: RunFolder, step: int, episodes: Sequence[Episode]) -> None:
+    """Write a step's episodes, and the times of what they did, to the run's folder."""
     write_rollouts(folder.rollout_file(step), episodes)
     spans = [{"episode": episode.id, "spans": episode.spans} for episode in episodes if episode.spans]
     folder.append_events(step, spans)

@@ -1,5 +1,6 @@
-"""Sealed episodes: what a process that rolls out sends to one that passes them on. Tokens, messages and spans stay bytes
-there until they are read, since making their objects is most of the time of receiving an episode with many turns."""
+"""Sealed episodes: what a process that rolls out sends to one that passes them on. Tokens, messages and spans stay
+bytes there until they are read, since making their objects is most of the time of receiving an episode of many turns.
+"""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ class ForeignAgent(Agent):
     turn gets the reward."""
 
     Config: ClassVar[type[AgentConfig]] = ForeignAgentConfig
+    steps_are_turns = False
     config: ForeignAgentConfig
 
     def __init__(self, renderer: Renderer, config: AgentConfig) -> None:

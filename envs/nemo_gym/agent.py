@@ -66,6 +66,7 @@ class NeMoGym(Agent):
     """
 
     Config: ClassVar[type[AgentConfig]] = NeMoGymConfig
+    steps_are_turns = False
     config: NeMoGymConfig
 
     _gym_config: Mapping[str, Any] | None = None
