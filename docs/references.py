@@ -43,8 +43,8 @@ Every command with its options, as `envgym COMMAND --help` prints them. Most com
 words, with dots for nested keys ([all settings](settings.md)). {WRITTEN}
 
 The exit status is 0 for success, 2 for a mistake that the user can fix (one line on standard error explains it), 130
-for Ctrl-C, and 1 for an error in envgym, for a failed check of `envgym envs check`, and for a difference below that of
-`envgym compare --fail-below`."""
+for Ctrl-C, and 1 for an error in envgym, for a failed check of `envgym envs check`, for a cheat that pays in `envgym
+envs attack`, and for a difference below that of `envgym compare --fail-below`."""
 ACTIONS_OF = {"model": ["merge", "export"], "envs": [*ACTIONS], "serve": [f"--dialect {name}" for name in protocols()]}
 
 

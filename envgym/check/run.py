@@ -8,7 +8,7 @@ import faulthandler
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from envgym.errors import ConfigError, EnvgymError, WorkerDied, WorkerError
 from envgym.loading import absolute_target, is_file_target, is_user_file
@@ -42,6 +42,7 @@ GROUPS: dict[tuple[str, ...], Callable[[Subject], Awaitable[list[Finding]]] | No
 }
 """The groups in their order: names of the checks -> function that returns a finding for each."""
 
+Host = TypeVar("Host", bound="CheckHost")
 OnFinding = Callable[[Finding], None]
 
 
@@ -128,16 +129,71 @@ class CheckHost:
             await asyncio.sleep(limit / 10)
 
 
-class _Examination:
-    """The processes that check an environment. A crashed one is replaced, and checks without a basis are skipped."""
+class HostProcess(Generic[Host]):
+    """The process in which an environment is set up, by a host of the class `target`. One that dies or is killed is
+    replaced at the next call."""
 
-    def __init__(self, report: Report, runtime: LocalRuntime, arguments: Mapping[str, Any], temporary: str) -> None:
-        self._report = report
+    def __init__(
+        self, target: str, env: str, runtime: LocalRuntime, arguments: Mapping[str, Any], temporary: str
+    ) -> None:
+        self._target = target
+        self._env = env
         self._runtime = runtime
         self._arguments = arguments
         self._temporary = temporary
-        self._worker: LocalWorker[CheckHost] | None = None
-        self._workers: list[LocalWorker[CheckHost]] = []
+        self._worker: LocalWorker[Host] | None = None
+        self._workers: list[LocalWorker[Host]] = []
+
+    async def call(self, call: Callable[[Host], Coroutine[Any, Any, Result]]) -> Result:
+        """The result of a method of the host. Raises `TimeoutError` after `GROUP_SECONDS`, and `WorkerDied`."""
+        if self._worker is None:
+            self._worker = await self.start("1")
+        async with asyncio.timeout(GROUP_SECONDS):
+            return await self._worker.call(call)
+
+    async def start(self, hash_seed: str) -> LocalWorker[Host]:
+        """Start a process and set the environment up in it. `hash_seed` makes hashes differ between processes. Its
+        temporary files are in this process's folder, because it is killed and cannot delete them."""
+        environ = {"PYTHONHASHSEED": hash_seed, "TMPDIR": self._temporary}
+        worker: LocalWorker[Host] = await self._runtime.start(
+            self._target, self._arguments, name="check", environ=environ
+        )
+        self._workers.append(worker)
+        try:
+            await worker.call(lambda host: host.open())  # open has its own time limit
+        except WorkerDied:
+            self._worker = worker
+            problem, _ = self.describe_death()
+            raise EnvgymError(f"{self._env} cannot be set up: {problem}") from None
+        return worker
+
+    async def kill(self) -> None:
+        """Kill the process, so that the next call starts a new one."""
+        if self._worker is not None:
+            await self._worker.kill()
+            self._worker = None
+
+    async def close(self) -> None:
+        """Kill the processes, with everything that the environment left in them."""
+        for worker in self._workers:
+            await worker.kill()
+
+    def describe_death(self) -> tuple[str, str]:
+        """(The reason why the process ended, from its log; advice)."""
+        text = "" if self._worker is None else self._worker.log.read_text(encoding="utf-8", errors="replace")[-20_000:]
+        if "Timeout (" in text:
+            location = _user_frame(text.rpartition("Timeout (")[2])
+            return f"the event loop was blocked permanently{location}", "no call may block forever: set a timeout"
+        reason = next((line for line in reversed(text.splitlines()) if line.strip()), "its log is empty")
+        return f"the process ended: {reason.strip()[:200]}", "an environment must not end the process it runs in"
+
+
+class _Examination(HostProcess[CheckHost]):
+    """The processes that check an environment. A crashed one is replaced, and checks without a basis are skipped."""
+
+    def __init__(self, report: Report, runtime: LocalRuntime, arguments: Mapping[str, Any], temporary: str) -> None:
+        super().__init__("envgym.check.run:CheckHost", report.env, runtime, arguments, temporary)
+        self._report = report
 
     async def findings(self, checks: tuple[str, ...]) -> list[Finding]:
         """The findings of a group of checks, with their names."""
@@ -148,11 +204,6 @@ class _Examination:
         if findings[0].is_last:  # it has the reason why others are not applicable
             findings[1:] = [finding for finding in findings[1:] if finding.verdict is not CheckVerdict.NOT_APPLICABLE]
         return findings
-
-    async def close(self) -> None:
-        """Kill the processes, with everything that the environment left in them."""
-        for worker in self._workers:
-            await worker.kill()
 
     def _skip_reason(self, checks: tuple[str, ...]) -> str:
         """The reason to skip these checks because an earlier one failed; empty if there is none."""
@@ -170,48 +221,23 @@ class _Examination:
         try:
             if checks == OTHER_PROCESS:
                 return [await self._compare_processes()]
-            return await self._call(lambda host: host.check(checks, self._report.verdicts()))
+            return await self.call(lambda host: host.check(checks, self._report.verdicts()))
         except WorkerDied:
-            finding = failure(*self._describe_death())
+            finding = failure(*self.describe_death())
         except TimeoutError:
             advice = "set a timeout for what it waits on, or choose faster settings for the check"
             finding = failure(f"this takes longer than {GROUP_SECONDS:g} s", advice)
         except WorkerError as error:
             error_text = re.sub(r" \(log: .*\)$|^check: ", "", str(error))
             finding = failure(f"the environment raised {error_text}", "envgym envs try shows more")
-        if self._worker is not None:  # the next group starts a new process
-            await self._worker.kill()
-            self._worker = None
+        await self.kill()
         finding.is_last = checks == episodes.CHECKS
         return [finding, *(not_applicable(f"see {checks[0]}") for _ in checks[1:])]
-
-    async def _call(self, call: Callable[[CheckHost], Coroutine[Any, Any, Result]]) -> Result:
-        if self._worker is None:
-            self._worker = await self._start("1")
-        async with asyncio.timeout(GROUP_SECONDS):
-            return await self._worker.call(call)
-
-    async def _start(self, hash_seed: str) -> LocalWorker[CheckHost]:
-        """Start a process and set the environment up in it. `hash_seed` makes hashes differ between processes. Its
-        temporary files are in this process's folder, because it is killed and cannot delete them."""
-        environ = {"PYTHONHASHSEED": hash_seed, "TMPDIR": self._temporary}
-        target = "envgym.check.run:CheckHost"
-        worker: LocalWorker[CheckHost] = await self._runtime.start(
-            target, self._arguments, name="check", environ=environ
-        )
-        self._workers.append(worker)
-        try:
-            await worker.call(lambda host: host.open())  # open has its own time limit
-        except WorkerDied:
-            self._worker = worker
-            problem, _ = self._describe_death()
-            raise EnvgymError(f"{self._report.env} cannot be set up: {problem}") from None
-        return worker
 
     async def _compare_processes(self) -> Finding:
         """The finding on the same episodes in the process of the checks and in a new one with another hash seed."""
         verdicts = self._report.verdicts()
-        first, second = await asyncio.gather(self._call(lambda host: host.collect_records(verdicts)), self._start("2"))
+        first, second = await asyncio.gather(self.call(lambda host: host.collect_records(verdicts)), self.start("2"))
         try:
             async with asyncio.timeout(GROUP_SECONDS):
                 return repeatability.compare_records(
@@ -219,15 +245,6 @@ class _Examination:
                 )
         finally:
             await second.kill()
-
-    def _describe_death(self) -> tuple[str, str]:
-        """(The reason why the process ended, from its log; advice)."""
-        text = "" if self._worker is None else self._worker.log.read_text(encoding="utf-8", errors="replace")[-20_000:]
-        if "Timeout (" in text:
-            location = _user_frame(text.rpartition("Timeout (")[2])
-            return f"the event loop was blocked permanently{location}", "no call may block forever: set a timeout"
-        reason = next((line for line in reversed(text.splitlines()) if line.strip()), "its log is empty")
-        return f"the process ended: {reason.strip()[:200]}", "an environment must not end the process it runs in"
 
 
 def _user_frame(stack: str) -> str:

@@ -87,7 +87,7 @@ async def _collect(subject: Subject) -> ScoredEpisodes:
         scripts: dict[str, Script] = dict(zip(TRIVIAL, trivial, strict=True))
         for variant, turns in enumerate(subject.demonstrations(task)):
             scripts[f"demonstration {variant}"] = demonstration_script(turns)
-        for name, episode in (await _run_group(subject, task, number, scripts)).items():
+        for name, episode in (await run_group(subject, task, number, scripts)).items():
             if not episode.failed:
                 group = scored.probes[name] if name in scored.probes else scored.demonstrations.setdefault(number, [])
                 group.append(episode.result)
@@ -98,7 +98,7 @@ async def _collect(subject: Subject) -> ScoredEpisodes:
     return scored
 
 
-async def _run_group(
+async def run_group(
     subject: Subject, task: Task, seed: int, scripts: Mapping[str, Script]
 ) -> dict[str, CheckedEpisode]:
     """The episodes of `scripts` by their names, judged as a group if the environment does so."""

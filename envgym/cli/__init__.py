@@ -28,7 +28,7 @@ COMMANDS = {
     "rollout": "write a model's episodes in an environment to a file",
     "score": "re-score saved episodes with another environment or reward model",
     "replay": "run a step's recorded actions again and compare",
-    "envs": "list, show, check, try, create and name environments",
+    "envs": "list, show, check, attack, try, create and name environments",
     "serve": "serve an environment over HTTP",
     "serve-reward-model": "serve a reward model over HTTP",
     "config": "print what would run, without starting anything",

@@ -138,6 +138,11 @@ class EnvSpec:
         """The assistant's turns of a right solution of `task`, for replay; the seed picks a variant."""
         raise ConfigError(f"environment {self.id} has no demonstrations to replay")
 
+    def cheats(self, task: Task, seed: int) -> Mapping[str, Sequence[str | Message]]:
+        """Ways to a reward of `task` that is not earned, by their names: the assistant's turns of each. `envgym envs
+        attack` tries them, as it does its own."""
+        return {}
+
     def forgery(self, task: Task) -> str:
         """How a policy could get a reward of `task` that it has not earned, for `envgym envs check`. Empty: no way is
         known."""

@@ -1,4 +1,4 @@
-"""`envgym envs`: list, show, check, try, create, name and export environments."""
+"""`envgym envs`: list, show, check, attack, try, create, name and export environments."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ ACTIONS = {
     "list": ("show", "list the environments that are installed"),
     "show": ("show", "show an environment: its agent, tools, services, settings, tasks and a first observation"),
     "check": ("check", "run checks on an environment; exit status 1 if one fails"),
+    "attack": ("attack", "play cheats in an environment; exit status 1 if one pays"),
     "try": ("play", "play an episode yourself"),
     "new": ("new", "create a working file to start from"),
     "add": ("remote", "save a name for a remote environment"),
@@ -28,10 +29,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     envgym envs ACTION --help for details.
 
-    usage: list | show E | check E | try E | new NAME | add NAME URL | remove NAME | export E --as D [key=value …]
+    usage: list | show|check|attack|try E | new NAME | add NAME URL | remove NAME | export E --as D [key=value …]
     example: envgym envs list
       envgym envs show math_verify
       envgym envs check my_env.py
+      envgym envs attack my_env.py
     """
     lines = "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in ACTIONS.items())
     parser = Parser("envs", main, actions=lines)

@@ -1,0 +1,227 @@
+"""The answer-blind plays, the cheats and the demonstrations of an environment, as scripts."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from envgym.check.leak import answer_text
+from envgym.check.play import text_of
+from envgym.check.scripts import MAX_TURNS, demonstration_script, monkey, text_action, value_of
+from envgym.check.subject import Subject
+from envgym.rollout.scripted import NO_ACTIONS, Script
+from envgym.types import Action, Message, Observation, Task, ToolCall
+from envgym.yaml_files import read_yaml
+
+from .fields import CONSTANTS, Fields, echoes, fill, guess_fields, names_in
+from .forms import IN_BLOCK, RAW, USUAL, Form, is_program, split_form
+
+TASKS = 50
+"""Tasks of a cheat that pays. An environment with fewer repeats them with other seeds."""
+MODELS = 8
+"""Number of further tasks, whose demonstrations show the form of a right answer."""
+FORMS = 2
+"""Maximum number of forms."""
+GUESSES = 12
+"""Number of answers of which each is given to all tasks, and of words that are guesses if no answers are known."""
+CHEATS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("cheats.yaml"))
+_CONSTANTS: Fields = {**CONSTANTS, **{key: functools.partial(str, CHEATS[key]) for key in ("folders", "search")}}
+_ESCAPE = re.compile(r"\.\.|^/|[;$]")
+_DESTRUCTIVE = re.compile(
+    r"delet|remov|eras|drop|clear|kill|format|unlink|mov|renam|writ|purg|wip|reset|updat|insert|upload|send|\brm\b",
+    re.IGNORECASE,
+)
+"""Names of tools that are not called with a path out of their folder or a command: it might work."""
+
+ScriptOf = Callable[[Task, int], Script]
+"""A function of a task and the number of its episode that returns a new script."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A play with a name, in several variants: in the forms of right answers, for example."""
+
+    kind: str
+    name: str
+    variants: Sequence[ScriptOf]
+
+
+class Attempts:
+    """All attempts at one environment. Call `prepare` first.
+
+    A cheat knows the answers and the demonstrations of other tasks, and not those of its own.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self.tasks: list[Task] = []
+        self.right_value = 1.0
+        """The reward of a demonstration that is right; 1 if there are none."""
+        self._guesses: Counter[str] = Counter()
+        self._right_forms: list[Form] = []
+        self._openings: list[Observation] = []
+
+    async def prepare(self) -> None:
+        """Read the tasks; find the forms of right answers, and guesses."""
+        tasks = await self._subject.tasks(TASKS + MODELS)
+        models = tasks[TASKS:] or tasks[:MODELS]
+        tasks = tasks[:TASKS]
+        self.tasks = [tasks[number % len(tasks)] for number in range(TASKS)] if tasks else []
+        for number, task in enumerate(models):
+            episode = await self._subject.play(task, number, NO_ACTIONS)
+            self._openings += [episode.opening] if episode.opening is not None else []
+            await self._learn_forms(task, number)
+        self._guesses = Counter(answer for task in tasks if (answer := self._answer(task)))
+        if not self._guesses:
+            words = Counter(word for text in self._opening_texts for word in set(re.findall(r"\w+", text)))
+            self._guesses = Counter(dict(words.most_common(GUESSES)))
+
+    def attempts(self) -> Iterator[Attempt]:
+        """The attempts in their order: the answer-blind plays, the cheats, the demonstrations, and what needs right
+        episodes, which come last since an environment may remember those."""
+        forms = self._right_forms and [RAW, *(form for form in self._right_forms if form != RAW)]
+        is_for_programs = any(map(is_program, [*self._opening_texts, *(form.prefix for form in forms)]))
+        yield from self._blind_plays(forms or USUAL)
+        for kind in ("texts", "echoes", "hanging"):
+            yield from self._cheats(kind, [RAW] if is_for_programs else forms or USUAL)
+        if any(opening.tools for opening in self._openings):
+            yield from self._cheats("tools", list(dict.fromkeys(replace(form, lead=()) for form in forms or [RAW])))
+        if is_for_programs:
+            for kind in ("programs", "endless_programs"):
+                yield from self._cheats(kind, self._right_forms or [RAW, IN_BLOCK])
+        for name in dict.fromkeys(name for task in self.tasks for name in self._authors_cheats(task, 0)):
+            yield Attempt("author", name, [self._author_script(name)])
+        if n_variants := max(len(self._subject.demonstrations(task)) for task in self.tasks):
+            yield Attempt("demonstrations", "demonstrations", [self._demonstration(n) for n in range(n_variants)])
+            yield from self._cheats("left_behind", [RAW])
+            for name, change in CHEATS["excess"].items():
+                yield Attempt("excess", name, [self._demonstration(n, change) for n in range(min(n_variants, FORMS))])
+
+    # -- forms and guesses --------------------------------------------------------------------------------
+
+    @property
+    def _opening_texts(self) -> list[str]:
+        return [text_of(opening) for opening in self._openings]
+
+    async def _learn_forms(self, task: Task, number: int) -> None:
+        """Add the forms of a task's demonstrations that are right."""
+        for turns in self._subject.demonstrations(task):
+            form, _ = split_form(turns, answer_text(task.answer))
+            if len(self._right_forms) < FORMS and not any(map(form.is_like, self._right_forms)):
+                episode = await self._subject.play(task, number, demonstration_script(turns))
+                if (episode.result.score or episode.result.reward or 0.0) > 0:
+                    self._right_forms.append(form)
+                    self.right_value = episode.result.reward or 1.0
+
+    def _answer(self, task: Task) -> str:
+        """The answer in a task's demonstration of the usual form; without demonstrations the reference answer."""
+        answers = [split_form(turns, answer_text(task.answer)) for turns in self._subject.demonstrations(task)]
+        in_form = (text for form, text in answers if any(map(form.is_like, self._right_forms)))
+        return next(in_form, answers[0][1] if answers else answer_text(task.answer))
+
+    # -- scripts ------------------------------------------------------------------------------------------
+
+    def _blind_plays(self, forms: Sequence[Form]) -> Iterator[Attempt]:
+        texts = {f"always {guess!r:.50}": guess for guess, _ in self._guesses.most_common(GUESSES)}
+        texts |= {"a random answer": "{other}", "a random word of the observation": "{random_word}"}
+        texts |= {"the first option": "{first_option}", "the last option": "{last_option}"}
+        for name, text in texts.items():
+            yield Attempt("blind", name, [self._script([{"say": text}], form) for form in forms])
+        yield Attempt("blind", "random actions", [lambda task, number: monkey(number)])
+        if any(map(self._subject.demonstrations, self.tasks)):
+            yield Attempt("blind", "another task's demonstration", [self._foreign_demonstration] * 2)
+
+    def _cheats(self, kind: str, forms: Sequence[Form]) -> Iterator[Attempt]:
+        for name, cheat in CHEATS[kind].items():
+            turns = [{"say": cheat}] if isinstance(cheat, str) else cheat
+            yield Attempt(kind, name, [self._script(turns, form) for form in forms])
+
+    def _script(self, turns: Sequence[Mapping[str, str]], form: Form) -> ScriptOf:
+        """A script of the turns of a form before its last one, then of a cheat's `turns` in this form."""
+
+        def script_of(task: Task, number: int) -> Script:
+            rng, observations = random.Random(f"guess {number}"), list[Observation]()
+            guesses = guess_fields(self._guesses, rng, (self._right_forms or [RAW])[0].text)
+
+            def script(turn: int, observation: Observation) -> Action | None:
+                observations.append(observation)
+                if turn < len(form.lead):
+                    return text_action(form.lead[turn])
+                cheat = turns[min(turn - len(form.lead), len(turns) - 1)]
+                has_fields = "{" in str(cheat)
+                fields = (
+                    {**_CONSTANTS, **guesses, **echoes(observations, guesses["guess"](), rng)} if has_fields else {}
+                )
+                action = text_action(form.text(fill(cheat["say"], fields)) if "say" in cheat else "")
+                calls = self._calls(cheat["call"], observations, fields) if "call" in cheat else []
+                return replace(action, tool_calls=tuple(calls)) if turn < MAX_TURNS else None
+
+            return script
+
+        return script_of
+
+    def _calls(self, text: str, observations: Sequence[Observation], fields: Fields) -> list[ToolCall]:
+        """A call of every tool with a text for each argument; with `{name}` or `{each}` for each name or guess."""
+        names = names_in(observations[-1]) if "{name}" in text else [""]
+        guesses = [guess for guess, _ in self._guesses.most_common(GUESSES)] if "{each}" in text else [""]
+        texts = [text.replace("{name}", name).replace("{each}", guess) for name in names for guess in guesses]
+        calls = []
+        for tool in observations[0].tools:
+            is_risky = _DESTRUCTIVE.search(f"{tool.name} {tool.description}") is not None
+            for value in [fill(text, fields) for text in texts]:
+                if not (is_risky and _ESCAPE.search(value)):
+                    properties = tool.parameters.get("properties", {})
+                    arguments = {name: _argument(schema, value) for name, schema in properties.items()}
+                    calls.append(ToolCall(f"call_{len(calls)}", tool.name, arguments))
+        return calls
+
+    def _demonstration(self, variant: int, change: str = "") -> ScriptOf:
+        def script_of(task: Task, number: int) -> Script:
+            variants = self._subject.demonstrations(task)
+            return demonstration_script(changed(variants[variant % len(variants)], change)) if variants else NO_ACTIONS
+
+        return script_of
+
+    def _foreign_demonstration(self, task: Task, number: int) -> Script:
+        rng = random.Random(f"demonstration {number}")
+        variants = self._subject.demonstrations(rng.choice(self.tasks))
+        return demonstration_script(rng.choice(variants)) if variants else NO_ACTIONS
+
+    def _author_script(self, name: str) -> ScriptOf:
+        return lambda task, number: demonstration_script(self._authors_cheats(task, number).get(name, ()))
+
+    def _authors_cheats(self, task: Task, seed: int) -> Mapping[str, Sequence[str | Message]]:
+        return self._subject.spec.spec_for(task).cheats(task, seed)
+
+
+def changed(turns: Sequence[str | Message], change: str) -> Sequence[str | Message]:
+    """The turns of a demonstration that may earn more than is due, by a name of a change; none for an empty one."""
+    filler, last = CONSTANTS["filler"](), turns[-1]
+    text = last.text if isinstance(last, Message) else last
+    match change:
+        case "first":
+            return [*turns[:1] * MAX_TURNS, *turns]
+        case "twice":
+            return [turn for turn in turns for _ in range(2)]
+        case "calls":
+            return [*turns[:-1] * 4, *turns]
+        case "before":
+            return [*turns[:-1], f"{filler}\n{text}"]
+        case "after":
+            return [*turns[:-1], f"{text}\n{filler}"]
+        case _:
+            return turns
+
+
+def _argument(schema: Mapping[str, Any], text: str) -> Any:
+    """An argument of a tool: the text, or its number, or a random value if the schema takes neither."""
+    if schema.get("type") in ("integer", "number") and re.fullmatch(r"-?\d{1,15}", text):
+        return int(text)
+    is_text = schema.get("type") == "string" and not schema.get("enum")
+    return text if is_text else value_of(schema, random.Random(text), [text])
