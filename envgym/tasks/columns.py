@@ -81,11 +81,6 @@ class TaskReader:
         self.columns = ""
         """Columns of the first row in words, by their use; empty for rows in another program's form."""
 
-    @property
-    def reads_images(self) -> bool:
-        """True if a row that was read has images, which may be in other files."""
-        return self._images.has_read
-
     def fingerprint(self) -> str | None:
         """A hash that changes with the reading of rows; None with a form, which may be any code."""
         unused = {"path", "split", "test_path", "test_split", "test_fraction", "weight"}
@@ -95,11 +90,14 @@ class TaskReader:
 
     def facts(self) -> dict[str, Any]:
         """The attributes that reading has set, in JSON types."""
-        return {"fields": self._fields, "notes": self.notes, "columns": self.columns}
+        return {
+            "fields": self._fields, "notes": self.notes, "columns": self.columns, "images": self._images.has_read
+        }  # fmt: skip
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Set the attributes to those of a reader that has read the same rows."""
         self._fields, self.notes, self.columns = facts["fields"], Counter(facts["notes"]), facts["columns"]
+        self._images.has_read = facts["images"]
 
     def read(self, row: Row, location: str, name: str) -> tuple[Task, int]:
         """The task of `row` and the key of its prompt, without a template or system message. `name` is its id unless
@@ -158,11 +156,11 @@ class TaskReader:
         kinds = (*row, *map(type, row.values()))
         if (is_plain := self._are_plain.get(kinds)) is None and len(self._are_plain) < MOST_KINDS:
             is_plain = self._are_plain[kinds] = self._is_plain(row, prompt_field, answer_field)
-        if not is_plain or row[prompt_field].lstrip()[:1] in "[{":  # messages as text, or blank
+        if not is_plain or (text := _normal(row[prompt_field]))[:1] in "[{":  # messages as text, or blank
             return None
         if answer_field is not None and type(row[answer_field]) is str and not row[answer_field].strip():
             return None
-        return key_of(f"user {' '.join(row[prompt_field].split())}")  # as of one message
+        return key_of(f"user {text}")  # as of one message
 
     def _is_plain(self, row: Row, prompt: str, answer: str | None) -> bool:
         """True if rows with these names and types are texts and numbers, of which `prompt` alone is shown, one text."""
@@ -303,14 +301,21 @@ def prompt_key(task: Task) -> int:
 
 def key_of(text: str) -> int:
     """A number that identifies `text`, the same on every machine."""
-    return int(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:15], 16)
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8]) >> 4
+
+
+def _normal(text: str) -> str:
+    """`text` with single spaces between its words, and none around them."""
+    if "  " not in text and text.isprintable():  # no other space is printable, and to split takes three times as long
+        return text.strip()
+    return " ".join(text.split())
 
 
 def _key(messages: Iterable[Message]) -> int:
     lines = []
     for message in messages:
         names = [f" {image.sha256}" for image in message.images]
-        lines.append(f"{message.role} {' '.join(message.text.split())}{''.join(names)}")
+        lines.append(f"{message.role} {_normal(message.text)}{''.join(names)}")
     return key_of("\n".join(lines))
 
 

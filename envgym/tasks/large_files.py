@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import io
 import json
@@ -10,8 +11,10 @@ import mmap
 import os
 import tempfile
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, compress, count
 from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
@@ -25,6 +28,9 @@ file in $ENVGYM_CACHE, without a name, which goes when the process ends."""
 BATCH_BYTES = 2**24
 """Approximate bytes of the rows of a table that are converted at a time."""
 
+PIECE_BYTES = 2**20
+"""Approximate bytes of lines that are read at a time."""
+
 
 class Lines:
     """The lines of a text file that are not blank, unmodified, by number from 0. A small file is in memory. Of a larger
@@ -36,23 +42,24 @@ class Lines:
 
     def __init__(self, path: Path, limit: int | None) -> None:
         self._path, self.numbers = path, array("I")
-        self._starts, self._checksums, end = array("Q"), array("I"), 0
+        self._starts, self._checksums = array("Q"), array("I")
         with reported_as(DataError, f"{path} cannot be read"):
             self._file: BinaryIO = regular_file(path).open("rb")
             self._memory = self._file.read() if os.fstat(self._file.fileno()).st_size <= IN_MEMORY else None
-            lines: BinaryIO = self._file
+            source: BinaryIO = self._file
             if self._memory is not None:
                 self._file.close()
-                lines = io.BytesIO(self._memory)
-            for number, line in enumerate(lines, start=1):
-                if len(self.numbers) == limit:
-                    break
-                if not line.isspace():
-                    self.numbers.append(number)
-                    self._starts.append(end)
-                    self._checksums.append(crc32(line))
-                end += len(line)
+                source = io.BytesIO(self._memory)
+            number = end = 0
+            while (limit is None or len(self.numbers) < limit) and (lines := source.readlines(PIECE_BYTES)):
+                are_rows = [not line.isspace() for line in lines]
+                self.numbers.extend(compress(count(number + 1), are_rows))
+                self._starts.extend(compress(accumulate(map(len, lines), initial=end), are_rows))
+                self._checksums.extend(map(crc32, compress(lines, are_rows)))
+                number, end = number + len(lines), end + sum(map(len, lines))
         self._starts.append(end)
+        if limit is not None:
+            del self.numbers[limit:], self._checksums[limit:], self._starts[limit + 1 :]
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -60,19 +67,49 @@ class Lines:
     def __getitem__(self, index: int) -> bytes:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        start, end = self._starts[index], self._starts[index + 1]
-        if self._memory is None:
-            try:
-                text = os.pread(self._file.fileno(), end - start, start)
-            except OSError as error:
-                raise RunError(f"{self._path} cannot be read: {error.strerror}") from None
-        else:
-            text = self._memory[start:end]
+        text = self._text(index, index + 1)
         line = text[: text.find(b"\n") + 1 or None]  # blank lines may follow
         if crc32(line) != self._checksums[index]:
             change = "has changed since the file was first read"
             raise RunError(f"{self._path}:{self.numbers[index]} {change}: a run needs its data as it was at the start")
         return line
+
+    def __iter__(self) -> Iterator[bytes]:
+        start = 0
+        while start < len(self):
+            end = bisect_right(self._starts, self._starts[start] + PIECE_BYTES, start + 2) - 1
+            lines = [line for line in io.BytesIO(self._text(start, end)) if not line.isspace()]
+            if array("I", map(crc32, lines)) != self._checksums[start:end]:
+                lines = [self[index] for index in range(start, end)]  # raises the error of a changed one
+            yield from lines
+            start = end
+
+    def _text(self, start: int, end: int) -> bytes:
+        """The file's part with the lines from `start` to before `end`."""
+        first, last = self._starts[start], self._starts[end]
+        if self._memory is not None:
+            return self._memory[first:last]
+        try:
+            return os.pread(self._file.fileno(), last - first, first)
+        except OSError as error:
+            raise RunError(f"{self._path} cannot be read: {error.strerror}") from None
+
+    def part(self, start: int, end: int) -> Lines | None:
+        """The lines from `start` to before `end`, which can be pickled; None for those of a small file."""
+        if self._memory is not None:
+            return None
+        part = copy.copy(self)
+        part.numbers, part._checksums = self.numbers[start:end], self._checksums[start:end]
+        part._starts = self._starts[start : end + 1]
+        return part
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_file": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        with reported_as(RunError, f"{self._path} cannot be read"):
+            self._file = regular_file(self._path).open("rb")
 
     def fingerprint(self) -> str:
         """A hash that changes with the lines."""

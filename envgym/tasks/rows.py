@@ -8,6 +8,7 @@ the memory.
 from __future__ import annotations
 
 import ast
+import copy
 import csv
 import hashlib
 import itertools
@@ -38,6 +39,7 @@ CONTENTS = {"content", "value", "tool_calls", "function_call"}
 TRAIN = "train"
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 """Names of held-out splits, in order of preference."""
+_decode = json.JSONDecoder().raw_decode
 _NUMBERED = re.compile(r"[-_.]?\d+(-of-\d+)?$")
 
 
@@ -75,6 +77,10 @@ class Rows(ABC):
         _, stem, line = self.origin(index)
         return f"{stem}-{line}"
 
+    def part(self, start: int, end: int) -> Rows | None:
+        """The rows from `start` to before `end`, which can be pickled; None for those that cannot."""
+        return None
+
     def fingerprint(self) -> str | None:
         """A hash that changes with the rows; None for those of a function, and of files that are in memory parsed."""
         return None
@@ -91,8 +97,40 @@ class JsonLines(Rows):
         return len(self._lines)
 
     def __getitem__(self, index: int) -> Row:
+        return self._row(index, self._lines[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._row, itertools.count(), self._lines)
+
+    def origin(self, index: int) -> tuple[str, str, int]:
+        return self._source, self._stem, self._lines.numbers[index]
+
+    def part(self, start: int, end: int) -> Rows | None:
+        if (lines := self._lines.part(start, end)) is None:
+            return None
+        part = copy.copy(self)
+        part._lines = lines
+        return part
+
+    def fingerprint(self) -> str:
+        return self._lines.fingerprint()
+
+    def text(self, index: int) -> str:
+        """A line of the file, unmodified."""
+        return self._decoded(index, self._lines[index])
+
+    def _decoded(self, index: int, line: bytes) -> str:
         try:
-            row = json.loads(self.text(index))
+            return line.decode("utf-8" if index or self._lines.numbers[0] > 1 else "utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.location(index)}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+    def _row(self, index: int, line: bytes) -> Row:
+        text = self._decoded(index, line)
+        try:
+            row, end = _decode(text) if text.startswith("{") else (None, 0)
+            if text[end:] != "\n":  # as it is seldom: loads, which also reads spaces, takes twice the time
+                row = json.loads(text)
         except json.JSONDecodeError as error:
             raise DataError(f"{self.location(index)}: not JSON: {_problem(error)}") from None
         except (ValueError, RecursionError) as error:  # a number of 5000 digits, brackets 10,000 deep
@@ -102,26 +140,12 @@ class JsonLines(Rows):
             raise DataError(f"{self.location(index)}: a row is one JSON object, {{…}}, not a {kind}")
         return row
 
-    def origin(self, index: int) -> tuple[str, str, int]:
-        return self._source, self._stem, self._lines.numbers[index]
-
-    def fingerprint(self) -> str:
-        return self._lines.fingerprint()
-
-    def text(self, index: int) -> str:
-        """A line of the file, unmodified."""
-        line = self._lines[index]
-        try:
-            return line.decode("utf-8-sig" if self._lines.numbers[index] == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.location(index)}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-
 
 class TextLines(JsonLines):
     """A text file with one document per line, in the field `text`."""
 
-    def __getitem__(self, index: int) -> Row:
-        return {"text": self.text(index).rstrip("\r\n")}
+    def _row(self, index: int, line: bytes) -> Row:
+        return {"text": self._decoded(index, line).rstrip("\r\n")}
 
 
 class TableRows(Rows):
@@ -205,6 +229,15 @@ class ChainedRows(Rows):
     def origin(self, index: int) -> tuple[str, str, int]:
         number, offset = locate(self._ends, index)
         return self._parts[number].origin(offset)
+
+    def part(self, start: int, end: int) -> Rows | None:
+        parts = []
+        for last, rows in zip(self._ends, self._parts, strict=True):
+            first = last - len(rows)
+            if (part := rows.part(max(0, start - first), max(0, end - first))) is None:
+                return None
+            parts.append(part)
+        return ChainedRows(parts)
 
     def fingerprint(self) -> str | None:
         return text_hash("".join(parts)) if all(parts := [part.fingerprint() or "" for part in self._parts]) else None

@@ -15,12 +15,13 @@ from envgym.errors import DataError
 from envgym.hashing import source_hash, text_hash
 from envgym.types import Task
 
-from .columns import DEFAULT_FIELDS, KEYS, FieldNames, Form, TaskReader, key_of, reason_to_skip
-from .config import DataConfig, Selection, SourceConfig, is_generator
+from .columns import DEFAULT_FIELDS, KEYS, FieldNames, Form, TaskReader, key_of
+from .config import DataConfig, SourceConfig, is_generator
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved, Joined
 from .large_files import RowIndex
-from .rows import Row, RowLeftOut, Rows, SelectedRows, open_rows, test_split_of
+from .reading import PartReader, read_rows
+from .rows import Rows, SelectedRows, open_rows, test_split_of
 from .task_set import TaskList, TaskSet
 
 _Reader = Callable[..., TaskReader]
@@ -90,6 +91,11 @@ class _HeldOut:
     def __contains__(self, key: int) -> bool:
         return key < self.bound or key in self.keys
 
+    def indices_without(self, keys: Sequence[int]) -> array[int]:
+        """Indices of the keys that are not held out."""
+        bound, held_out = self.bound, self.keys  # there may be millions
+        return array("Q", (index for index, key in enumerate(keys) if key >= bound and key not in held_out))
+
 
 class _File:
     """The rows at a path and their prompts' keys. Every row has been read once and is valid."""
@@ -105,11 +111,11 @@ class _File:
         self.reader = reader(settings, prefix=prefix)
         name, index = None, None
         if len(rows) >= INDEXED and (versions := (rows.fingerprint(), self.reader.fingerprint())) and all(versions):
-            name = text_hash(f"{versions} {limit} {is_test} {source_hash([_File, Rows])}")
+            name = text_hash(f"{versions} {limit} {is_test} {source_hash([_File, Rows, PartReader])}")
             index = RowIndex.load(name)
         if index is None:
-            index = self._read(rows, selection, limit)
-            if name is not None and not self.reader.reads_images:  # they change without this file
+            index = read_rows(rows, self.reader, selection, limit)
+            if name is not None and not index.facts["reader"]["images"]:  # they change without this file
                 index = index.saved(name)
         self.reader.restore(index.facts["reader"])
         left_out = Counter[str](index.facts["left out"])
@@ -124,33 +130,6 @@ class _File:
             log.warning("%s: %s (%d rows)", path, note, count)
         if counts:
             log.warning("%s: %d of %d rows are left out: %s", path, left_out.total(), len(rows), counts)
-
-    def _read(self, rows: Rows, selection: Selection, limit: int | None) -> RowIndex:
-        """Read every row, up to `limit` that are used."""
-        settings = self.reader.source
-        keys, indices = array("Q"), array("Q")
-        left_out: Counter[str] = Counter()
-        first_index: dict[str, int] = {}
-        iterator = iter(rows)
-        for index in range(len(rows)):
-            if len(indices) == limit:
-                break
-            try:
-                row = next(iterator)
-                if selection and not _is_selected(row, selection, rows.location(index)):
-                    continue
-                key = self.reader.key(row) if settings.id is None else None
-                if key is None:
-                    task, key = self.reader.read(row, location := rows.location(index), rows.name(index))
-                    if settings.id is not None and (first := first_index.setdefault(task.id, index)) != index:
-                        line = rows.origin(first)[2]
-                        raise DataError(f"{location}: the id {task.id!r} is also that of line {line}")
-            except (RowLeftOut, DataError) as error:
-                left_out[reason_to_skip(settings, rows.location(index), error)] += 1
-            else:
-                indices.append(index)
-                keys.append(key)
-        return RowIndex(keys, indices, {"left out": left_out, "reader": self.reader.facts()})
 
     @property
     def is_a_game(self) -> bool:
@@ -171,13 +150,6 @@ class _File:
         """Hold all of it out."""
         held_out.keys.update(self.keys)
         return self.tasks()
-
-
-def _is_selected(row: Row, selection: Selection, location: str) -> bool:
-    """True for a row with allowed values. Raises `DataError` for a row without such a field."""
-    if missing := [name for name in selection if name not in row]:
-        raise DataError(f"{location}: data.select names a field {missing[0]!r} that the row lacks")
-    return all(row[name] in allowed for name, allowed in selection.items())
 
 
 class _Source:
@@ -203,7 +175,7 @@ class _Finite(_Source):
     def __init__(self, settings: SourceConfig, prefix: str, reader: _Reader) -> None:
         super().__init__(settings, prefix, reader)
         self.file = _File(self.path, settings.split, settings, prefix, reader, settings.limit)
-        self._held_out: set[int] = set()
+        self._n_held_out = 0
         self._is_a_game = self.file.is_a_game
         if self._is_a_game:
             self.file.key_by_row()
@@ -217,18 +189,19 @@ class _Finite(_Source):
             # The only row, with another id, by which other seeds are drawn.
             reader = self.reader(self.settings, prefix=f"{self.prefix}held-out/")
             return RowTasks(self.file.rows, reader, range(1))
-        self._held_out = self._draw_held_out()
-        held_out.keys |= self._held_out
-        return self.file.tasks(array("Q", (i for i, key in enumerate(self.file.keys) if key in self._held_out)))
+        drawn = self._draw_held_out()
+        held_out.keys |= drawn
+        indices = array("Q", (index for index, key in enumerate(self.file.keys) if key in drawn))
+        self._n_held_out = len(indices)
+        return self.file.tasks(indices)
 
     def train(self, held_out: _HeldOut) -> TaskSet:
         keys, path = self.file.keys, self.path
-        remaining = array("Q", (index for index, key in enumerate(keys) if key not in held_out))
+        remaining = held_out.indices_without(keys)
         if not remaining:
             test = self.settings.test_path or "the held-out tasks"
             raise DataError(f"{path}: every prompt is also in {test}, so there is nothing to train on")
-        dropped = sum(key in held_out and key not in self._held_out for key in keys)
-        if dropped:
+        if dropped := len(keys) - len(remaining) - self._n_held_out:
             logging.getLogger(__name__).warning(
                 "%d of the %d tasks of %s are held out elsewhere: they are not trained on", dropped, len(keys), path
             )
@@ -239,13 +212,15 @@ class _Finite(_Source):
         fraction, keys = self.settings.test_fraction, self.file.keys
         if fraction == 0:
             return set()
-        if min(keys) == max(keys):
+        lowest, highest = min(keys), max(keys)
+        if lowest == highest:
             raise DataError(
                 f"{self.path}: all rows have one prompt, so none can be held out: "
                 "set data.test_path, or data.test_fraction=0 (and eval.every=0) to train without"
             )
         # With a handful of prompts the fraction may be none or all: keep one on either side.
-        return ({key for key in keys if key < fraction * KEYS} | {min(keys)}) - {max(keys)}
+        bound = fraction * KEYS
+        return ({key for key in keys if key < bound} | {lowest}) - {highest}
 
 
 class _Endless(_Source):

@@ -5,17 +5,18 @@ import json
 import logging
 import os
 import random
+import sys
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from envgym.errors import DataError, RunError
-from envgym.tasks import DataConfig, load_tasks
-from envgym.tasks.columns import TaskReader
+from envgym.tasks import DataConfig, load_tasks, reading
+from envgym.tasks.columns import TaskReader, prompt_key
 from envgym.tasks.config import SourceConfig
 from envgym.tasks.rows import TextLines, open_rows
-from envgym.tasks.split import _File
+from envgym.types import Task
 
 ROWS = [
     {"question": f"q{number % 40}", "hint": "h", "answer": str(number), "level": number % 3} for number in range(60)
@@ -24,9 +25,10 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def large(tmp_path, monkeypatch):
-    """A cache of the test's own, and every file counts as large."""
+    """A cache of the test's own; every file counts as large, and is read line by line."""
     monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("envgym.tasks.large_files.IN_MEMORY", 0)
+    monkeypatch.setattr("envgym.tasks.large_files.PIECE_BYTES", 1)
     monkeypatch.setattr("envgym.tasks.split.INDEXED", 1)
 
 
@@ -51,15 +53,15 @@ def indices(tmp_path):
 
 @pytest.fixture
 def readings(monkeypatch):
-    """The files of which every row was read at a start."""
-    paths, original = [], _File._read
+    """The rows of files that were read at a start."""
+    read, original = [], reading.read_rows
 
-    def counted(self, *arguments):
-        paths.append(self.path)
-        return original(self, *arguments)
+    def counted(rows, *arguments):
+        read.append(rows)
+        return original(rows, *arguments)
 
-    monkeypatch.setattr(_File, "_read", counted)
-    return paths
+    monkeypatch.setattr("envgym.tasks.split.read_rows", counted)
+    return read
 
 
 def test_a_line_is_read_from_its_file_and_one_that_has_changed_is_an_error(tmp_path):
@@ -99,6 +101,15 @@ def test_a_changed_line_is_no_bad_row_that_is_left_out(tmp_path, monkeypatch):
     assert not indices(tmp_path)
 
 
+@pytest.mark.parametrize("piece", [1, 2**20])
+def test_a_limit_counts_the_lines_that_are_not_blank(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr("envgym.tasks.large_files.PIECE_BYTES", piece)
+    path = write(tmp_path / "rows.jsonl", ["\n", ROWS[0], "\n", *ROWS[1:]])
+    for limit in (1, 2, 3):
+        rows = open_rows(path, limit=limit)
+        assert (len(rows), list(rows), rows[limit - 1]) == (limit, ROWS[:limit], ROWS[limit - 1])
+
+
 def test_lines_of_text_are_unmodified(tmp_path):
     (tmp_path / "text.txt").write_bytes("\ufeffone \n\n  \n two\r\nthree".encode())
     rows = TextLines(tmp_path / "text.txt", "text", None)
@@ -129,6 +140,72 @@ def test_the_second_start_reads_no_row_and_has_the_same_tasks(tmp_path, readings
     assert len(readings) == 1
     assert [record.getMessage() for record in caplog.records] == warnings
     assert indices(tmp_path) == [index]
+
+
+@pytest.fixture
+def by_processes(monkeypatch):
+    """Start a process per ten rows; the numbers of those that a reading has started."""
+    counts, original = [], reading._read_in_processes
+
+    def counted(*arguments):
+        counts.append(len(arguments[0]))
+        return original(*arguments)
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(reading, "FIRST", 4)
+    monkeypatch.setattr(reading, "PART", 10)
+    monkeypatch.setattr(reading, "_read_in_processes", counted)
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "folder"])
+def test_rows_that_several_processes_read_are_those_that_one_does(tmp_path, monkeypatch, caplog, by_processes, kind):
+    rows = [{"instruction": f"Add {number % 40}.", "input": "1\n2", "answer": "3"} for number in range(60)]
+    rows[20]["input"], rows[33]["instruction"], rows[50]["instruction"] = "", "", " "
+    if kind == "jsonl":
+        path = write(tmp_path / "rows.jsonl", ["\ufeff", *rows[:20], "\n", *rows[20:]])
+    else:
+        path = tmp_path / "rows"
+        path.mkdir()
+        for name, start, end in (("a", 0, 3), ("b", 3, 40), ("c", 40, 60)):
+            write(path / f"{name}.jsonl", rows[start:end])
+    results = []
+    for part in (10, 1000):
+        monkeypatch.setattr(reading, "PART", part)
+        monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / f"cache-{part}"))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            results.append((read(path=str(path), bad_rows="skip"), [record.getMessage() for record in caplog.records]))
+    assert results[0] == results[1]
+    assert sum(map(len, results[0][0][0])) == 58
+    notes, left_out = results[0][1]
+    assert "the prompt is instruction and input; " in notes
+    assert notes.endswith("(57 rows)")
+    assert left_out.endswith("2 of 60 rows are left out: 2, as field 'instruction' is empty")
+    assert by_processes == [3]
+
+
+def test_the_first_mistake_ends_the_reading_by_several_processes(tmp_path, by_processes):
+    rows = [*ROWS[:40], {**ROWS[40], "question": ""}, *ROWS[41:55], "{\n", *ROWS[55:]]
+    with pytest.raises(DataError, match=r"rows\.jsonl:41: field 'question' is empty; data\.bad_rows=skip leaves"):
+        read(path=str(write(tmp_path / "rows.jsonl", rows)))
+    assert by_processes == [3]
+    assert not indices(tmp_path)
+
+
+def test_several_processes_read_images(tmp_path, by_processes):
+    rows = [*ROWS[:50], {**ROWS[50], "image": "a.png"}, *ROWS[51:]]
+    path = write(tmp_path / "rows.jsonl", rows)
+    read(path=str(path), bad_rows="skip")
+    assert by_processes == [3]
+    assert not indices(tmp_path), "they may change"
+
+
+@pytest.mark.parametrize("settings", [{"id": "answer"}, {"limit": 40, "bad_rows": "skip"}])
+def test_one_process_compares_ids_and_counts_the_rows_in_use(tmp_path, by_processes, settings):
+    splits, *_ = read(path=str(write(tmp_path / "rows.jsonl", ["{\n", *ROWS])), **{"bad_rows": "skip", **settings})
+    assert sum(map(len, splits)) == settings.get("limit", 60)
+    assert not by_processes
 
 
 def test_what_was_read_is_not_used_for_other_content_or_settings(tmp_path):
@@ -164,6 +241,18 @@ def test_a_cache_that_cannot_be_written_or_read_is_done_without(tmp_path, readin
     (tmp_path / "cache" / "index").write_text("")
     assert read(path=str(path)) == first
     assert len(readings) == 3
+
+
+def test_spaces_do_not_make_another_prompt():
+    key = prompt_key(Task("", "What is 1 + 1?"))
+    assert key == 980467747070298395, "the same on every machine, and in every version"
+    spaces = [char for char in map(chr, range(sys.maxunicode + 1)) if char.isspace()]
+    assert len(spaces) > 20
+    for space in (*spaces, "  ", "\n\n"):
+        for prompt in (f"What is{space}1 + 1?", f"{space}What is 1 + 1?", f"What is 1 + 1?{space}"):
+            assert prompt_key(Task("", prompt)) == key, repr(space)
+    for char in ("\u200b", "\x00", "\ufeff", "_"):
+        assert prompt_key(Task("", f"What is{char}1 + 1?")) != key, repr(char)
 
 
 VALUES = {

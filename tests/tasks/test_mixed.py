@@ -210,12 +210,13 @@ def test_an_endless_source_in_a_mixture(write, tmp_path):
         "import itertools\ndef rows():\n    return ({'prompt': f'n{n}', 'answer': n} for n in itertools.count())\n"
     )
     sources = {
-        "file": {"path": write("a.jsonl", ["n1", "n2", "n3", "b"]), "weight": 1},
+        "file": {"path": write("a.jsonl", [f"n{n}" for n in range(40)]), "weight": 1, "test_fraction": 0},
         "made": {"path": f"{tmp_path}/made.py:rows", "endless": True, "weight": 1},
     }
     splits = load(sources=sources, test_fraction=0.3)
     train, test = tasks_of(splits.train, 60), tasks_of(splits.test, 30)
     assert Counter(task.id.partition("/")[0] for task in train) == {"file": 30, "made": 30}
+    assert {task.id.partition("/")[0] for task in test} == {"made"}
     assert {task.prompt for task in train}.isdisjoint(task.prompt for task in test)
 
 
