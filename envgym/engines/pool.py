@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from envgym.engine import EngineInfo, Generation, HostedEngine, Request
-from envgym.errors import EnvgymError, InvalidOutcome, WorkerDied, WorkerError
-from envgym.processes.cancellation import pause_timeouts, start_task
+from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
 from envgym.processes.runtime import CALL_SECONDS, Message, Reference, Result, WorkerHandle, message_of
+from envgym.processes.supervisor import Supervisor
 from envgym.types import PlacedImage
 
 LOOK_SECONDS = 30.0
@@ -127,8 +127,6 @@ class EngineClient(WorkerHandle[HostedEngine]):
 MOST_FAILURES = 16
 """Consecutive failed requests after which an engine counts as dead: one that answers only errors is always idle, and
 would get every request."""
-MOST_DEATHS = 8
-"""Deaths per engine of the pool after which no other engine is started."""
 UNEVEN = 1.5
 """Multiple of the mean load above which an engine is skipped though it has cached the group's prompt."""
 REMEMBERED = 2**16
@@ -145,7 +143,7 @@ class PoolMember:
     failures: int = 0
 
 
-class EnginePool:
+class EnginePool(Supervisor[PoolMember]):
     """Implements `Engine` by `count` engines; `start` starts the engine of a number.
 
     A conversation stays with its engine, and the first turns of a group go to the same engine unless it is overloaded.
@@ -166,26 +164,20 @@ class EnginePool:
         preferred: int = 0,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.members: list[PoolMember] = []
+        super().__init__("engines", len(clients), note)
         self.join: Callable[[EngineClient], Awaitable[None]] | None = None
-        self.deaths = 0
         self._start = start
-        self._count = len(clients)
         self._round_robin = round_robin
         self._preferred = preferred
-        self._note = note
         self._n_requests = 0
         self._assigned: OrderedDict[str, PoolMember] = OrderedDict()
-        self._replacing: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Lock()
         """For engines that sleep: held while they do, and while a replacement starts."""
         self._asleep = False
         self._sleeps = False
-        self._changed = asyncio.Event()
-        self._broken: WorkerDied | None = None
         self._info: EngineInfo | None = None
         for number, client in enumerate(clients):
-            self._add(number, client)
+            self._add(self._member(number, client))
 
     @classmethod
     async def start(cls, start: Callable[[int], Awaitable[EngineClient]], count: int, **settings: Any) -> EnginePool:
@@ -256,9 +248,7 @@ class EnginePool:
             self._starting.release()
 
     async def close(self) -> None:
-        for task in self._replacing:
-            task.cancel()
-        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await self._stop_replacing()
         await asyncio.gather(*(member.client.close() for member in self.members))
 
     async def reference(self, number: int, dead: Reference | None) -> Reference:
@@ -278,15 +268,6 @@ class EnginePool:
         raise self._broken
 
     # -- choice of an engine -------------------------------------------------------------------------------------
-
-    async def _live_members(self) -> list[PoolMember]:
-        """The live engines; waits for a replacement while there is none. Raises `WorkerDied` if there will be none."""
-        while not self.members:
-            if self._broken is not None:
-                raise self._broken
-            with pause_timeouts():
-                await self._changed.wait()
-        return self.members
 
     async def _choose(self, request_id: str) -> PoolMember:
         """The engine for a request: in turn, if `round_robin`; else that of the conversation's earlier turns, that of
@@ -329,48 +310,21 @@ class EnginePool:
                 answers.append(result)
         return answers
 
-    def _add(self, number: int, client: EngineClient) -> None:
+    def _member(self, number: int, client: EngineClient) -> PoolMember:
         client.others_moved_at = lambda: max(
             (engine.moved_at for engine in self.clients if engine is not client), default=-math.inf
         )
-        self.members.append(PoolMember(number, client))
-        self.members.sort(key=lambda member: member.number)
+        return PoolMember(number, client)
 
-    # -- deaths --------------------------------------------------------------------------------------------------
-
-    def _lose(self, member: PoolMember, reason: str) -> None:
-        """Remove a dead engine and start another in the background; after too many deaths the pool is broken
-        instead."""
-        if member not in self.members:  # another call has noticed already
-            return
-        self.members.remove(member)
-        self.deaths += 1
-        if self.deaths > MOST_DEATHS * self._count:
-            self._broken = WorkerDied(f"{reason}; {self.deaths} engines have died: see their logs")
-            self._notify()
-            return
-        self._note(f"{reason}; starting another")
-        start_task(self._replace(member, reason), self._replacing)
-
-    async def _replace(self, member: PoolMember, reason: str) -> None:
-        """Close a removed engine and start another in its place. If that fails, the pool is broken."""
-        try:
-            await member.client.close()
-            async with self._starting if self._sleeps else contextlib.nullcontext():
-                client = await self._start(member.number)
-                if self._sleeps:  # the actor whose weights it gets needs memory too
-                    await client.call(lambda engine: engine.sleep(1))
-                    await client.call(lambda engine: engine.wake("weights"))
-                if self.join is not None:
-                    await self.join(client)
-                if self._sleeps:
-                    await client.call(lambda engine: engine.wake("cache"))
-        except EnvgymError as error:
-            self._broken = WorkerDied(f"{reason}; another one could not be started: {error}")
-        else:
-            self._add(member.number, client)
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    async def _start_again(self, member: PoolMember) -> PoolMember:
+        await member.client.close()
+        async with self._starting if self._sleeps else contextlib.nullcontext():
+            client = await self._start(member.number)
+            if self._sleeps:  # the actor whose weights it gets needs memory too
+                await client.call(lambda engine: engine.sleep(1))
+                await client.call(lambda engine: engine.wake("weights"))
+            if self.join is not None:
+                await self.join(client)
+            if self._sleeps:
+                await client.call(lambda engine: engine.wake("cache"))
+        return self._member(member.number, client)

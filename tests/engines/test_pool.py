@@ -9,12 +9,13 @@ import pytest
 
 from envgym.engine import EngineInfo, Generation, Request, SamplingParams
 from envgym.engines import pool as engines
-from envgym.engines.pool import MOST_DEATHS, MOST_FAILURES, EngineClient, EnginePool
+from envgym.engines.pool import MOST_FAILURES, EngineClient, EnginePool
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
 from envgym.processes import local
 from envgym.processes.cancellation import Deadline
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import WorkerHandle
+from envgym.processes.supervisor import MOST_DEATHS
 from envgym.types import ImagePart, PlacedImage, StopReason
 
 
