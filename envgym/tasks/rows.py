@@ -115,10 +115,6 @@ class JsonLines(Rows):
     def fingerprint(self) -> str:
         return self._lines.fingerprint()
 
-    def text(self, index: int) -> str:
-        """A line of the file, unmodified."""
-        return self._decoded(index, self._lines[index])
-
     def _decoded(self, index: int, line: bytes) -> str:
         try:
             return line.decode("utf-8" if index or self._lines.numbers[0] > 1 else "utf-8-sig")
