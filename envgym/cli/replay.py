@@ -22,31 +22,48 @@ MOST_LINES = 10
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     """Run the recorded actions of a run's step again in its environment, each episode with its seed, and print where
-    observations, rewards or scores differ from the record. Nothing is sampled. Exit status 1 if anything differs.
+    observations, rewards or scores differ from the record. Nothing is sampled; with --sample, the step of a
+    deterministic run is, from the checkpoint of the step before. Exit status 1 if anything differs.
 
-    usage: RUN [--step N] [--episode ID]
+    usage: RUN [--step N] [--episode ID] [--sample]
     example: envgym replay first --step 3
     """
     parser = Parser("replay", main)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run: its name or folder")
     parser.add_argument("--step", type=int, metavar="N", help="step of the run (default: the last)")
     parser.add_argument("--episode", metavar="ID", help="one episode of the step (default: all)")
+    parser.add_argument("--sample", action="store_true", help="sample the step again, and compare the tokens")
     options = parser.parse_without_words(arguments, "envgym replay has no settings: it uses those of the run")
     if options.run is None:
         parser.error("envgym replay is followed by a run")
 
-    from envgym.jobs.replay import recorded_step, replay_episodes
+    from envgym.jobs.replay import recorded_step, replay_episodes, sample_again
     from envgym.monitoring.terminal import open_display
+    from envgym.training.new_model import make_model
 
-    config, file, episodes = recorded_step(find_path(options.run), options.step)
+    config, step, file, episodes = recorded_step(find_path(options.run), options.step)
+    recorded = episodes
     if options.episode is not None:
         ids = [episode.id for episode in episodes]
         if options.episode not in ids:
             raise DataError(f"{file} has no episode {options.episode!r}.{did_you_mean(options.episode, ids)}")
         episodes = [episode for episode in episodes if episode.id == options.episode]
     with open_display() as display:
+        if options.sample:
+            samples = sample_again(config, file.parents[1], step, recorded, display, make_model)
+            return _report_samples(file, [(episode, share) for episode, share in samples if episode in episodes])
         replays = replay_episodes(config, episodes, display)
     return _report(file, episodes, replays)
+
+
+def _report_samples(file: Path, samples: Sequence[tuple[Episode, float]]) -> int:
+    others = [(episode, share) for episode, share in samples if share < 1]
+    for episode, share in others[:MOST_LINES]:
+        print(f"{episode.id} (task {episode.task.key}): the first {share:.0%} of its tokens are the same")
+    if len(others) > MOST_LINES:
+        print(f"… and {len(others) - MOST_LINES} more")
+    print(f"{len(samples) - len(others)} of {len(samples)} episodes of {file} were sampled again, token for token")
+    return 1 if others else 0
 
 
 def _report(file: Path, episodes: Sequence[Episode], replays: Sequence[ReplayedEpisode]) -> int:

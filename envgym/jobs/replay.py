@@ -1,21 +1,27 @@
-"""Running the recorded actions of a run's episodes again in their environment, for `envgym replay`: does it repeat?"""
+"""A run's recorded episodes again, for `envgym replay`: their actions in the environment, or the policy's samples."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import PrivateAttr
+
 from envgym.config.schema import RunConfig
+from envgym.env import EnvSpec
 from envgym.episodes.files import read_episodes
 from envgym.errors import ConfigError
+from envgym.processes import event_loop
 from envgym.run_folder import files_by_step, stage_folders
-from envgym.types import Episode, Message, Outcome
+from envgym.types import Episode, Message, Outcome, Task
 
-from .folder import UnfinishedFile
-from .models import with_results
+from .folder import JobFolder, UnfinishedFile
+from .job import run_job
+from .models import MakeModel, with_results
 from .parts import Part, suite_env
 from .score import replay
 
@@ -37,9 +43,9 @@ class ReplayedEpisode:
     differences: list[str]
 
 
-def recorded_step(run: Path, step: int | None) -> tuple[RunConfig, Path, list[Episode]]:
-    """The settings of a run up to the last stage with recorded episodes, the file of its last step or of `step`, and
-    its episodes. Raises `ConfigError` if there are none."""
+def recorded_step(run: Path, step: int | None) -> tuple[RunConfig, int, Path, list[Episode]]:
+    """The settings of a run's last stage with recorded episodes, its last step or `step`, the file of that, and its
+    episodes. Raises `ConfigError` if there are none."""
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run (see: envgym runs)")
     config = RunConfig.read(run / "config.yaml")
@@ -49,7 +55,7 @@ def recorded_step(run: Path, step: int | None) -> tuple[RunConfig, Path, list[Ep
             if step not in files:
                 raise ConfigError(f"{run} has no episodes of step {step}, but of steps {min(files)} to {max(files)}")
             stage = with_results(config.stages[index], config, run)
-            return config.model_copy(update={"stages": [stage]}), files[step], read_episodes(files[step])
+            return config.model_copy(update={"stages": [stage]}), step, files[step], read_episodes(files[step])
     raise ConfigError(f"{run} holds no episodes: it has taken no step, or trained on recorded data only")
 
 
@@ -76,6 +82,66 @@ def replay_episodes(config: RunConfig, episodes: Sequence[Episode], display: Dis
         )
         for index, new in replays.items()
     ]
+
+
+class RecordedPart(Part):
+    """The groups of one sampling plan of a run."""
+
+    _tasks: list[Task] = PrivateAttr(default_factory=list)
+
+    async def tasks(self, spec: EnvSpec) -> list[Task]:
+        return self._tasks
+
+
+def sample_again(
+    config: RunConfig, run: Path, step: int, episodes: Sequence[Episode], display: Display, make_model: MakeModel
+) -> list[tuple[Episode, float]]:
+    """Sample a step's episodes again, from the weights that sampled them: those of the checkpoint of the step before,
+    or of the model that the run began with. Returns each episode that has not failed with the share of its sampled
+    tokens, up to the first difference, that are the same. Raises `ConfigError` without these weights, and for a run
+    that was not deterministic, whose samples have no seeds.
+    """
+    stage = config.stages[-1]
+    if not config.deterministic:
+        raise ConfigError("--sample: only the samples of a run with deterministic=true can be repeated")
+    if step > 1:
+        checkpoint = run / "checkpoints" / f"step_{step - 1:06d}"
+        if not checkpoint.is_dir():
+            n_taken, saved = len(files_by_step(run / "rollouts", ".parquet")), checkpoint.parent.glob("step_*")
+            steps = sorted(int(path.name.removeprefix("step_")) + 1 for path in saved)
+            others = ", ".join(str(other) for other in [1, *steps] if other <= n_taken)
+            raise ConfigError(
+                f"--sample: {checkpoint} is gone, which sampled step {step}; there are weights for {others}"
+            )
+        stage = stage.model_copy(update={"model": str(checkpoint)})
+    rollout = stage.rollout.model_copy(update={"seed_scope": stage.rollout.seed_scope or "group"})
+    stage = stage.model_copy(update={"rollout": rollout})
+    config = config.model_copy(update={"stages": [stage]})
+    tasks: dict[str, dict[str, Task]] = {}
+    for episode in sorted(episodes, key=lambda episode: episode.group_id):
+        tasks.setdefault(episode.purpose, {}).setdefault(episode.group_id, episode.task)
+    parts = []
+    for purpose, groups in tasks.items():
+        part = RecordedPart(name=purpose, env=suite_env(stage, samples=rollout.group_size), config=config)
+        part._tasks = [*groups.values()]
+        parts.append(part)
+    with tempfile.TemporaryDirectory() as folder:
+        job = JobFolder(Path(folder, "job"))
+        job.create(parts)
+        with job.open():
+            _, sampled = event_loop.run(run_job(job, display, make_model))
+    again = {(e.group_id, e.member): e for groups in sampled.values() for group in groups for e in group.episodes}
+    kept = [episode for episode in episodes if not episode.failed]
+    return [(episode, _equal_share(episode, again[episode.group_id, episode.member])) for episode in kept]
+
+
+def _equal_share(episode: Episode, again: Episode) -> float:
+    before, now = (
+        [token for row in e.rows for part in row.segments if part.role == "action" for token in part.token_ids]
+        for e in (episode, again)
+    )
+    n_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, now, strict=False)))
+    return n_equal / max(1, len(before), len(now))
 
 
 def _changes(saved: Episode, new: Episode) -> list[str]:
