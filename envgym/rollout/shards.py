@@ -19,8 +19,8 @@ from envgym.engines.pool import EnginePool
 from envgym.env.marks import NONE, read_mark
 from envgym.errors import ConfigError, EnvgymError, NameNotFound, WorkerDied, WorkerError
 from envgym.processes.callbacks import answer_calls, call_with_answers
-from envgym.processes.cancellation import start_task
 from envgym.processes.runtime import WorkerHandle
+from envgym.processes.supervisor import Supervisor
 from envgym.services.policy import LOCKSTEP
 from envgym.services.start import with_parts
 from envgym.transcript import LockstepBatcher
@@ -32,9 +32,8 @@ from .shard import ENGINE, POOL, POOLS_SUBJECT, RolloutShard, ShardSpec
 
 MOST_CRASHES = 3
 """Deaths of processes during one attempt, that its code may have caused, after which it has failed."""
-MOST_DEATHS = 8
-"""Deaths per process after which the run ends, if fewer than `EPISODES_PER_DEATH` episodes have ended for each."""
 EPISODES_PER_DEATH = 100
+"""Episodes that have ended for each death, with which deaths are not too many."""
 PING_SECONDS = 30.0
 """Seconds between two checks that a process answers."""
 
@@ -53,7 +52,7 @@ class _Shard:
     """The number of these attempts, and of files that it writes."""
 
 
-class Shards:
+class Shards(Supervisor[_Shard]):
     """Runs attempts in `count` processes; `start` starts the worker of a number. Members of one group run in one
     process, which has their common prefix; a group in the process with the fewest running attempts.
 
@@ -69,6 +68,7 @@ class Shards:
         engine: Engine | ChatEngine | None,
         note: Callable[[str], None],
     ) -> None:
+        super().__init__("processes that roll out", count, note)
         self._marks = tempfile.TemporaryDirectory(prefix="envgym-marks-")
         clients = {
             f"{index}/{name}": client
@@ -84,17 +84,13 @@ class Shards:
             marks=Path(self._marks.name),
             seals=not local.spec.scores_groups,
         )
-        self._start, self._count, self._local, self._note = start, count, local, note
+        self._start, self._local = start, local
         self._pool = {POOL: engine} if is_direct else {}
         self._objects: Mapping[str, Any] = clients if is_direct or engine is None else {**clients, ENGINE: engine}
-        self._shards: list[_Shard] = []
         self._last_common: tuple[Task, SamplingPlan, bytes] | None = None
         self._numbers = itertools.count(POOLS_SUBJECT + 1)
         self._starting: asyncio.Task[None] | None = None
-        self._replacing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
-        self._broken: EnvgymError | None = None
-        self._n_deaths = self._n_episodes = 0
+        self._n_episodes = 0
 
     async def start(self) -> None:
         """Start the processes that do not run yet. Raises `EnvgymError` if they cannot be set up."""
@@ -104,17 +100,17 @@ class Shards:
 
     async def close(self) -> None:
         """Close all processes."""
-        tasks = [*self._replacing, *([] if self._starting is None else [self._starting])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        shards, self._shards, self._starting = self._shards, [], None
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await self._stop_replacing()
+        shards, self.members, self._starting = self.members, [], None
         await asyncio.gather(*(self._close_shard(shard) for shard in shards))
         self._marks.cleanup()
 
     async def run(self, attempt: Attempt, batcher: LockstepBatcher | None = None) -> Episode:
         """See `Attempts.run`. An attempt whose code ends its process several times has failed (`crash`)."""
-        if not self._shards:
+        if not self.members:
             await self.start()
         LOCKSTEP.set(batcher)  # for the services that this process calls for the attempt
         repeating = None if batcher is None else _Repeating(batcher)
@@ -193,13 +189,11 @@ class Shards:
     async def _shard_of(self, group_id: str) -> _Shard:
         """The process for an attempt of a group. Waits for a replacement while none is alive; raises the error for
         which there will be none."""
-        while True:
-            if self._broken is not None:
-                raise self._broken
-            if self._shards:
-                shards = [shard for shard in self._shards if group_id in shard.groups]
-                return shards[0] if shards else min(self._shards, key=lambda shard: shard.load)
-            await self._changed.wait()
+        if self._broken is not None:  # what still lives does not last
+            raise self._broken
+        live = await self._live_members()
+        members = [shard for shard in live if group_id in shard.groups]
+        return members[0] if members else min(live, key=lambda shard: shard.load)
 
     def _read_mark(self, shard: _Shard) -> int:
         try:
@@ -212,7 +206,7 @@ class Shards:
     async def _start_all(self) -> None:
         starting = (self._start_shard(number) for number in range(self._count))
         results = await asyncio.gather(*starting, return_exceptions=True)
-        self._shards = [shard for shard in results if isinstance(shard, _Shard)]
+        self.members = [shard for shard in results if isinstance(shard, _Shard)]
         for error in [result for result in results if isinstance(result, BaseException)]:
             if isinstance(error, NameNotFound):
                 raise ConfigError(
@@ -249,33 +243,12 @@ class Shards:
             except TimeoutError:
                 await handle.kill()
 
-    def _lose(self, shard: _Shard, reason: str) -> None:
-        """Remove a dead process and start another in the background; after too many deaths the run ends."""
-        if shard not in self._shards:  # another call has noticed already
-            return
-        self._shards.remove(shard)
-        self._n_deaths += 1
-        if self._n_deaths > MOST_DEATHS * self._count and self._n_episodes < EPISODES_PER_DEATH * self._n_deaths:
-            self._break(WorkerDied(f"{reason}; {self._n_deaths} processes that roll out have died: see their logs"))
-            return
-        self._note(f"{reason}; starting another")
-        start_task(self._replace(shard), self._replacing)
+    async def _start_again(self, member: _Shard) -> _Shard:
+        await self._close_shard(member)
+        return await self._start_shard(member.number)
 
-    async def _replace(self, shard: _Shard) -> None:
-        try:
-            await self._close_shard(shard)
-            self._shards.append(await self._start_shard(shard.number))
-        except EnvgymError as error:
-            self._break(error)
-        self._notify()
-
-    def _break(self, error: EnvgymError) -> None:
-        self._broken = error
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _die_too_often(self) -> bool:
+        return super()._die_too_often() and self._n_episodes < EPISODES_PER_DEATH * self.deaths
 
 
 class _Repeating:

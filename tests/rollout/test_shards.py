@@ -216,7 +216,7 @@ class Stage:
         return await self.runner.roll_out(tasks, SamplingPlan(purpose, SamplingParams(max_tokens=4), samples))
 
     def pids(self):
-        return [shard.pid for shard in self.shards._shards]
+        return [shard.pid for shard in self.shards.members]
 
 
 @pytest.fixture
@@ -380,7 +380,7 @@ def test_a_process_that_an_environment_blocks_is_killed(stage, tmp_path, monkeyp
 
 
 def test_too_many_deaths_end_the_run(stage, tmp_path, monkeypatch):
-    monkeypatch.setattr("envgym.rollout.shards.MOST_DEATHS", 2)
+    monkeypatch.setattr("envgym.processes.supervisor.MOST_DEATHS", 2)
 
     async def play(stage):
         with pytest.raises(WorkerDied, match=r"exit status 3 \(log: .*rollout-.*; 3 processes that roll out have died"):
