@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, count
+from operator import not_
 from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
@@ -52,7 +53,7 @@ class Lines:
                 source = io.BytesIO(self._memory)
             number = end = 0
             while (limit is None or len(self.numbers) < limit) and (lines := source.readlines(PIECE_BYTES)):
-                are_rows = [not line.isspace() for line in lines]
+                are_rows = [*map(not_, map(bytes.isspace, lines))]
                 self.numbers.extend(compress(count(number + 1), are_rows))
                 self._starts.extend(compress(accumulate(map(len, lines), initial=end), are_rows))
                 self._checksums.extend(map(crc32, compress(lines, are_rows)))
