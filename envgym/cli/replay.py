@@ -57,13 +57,13 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _report_samples(file: Path, samples: Sequence[tuple[Episode, float]]) -> int:
-    others = [(episode, share) for episode, share in samples if share < 1]
-    for episode, share in others[:MOST_LINES]:
+    changed = [(episode, share) for episode, share in samples if share < 1]
+    for episode, share in changed[:MOST_LINES]:
         print(f"{episode.id} (task {episode.task.key}): the first {share:.0%} of its tokens are the same")
-    if len(others) > MOST_LINES:
-        print(f"… and {len(others) - MOST_LINES} more")
-    print(f"{len(samples) - len(others)} of {len(samples)} episodes of {file} were sampled again, token for token")
-    return 1 if others else 0
+    if len(changed) > MOST_LINES:
+        print(f"… and {len(changed) - MOST_LINES} more")
+    print(f"{len(samples) - len(changed)} of {len(samples)} episodes of {file} were sampled again, token for token")
+    return 1 if changed else 0
 
 
 def _report(file: Path, episodes: Sequence[Episode], replays: Sequence[ReplayedEpisode]) -> int:

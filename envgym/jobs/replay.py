@@ -109,9 +109,9 @@ def sample_again(
         if not checkpoint.is_dir():
             n_taken, saved = len(files_by_step(run / "rollouts", ".parquet")), checkpoint.parent.glob("step_*")
             steps = sorted(int(path.name.removeprefix("step_")) + 1 for path in saved)
-            others = ", ".join(str(other) for other in [1, *steps] if other <= n_taken)
+            possible = ", ".join(str(number) for number in [1, *steps] if number <= n_taken)
             raise ConfigError(
-                f"--sample: {checkpoint} is gone, which sampled step {step}; there are weights for {others}"
+                f"--sample: {checkpoint} is gone, which sampled step {step}; there are weights for {possible}"
             )
         stage = stage.model_copy(update={"model": str(checkpoint)})
     rollout = stage.rollout.model_copy(update={"seed_scope": stage.rollout.seed_scope or "group"})
@@ -130,18 +130,19 @@ def sample_again(
         job.create(parts)
         with job.open():
             _, sampled = event_loop.run(run_job(job, display, make_model))
-    again = {(e.group_id, e.member): e for groups in sampled.values() for group in groups for e in group.episodes}
-    kept = [episode for episode in episodes if not episode.failed]
-    return [(episode, _equal_share(episode, again[episode.group_id, episode.member])) for episode in kept]
+    new = {(e.group_id, e.member): e for groups in sampled.values() for group in groups for e in group.episodes}
+    finished = [episode for episode in episodes if not episode.failed]
+    return [(episode, _equal_share(episode, new[episode.group_id, episode.member])) for episode in finished]
 
 
-def _equal_share(episode: Episode, again: Episode) -> float:
-    before, now = (
-        [token for row in e.rows for part in row.segments if part.role == "action" for token in part.token_ids]
-        for e in (episode, again)
+def _equal_share(*pair: Episode) -> float:
+    """The share of two episodes' sampled tokens, up to the first difference, that are the same."""
+    saved, new = (
+        [token for row in episode.rows for part in row.segments if part.role == "action" for token in part.token_ids]
+        for episode in pair
     )
-    n_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, now, strict=False)))
-    return n_equal / max(1, len(before), len(now))
+    n_equal = sum(1 for _ in takewhile(lambda tokens: tokens[0] == tokens[1], zip(saved, new, strict=False)))
+    return n_equal / max(1, len(saved), len(new))
 
 
 def _changes(saved: Episode, new: Episode) -> list[str]:
