@@ -64,6 +64,7 @@ class Attempts:
         self.right_value = 1.0
         """The reward of a demonstration that is right; 1 if there are none."""
         self._guesses: Counter[str] = Counter()
+        self._has_answers = False
         self._right_forms: list[Form] = []
         self._openings: list[Observation] = []
 
@@ -78,6 +79,7 @@ class Attempts:
             self._openings += [episode.opening] if episode.opening is not None else []
             await self._learn_forms(task, number)
         self._guesses = Counter(answer for task in tasks if (answer := self._answer(task)))
+        self._has_answers = bool(self._guesses)
         if not self._guesses:
             words = Counter(word for text in self._opening_texts for word in set(re.findall(r"\w+", text)))
             self._guesses = Counter(dict(words.most_common(GUESSES)))
@@ -88,7 +90,7 @@ class Attempts:
         forms = self._right_forms and [RAW, *(form for form in self._right_forms if form != RAW)]
         is_for_programs = any(map(is_program, [*self._opening_texts, *(form.prefix for form in forms)]))
         yield from self._blind_plays(forms or USUAL)
-        for kind in ("texts", "echoes", "hanging"):
+        for kind in ("texts", "echoes", "hanging") if self._has_answers else ("texts", "hanging"):
             yield from self._cheats(kind, [RAW] if is_for_programs else forms or USUAL)
         if any(opening.tools for opening in self._openings):
             yield from self._cheats("tools", list(dict.fromkeys(replace(form, lead=()) for form in forms or [RAW])))
@@ -129,11 +131,17 @@ class Attempts:
 
     def _blind_plays(self, forms: Sequence[Form]) -> Iterator[Attempt]:
         texts = {f"always {guess!r:.50}": guess for guess, _ in self._guesses.most_common(GUESSES)}
-        texts |= {"a random answer": "{other}", "a random word of the observation": "{random_word}"}
-        texts |= {"the first option": "{first_option}", "the last option": "{last_option}"}
+        texts |= {
+            "a random answer": "{other}",
+            "the first option": "{first_option}",
+            "the last option": "{last_option}",
+        }
+        texts |= {f"random words of the observation, {n}": " ".join(["{random_word}"] * n) for n in (1, 3, 6)}
         for name, text in texts.items():
             yield Attempt("blind", name, [self._script([{"say": text}], form) for form in forms])
         yield Attempt("blind", "random actions", [lambda task, number: monkey(number)])
+        if not self._has_answers:  # a copy of a possible move is no cheat
+            yield from (replace(attempt, kind="blind") for attempt in self._cheats("echoes", forms))
         if any(map(self._subject.demonstrations, self.tasks)):
             yield Attempt("blind", "another task's demonstration", [self._foreign_demonstration] * 2)
 

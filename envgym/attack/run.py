@@ -22,6 +22,8 @@ from .report import ECHO_MARGIN, FULL, MARGIN, AttackReport, AttackVerdict, Play
 
 FIRST_TASKS = 16
 """A cheat that earns no more than blind play on this many tasks is not tried on the others."""
+ENDLESS = ("hanging", "endless_programs")
+"""Kinds of cheats that may take as long as a call may: one task at a time, so that each has the machine."""
 FIRST_TASKS_OF_ENDLESS = 4
 CONCURRENCY = 8
 """Number of tasks that are played at once."""
@@ -94,8 +96,9 @@ class AttackHost(CheckHost):
         """The episodes of an attempt, by its index, on the tasks from `start` to `stop`, up to one that hangs."""
         attempt = self._attempts[index]
         plays = Plays([[] for _ in attempt.variants])
-        for first in range(start, stop, CONCURRENCY):
-            numbers = range(first, min(first + CONCURRENCY, stop))
+        concurrency = 1 if attempt.kind in ENDLESS else CONCURRENCY
+        for first in range(start, stop, concurrency):
+            numbers = range(first, min(first + concurrency, stop))
             for episodes in await asyncio.gather(*(self._play_task(attempt, number, plays) for number in numbers)):
                 for variant, play in zip(plays.variants, episodes, strict=True):
                     variant.append(play)
@@ -167,7 +170,7 @@ class _Attack(HostProcess[AttackHost]):
     async def _row(self, index: int, kind: str, name: str) -> Row:
         if kind == "demonstrations":
             return self._demonstrations_row(name, await self._play(index, 0, TASKS))
-        first = FIRST_TASKS_OF_ENDLESS if kind in ("hanging", "endless_programs") else FIRST_TASKS
+        first = FIRST_TASKS_OF_ENDLESS if kind in ENDLESS else FIRST_TASKS
         plays = await self._play(index, 0, first)
         row = self._cheat_row(kind, name, plays)
         if row.verdict is AttackVerdict.NO and (row.earned or 0) > (row.blind or 0):

@@ -100,6 +100,7 @@ class Code(DataEnvSpec):
 
     env_class = CodeEnv
     Config = CodeConfig
+    starts_programs = True
     config: CodeConfig
     answer_required = False
     field_names = ((*PROMPT_FIELDS, "text"), (*ANSWER_FIELDS, "canonical_solution", "code"))

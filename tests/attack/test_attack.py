@@ -3,9 +3,9 @@
 A planted environment is one file in `tests/attack/FOLDER/weak/` or `tests/attack/FOLDER/sound/`, with a docstring of
 one sentence that begins with `Weak:` or `Sound:`. It holds a single environment (`@envgym.reward` on a function, an
 `envgym.Env` or `envgym.ToolEnv` class, or an `envgym.EnvSpec` class that names one in `env_class`), with at least 50
-training tasks and with demonstrations that are right (a reward function's are its answers). It needs no network, and
-plays an episode in less than a tenth of a second. Nothing has to be registered: `test_planted.py` and
-`tests/acceptance/test_attack.py` find the file.
+training tasks and with demonstrations that are right (a reward function's are its answers). It needs no network,
+plays an episode in less than a tenth of a second, and ends a program that it starts after five seconds or less. Nothing
+has to be registered: `test_planted.py` and `tests/acceptance/test_attack.py` find the file.
 """
 
 import asyncio
