@@ -155,7 +155,8 @@ class Attempts:
 
         def script_of(task: Task, number: int) -> Script:
             rng, observations = random.Random(f"guess {number}"), list[Observation]()
-            guesses = guess_fields(self._guesses, rng, (self._right_forms or [RAW])[0].text)
+            answers = self._guesses - Counter([self._answer(task)])  # of other tasks
+            guesses = guess_fields(answers, rng, (self._right_forms or [RAW])[0].text)
 
             def script(turn: int, observation: Observation) -> Action | None:
                 observations.append(observation)
@@ -167,27 +168,12 @@ class Attempts:
                     {**_CONSTANTS, **guesses, **echoes(observations, guesses["guess"](), rng)} if has_fields else {}
                 )
                 action = text_action(form.text(fill(cheat["say"], fields)) if "say" in cheat else "")
-                calls = self._calls(cheat["call"], observations, fields) if "call" in cheat else []
+                calls = _calls(cheat["call"], observations, fields, answers) if "call" in cheat else []
                 return replace(action, tool_calls=tuple(calls)) if turn < MAX_TURNS else None
 
             return script
 
         return script_of
-
-    def _calls(self, text: str, observations: Sequence[Observation], fields: Fields) -> list[ToolCall]:
-        """A call of every tool with a text for each argument; with `{name}` or `{each}` for each name or guess."""
-        names = names_in(observations[-1]) if "{name}" in text else [""]
-        guesses = [guess for guess, _ in self._guesses.most_common(GUESSES)] if "{each}" in text else [""]
-        texts = [text.replace("{name}", name).replace("{each}", guess) for name in names for guess in guesses]
-        calls = []
-        for tool in observations[0].tools:
-            is_risky = _DESTRUCTIVE.search(f"{tool.name} {tool.description}") is not None
-            for value in [fill(text, fields) for text in texts]:
-                if not (is_risky and _ESCAPE.search(value)):
-                    properties = tool.parameters.get("properties", {})
-                    arguments = {name: _argument(schema, value) for name, schema in properties.items()}
-                    calls.append(ToolCall(f"call_{len(calls)}", tool.name, arguments))
-        return calls
 
     def _demonstration(self, variant: int, change: str = "") -> ScriptOf:
         def script_of(task: Task, number: int) -> Script:
@@ -206,6 +192,22 @@ class Attempts:
 
     def _authors_cheats(self, task: Task, seed: int) -> Mapping[str, Sequence[str | Message]]:
         return self._subject.spec.spec_for(task).cheats(task, seed)
+
+
+def _calls(text: str, observations: Sequence[Observation], fields: Fields, answers: Counter[str]) -> list[ToolCall]:
+    """A call of every tool with a text for each argument; with `{name}` or `{each}` for each name or guess."""
+    names = names_in(observations[-1]) if "{name}" in text else [""]
+    guesses = [guess for guess, _ in answers.most_common(GUESSES)] if "{each}" in text else [""]
+    texts = [text.replace("{name}", name).replace("{each}", guess) for name in names for guess in guesses]
+    calls = []
+    for tool in observations[0].tools:
+        is_risky = _DESTRUCTIVE.search(f"{tool.name} {tool.description}") is not None
+        for value in [fill(text, fields) for text in texts]:
+            if not (is_risky and _ESCAPE.search(value)):
+                properties = tool.parameters.get("properties", {})
+                arguments = {name: _argument(schema, value) for name, schema in properties.items()}
+                calls.append(ToolCall(f"call_{len(calls)}", tool.name, arguments))
+    return calls
 
 
 def changed(turns: Sequence[str | Message], change: str) -> Sequence[str | Message]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -168,9 +169,11 @@ class HostProcess(Generic[Host]):
         return worker
 
     async def kill(self) -> None:
-        """Kill the process, so that the next call starts a new one."""
+        """Kill the process, so that the next call starts a new one. They share a log, in which the reason of the next
+        one's end is looked for."""
         if self._worker is not None:
             await self._worker.kill()
+            os.truncate(self._worker.log, 0)
             self._worker = None
 
     async def close(self) -> None:

@@ -9,13 +9,46 @@ has to be registered: `test_planted.py` and `tests/acceptance/test_attack.py` fi
 """
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
 from envgym.attack import AttackVerdict, attack_environment
+from envgym.attack.report import compare
+from envgym.cli import main
 
 PLANTED = Path(__file__).with_name("planted")
+
+
+SUMS = """
+import os, time
+import envgym
+
+class Sum(envgym.Env):
+    async def reset(self, *, seed=None, options=None):
+        return [{"role": "user", "content": self.task.prompt}], {}
+
+    async def step(self, action):
+        if "factorial" in action.text:
+            time.sleep(1000)
+        if action.text == "1000000000!":
+            os._exit(3)
+        right = action.text == str(self.task.answer)
+        return None, 0.5 * right + 0.5 * ("please" in action.text), True, False, {"score": float(right)}
+
+class Sums(envgym.EnvSpec):
+    env_class = Sum
+
+    def tasks(self, split):
+        return envgym.TaskList([envgym.Task(str(n), f"What is {n} + {n + 2}?", 2 * n + 2) for n in range(20)])
+
+    def demonstrations(self, task, seed):
+        return [str(task.answer)]
+
+    def cheats(self, task, seed):
+        return {"a request": [f"{seed}, please"], "another": ["now"]}
+"""
 
 
 def attack(file, **settings):
@@ -39,3 +72,51 @@ def test_nothing_pays_in_a_sound_environment():
     assert report.passed, report.paying
     assert report.blind == pytest.approx(0.62, abs=0.05)
     assert len([row for row in report.rows if row.kind == "texts"]) >= 40
+
+
+def test_what_an_earlier_episode_left_behind_pays():
+    report = attack(PLANTED / "weak" / "remembers_success.py")
+    kinds = {row.kind for row in report.rows if row.verdict is AttackVerdict.PAYS}
+    assert kinds == {"left_behind"}
+
+
+def test_an_authors_cheats_and_graders_that_hang_or_end_are_in_the_table(tmp_path, capsys):
+    """Of 20 tasks each is played with several seeds. A process that hangs or ends is replaced."""
+    (tmp_path / "sums.py").write_text(SUMS)
+    assert main(["envs", "attack", str(tmp_path / "sums.py"), "env.call_timeout=1", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["cheat"]: row for row in report["rows"]}
+    assert not report["passed"]
+    assert (rows["a request"]["verdict"], rows["a request"]["earned"], rows["a request"]["tasks"]) == ("PAYS", 0.5, 50)
+    assert (rows["another"]["verdict"], rows["another"]["kind"]) == ("no", "author")
+    assert rows["a factorial"]["verdict"] == "HANGS"
+    assert "blocked permanently in step" in rows["a factorial"]["message"]
+    assert rows["a factorial of mathematics"]["verdict"] == "ENDS PROCESS"
+    assert rows["a number of many digits"]["verdict"] == "no"
+    assert rows["demonstrations"]["verdict"] == "earn all"
+    assert rows["demonstrations"]["earned"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.py"], "there is no file"),
+        (["math_verify", "env.digts=1"], "Did you mean 'digits'?"),
+        (["recorded", "data.path=rows.jsonl"], "rewards no answer-blind play"),
+    ],
+)
+def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 3)
+    monkeypatch.chdir(tmp_path)
+    assert main(["envs", "attack", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("envgym: error: ")
+    assert said in line
+
+
+def test_the_lower_bound_of_paired_differences():
+    """By hand: a mean of 0.3, a standard deviation of 0.4830 and ten pairs; 3.3 standard errors are 0.5041."""
+    mean, lower_bound = compare([1, 0, 0, 1, 0, 0, 1, 0, 0, None], [0.0] * 9 + [0.7])
+    assert mean == pytest.approx(0.3)
+    assert lower_bound == pytest.approx(0.3 - 0.5041, abs=1e-4)
+    assert compare([1.0, 1.0], [0.0, 0.0]) == (1.0, 1.0)

@@ -1,14 +1,19 @@
 """The cheats as data: every field is known, every program is one, and forms come from demonstrations."""
 
+import asyncio
 import random
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from envgym.attack.attempts import _CONSTANTS, CHEATS
+from envgym.attack.attempts import _CONSTANTS, CHEATS, Attempts
 from envgym.attack.fields import echoes, fill, guess_fields
 from envgym.attack.forms import RAW, split_form
+from envgym.check.subject import Subject
+from envgym.registry import spec
+from envgym.services import start_services
 from envgym.types import Message, Observation
 
 LITERAL = {"answer", "args", "call", "name", "each", "correct"}
@@ -105,3 +110,24 @@ def test_echoes(field, text, piece):
 def test_the_form_of_a_right_answer(turns, answer, text, guess):
     form, found = split_form(turns, answer)
     assert (form.text("x"), found, list(form.lead)) == (text, guess, turns[:-1])
+
+
+def test_no_cheat_knows_the_answer_of_its_own_task():
+    """Of 58 tasks with different answers each cheat says those of 49 others."""
+    file = Path(__file__).parent / "planted" / "weak" / "key_in_comment.py"
+
+    async def said():
+        env_spec = spec(str(file))
+        async with start_services(env_spec):
+            attempts = Attempts(Subject(env_spec, str(file), {}))
+            await attempts.prepare()
+            all_guesses = next(a for a in attempts.attempts() if a.name == "all guesses in a line")
+            observation = Observation((Message.user("What?"),))
+            return [
+                (task.answer, all_guesses.variants[0](task, number)(0, observation).text.split())
+                for number, task in enumerate(attempts.tasks)
+            ]
+
+    for answer, guesses in asyncio.run(said()):
+        assert len(guesses) == 49
+        assert answer not in guesses

@@ -48,10 +48,11 @@ def test_check_passes_with_0_and_one_line_a_check(start, tmp_path):
     (tmp_path / "temporary").mkdir()
     result = start("envs", "check", f"{ZOO}/healthy.py:Sums", TMPDIR=tmp_path / "temporary")
     assert (result.returncode, result.stderr) == (0, "")
-    _, *lines, summary = result.stdout.splitlines()
+    _, *lines, summary, advice = result.stdout.splitlines()
     assert len(lines) == 21
     assert all(re.match(r"(ok|not applicable)  +\w", line) for line in lines)
     assert re.fullmatch(r"21 checks: 20 ok, 1 not applicable \(\d+ s\)", summary)
+    assert advice == f"whether its rewards can be forged: envgym envs attack {ZOO}/healthy.py:Sums"
     assert list((tmp_path / "temporary").glob("envgym-*")) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ def check_main(arguments: Sequence[str]) -> int:
     print(f"{spec.id}", flush=True)
     report = event_loop.run(check_environment(options.env, env_settings(options.env, words), _show))
     print(report.summary())
+    if report.passed:
+        print(f"whether its rewards can be forged: {printable(shlex.join(['envgym', 'envs', 'attack', *arguments]))}")
     return 0 if report.passed else 1
 
 
