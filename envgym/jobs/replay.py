@@ -109,9 +109,9 @@ def sample_again(
         if not checkpoint.is_dir():
             n_taken, saved = len(files_by_step(run / "rollouts", ".parquet")), checkpoint.parent.glob("step_*")
             steps = sorted(int(path.name.removeprefix("step_")) + 1 for path in saved)
-            possible = ", ".join(str(number) for number in [1, *steps] if number <= n_taken)
+            choices = ", ".join(str(number) for number in [1, *steps] if number <= n_taken)
             raise ConfigError(
-                f"--sample: {checkpoint} is gone, which sampled step {step}; there are weights for {possible}"
+                f"--sample: {checkpoint} is gone, which sampled step {step}; there are weights for {choices}"
             )
         stage = stage.model_copy(update={"model": str(checkpoint)})
     rollout = stage.rollout.model_copy(update={"seed_scope": stage.rollout.seed_scope or "group"})
