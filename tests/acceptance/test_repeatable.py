@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,3 +257,23 @@ def test_a_pipeline_killed_in_each_of_its_stages_ends_with_the_same_bytes(envgym
         hashes[stage] = weights(runs / "whole" / stage)
         assert weights(runs / "killed" / stage) == hashes[stage], stage
     store("rlhf_killed", killed_after_steps=resumed, weights=hashes)
+
+
+@pytest.mark.parametrize("env", ["math_verify", "tool_use", "guess.py:Guess"])
+def test_a_step_is_replayed_and_sampled_again_token_for_token(envgym, tmp_path, store, env):
+    (tmp_path / "guess.py").write_bytes((Path(__file__).parents[2] / "examples" / "guess.py").read_bytes())
+    settings = ("deterministic=true", "steps=3", "rollout.tasks_per_step=13", "rollout.group_size=8", "eval.every=0")
+    envgym("train", "--env", env, *settings, "checkpoint.every=1", "checkpoint.keep=3", "--name", "run")
+    replayed = envgym("replay", "run", "--step", "2").stdout
+    assert "104 of 104 episodes of runs/run/rollouts/step_000002.parquet repeat exactly" in replayed
+    sampled = envgym("replay", "run", "--step", "3", "--sample").stdout
+    assert "104 of 104 episodes of runs/run/rollouts/step_000003.parquet were sampled again, token for token" in sampled
+    first, second = (tmp_path / "runs" / "run" / "checkpoints" / f"step_00000{step}" for step in (1, 2))
+    shutil.rmtree(second)
+    first.rename(second)  # other weights
+    assert "(task " in envgym("replay", "run", "--step", "3", "--sample", status=1).stdout
+    assert (
+        "which sampled step 2; there are weights for 1, 3"
+        in envgym("replay", "run", "--step", "2", "--sample", status=2).stderr
+    )
+    store(f"replayed_{env.partition('.')[0]}", replayed=104, sampled_again=104)
