@@ -256,6 +256,19 @@ class Learner(ABC):
             totals[row.objective] = totals.get(row.objective, 0.0) + float(row.loss_weights.sum())
         return {name: max(total, 1e-8) for name, total in totals.items()}
 
+    skips_truncated: bool = False
+    """True if truncated episodes are not trained on."""
+    returns: Mapping[int, float] | None = None
+    """The returns that the last `prepare` computed advantages from, by the episode's index; None for a learner that has
+    none, or changes the rewards by its settings."""
+
+    def token_shares(self, objective: Objective, weights: Mapping[int, float]) -> Mapping[int, float] | None:
+        """The share of a token of weight 1 in an objective's loss of an optimizer step, by the index of its episode:
+        what the settings say, for `envgym.monitoring.laws`, without `loss_normalizers`. `weights`: the weight of each
+        episode's tokens. None if the loss is no sum of log-probabilities (in a policy gradient, times advantages) times
+        such shares."""
+        return None
+
     @abstractmethod
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         """The micro-batch's share of the optimizer step's loss (a scalar), and metrics to log."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from envgym.learner import LossAndMetrics, Outputs, RoleSpec, RowBatch
-from envgym.types import Group, Row
+from envgym.types import Group, Objective, Row
 
 from .sft import SFT, SFTConfig
 
@@ -52,6 +52,9 @@ class Distill(SFT):
             top_tokens = row.arrays["teacher"]
             row.arrays["teacher"], row.arrays["teacher_ids"] = top_tokens[..., 0], top_tokens[..., 1]
         return rows
+
+    def token_shares(self, objective: Objective, weights: Mapping[int, float]) -> None:
+        return None
 
     def loss(self, role: str, outputs: Outputs, batch: RowBatch, normalizers: Mapping[str, float]) -> LossAndMetrics:
         nll, metrics = super().loss(role, outputs, batch, normalizers)

@@ -259,6 +259,8 @@ class PolicyGradient(Learner):
         no_signal = self._no_signal(members, raw_advantages)
         advantages = normalize_advantages(raw_advantages, self.config.advantage_norm, no_signal)
         episodes = [tokens for group in members for tokens in group]
+        is_plain = self.config.shaping == ShapingConfig()
+        self.returns = {e.rows[0].episode_index: sum(e.rewards) for e in episodes if e.rows} if is_plain else None
         for tokens, values in zip(episodes, chain.from_iterable(advantages), strict=True):
             tokens.write("advantages", values)
             self._apply_aggregation(tokens.rows)
@@ -319,6 +321,19 @@ class PolicyGradient(Learner):
             length = self.config.constant_length if self.config.aggregation == "constant" else 1
             totals[Objective.POLICY_GRADIENT] = float(len(episodes) * length)
         return totals
+
+    @property
+    def skips_truncated(self) -> bool:  # type: ignore[override]
+        return self.config.shaping.overlong_filter
+
+    def token_shares(self, objective: Objective, weights: Mapping[int, float]) -> Mapping[int, float] | None:
+        if objective is not Objective.POLICY_GRADIENT:
+            return None
+        if self.config.aggregation == "token":
+            return dict.fromkeys(weights, 1 / max(1e-8, sum(weights.values())))
+        length, n = self.config.constant_length, len(weights)
+        is_constant = self.config.aggregation == "constant"
+        return {index: 1 / (n * (length if is_constant else max(1e-8, total))) for index, total in weights.items()}
 
     # -- the loss -----------------------------------------------------------------------------------------
 

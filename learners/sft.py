@@ -39,6 +39,9 @@ class SFT(Learner):
         metrics = {"loss": (float(nll.detach()), float(batch.loss_weights.sum()))}
         return nll / normalizers[batch.objective], metrics
 
+    def token_shares(self, objective: Objective, weights: Mapping[int, float]) -> Mapping[int, float] | None:
+        return dict.fromkeys(weights, 1 / max(1e-8, sum(weights.values())))
+
     def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss`: cross-entropy per token, in nats."""
         total = sum(float(row.loss_weights.sum()) for row in rows)

@@ -19,7 +19,7 @@ from envgym.loading import user_line
 from envgym.processes.cancellation import call_in_time
 from envgym.processes.threads import DedicatedThread
 from envgym.settings import Settings
-from envgym.types import Action, Message, Observation, Span, Task, as_action, as_observation
+from envgym.types import Action, Message, Observation, Span, Tally, Task, as_action, as_observation
 from envgym.types.episodes import check_numbers
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ class CheckedEnv(Env):
         self.task: Task | None = None  # type: ignore[assignment]  # before the first reset
         self.spans: list[Span] = []
         """The times of its resets and steps."""
+        self.tally = Tally()
         self._playing = False
         self._has_slot = False
         methods = (env.reset, env.step, env.close)
@@ -201,7 +202,8 @@ class CheckedEnv(Env):
         self.task = self.env.task = task = posed_task(options) or await self._draw_task(seed)
         options, seed = {**(options or {}), "task": task}, seed if task.seed is None else task.seed
         observation, info = await self._timed_call("(observation, info)", self.env.reset, seed=seed, options=options)
-        self._playing = True
+        self._playing, self.tally = True, Tally()
+        self.tally.add(observation, None)
         return observation, info
 
     async def step(self, action: Action | str) -> tuple[Observation, float | None, bool, bool, Info]:
@@ -217,6 +219,7 @@ class CheckedEnv(Env):
         if type(terminated) is not bool or type(truncated) is not bool:
             self._check_flags({"terminated": terminated, "truncated": truncated})
         self._playing = not (terminated or truncated)
+        self.tally.add(observation, reward)
         return observation, reward, bool(terminated), bool(truncated), info
 
     def _check_flags(self, flags: Mapping[str, Any]) -> None:

@@ -24,16 +24,19 @@ Condition = Callable[[Sequence[float]], bool]
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """An alarm on a `metric` of `metrics.jsonl`, of the policy or (`ROLE/metric`) another role. `text` may contain
-    `{value}`, the latest value."""
+    `{value}`, the latest value, and `{evidence}`, that of the metric `evidence`."""
 
     name: str
     metric: str
     condition: Condition
     text: str
+    evidence: str = ""
 
-    def sentence(self, role: str, value: float) -> str:
-        """The text for a value; `role` is "" for the policy, else it ends with a slash."""
-        return role.replace("/", ": ") + self.text.format(value=value)
+    def sentence(self, role: str, record: Mapping[str, Any]) -> str:
+        """The text for a record; `role` is "" for the policy, else it ends with a slash."""
+        evidence = record.get(role + self.evidence)
+        number = "an unknown number of" if evidence is None else f"{evidence:.2g}"
+        return role.replace("/", ": ") + self.text.format(value=record[role + self.metric], evidence=number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,16 @@ def falls_below(values: Sequence[float], limit: float, steps: int) -> bool:
 def begins_below(values: Sequence[float], limit: float, steps: int) -> bool:
     """True if all values are smaller than `limit`, and there are at least `steps`."""
     return len(values) >= steps and max(values) < limit
+
+
+def begins_above(values: Sequence[float], limit: float) -> bool:
+    """True if the first value is larger than `limit`, and there is no other yet."""
+    return len(values) == 1 and values[0] > limit
+
+
+def rises(values: Sequence[float], factor: float, floor: float) -> bool:
+    """True if the last value is above `factor` times the first, and above `floor`."""
+    return len(values) > 1 and values[-1] > max(floor, factor * values[0])
 
 
 def mean_below(values: Sequence[float], limit: float, steps: int, min_values: int) -> bool:
@@ -98,8 +111,17 @@ ROLE = re.compile(r"((?!env/|eval/)[^/]+/)?")
 """The role before an alarm's `metric` in a metric's name. Metrics of an environment (`env/…`) raise no alarms."""
 
 CONDITIONS: dict[str, Callable[..., bool]] = {
-    function.__name__.removeprefix("is_"): function
-    for function in (is_above, is_below, falls_below, begins_below, mean_below, jumps, grows, falls_from_best, sums_up)
+    "above": is_above,
+    "below": is_below,
+    "falls_below": falls_below,
+    "begins_below": begins_below,
+    "begins_above": begins_above,
+    "rises": rises,
+    "mean_below": mean_below,
+    "jumps": jumps,
+    "grows": grows,
+    "falls_from_best": falls_from_best,
+    "sums_up": sums_up,
 }
 
 
@@ -108,7 +130,8 @@ def _read(file: Path) -> tuple[Alarm, ...]:
     alarms = []
     for name, entry in entries.items():
         [(condition, arguments)] = entry["when"].items()
-        alarms.append(Alarm(name, entry["metric"], partial(CONDITIONS[condition], **arguments), entry["text"]))
+        holds = partial(CONDITIONS[condition], **arguments)
+        alarms.append(Alarm(name, entry["metric"], holds, entry["text"], entry.get("evidence", "")))
     return tuple(alarms)
 
 
@@ -121,7 +144,7 @@ def sentence(name: str, record: Mapping[str, Any]) -> str | None:
         role = str(name).removesuffix(alarm.name)
         value = record.get(role + alarm.metric)
         if name == role + alarm.name and ROLE.fullmatch(role) and isinstance(value, int | float):
-            return alarm.sentence(role, value)
+            return alarm.sentence(role, record)
     return None
 
 
@@ -148,6 +171,6 @@ class Alarms:
                 holds = alarm.condition(values)
                 if holds and name not in self._active:
                     self.counts[name] += 1
-                    raised.append(RaisedAlarm(name, alarm.sentence(role, values[-1])))
+                    raised.append(RaisedAlarm(name, alarm.sentence(role, record)))
                 self._active = self._active | {name} if holds else self._active - {name}
         return raised

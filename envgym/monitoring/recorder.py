@@ -50,6 +50,13 @@ class Recorder:
         self._folder.write_metrics(records)
         self._display.alarm(last["step"], text)
 
+    def warn(self, record: dict[str, Any]) -> None:
+        """Write the record of a step that an error ends, if it raises alarms: they may name the cause."""
+        if raised := self.alarms.observe(record):
+            self._folder.append_metrics(record | {"alarms": [alarm.name for alarm in raised]})
+            for alarm in raised:
+                self._display.alarm(record["step"], alarm.text)
+
     def write(self, record: dict[str, Any]) -> None:
         """Write the record of a step, or (step 0) of the evaluation before training. Adds the raised `alarms`."""
         raised = self.alarms.observe(record)

@@ -42,6 +42,11 @@ class Buffer:
     def __len__(self) -> int:
         return len(self._groups)
 
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The groups that wait."""
+        return self._groups
+
     def add(self, groups: Sequence[Group]) -> int:
         """Add the groups that can be trained on. Returns their number."""
         previous_size = len(self._groups)

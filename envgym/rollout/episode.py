@@ -87,6 +87,7 @@ async def run_episode(
     if sampler is not None and sampler.seconds_left <= 0 and episode.outcome.reason == Limit.LENGTH:
         episode.outcome = Outcome.truncate(Limit.TIME)
     episode.seconds = time.monotonic() - start
+    episode.tally = env.tally if env else None
     episode.spans = [*waiting, *(env.spans if env else ()), *(sampler.spans if sampler else ())]
     return episode
 

@@ -17,6 +17,7 @@ from envgym.jobs.models import base_of_model
 from envgym.jobs.prompts import announce, survey
 from envgym.learner import Learner
 from envgym.models.export import rounding_in_words
+from envgym.monitoring.laws import Laws
 from envgym.placement.memory import MemoryNeeds, with_micro_batches
 from envgym.placement.plan import ENGINE, PlacedRuntime
 from envgym.render import Renderer, load_tokenizer
@@ -47,6 +48,7 @@ class Components:
     timeshare: GpuTimeshare = field(default_factory=lambda: GpuTimeshare(None, {}, keeps_weights=False))
     pretraining: Pretraining | None = None
     apis: Mapping[str, ApiTeacher] = field(default_factory=dict)
+    laws: Laws | None = None
 
     @property
     def trained_roles(self) -> list[str]:
@@ -104,7 +106,8 @@ async def start_components(
         runner.first_answers.note = display.note
     announce(stage, agent.renderer, summary, max_model_len, display.note)
     params = stage.rollout.sampling(agent.renderer.stop_token_ids)
-    return Components(learner, runner, workers, params, engine, sync, timeshare, pretraining, apis)
+    laws = Laws(learner, agent.renderer, model, judges_groups=context.spec.scores_groups, samples=agent.uses_policy)
+    return Components(learner, runner, workers, params, engine, sync, timeshare, pretraining, apis, laws)
 
 
 def _plan_loading(

@@ -78,6 +78,8 @@ class StepGroups:
         self.unfinished = UnfinishedStep(
             self.folder.unfinished_step, stage.checkpoint.episodes_every if saves_episodes else None
         )
+        self._n_missing = 0
+        """Tasks of the step that have no group."""
         self._writing: list[asyncio.Future[None]] = []
 
     async def collect(self) -> list[Group]:
@@ -111,6 +113,12 @@ class StepGroups:
         if can_drop(config.filter) and self.uses_policy:
             record |= batch.metrics() | {"filter/filled_share": len(groups) / config.tasks_per_step}
             record["filter/carried_over"] = len(self.buffer)
+        self._n_missing, n_missing = 0, self._n_missing
+        if (laws := self.components.laws) is not None:
+            filter = config.filter if self.uses_policy else None
+            record |= laws.of_rollout(
+                batch.groups, groups, self.buffer.groups, size=self.group_size, n_missing=n_missing, filter=filter
+            )
         if self.async_rollouts is not None:
             ages = [self.progress.step - version_of(group.id) for group in groups]
             record |= {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}
@@ -160,7 +168,9 @@ class StepGroups:
         if unfinished is not None:
             episodes, add = unfinished.finished_episodes(plan.purpose, tasks), unfinished.add
         runner, on_progress = self.components.runner, self.display.rollout
-        return await runner.roll_out(tasks, plan, on_progress, completed=episodes, on_episode=add)
+        groups = await runner.roll_out(tasks, plan, on_progress, completed=episodes, on_episode=add)
+        self._n_missing += len(tasks) - len(groups)
+        return groups
 
 
 def write_step(folder: RunFolder, step: int, episodes: Sequence[Episode]) -> None:
@@ -250,7 +260,8 @@ class Update:
 
     async def learn(self, groups: Sequence[Group]) -> None:
         """Prepare the rows and take an optimizer step on each mini-batch, normalized over all of it."""
-        progress, learner, pretraining = self._progress, self._components.learner, self._components.pretraining
+        progress, components = self._progress, self._components
+        learner, pretraining = components.learner, components.pretraining
         with progress.timed("prepare"):
             rows = learner.prepare(groups)
             if not rows:
@@ -270,11 +281,13 @@ class Update:
             for _ in range(learner.config.update_epochs):
                 minibatches = split_minibatches(rows, learner.config.minibatches)
                 for batch, batch_text in zip(minibatches, deal_out(text, len(minibatches)), strict=True):
-                    logged.append(await self.optimizer_step(batch, batch_text))
+                    logged.append(await self.optimizer_step(batch, batch_text, is_first=not logged))
                     for row in rows:
                         row.is_on_policy = False
             if progress.step == MEASURED_STEP - 1:
                 await self._measure_movement(rows)
+        if components.laws is not None:
+            progress.record |= components.laws.of_update(rows, groups)
         progress.record |= aggregate_steps(logged) | token_counts(rows, text, learner.config.update_epochs)
         progress.max_mismatch = max(progress.max_mismatch, progress.record.get("mismatch/max", 0.0))
         progress.tokens["trained"] += progress.record["tokens/trained"]
@@ -296,7 +309,9 @@ class Update:
             differences = np.abs(np.concatenate([last - first for last, first in pairs]))
             progress.record["policy/movement"] = float((differences * weights).sum() / max(1, weights.sum()))
 
-    async def optimizer_step(self, rows: Sequence[Row], text: Sequence[Row]) -> dict[str, float]:
+    async def optimizer_step(
+        self, rows: Sequence[Row], text: Sequence[Row], *, is_first: bool = False
+    ) -> dict[str, float]:
         """Take one optimizer step of every trained role; the policy is also trained on `text`. Returns their metrics:
         the policy's without a prefix, another role's with `ROLE/`."""
         components, progress = self._components, self._progress
@@ -313,9 +328,13 @@ class Update:
             role_rows = [*rows, *text] if role == "actor" else rows
             metrics = await worker.accumulate(role_rows, normalizers)
             if role == "actor":
-                for row, outputs in await worker.accumulated_outputs():
-                    row.first_outputs = outputs if row.first_outputs is None else row.first_outputs
+                for row, outputs, pushes in await worker.accumulated_outputs():
+                    if row.first_outputs is None:
+                        row.first_outputs, row.pushes = outputs, pushes
                     row.last_outputs = outputs
+                if is_first and components.laws is not None:
+                    difference = None if sync is None else sync.difference
+                    progress.record |= components.laws.of_first_pass(role_rows, metrics, difference)
             if role == "actor" and sync is not None:
                 samples_all_tokens = sampling.top_p == 1 and not sampling.top_k  # else the sampler renormalizes
                 # Before the update's first optimizer step, sampler and trainer must be the same policy.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.episodes.record import write_rollouts
-from envgym.errors import EnvgymError, InvalidOutcome, RolloutFailed, WorkerError
+from envgym.errors import EnvgymError, InvalidOutcome, RolloutFailed, RunError, WorkerError
 from envgym.evaluation.held_out import HeldOut
 from envgym.monitoring.metrics import held_out_metrics, speed_metrics
 from envgym.monitoring.recorder import Recorder
@@ -189,9 +189,14 @@ class Trainer:
                 self.progress.step, self.progress.recorded = self.progress.step + 1, False
                 self.checkpoints.snapshot_step()
                 await self.sync()
+        except RunError:  # the step has no record, but what its numbers tell of the cause
+            self.recorder.warn(self.progress.record)
+            raise
         finally:
             await self.groups.wait_for_writes()
         self.progress.record |= speed_metrics(self.progress.record, time.monotonic() - start)
+        if self.components.laws is not None:
+            self.progress.record["seconds/laws"] = self.components.laws.take_seconds()
 
     def weights_locked(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Lock held while weights are updated and synced; a restarted engine cannot join meanwhile."""
@@ -201,7 +206,11 @@ class Trainer:
         """Send the actor's weights to the engines as policy version `step`, and compare log-probabilities."""
         if self.components.sync is not None:
             with self.progress.timed("sync"):
-                difference = await self.components.sync(self.progress.step)
+                try:
+                    difference = await self.components.sync(self.progress.step)
+                finally:
+                    if self.components.sync.lag is not None:
+                        self.progress.record["sync/lag"] = self.components.sync.lag
             if difference is not None:
                 self.progress.record["sync/max_abs"] = difference
             if self.components.sync.receipt is not None:

@@ -325,6 +325,13 @@ class WeightSync:
     alarm: tuple[str, float] | None = None
     """The large difference on a probe that the engines' next sampled tokens must confirm, and the reference's mean."""
 
+    difference: float | None = None
+    """The largest difference of a token after the last sync, in nats."""
+    lag: float | None = None
+    """`sync_lag` of the last sync, the largest of any engine and probe."""
+    _previous: dict[Probe, Sequence[float]] = field(default_factory=dict)
+    """The actor's log-probabilities of the probes at the sync before."""
+
     def __post_init__(self) -> None:
         self.engine.join = self.join
 
@@ -345,8 +352,10 @@ class WeightSync:
             await self._send(self.engine, version, with_base=self.version is None)
 
         await self.timeshare.hand_over(send)
-        self.version = version
-        return await self._compare_with(f"after sync {version}", self.engine, actor_logprobs)
+        self.version, self.lag = version, None
+        self.difference = await self._compare_with(f"after sync {version}", self.engine, actor_logprobs)
+        self._previous = dict(zip(self.probes, actor_logprobs, strict=True))
+        return self.difference
 
     async def join(self, engine: EngineClient) -> None:
         """Give a replacement engine the weights of the current version; waits while the actor's are being updated."""
@@ -406,6 +415,8 @@ class WeightSync:
         engines' first samples (`check_samples`)."""
         if (n := len(actor)) != len(engine):
             raise RunError(f"the engine's score returned {len(engine)} numbers for {n + 1} tokens: {n} are needed")
+        if (lag := sync_lag(self._previous.get(probe, actor), actor, engine)) is not None:
+            self.lag = max(lag, self.lag or 0.0)
         actor, engine = actor[probe.start - 1 :], engine[probe.start - 1 :]
         sizes = [abs(a - b) for a, b in zip(actor, engine, strict=True)]
         maximum, mean = max(sizes), fmean(sizes)
@@ -447,6 +458,19 @@ class WeightSync:
             f"more than {limit}. The bytes arrived (their checksums are equal): the engine assigns the weights to "
             "other places, computes differently (dtype, kernels), or is not this model; sync.tolerance=N sets the bound"
         )
+
+
+def sync_lag(previous: Sequence[float], actor: Sequence[float], engine: Sequence[float]) -> float | None:
+    """How much an engine's log-probabilities of a probe are those of the actor's weights before the last update: 0 if
+    they differ from the new ones by rounding alone, 1 if they are the old ones. It is the correlation of the engine's
+    difference with the update's, or the share of the update that is missing if that is less. None without an update."""
+    update = [old - new for old, new in zip(previous, actor, strict=True)]
+    difference = [sampler - new for sampler, new in zip(engine, actor, strict=True)]
+    squares = math.fsum(x * x for x in update), math.fsum(x * x for x in difference)
+    if not all(squares):
+        return None if not squares[0] else 0.0
+    product = math.fsum(x * y for x, y in zip(update, difference, strict=True))
+    return min(product / math.sqrt(squares[0] * squares[1]), product / squares[0])
 
 
 def policy_difference(actor: Sequence[float], engine: Sequence[float]) -> float:

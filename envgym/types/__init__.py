@@ -17,6 +17,7 @@ from .episodes import (
     Segment,
     Span,
     Status,
+    Tally,
     Turn,
     VersionSpan,
     float_array,
@@ -49,7 +50,7 @@ pickle_by_values(Action, Message, Observation, Outcome, Task, TextPart, ToolCall
 __all__ = [
     "Action", "Episode", "Group", "ImagePart", "ImageSpan", "Limit", "Message", "Objective", "Observation",
     "Outcome", "PlacedImage", "Reward", "Role", "Row", "SeedScope", "Segment", "Span", "Status", "StopReason",
-    "Task", "TextPart", "ToolCall", "ToolSpec", "Turn", "VersionSpan", "add_instruction", "as_action",
+    "Tally", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn", "VersionSpan", "add_instruction", "as_action",
     "as_messages", "as_observation", "check_json", "float_array", "int_array", "number_rows", "observed_messages",
     "refuse_images", "timed",
 ]  # fmt: skip

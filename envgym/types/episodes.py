@@ -202,6 +202,8 @@ class Row:
     first_outputs  [T] float32, outputs of the policy's model for it in the step's first pass over it, before that
                    pass's optimizer step; None before the pass
     last_outputs   the same of the last pass
+    pushes         [T] float32, minus the gradient of the loss by `first_outputs` in that pass: how strongly it makes
+                   each token more likely; None before it
 
     `len` is T.
     """
@@ -216,6 +218,7 @@ class Row:
     is_on_policy: bool = field(default=True, compare=False, repr=False)
     first_outputs: FloatArray | None = field(default=None, compare=False, repr=False)
     last_outputs: FloatArray | None = field(default=None, compare=False, repr=False)
+    pushes: FloatArray | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_arrays(
@@ -304,7 +307,7 @@ class Row:
         """A copy that holds its arrays alone, for workers, with other values of some attributes."""
         for name in (*ROW_ARRAYS, "images"):
             getattr(self, name)  # made from the segments, if they are not yet
-        return self.copy_with(segments=[], turns=[], first_outputs=None, last_outputs=None, **attributes)
+        return self.copy_with(segments=[], turns=[], first_outputs=None, last_outputs=None, pushes=None, **attributes)
 
     def drop_sampling_info(self) -> None:
         """Treat tokens that were sampled at another temperature than 1 as plain data: clear the temperatures and the
@@ -430,6 +433,21 @@ def timed(spans: list[Span], kind: str) -> Iterator[None]:
 
 
 @dataclass(slots=True)
+class Tally:
+    """What an environment gave in an episode, counted apart from the agent's record: the sum of its `rewards` (None:
+    it gave none), and whether a turn of its own `stops` had other stops than the run's."""
+
+    rewards: float | None = None
+    stops: bool = False
+
+    def add(self, observation: Any, reward: float | None) -> None:
+        """Count an observation and the reward that came with it."""
+        if reward is not None:
+            self.rewards = reward + (self.rewards or 0.0)
+        self.stops |= any(name.startswith("stop") for name in observation.sampling or ())
+
+
+@dataclass(slots=True)
 class Episode:
     """Record of a policy's attempt at a task.
 
@@ -463,6 +481,8 @@ class Episode:
     n_spelled: int | None = field(default=None, compare=False)
     """The number of the policy's messages that spell out a special token as text; None if its messages tell. Not part
     of the record."""
+    tally: Tally | None = field(default=None, compare=False)
+    """Not part of the record."""
 
     @property
     def failed(self) -> bool:

@@ -73,6 +73,9 @@ class ModelLearning(ModelState):
     """Training of a `ModelWorker`. All calls are collective."""
 
     _outputs: list[FloatArray]
+    _pushes: list[FloatArray]
+    _gradient: torch.Tensor | None
+    """[B, T] the gradient by the outputs of the last micro-batch, once its backward pass has reached them."""
     _row_layout: Layout
     _with_images: bool
 
@@ -91,7 +94,7 @@ class ModelLearning(ModelState):
         load-balancing loss of experts does: it is averaged over micro-batches, weighted by their tokens.
         """
         self.engine.train()
-        self._outputs = []
+        self._outputs, self._pushes = [], []
         self._row_layout = layout
         self._with_images = with_images
         shares = self._shares_of_tokens(microbatches) if self.network.balance else [0.0] * len(microbatches)
@@ -102,13 +105,14 @@ class ModelLearning(ModelState):
             self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
             loss, metrics = self._loss(batch, normalizers, shares[index])
             self.engine.backward(loss * copies, scale_wrt_gas=False)
+            self._add_pushes(batch, copies * (zero.loss_scale(self.engine) or 1.0))
             add_metrics(total, metrics)
         return total | {"memory/max": (peak_memory(self.device), 1.0)}
 
-    def accumulated_outputs(self) -> list[FloatArray]:
-        """[T] float32 per sample of the last `accumulate`, in its order: the log-probabilities or values of its forward
-        pass."""
-        return self._outputs
+    def accumulated_outputs(self) -> list[tuple[FloatArray, FloatArray]]:
+        """([T], [T]) float32 per sample of the last `accumulate`, in its order: the log-probabilities or values of its
+        forward pass, and minus the gradient of the step's loss by each of them."""
+        return list(zip(self._outputs, self._pushes, strict=True))
 
     def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step with the accumulated gradient, and update the moving average of the weights. Raises
@@ -159,7 +163,10 @@ class ModelLearning(ModelState):
             n_tokens = cost(samples, layout="packed")
             metrics["tokens/shared_share"] = (float(n_tokens - len(prefixes)), float(n_tokens))
         output = outputs["logprobs" if self.network.head == "lm" else "values"]
-        lines = output.detach().float().cpu().numpy()[np.argsort(order)]
+        self._gradient, self._order = None, np.argsort(order)
+        if output.requires_grad:
+            output.register_hook(self._set_gradient)
+        lines = output.detach().float().cpu().numpy()[self._order]
         self._outputs += [line[: len(sample.token_ids)] for line, sample in zip(lines, samples, strict=True)]
         if balance is not None:
             loss = loss + self.learner.config.moe_aux_coef * share_of_tokens * balance
@@ -181,7 +188,20 @@ class ModelLearning(ModelState):
             current = torch.tensor([samples[index].is_on_policy for index in order], device=self.device)
             old = torch.cat([batch.old_logprobs for batch in batches])
             add_metrics(metrics, mismatch(outputs["logprobs"].detach(), old, current))
+            add_metrics(metrics, surprise(outputs["logprobs"].detach(), outputs["entropy"].detach(), old, current))
         return loss, metrics
+
+    def _set_gradient(self, gradient: torch.Tensor) -> None:
+        self._gradient = gradient.detach()
+
+    def _add_pushes(self, samples: Sequence[Row], scale: float) -> None:
+        """Add what the last backward pass, of a loss times `scale`, does to each of the samples' outputs."""
+        lengths = [len(sample.token_ids) for sample in samples]
+        if self._gradient is None:
+            self._pushes += [np.zeros(length, np.float32) for length in lengths]
+        else:
+            lines = -self._gradient.float().cpu().numpy()[self._order] / np.float32(scale)
+            self._pushes += [line[:length] for line, length in zip(lines, lengths, strict=True)]
 
     def _inputs(self, samples: Sequence[Row], batches: Sequence[RowBatch]) -> tuple[Any, ...]:
         """The network's arguments for a micro-batch. `batches` are its samples, in order, padded to one length."""
@@ -233,4 +253,26 @@ def mismatch(logprobs: torch.Tensor, old_logprobs: torch.Tensor, current: torch.
         "mismatch/mean_abs": (float(difference.abs().sum()), count),
         "mismatch/max": (float(difference.abs().max()), 1.0),
         "mismatch/k3": (float((difference.exp() - 1 - difference).sum()), count),
+    }
+
+
+def surprise(
+    logprobs: torch.Tensor, entropy: torch.Tensor, old_logprobs: torch.Tensor, current: torch.Tensor
+) -> MetricSums:
+    """Sums, over the tokens that `mismatch` compares, of how much less likely they are than the entropy [B, T] of their
+    distribution says (`surprise/mean`, in nats), and of its square. The mean is 0, but for chance, if tokens are
+    sampled from the distribution whose log-probabilities the trainer computes: its weights, its temperature, all
+    tokens."""
+    compared = old_logprobs.isfinite() & current[:, None]
+    compared[:, 0] = False
+    excess = -(logprobs + entropy)[compared].double()
+    if not len(excess):
+        return {}
+    count = float(len(excess))
+    squares, total = float(excess.square().sum()), float(entropy[compared].double().sum())
+    return {
+        "surprise/mean": (float(excess.sum()), count),
+        "surprise/square": (squares, count),
+        "surprise/entropy": (total, count),
+        "surprise/inverse_count": (1.0, count),
     }

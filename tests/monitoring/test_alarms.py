@@ -44,6 +44,26 @@ FIRES = {
     "failures_by_reward": [1.0, 4.0, 5.0],
     "explained_variance": [*[0.1] * 20, *[-2.0] * 10],
     "short_batch": [1.0, 0.75],
+    "feedback_in_loss": [0.0, 0.3],
+    "feedback_as_answer": [0.0, 0.25],
+    "stale_weights": [0.0, 0.98],
+    "stale_samples": [0.001, 0.001, 4.0],
+    "stale_versions": [0.0, 1.0],
+    "sampling_distribution": [40.0],
+    "sampling_surprise": [-5.0, -1.0, -5.0],
+    "lost_episodes": [0.0, 0.03],
+    "untrained_tokens": [0.0, 0.2],
+    "advantage_sign": [1.0, -1.0, -0.7],
+    "reward_twice": [0.0, 1.0],
+    "episode_twice": [0.0, 2.0],
+    "return_twice": [0.0, 0.5],
+    "end_not_learned": [1.0, 0.0],
+    "template_drift": [0.0, 0.5],
+    "context_drift": [0.001, 200.0],
+    "wrong_tokenizer": [0.0, 0.8],
+    "wrong_denominator": [1.0, 4.0, 4.0],
+    "filter_by_length": [0.0, 0.25],
+    "misread_answers": [0.1, 0.9],
 }
 HEALTHY = {
     "mismatch": [0.02, 0.06, 0.02, 0.06, 0.03],  # kernels in 16 bits, once in a while far off
@@ -71,6 +91,26 @@ HEALTHY = {
     "failures_by_reward": [3.0, *[RNG.gauss(0, 1) for _ in range(1000)]],
     "explained_variance": [*[-20.0] * 20, *noisy(0.0, 0.4)],  # a head that was drawn knows nothing at first
     "short_batch": [1.0] * 30,
+    "feedback_in_loss": [0.0] * 30,
+    "feedback_as_answer": [0.0] * 30,
+    "stale_weights": noisy(0.0, 0.7),  # of an update that is less than the rounding of 16 bits
+    "stale_samples": [0.3, *noisy(0.5, 0.4)],
+    "stale_versions": [0.0] * 30,
+    "sampling_distribution": [2.0, *noisy(3.0, 3.0)],  # what comes later has other causes
+    "sampling_surprise": [RNG.gauss(0, 1) for _ in range(1000)],
+    "lost_episodes": [0.0] * 30,
+    "untrained_tokens": [0.01] * 30,
+    "advantage_sign": [1.0, -0.5, 0.9, -0.5, 1.0],  # of a few pairs, with a critic that knows nothing
+    "reward_twice": [1e-9] * 30,
+    "episode_twice": [0.0] * 30,
+    "return_twice": [1e-9] * 30,
+    "end_not_learned": [0.6] * 30,  # clipped tokens have no gradient
+    "template_drift": [0.0] * 30,
+    "context_drift": noisy(1.5, 1.0),
+    "wrong_tokenizer": [0.05] * 30,
+    "wrong_denominator": [*noisy(1.1, 0.1), 3.0, 1.0, 3.0],
+    "filter_by_length": [0.0] * 30,
+    "misread_answers": [0.1] * 30,
 }
 BY_NAME = {alarm.name: alarm for alarm in ALARMS}
 

@@ -121,6 +121,7 @@ class Sync:
     def __init__(self, world: World) -> None:
         self.world = world
         self.weights_lock = asyncio.Lock()
+        self.lag = self.difference = None
         self.receipt = None
         self.timeshare = GpuTimeshare(None, {}, keeps_weights=False)
 
