@@ -77,6 +77,11 @@ class AsyncRollouts:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
 
+    @property
+    def n_waiting(self) -> int:
+        """Number of tasks that are drawn, and that `take` has not returned as groups."""
+        return len(self._interrupted) + len(self._in_flight) + len(self._buffer) + len(self._dropped)
+
     def state(self) -> dict[str, Any]:
         """The tasks in flight, which a resumed run rolls out again: neither its cursor nor its buffer has them."""
         tasks = [*self._interrupted, *self._in_flight.values()]

@@ -133,6 +133,11 @@ class TaskCursor:
                 drawn.append(task)
         return drawn
 
+    @property
+    def n_drawn(self) -> int | None:
+        """The number of tasks drawn so far; None with a curriculum, which skips some."""
+        return self._position if self._curriculum is None else None
+
     def observe(self, groups: Sequence[Group]) -> None:
         """Record finished groups in the curriculum."""
         if self._curriculum is not None:

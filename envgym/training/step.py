@@ -78,8 +78,8 @@ class StepGroups:
         self.unfinished = UnfinishedStep(
             self.folder.unfinished_step, stage.checkpoint.episodes_every if saves_episodes else None
         )
-        self._n_missing = 0
-        """Tasks of the step that have no group."""
+        self._n_returned: int | None = None
+        """Tasks that came back as groups, or that an earlier process drew."""
         self._writing: list[asyncio.Future[None]] = []
 
     async def collect(self) -> list[Group]:
@@ -90,6 +90,8 @@ class StepGroups:
             return await self._run_groups(tasks, self._plan(f"{purpose_prefix(step)}{round_number}"), self.unfinished)
 
         self.unfinished.start_step(step)
+        if self._n_returned is None:
+            self._n_returned = self._n_gone if self.progress.step else 0
         with self.progress.timed("rollout"):
             if self.async_rollouts is None:
                 filling = fill_buffer(self.buffer, self.cursor, config, roll_out)
@@ -105,6 +107,12 @@ class StepGroups:
         self.record_rollout(batch, groups)
         return groups
 
+    @property
+    def _n_gone(self) -> int:
+        """Number of tasks drawn that no longer wait for their rollout."""
+        waiting = 0 if self.async_rollouts is None else self.async_rollouts.n_waiting
+        return self._n_returned or 0 if self.cursor.n_drawn is None else self.cursor.n_drawn - waiting
+
     def record_rollout(self, batch: RolloutBatch, groups: Sequence[Group]) -> None:
         """Add the metrics of a rollout, and of the groups that are trained on, to the step's record."""
         record, config = self.progress.record, self.stage.rollout
@@ -113,7 +121,8 @@ class StepGroups:
         if can_drop(config.filter) and self.uses_policy:
             record |= batch.metrics() | {"filter/filled_share": len(groups) / config.tasks_per_step}
             record["filter/carried_over"] = len(self.buffer)
-        self._n_missing, n_missing = 0, self._n_missing
+        self._n_returned = (self._n_returned or 0) + len(batch.groups)
+        n_missing, self._n_returned = self._n_gone - self._n_returned, self._n_gone
         if (laws := self.components.laws) is not None:
             filter = config.filter if self.uses_policy else None
             record |= laws.of_rollout(
@@ -168,9 +177,7 @@ class StepGroups:
         if unfinished is not None:
             episodes, add = unfinished.finished_episodes(plan.purpose, tasks), unfinished.add
         runner, on_progress = self.components.runner, self.display.rollout
-        groups = await runner.roll_out(tasks, plan, on_progress, completed=episodes, on_episode=add)
-        self._n_missing += len(tasks) - len(groups)
-        return groups
+        return await runner.roll_out(tasks, plan, on_progress, completed=episodes, on_episode=add)
 
 
 def write_step(folder: RunFolder, step: int, episodes: Sequence[Episode]) -> None:
@@ -270,6 +277,8 @@ class Update:
                 raise learner.wrong_return(learner.prepare, f"{rows!r:.60}, which must be a list of Row")
             progress.record |= learner.metrics(rows)
             text = [] if pretraining is None else await pretraining.next()
+        laws = components.laws
+        progress.record |= {} if laws is None else laws.of_rows(rows, groups)
         logged = []
         with progress.timed("learn"):
             role = learner.roles["actor"]
@@ -286,8 +295,7 @@ class Update:
                         row.is_on_policy = False
             if progress.step == MEASURED_STEP - 1:
                 await self._measure_movement(rows)
-        if components.laws is not None:
-            progress.record |= components.laws.of_update(rows, groups)
+        progress.record |= {} if laws is None else laws.of_update(rows, groups)
         progress.record |= aggregate_steps(logged) | token_counts(rows, text, learner.config.update_epochs)
         progress.max_mismatch = max(progress.max_mismatch, progress.record.get("mismatch/max", 0.0))
         progress.tokens["trained"] += progress.record["tokens/trained"]
@@ -328,13 +336,13 @@ class Update:
             role_rows = [*rows, *text] if role == "actor" else rows
             metrics = await worker.accumulate(role_rows, normalizers)
             if role == "actor":
-                for row, outputs, pushes in await worker.accumulated_outputs():
+                for row, outputs in await worker.accumulated_outputs():
                     if row.first_outputs is None:
-                        row.first_outputs, row.pushes = outputs, pushes
-                    row.last_outputs = outputs
+                        row.first_outputs, row.entropies, row.pushes = outputs
+                    row.last_outputs = outputs[0]
                 if is_first and components.laws is not None:
                     difference = None if sync is None else sync.difference
-                    progress.record |= components.laws.of_first_pass(role_rows, metrics, difference)
+                    progress.record |= components.laws.of_first_pass(role_rows, difference)
             if role == "actor" and sync is not None:
                 samples_all_tokens = sampling.top_p == 1 and not sampling.top_k  # else the sampler renormalizes
                 # Before the update's first optimizer step, sampler and trainer must be the same policy.

@@ -209,8 +209,7 @@ class Trainer:
                 try:
                     difference = await self.components.sync(self.progress.step)
                 finally:
-                    if self.components.sync.lag is not None:
-                        self.progress.record["sync/lag"] = self.components.sync.lag
+                    self.progress.record |= self.components.sync.metrics()
             if difference is not None:
                 self.progress.record["sync/max_abs"] = difference
             if self.components.sync.receipt is not None:

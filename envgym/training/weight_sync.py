@@ -327,10 +327,10 @@ class WeightSync:
 
     difference: float | None = None
     """The largest difference of a token after the last sync, in nats."""
-    lag: float | None = None
+    _lag: float | None = None
     """`sync_lag` of the last sync, the largest of any engine and probe."""
-    _previous: dict[Probe, Sequence[float]] = field(default_factory=dict)
-    """The actor's log-probabilities of the probes at the sync before."""
+    _logprobs: list[list[float]] = field(default_factory=list)
+    """The actor's log-probabilities of the probes at that sync."""
 
     def __post_init__(self) -> None:
         self.engine.join = self.join
@@ -352,10 +352,18 @@ class WeightSync:
             await self._send(self.engine, version, with_base=self.version is None)
 
         await self.timeshare.hand_over(send)
-        self.version, self.lag = version, None
+        self.version, self._lag = version, None
         self.difference = await self._compare_with(f"after sync {version}", self.engine, actor_logprobs)
-        self._previous = dict(zip(self.probes, actor_logprobs, strict=True))
+        self._logprobs = actor_logprobs
         return self.difference
+
+    def metrics(self) -> dict[str, float]:
+        """`sync/lag` of the last sync; and `sync/probe_surprise` of the text alone, the actor's mean -log p of a token
+        as a multiple of that of a guess among all tokens."""
+        lag = {} if self._lag is None else {"sync/lag": self._lag}
+        if not self._logprobs:
+            return lag
+        return lag | {"sync/probe_surprise": -fmean(self._logprobs[0]) / math.log(self.actor.info.vocabulary)}
 
     async def join(self, engine: EngineClient) -> None:
         """Give a replacement engine the weights of the current version; waits while the actor's are being updated."""
@@ -415,8 +423,9 @@ class WeightSync:
         engines' first samples (`check_samples`)."""
         if (n := len(actor)) != len(engine):
             raise RunError(f"the engine's score returned {len(engine)} numbers for {n + 1} tokens: {n} are needed")
-        if (lag := sync_lag(self._previous.get(probe, actor), actor, engine)) is not None:
-            self.lag = max(lag, self.lag or 0.0)
+        previous = self._logprobs[self.probes.index(probe)] if self._logprobs else actor
+        if (lag := sync_lag(previous, actor, engine)) is not None:
+            self._lag = max(lag, self._lag or 0.0)
         actor, engine = actor[probe.start - 1 :], engine[probe.start - 1 :]
         sizes = [abs(a - b) for a, b in zip(actor, engine, strict=True)]
         maximum, mean = max(sizes), fmean(sizes)

@@ -202,8 +202,9 @@ class Row:
     first_outputs  [T] float32, outputs of the policy's model for it in the step's first pass over it, before that
                    pass's optimizer step; None before the pass
     last_outputs   the same of the last pass
+    entropies      [T] float32 nats, those of the distributions of `first_outputs`
     pushes         [T] float32, minus the gradient of the loss by `first_outputs` in that pass: how strongly it makes
-                   each token more likely; None before it
+                   each token more likely
 
     `len` is T.
     """
@@ -218,6 +219,7 @@ class Row:
     is_on_policy: bool = field(default=True, compare=False, repr=False)
     first_outputs: FloatArray | None = field(default=None, compare=False, repr=False)
     last_outputs: FloatArray | None = field(default=None, compare=False, repr=False)
+    entropies: FloatArray | None = field(default=None, compare=False, repr=False)
     pushes: FloatArray | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -307,7 +309,8 @@ class Row:
         """A copy that holds its arrays alone, for workers, with other values of some attributes."""
         for name in (*ROW_ARRAYS, "images"):
             getattr(self, name)  # made from the segments, if they are not yet
-        return self.copy_with(segments=[], turns=[], first_outputs=None, last_outputs=None, pushes=None, **attributes)
+        outputs = dict.fromkeys(("first_outputs", "last_outputs", "entropies", "pushes"))
+        return self.copy_with(segments=[], turns=[], **outputs, **attributes)
 
     def drop_sampling_info(self) -> None:
         """Treat tokens that were sampled at another temperature than 1 as plain data: clear the temperatures and the

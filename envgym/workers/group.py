@@ -184,12 +184,11 @@ class WorkerGroup(Ranks["ModelWorker"]):
             for rank, part in enumerate(results)
         )
 
-    async def accumulated_outputs(self) -> list[tuple[Row, FloatArray, FloatArray]]:
-        """The samples of the last `accumulate`, each with the log-probabilities or values [T] of its forward pass, and
-        minus the gradient of the step's loss by each of them."""
+    async def accumulated_outputs(self) -> list[tuple[Row, FloatArray]]:
+        """The samples of the last `accumulate`, each with the outputs [3, T] of `ModelLearning.accumulated_outputs`."""
         results = (await self.on_all(lambda rank: rank.accumulated_outputs()))[:: self._ranks_per_row]
         shares = zip(self._accumulated, results, strict=True)
-        return [(row, *lines) for samples, pairs in shares for row, lines in zip(samples, pairs, strict=True)]
+        return [pair for samples, lines in shares for pair in zip(samples, lines, strict=True)]
 
     async def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step with the accumulated gradient. Returns its metrics; see `ModelWorker.step`."""

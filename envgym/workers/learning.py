@@ -109,10 +109,11 @@ class ModelLearning(ModelState):
             add_metrics(total, metrics)
         return total | {"memory/max": (peak_memory(self.device), 1.0)}
 
-    def accumulated_outputs(self) -> list[tuple[FloatArray, FloatArray]]:
-        """([T], [T]) float32 per sample of the last `accumulate`, in its order: the log-probabilities or values of its
-        forward pass, and minus the gradient of the step's loss by each of them."""
-        return list(zip(self._outputs, self._pushes, strict=True))
+    def accumulated_outputs(self) -> list[FloatArray]:
+        """[3, T] float32 per sample of the last `accumulate`, in its order: the log-probabilities or values of its
+        forward pass, the entropies of their distributions (0 for values), and minus the gradient of the step's loss by
+        each log-probability or value."""
+        return [np.stack([*lines, push]) for lines, push in zip(self._outputs, self._pushes, strict=True)]
 
     def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step with the accumulated gradient, and update the moving average of the weights. Raises
@@ -166,8 +167,9 @@ class ModelLearning(ModelState):
         self._gradient, self._order = None, np.argsort(order)
         if output.requires_grad:
             output.register_hook(self._set_gradient)
-        lines = output.detach().float().cpu().numpy()[self._order]
-        self._outputs += [line[: len(sample.token_ids)] for line, sample in zip(lines, samples, strict=True)]
+        numbers = torch.stack([output.detach(), outputs.get("entropy", torch.zeros_like(output)).detach()])
+        lines = numbers.float().cpu().numpy()[:, self._order]
+        self._outputs += [lines[:, index, : len(sample.token_ids)] for index, sample in enumerate(samples)]
         if balance is not None:
             loss = loss + self.learner.config.moe_aux_coef * share_of_tokens * balance
             metrics["moe/aux_loss"] = (share_of_tokens * float(balance.detach()), share_of_tokens)
@@ -183,12 +185,13 @@ class ModelLearning(ModelState):
             loss = loss + share
             add_metrics(metrics, logged)
         if not loss.isfinite():
-            raise RunError(f"the loss of {self.spec.role} is not finite")
+            has_feedback = any(((batch.loss_weights > 0) & batch.old_logprobs.isnan()).any() for batch in batches)
+            cause = "; tokens that were not sampled are in it: feedback, say" if has_feedback else ""
+            raise RunError(f"the loss of {self.spec.role} is not finite{cause}")
         if self.network.head == "lm":
             current = torch.tensor([samples[index].is_on_policy for index in order], device=self.device)
             old = torch.cat([batch.old_logprobs for batch in batches])
             add_metrics(metrics, mismatch(outputs["logprobs"].detach(), old, current))
-            add_metrics(metrics, surprise(outputs["logprobs"].detach(), outputs["entropy"].detach(), old, current))
         return loss, metrics
 
     def _set_gradient(self, gradient: torch.Tensor) -> None:
@@ -253,26 +256,4 @@ def mismatch(logprobs: torch.Tensor, old_logprobs: torch.Tensor, current: torch.
         "mismatch/mean_abs": (float(difference.abs().sum()), count),
         "mismatch/max": (float(difference.abs().max()), 1.0),
         "mismatch/k3": (float((difference.exp() - 1 - difference).sum()), count),
-    }
-
-
-def surprise(
-    logprobs: torch.Tensor, entropy: torch.Tensor, old_logprobs: torch.Tensor, current: torch.Tensor
-) -> MetricSums:
-    """Sums, over the tokens that `mismatch` compares, of how much less likely they are than the entropy [B, T] of their
-    distribution says (`surprise/mean`, in nats), and of its square. The mean is 0, but for chance, if tokens are
-    sampled from the distribution whose log-probabilities the trainer computes: its weights, its temperature, all
-    tokens."""
-    compared = old_logprobs.isfinite() & current[:, None]
-    compared[:, 0] = False
-    excess = -(logprobs + entropy)[compared].double()
-    if not len(excess):
-        return {}
-    count = float(len(excess))
-    squares, total = float(excess.square().sum()), float(entropy[compared].double().sum())
-    return {
-        "surprise/mean": (float(excess.sum()), count),
-        "surprise/square": (squares, count),
-        "surprise/entropy": (total, count),
-        "surprise/inverse_count": (1.0, count),
     }

@@ -53,6 +53,8 @@ FIRES = {
     "sampling_surprise": [-5.0, -1.0, -5.0],
     "lost_episodes": [0.0, 0.03],
     "untrained_tokens": [0.0, 0.2],
+    "unpushed_tokens": [0.0, 0.1],
+    "foreign_vocabulary": [1.9],
     "advantage_sign": [1.0, -1.0, -0.7],
     "reward_twice": [0.0, 1.0],
     "episode_twice": [0.0, 2.0],
@@ -63,7 +65,7 @@ FIRES = {
     "wrong_tokenizer": [0.0, 0.8],
     "wrong_denominator": [1.0, 4.0, 4.0],
     "filter_by_length": [0.0, 0.25],
-    "misread_answers": [0.1, 0.9],
+    "misread_answers": [0.0, 0.9],
 }
 HEALTHY = {
     "mismatch": [0.02, 0.06, 0.02, 0.06, 0.03],  # kernels in 16 bits, once in a while far off
@@ -93,13 +95,15 @@ HEALTHY = {
     "short_batch": [1.0] * 30,
     "feedback_in_loss": [0.0] * 30,
     "feedback_as_answer": [0.0] * 30,
-    "stale_weights": noisy(0.0, 0.7),  # of an update that is less than the rounding of 16 bits
+    "stale_weights": noisy(0.0, 0.4),  # of an update that is less than the rounding of 16 bits
     "stale_samples": [0.3, *noisy(0.5, 0.4)],
     "stale_versions": [0.0] * 30,
     "sampling_distribution": [2.0, *noisy(3.0, 3.0)],  # what comes later has other causes
     "sampling_surprise": [RNG.gauss(0, 1) for _ in range(1000)],
     "lost_episodes": [0.0] * 30,
     "untrained_tokens": [0.01] * 30,
+    "unpushed_tokens": [0.01] * 30,
+    "foreign_vocabulary": [1.1, *noisy(1.0, 0.4)],  # of a small model, and of one that forgets
     "advantage_sign": [1.0, -0.5, 0.9, -0.5, 1.0],  # of a few pairs, with a critic that knows nothing
     "reward_twice": [1e-9] * 30,
     "episode_twice": [0.0] * 30,
@@ -108,9 +112,9 @@ HEALTHY = {
     "template_drift": [0.0] * 30,
     "context_drift": noisy(1.5, 1.0),
     "wrong_tokenizer": [0.05] * 30,
-    "wrong_denominator": [*noisy(1.1, 0.1), 3.0, 1.0, 3.0],
+    "wrong_denominator": [*noisy(1.05, 0.04), 3.0, 1.0, 3.0],
     "filter_by_length": [0.0] * 30,
-    "misread_answers": [0.1] * 30,
+    "misread_answers": [0.01] * 30,
 }
 BY_NAME = {alarm.name: alarm for alarm in ALARMS}
 

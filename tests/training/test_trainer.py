@@ -121,13 +121,16 @@ class Sync:
     def __init__(self, world: World) -> None:
         self.world = world
         self.weights_lock = asyncio.Lock()
-        self.lag = self.difference = None
+        self.difference = None
         self.receipt = None
         self.timeshare = GpuTimeshare(None, {}, keeps_weights=False)
 
     async def __call__(self, version: int) -> float:
         self.world.enter("sync")
         return 0.0
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def check_samples(self, difference: float | None) -> None:
         pass

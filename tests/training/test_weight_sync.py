@@ -290,7 +290,7 @@ class Actor:
         return {}
 
     async def accumulated_outputs(self):
-        return [(row, row.old_logprobs + np.float32(self.mean_abs), np.ones(len(row))) for row in self.rows]
+        return [(row, np.stack([row.old_logprobs + np.float32(self.mean_abs)] * 3)) for row in self.rows]
 
     async def step(self, lr):
         self.has_stepped = True

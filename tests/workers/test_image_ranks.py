@@ -64,8 +64,8 @@ def take_step(make_vision, learner, normalizers, run_group, tmp_path):
             await group.step(0.0)
             metrics = await group.accumulate(rows, normalizers(rows)) | await group.step(1.0)
             outputs = {
-                row.microbatch_key: line
-                for row, line, _ in await group.accumulated_outputs()
+                row.microbatch_key: lines[0]
+                for row, lines in await group.accumulated_outputs()
                 if row.loss_weights.any()
             }
             await export_group(group, tmp_path / "weights")

@@ -1,0 +1,148 @@
+"""The laws of texts: what conversations, tokens, templates and grades must say alike.
+
+Tokens are read with the tokenizer in the model's folder, templates rendered by the tokenizer alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from envgym.types import Episode, Message
+
+if TYPE_CHECKING:
+    from envgym.render import Renderer
+
+ANSWER = "qx2said"
+"""A text that no template contains."""
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+class Texts:
+    """Compares the conversations of episodes with their tokens."""
+
+    def __init__(self, renderer: Renderer, file: Path) -> None:
+        self._renderer = renderer
+        self._file = file
+        self._tokenizer: Any = None
+        self._frames: dict[tuple[str, bool], tuple[str, str]] = {}
+
+    def read(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """`laws/undecoded_share` of messages that are not among their tokens; `laws/unsampled_texts`, the share of
+        episodes in which a turn's tokens hold another's message; `laws/template_drift`, the share of later turns before
+        which the text is not what the template writes there, or wrote before."""
+        if self._tokenizer is None:
+            if not self._file.is_file():
+                return {}
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(self._file))
+        undecoded, foreign_texts, drifts = list[bool](), list[bool](), list[bool]()
+        for episode in episodes:
+            numbers = [number for number, message in enumerate(episode.messages) if message.role == "assistant"]
+            messages = episode.messages[: numbers[-1] + 1] if numbers else []
+            segments = [segment for row in episode.rows for segment in row.segments]
+            if not messages or not segments or any(segment.images for segment in segments):
+                continue
+            text = "\n".join(self._decode([t for s in row.segments for t in s.token_ids]) for row in episode.rows)
+            undecoded += [m.text.strip() not in text for m in messages if self._is_exact(m)]
+            foreign_texts.append(self._holds_foreign_text(episode, messages))
+            drifts += self._drifts(episode, messages)
+        shares = {"undecoded_share": undecoded, "unsampled_texts": foreign_texts, "template_drift": drifts}
+        return {f"laws/{name}": fmean(values) for name, values in shares.items() if values}
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _is_exact(self, message: Message) -> bool:
+        """True for a message that a template writes unchanged and this tokenizer can write."""
+        text = message.text.strip()
+        if message.role == "tool" or message.tool_calls or not text or "\ufffd" in text or self._renderer.spells(text):
+            return False
+        return self._decode(self._tokenizer.encode(text, add_special_tokens=False).ids) == text
+
+    def _holds_foreign_text(self, episode: Episode, messages: Sequence[Message]) -> bool:
+        answers = "\n".join(message.text for message in messages if message.role == "assistant")
+        texts = [m.text.strip() for m in messages if m.role in ("user", "tool") and self._is_exact(m)]
+        turns = [self._decode(s.token_ids) for row in episode.rows for s in row.segments if s.role == "action"]
+        return any(text in turn and text not in answers for text in texts for turn in turns)
+
+    def _drifts(self, episode: Episode, messages: Sequence[Message]) -> Iterator[bool]:
+        """For each observation between two turns: whether its text is not what the template writes between them. Where
+        the template cannot say that (tools, raw text), whether the text around a single message differs from that
+        around earlier ones, or the text after it from that after the first prompt. Nothing for an episode that had to
+        continue in another sequence."""
+        [row, *more_rows] = episode.rows
+        observed: list[list[Message]] = [[]]
+        for message in messages:
+            if message.role == "assistant":
+                observed.append([])
+            else:
+                observed[-1].append(message)
+        if more_rows:
+            yield from [True] * self._continues(messages)
+            return
+        roles = [segment.role for segment in row.segments]
+        if roles != ["prompt", *["action", "feedback"] * (len(observed) - 2), "action"] or not observed[0]:
+            return
+        texts = [self._decode(segment.token_ids) for segment in row.segments]
+        _, is_shown, opening = texts[0].rpartition(observed[0][-1].text.strip())
+        for turn in range(1, len(observed) - 1):
+            text, end = texts[2 * turn], row.segments[2 * turn - 1].token_ids[-1:]
+            has_ended = bool(end) and self._renderer.ends_turn(end[0])
+            if all(map(self._is_exact, observed[turn])) and (between := self._between(observed[0], observed[turn])):
+                yield text != (between.removeprefix(self._decode(end)) if has_ended else between)
+            elif len(observed[turn]) == 1 and is_shown:
+                head, body, tail = text.partition(observed[turn][0].text.strip())
+                frame = self._frames.setdefault((observed[turn][0].role, has_ended), (head, tail))
+                if body:
+                    yield frame != (head, tail) or tail != opening
+
+    def _between(self, opening: Sequence[Message], observed: Sequence[Message]) -> str:
+        """The text from an answer on to the policy's next turn; empty if the template does not write it."""
+        text = self._render([*opening, Message.assistant(ANSWER), *observed])
+        head, is_shown, text = text.partition(ANSWER)
+        return text if is_shown and head == self._render(opening) else ""
+
+    def _continues(self, messages: Sequence[Message]) -> bool:
+        """True if the template writes what comes before each turn as the beginning of what comes before the next."""
+        numbers = [number for number, message in enumerate(messages) if message.role == "assistant"]
+        texts = [self._render(messages[:number]) for number in numbers]
+        answers = [messages[number].text for number in numbers]
+        pairs = zip(texts, answers, texts[1:], strict=False)
+        return all(map(self._is_exact, messages)) and all(b.startswith(a + answer) for a, answer, b in pairs if a)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        plain = [{"role": message.role, "content": message.text} for message in messages]
+        try:
+            return str(self._renderer.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True))
+        except Exception:  # a template's code can raise any error
+            return ""
+
+
+def number_of(text: object) -> float | None:
+    """The number that a text is, apart from separators between thousands; None for other texts."""
+    plain = str(text).replace(",", "").replace("$", "").strip()
+    return float(plain) if NUMBER.fullmatch(plain) else None
+
+
+def misread_answers(episodes: Sequence[Episode]) -> tuple[int, int]:
+    """Of the episodes in which the environment has read a number as the answer: those in which the number is not among
+    the policy's last words, or in a box before the last one; those that have not got the full score although it is
+    the task's answer, or have got it although it is another number. And the number of all."""
+    n_misread = total = 0
+    for episode in episodes:
+        answer, gold = number_of(episode.answer), number_of(episode.task.answer)
+        last = next((m for m in reversed(episode.messages) if m.role == "assistant"), None)
+        if answer is None or last is None:
+            continue
+        total += 1
+        numbers = [float(text) for text in NUMBER.findall(last.printed.replace(",", ""))]
+        boxes = re.findall(r"\\boxed\{([^{}]*)\}", last.text)
+        is_elsewhere = abs(answer) not in map(abs, numbers) or (boxes and number_of(boxes[-1]) not in (answer, None))
+        is_misgraded = gold is not None and episode.score is not None and (answer == gold) != (episode.score >= 1)
+        n_misread += bool(is_elsewhere or is_misgraded)
+    return n_misread, total
