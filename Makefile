@@ -37,7 +37,7 @@ test-slow-workers: .venv/installed-dev
 
 test-slow-environments: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,sandbox_abuse.py users_files.py task_sets.py) \
-		tests/agents tests/check tests/env tests/envs tests/sandbox tests/remote tests/view
+		tests/agents tests/alarms tests/check tests/env tests/envs tests/sandbox tests/remote tests/view
 
 test-slow-commands: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,evaluation.py fresh_clone.py \

@@ -40,6 +40,8 @@ class PolicyLoss(ABC):
     """False without a ratio to the old policy: then samples of older policies need a `correction`."""
     has_dual_clip: ClassVar[bool] = False
     """True if it has the setting `dual_clip`."""
+    is_linear: ClassVar[bool] = False
+    """True if at the old policy its gradient is minus the advantage times that of log pi."""
     of_episode: ClassVar[bool] = False
     """True if `log_ratio` is the mean over the whole episode, at each of its tokens."""
 
@@ -65,7 +67,7 @@ class ClippedRatio(PolicyLoss):
     (Q. Yu et al., 2025); dual clip D. Ye et al., "Mastering Complex Control in MOBA Games" (2020).
     """
 
-    has_dual_clip = True
+    is_linear = has_dual_clip = True
 
     def losses(self, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyGradientConfig) -> Losses:
         ratio = log_ratio.clamp(-20.0, 20.0).exp()
@@ -91,6 +93,8 @@ class BoundedWeight(PolicyLoss):
     Source: MiniMax, "MiniMax-M1" (2025).
     """
 
+    is_linear = True
+
     def losses(self, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyGradientConfig) -> Losses:
         low, high = 1 - config.clip_low, 1 + config.clip_high
         ratio = log_ratio.detach().clamp(-20.0, 20.0).exp()
@@ -101,7 +105,7 @@ class WithoutRatio(PolicyLoss):
     """REINFORCE: -A log pi. Source: R. Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist
     Reinforcement Learning" (1992)."""
 
-    has_ratio = False
+    has_ratio, is_linear = False, True
 
     def losses(self, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyGradientConfig) -> Losses:
         unclipped = advantages.new_zeros(advantages.shape, dtype=bool)

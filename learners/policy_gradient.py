@@ -327,7 +327,7 @@ class PolicyGradient(Learner):
         return self.config.shaping.overlong_filter
 
     def token_shares(self, objective: Objective, weights: Mapping[int, float]) -> Mapping[int, float] | None:
-        if objective is not Objective.POLICY_GRADIENT:
+        if objective is not Objective.POLICY_GRADIENT or not policy_loss_of(self.config.policy_loss).is_linear:
             return None
         if self.config.aggregation == "token":
             return dict.fromkeys(weights, 1 / max(1e-8, sum(weights.values())))

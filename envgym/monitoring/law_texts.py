@@ -129,20 +129,27 @@ def number_of(text: object) -> float | None:
     return float(plain) if NUMBER.fullmatch(plain) else None
 
 
+def misgraded_answers(episodes: Sequence[Episode]) -> tuple[int, int]:
+    """Of the episodes with a number as the answer that the environment has read, and as the task's: those that have not
+    got the full score although it is the same, or have got it although it is another. And the number of all."""
+    triples = [(number_of(e.answer), number_of(e.task.answer), e.score) for e in episodes if e.answer is not None]
+    right = [(answer == gold) == (score >= 1) for answer, gold, score in triples if None not in (answer, gold, score)]
+    return len(right) - sum(right), len(right)
+
+
 def misread_answers(episodes: Sequence[Episode]) -> tuple[int, int]:
-    """Of the episodes in which the environment has read a number as the answer: those in which the number is not among
-    the policy's last words, or in a box before the last one; those that have not got the full score although it is
-    the task's answer, or have got it although it is another number. And the number of all."""
+    """Of the episodes whose last message has a number that the environment has read as the answer, or in a box: those
+    in which the answer is not a number there, or not the one in the last box; and those without an answer whose last
+    box has the task's, and that have no score. And the number of all."""
     n_misread = total = 0
     for episode in episodes:
+        last = next((m.text for m in reversed(episode.messages) if m.role == "assistant"), "")
+        boxes = [number_of(text) for text in re.findall(r"\\boxed\{([^{}]*)\}", last)][-1:]
         answer, gold = number_of(episode.answer), number_of(episode.task.answer)
-        last = next((m for m in reversed(episode.messages) if m.role == "assistant"), None)
-        if answer is None or last is None:
-            continue
-        total += 1
-        numbers = [float(text) for text in NUMBER.findall(last.printed.replace(",", ""))]
-        boxes = re.findall(r"\\boxed\{([^{}]*)\}", last.text)
-        is_elsewhere = abs(answer) not in map(abs, numbers) or (boxes and number_of(boxes[-1]) not in (answer, None))
-        is_misgraded = gold is not None and episode.score is not None and (answer == gold) != (episode.score >= 1)
-        n_misread += bool(is_elsewhere or is_misgraded)
+        if answer is not None:
+            numbers = {abs(float(text)) for text in NUMBER.findall(last.replace(",", ""))}
+            n_misread += abs(answer) not in numbers or boxes not in ([], [None], [answer])
+        elif episode.answer is None and boxes and boxes == [gold] and episode.score is not None:
+            n_misread += episode.score == 0
+        total += answer is not None or boxes == [gold]
     return n_misread, total

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from envgym.types import Episode, Group, Objective, Row, StopReason
 
-from .law_texts import Texts, misread_answers
+from .law_texts import Texts, misgraded_answers, misread_answers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from envgym.render import Renderer
     from envgym.rollout.config import FilterConfig
 
-SAMPLED_EPISODES = 4
-"""Episodes of a step whose texts are read."""
+READ_EPISODES, SAMPLED_EPISODES = 8, 4
+"""Episodes of a step whose last answers are read, and of these the ones that are compared with their tokens."""
 MOST_MEMBERS = 64
 """Episodes of a group that are compared by reward."""
 MIN_ANSWERS = 16
@@ -50,7 +50,9 @@ class Laws:
         self._texts = Texts(renderer, Path(model) / "tokenizer.json")
         self._members: dict[str, dict[str, Episode]] = {}
         """The episodes of the groups that wait in the buffer, by id."""
-        self._answers: deque[tuple[int, int]] = deque(maxlen=5)
+        self._answers: deque[tuple[int, ...]] = deque(maxlen=5)
+        self._selects = False
+        """True if a filter may drop groups: those that stay are no sample of the policy's distribution."""
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
@@ -79,18 +81,21 @@ class Laws:
         filter: FilterConfig | None,
     ) -> dict[str, float]:
         """The laws of a step's rollout: of all its `groups`, of `size` members each, those of the `batch` to train
-        on, and those that stay `buffered`. `n_missing` tasks have no group."""
+        on, and those that stay `buffered`. `n_missing` tasks have no group. `filter`: the
+        settings, if they may drop groups."""
         with self._timed():
+            self._selects = filter is not None
             finished = [e for group in groups for e in group.episodes if e.is_counted and not e.failed]
+            read = finished[:: max(1, len(finished) // READ_EPISODES)][:READ_EPISODES]
             record = self._losses(groups, batch, buffered, size, n_missing)
             record |= self._drops(groups, {group.id for group in [*batch, *buffered]}, filter)
             if self._samples:
                 record |= reward_errors(finished, has_tallies=not self._judges_groups)
-                self._answers.append(misread_answers(finished))
-                n_misread, total = (sum(counts) for counts in zip(*self._answers, strict=True))
-                record |= {"laws/misread_share": n_misread / total} if total >= MIN_ANSWERS else {}
-            step = max(1, len(finished) // SAMPLED_EPISODES)
-            return record | self._texts.read(finished[::step][:SAMPLED_EPISODES])
+                self._answers.append((*misgraded_answers(finished), *misread_answers(read)))
+                sums = [sum(counts) for counts in zip(*self._answers, strict=True)]
+                shares = [n / total for n, total in (sums[:2], sums[2:]) if total >= MIN_ANSWERS]
+                record |= {"laws/misread_share": max(shares)} if shares else {}
+            return record | self._texts.read(read[:: max(1, len(read) // SAMPLED_EPISODES)])
 
     def _counts(self, episode: Episode) -> bool:
         return episode.is_counted and (episode.reward is not None or not self._samples)
@@ -130,7 +135,7 @@ class Laws:
         """The laws of the rows that the learner prepared from `groups`, before their passes."""
         with self._timed():
             episodes = [episode for group in groups for episode in group.episodes]
-            weights = [(row, row.loss_weights) for row in rows if row.segments]
+            weights = [(row, row.loss_weights) for row in rows if row.turn_ends]
             record = unsampled_share(weights) if self._is_language else {}
             if not self._samples:
                 return record
@@ -154,7 +159,7 @@ class Laws:
         `probe_difference`: by how much engine and trainer differ on a fixed text, in nats."""
         with self._timed():
             record: dict[str, float] = {}
-            if (surprise := surprise_in_errors(rows)) is not None:
+            if not self._selects and (surprise := surprise_in_errors(rows)) is not None:
                 record["laws/surprise"] = surprise
             gaps = turn_gaps(rows)
             if gaps["first"] and probe_difference is not None:
@@ -166,7 +171,7 @@ class Laws:
     def of_update(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
         """The laws of an update, over the rows that the learner prepared from `groups`, after their passes."""
         with self._timed():
-            passed = [row for row in rows if row.segments and row.pushes is not None]
+            passed = [row for row in rows if row.turn_ends and row.pushes is not None]
             if not self._is_language:
                 return {}
             record = unsampled_share([(row, row.pushes) for row in passed])
@@ -236,36 +241,36 @@ def reward_errors(episodes: Sequence[Episode], *, has_tallies: bool) -> dict[str
 # Gradients
 
 
+def turn_spans(row: Row) -> list[tuple[int, int]]:
+    """The first token of each turn, and the one after its last."""
+    return [(end - length, end) for end, (length, _) in zip(row.turn_ends, row.answers, strict=True)]
+
+
 def unsampled_share(rows: Sequence[tuple[Row, NDArray[np.float32]]]) -> dict[str, float]:
     """The share of the weights, or pushes, [T] of rows that is at tokens of others than the policy (in a policy
     gradient, at tokens without a sampler's log-probability)."""
     import numpy as np
 
-    total = foreign_total = 0.0
+    total = sampled_total = 0.0
     for row, values in rows:
-        sizes, start = np.abs(values), 0
-        for segment in row.segments:
-            size, start = float(sizes[start : start + len(segment)].sum()), start + len(segment)
-            is_sampled = segment.logprobs is not None or row.objective is not Objective.POLICY_GRADIENT
-            total += size
-            foreign_total += 0.0 if segment.role == "action" and is_sampled else size
-    return {"laws/unsampled_share": foreign_total / total} if total else {}
+        sizes, needs_sampling = np.abs(values), row.objective is Objective.POLICY_GRADIENT
+        total += float(sizes.sum())
+        for (start, end), (_, surprise) in zip(turn_spans(row), row.answers, strict=True):
+            sampled_total += 0.0 if needs_sampling and surprise is None else float(sizes[start:end].sum())
+    return {"laws/unsampled_share": max(0.0, 1 - sampled_total / total)} if total else {}
 
 
 def end_learned_share(rows: Sequence[Row], renderer: Renderer, stops: Sequence[bool]) -> float | None:
     """The share of the turns that ended by themselves and are in the loss, whose last token ends a turn and is in the
     loss too; None without such turns. `stops[i]`: turns of episode i may end with other tokens."""
     good = total = 0
+    noise = 1e-3 * max((float(abs(row.pushes).max()) for row in rows), default=0.0)  # a KL term alone is noise
     for row in (row for row in rows if not stops[row.episode_index]):
-        pairs, end, turns = [], 0, iter(row.turns)
-        for segment in row.segments:
-            end += len(segment)
-            pairs += [(segment, end, next(turns, None))] if segment.role == "action" else []
-        for segment, end, turn in pairs if row.objective is Objective.POLICY_GRADIENT else pairs[-1:]:
-            is_over = turn is not None and turn.stop_reason is StopReason.STOP
-            if is_over and len(segment) and row.pushes[end - len(segment) : end].any():
+        pairs = list(zip(turn_spans(row), row.turns, strict=False))
+        for (start, end), turn in pairs if row.objective is Objective.POLICY_GRADIENT else pairs[-1:]:
+            if turn.stop_reason is StopReason.STOP and (abs(row.pushes[start:end]) > noise).any():
                 total += 1
-                good += renderer.ends_turn(segment.token_ids[-1]) and row.pushes[end - 1] != 0
+                good += renderer.ends_turn(int(row.token_ids[end - 1])) and row.pushes[end - 1] != 0
     return good / total if total else None
 
 
@@ -300,11 +305,12 @@ def denominators(rows: Sequence[Row], learner: Learner) -> dict[str, float]:
     Empty where the settings do not say it."""
     import numpy as np
 
-    slopes: tuple[list[float], list[float]] = [], []
+    slopes: tuple[list[tuple[float, float]], ...] = [], []
     for objective in (Objective.POLICY_GRADIENT, Objective.CROSS_ENTROPY):
         members = [row for row in rows if row.objective is objective and row.pushes is not None]
         is_weighted = objective is Objective.POLICY_GRADIENT
-        weights, totals = [_record_weights(row) for row in members], defaultdict[int, float](float)
+        weights = [(row.loss_weights > 0) * 1.0 if is_weighted else row.loss_weights for row in members]
+        totals = defaultdict[int, float](float)
         for row, weight in zip(members, weights, strict=True):
             totals[row.episode_index] += float(weight.sum())
         shares = learner.token_shares(objective, totals)
@@ -317,24 +323,17 @@ def denominators(rows: Sequence[Row], learner: Learner) -> dict[str, float]:
                 expected = np.where(np.abs(gaps) < NEAR, expected * row.arrays["advantages"], 0.0)
                 ratios = np.exp(np.clip(gaps, -NEAR, NEAR))  # to the sampler, which is the old policy or not
             for part, values in zip(slopes, (expected, expected * ratios), strict=True):
-                if (squares := float(np.square(values).sum())) > 0:
-                    part.append(abs(float((row.pushes * values).sum())) / squares)
-    if not slopes[0]:
+                part.append((float(np.square(values).sum()), abs(float((row.pushes * values).sum()))))
+    noise = [0.01 * max((squares for squares, _ in part), default=0.0) for part in slopes]
+    if not any(noise):
         return {}
-    pushed = [sorted(slope for slope in part if slope > 1e-6) for part in slopes]
+    ratios_of = [[y / x for x, y in part if x > limit] for part, limit in zip(slopes, noise, strict=True)]
+    pushed = [sorted(slope for slope in part if slope > 1e-6) for part in ratios_of]
     factors = [
         max(median(part), 1 / median(part), part[len(part) * 7 // 8] / part[len(part) // 8]) for part in pushed if part
     ]
-    unpushed = {"laws/unpushed_share": 1 - len(pushed[0]) / len(slopes[0])}
+    unpushed = {"laws/unpushed_share": 1 - len(pushed[0]) / len(ratios_of[0])}
     return unpushed | ({"laws/denominator": min(factors)} if factors else {})
-
-
-def _record_weights(row: Row) -> NDArray[np.float32]:
-    """[T] the weights that the record gives the tokens of a row which its loss has."""
-    import numpy as np
-
-    weights = np.concatenate([segment.loss_weights for segment in row.segments]) if row.segments else row.loss_weights
-    return np.where(row.loss_weights > 0, np.where(weights > 0, weights, 1.0), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -342,12 +341,13 @@ def _record_weights(row: Row) -> NDArray[np.float32]:
 
 
 def surprise_in_errors(rows: Sequence[Row]) -> float | None:
-    """The mean surprise, -log p, of the tokens that the weights of the pass sampled, beyond the entropy of their
-    distributions, in standard errors: 0 but for chance if they were drawn from these. 0 as well where it is less than
-    3 % of the entropy; None without tokens."""
+    """The mean surprise, -log p, of sampled tokens beyond the entropy of their distributions, in standard errors: 0 but
+    for chance if they were drawn from these. 0 as well where it is less than 3 % of the entropy. None without tokens,
+    or with rows that other weights sampled: then those of these weights may be the short ones."""
     import numpy as np
 
-    rows = [row for row in rows if row.is_on_policy and row.first_outputs is not None]
+    if not all(row.is_on_policy and row.first_outputs is not None for row in rows):
+        return None
     masks = [np.isfinite(row.old_logprobs) for row in rows]
     if not sum(int(mask.sum()) for mask in masks):
         return None
@@ -366,13 +366,10 @@ def turn_gaps(rows: Sequence[Row]) -> dict[str, list[float]]:
 
     gaps: dict[str, list[float]] = {"first": [], "later": []}
     for row in (row for row in rows if row.is_on_policy and row.first_outputs is not None):
-        name, start = "first", 0
-        for segment in row.segments:
-            start += len(segment)
-            if segment.role == "action" and segment.logprobs:
-                outputs = row.first_outputs[start - len(segment) : start]
-                gaps[name].append(float(np.abs(outputs - np.asarray(segment.logprobs)).mean()))
-                name = "later"
+        differences = np.abs(row.first_outputs - row.old_logprobs)
+        for number, (start, end) in enumerate(turn_spans(row)):
+            if start < end and np.isfinite(differences[start:end]).all():
+                gaps["later" if number else "first"].append(float(differences[start:end].mean()))
     return gaps
 
 

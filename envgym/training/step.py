@@ -124,7 +124,7 @@ class StepGroups:
         self._n_returned = (self._n_returned or 0) + len(batch.groups)
         n_missing, self._n_returned = self._n_gone - self._n_returned, self._n_gone
         if (laws := self.components.laws) is not None:
-            filter = config.filter if self.uses_policy else None
+            filter = config.filter if self.uses_policy and can_drop(config.filter) else None
             record |= laws.of_rollout(
                 batch.groups, groups, self.buffer.groups, size=self.group_size, n_missing=n_missing, filter=filter
             )
