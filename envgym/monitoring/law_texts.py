@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ANSWER = "qx2said"
 """A text that no template contains."""
+TOLERANCE = 0.02
+"""Part of a number by which an answer may differ from it, and be graded either way."""
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -67,7 +69,8 @@ class Texts:
     def _holds_foreign_text(self, episode: Episode, messages: Sequence[Message]) -> bool:
         answers = "\n".join(message.text for message in messages if message.role == "assistant")
         texts = [m.text.strip() for m in messages if m.role in ("user", "tool") and self._is_exact(m)]
-        turns = [self._decode(s.token_ids) for row in episode.rows for s in row.segments if s.role == "action"]
+        segments = [segment for row in episode.rows for segment in row.segments]
+        turns = [self._decode(s.token_ids) for s in segments if s.role == "action" and s.logprobs is not None]
         return any(text in turn and text not in answers for text in texts for turn in turns)
 
     def _drifts(self, episode: Episode, messages: Sequence[Message]) -> Iterator[bool]:
@@ -131,10 +134,16 @@ def number_of(text: object) -> float | None:
 
 def misgraded_answers(episodes: Sequence[Episode]) -> tuple[int, int]:
     """Of the episodes with a number as the answer that the environment has read, and as the task's: those that have not
-    got the full score although it is the same, or have got it although it is another. And the number of all."""
-    triples = [(number_of(e.answer), number_of(e.task.answer), e.score) for e in episodes if e.answer is not None]
-    right = [(answer == gold) == (score >= 1) for answer, gold, score in triples if None not in (answer, gold, score)]
-    return len(right) - sum(right), len(right)
+    got the full score although it is the same, or have got it although it is another, beyond the `TOLERANCE` that a
+    grader may have. And the number of all."""
+    n_misgraded = total = 0
+    for episode in (episode for episode in episodes if episode.answer is not None and episode.score is not None):
+        answer, gold = number_of(episode.answer), number_of(episode.task.answer)
+        if answer is None or gold is None or 0 < abs(answer - gold) <= TOLERANCE * abs(gold):
+            continue
+        n_misgraded += (answer == gold) != (episode.score >= 1)
+        total += 1
+    return n_misgraded, total
 
 
 def misread_answers(episodes: Sequence[Episode]) -> tuple[int, int]:

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from envgym.render import Renderer
     from envgym.rollout.config import FilterConfig
 
-READ_EPISODES, SAMPLED_EPISODES = 8, 4
+READ_EPISODES, SAMPLED_EPISODES = 16, 4
 """Episodes of a step whose last answers are read, and of these the ones that are compared with their tokens."""
 MOST_MEMBERS = 64
 """Episodes of a group that are compared by reward."""
-MIN_ANSWERS = 16
+MIN_ANSWERS = 12
 """Answers that a share of wrongly graded ones is of."""
 NEAR = 0.1
 """Nats between sampler and trainer within which a token counts as sampled from the trainer's policy."""
@@ -93,8 +93,8 @@ class Laws:
                 record |= reward_errors(finished, has_tallies=not self._judges_groups)
                 self._answers.append((*misgraded_answers(finished), *misread_answers(read)))
                 sums = [sum(counts) for counts in zip(*self._answers, strict=True)]
-                shares = [n / total for n, total in (sums[:2], sums[2:]) if total >= MIN_ANSWERS]
-                record |= {"laws/misread_share": max(shares)} if shares else {}
+                for name, (n, total) in (("misgraded", sums[:2]), ("misread", sums[2:])):
+                    record |= {f"laws/{name}_share": n / total} if total >= MIN_ANSWERS else {}
             return record | self._texts.read(read[:: max(1, len(read) // SAMPLED_EPISODES)])
 
     def _counts(self, episode: Episode) -> bool:

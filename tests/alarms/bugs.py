@@ -35,15 +35,15 @@ ALARMS = {
     "feedback tokens in the loss": {"feedback_in_loss", "feedback_as_answer"},
     "stale weights in the engine": {"stale_weights", "stale_samples", "stale_versions"},
     "top-p left out of the log-probabilities": {"sampling_distribution", "sampling_surprise"},
-    "long episodes lost": {"lost_episodes", "untrained_tokens"},
+    "long episodes lost": {"lost_episodes", "untrained_tokens", "unpushed_tokens"},
     "an advantage's sign": {"advantage_sign"},
     "a reward counted twice": {"reward_twice", "episode_twice", "return_twice"},
     "the end token never learned": {"end_not_learned"},
     "a template that drifts between turns": {"template_drift", "context_drift"},
-    "the wrong tokenizer": {"wrong_tokenizer"},
+    "the wrong tokenizer": {"wrong_tokenizer", "foreign_vocabulary"},
     "wrong denominators": {"wrong_denominator"},
     "a filter that selects by length": {"filter_by_length"},
-    "a reward read wrongly from text": {"misread_answers"},
+    "a reward read wrongly from text": {"misread_answers", "misgraded_answers"},
 }
 """The alarms that name each kind of bug."""
 
@@ -502,7 +502,7 @@ def the_first_digit_is_the_answer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "boxed", first_digit)
 
 
-@bug("a reward read wrongly from text")
+@bug("a reward read wrongly from text", "rollout.tasks_per_step=32")
 def a_right_beginning_is_enough(patch: pytest.MonkeyPatch) -> None:
     """The environment compares the first digits alone."""
     import envgym.envs.math_verify as module

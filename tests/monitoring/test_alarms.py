@@ -66,6 +66,7 @@ FIRES = {
     "wrong_denominator": [1.0, 4.0, 4.0],
     "filter_by_length": [0.0, 0.25],
     "misread_answers": [0.0, 0.9],
+    "misgraded_answers": [0.0, 0.005, 0.01],
 }
 HEALTHY = {
     "mismatch": [0.02, 0.06, 0.02, 0.06, 0.03],  # kernels in 16 bits, once in a while far off
@@ -115,6 +116,7 @@ HEALTHY = {
     "wrong_denominator": [*noisy(1.05, 0.04), 3.0, 1.0, 3.0],
     "filter_by_length": [0.0] * 30,
     "misread_answers": [0.01] * 30,
+    "misgraded_answers": [0.01, 0.0, 0.01, *[0.002] * 20],
 }
 BY_NAME = {alarm.name: alarm for alarm in ALARMS}
 
