@@ -1,7 +1,7 @@
 """Tables of bugs that alarms name, of runs without one, and the time that the laws take, for `docs/trust.md`.
 
-`python benchmarks/alarms.py` makes the tables of what `tests/alarms` has stored in `tests/results`; with `--cost` it first
-trains the main job for twenty steps and stores the laws' share of the time of its steps.
+`python benchmarks/alarms.py` makes the tables of what `tests/alarms` has stored in `tests/results`; with `--cost` it
+first trains the main job for twenty steps and stores the laws' share of the time of its steps.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ def clean_table() -> str:
     raised = {name: [alarm for _, alarm, _ in run["laws"]] for name, run in finished.items() if run["laws"]}
     others = sum(bool(run["alerts"]) for run in finished.values())
     steps = sum(run["steps"] for run in finished.values())
+    share = 1 - 0.05 ** (1 / max(1, len(finished)))
     named = "; ".join(f"{name}: {', '.join(alarms)}" for name, alarms in raised.items())
-    bound = f"With none in {len(finished)} runs, the share of such runs that raise one is below "
-    bound += f"{1 - 0.05 ** (1 / max(1, len(finished))):.0%} (at 95 %)." if not raised else "."
+    none = f"None raised an alert of this kind, which bounds the share of such runs that do at {share:.0%} (95 %)."
     return (
-        f"{len(finished)} runs of {steps} steps in all: {len(raised)} raised an alarm of this kind"
-        f"{f' ({named})' if raised else ''}. {bound if not raised else ''} {others} raised an alert of another kind, about "
-        "their learning (rewards that do not vary, entropy, truncation)."
+        f"{len(finished)} runs, of {steps} steps in all. {f'These raised an alert: {named}.' if raised else none} "
+        f"{others} raised an alert about their learning: rewards that do not vary, entropy, truncation."
     )
 
 

@@ -87,7 +87,7 @@ class Laws:
             self._selects = filter is not None
             finished = [e for group in groups for e in group.episodes if e.is_counted and not e.failed]
             read = finished[:: max(1, len(finished) // READ_EPISODES)][:READ_EPISODES]
-            record = self._losses(groups, batch, buffered, size, n_missing)
+            record = {"laws/missing_groups": float(max(0, n_missing))} | self._losses(groups, batch, buffered, size)
             record |= self._drops(groups, {group.id for group in [*batch, *buffered]}, filter)
             if self._samples:
                 record |= reward_errors(finished, has_tallies=not self._judges_groups)
@@ -101,18 +101,18 @@ class Laws:
         return episode.is_counted and (episode.reward is not None or not self._samples)
 
     def _losses(
-        self, groups: Sequence[Group], batch: Sequence[Group], buffered: Sequence[Group], size: int, n_missing: int
+        self, groups: Sequence[Group], batch: Sequence[Group], buffered: Sequence[Group], size: int
     ) -> dict[str, float]:
         """The share of the episodes that were lost: never returned, or not among those of their group when it is in
         the batch; and the length of those that had ended, as a multiple of the others'."""
-        n_unreturned = size * n_missing + sum(size - len({e.member for e in group.episodes}) for group in groups)
+        n_unreturned = sum(size - len({e.member for e in group.episodes}) for group in groups)
         self._members |= {g.id: {e.id: e for e in g.episodes if self._counts(e)} for g in groups}
         trained = [episode for group in batch for episode in group.episodes]
         names = {episode.id for episode in trained}
         missing = [e for group in batch for name, e in self._members.get(group.id, {}).items() if name not in names]
         waiting = {group.id for group in buffered}
         self._members = {name: members for name, members in self._members.items() if name in waiting}
-        share = (max(0, n_unreturned) + len(missing)) / max(1, size * (len(groups) + n_missing))
+        share = (max(0, n_unreturned) + len(missing)) / max(1, size * len(groups))
         return {"laws/lost_share": share} | _lengths("lost", missing, trained)
 
     def _drops(self, groups: Sequence[Group], names: set[str], filter: FilterConfig | None) -> dict[str, float]:

@@ -35,14 +35,14 @@ ALARMS = {
     "feedback tokens in the loss": {"feedback_in_loss", "feedback_as_answer"},
     "stale weights in the engine": {"stale_weights", "stale_samples", "stale_versions"},
     "top-p left out of the log-probabilities": {"sampling_distribution", "sampling_surprise"},
-    "long episodes lost": {"lost_episodes", "untrained_tokens", "unpushed_tokens"},
+    "long episodes lost": {"lost_episodes", "missing_groups", "untrained_tokens", "unpushed_tokens"},
     "an advantage's sign": {"advantage_sign"},
     "a reward counted twice": {"reward_twice", "episode_twice", "return_twice"},
     "the end token never learned": {"end_not_learned"},
     "a template that drifts between turns": {"template_drift", "context_drift"},
     "the wrong tokenizer": {"wrong_tokenizer", "foreign_vocabulary"},
     "wrong denominators": {"wrong_denominator"},
-    "a filter that selects by length": {"filter_by_length"},
+    "a filter that selects by length": {"filter_by_length", "missing_groups"},
     "a reward read wrongly from text": {"misread_answers", "misgraded_answers"},
 }
 """The alarms that name each kind of bug."""

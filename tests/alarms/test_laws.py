@@ -227,7 +227,7 @@ def test_lost_episodes_are_counted_with_their_length(learner):
     assert record["laws/lost_share"] == 0.25
     assert record["laws/lost_length"] == 1.5
     assert rollout(learner, [part], [part])["laws/lost_share"] == 0.25  # the runner never returned it
-    assert rollout(learner, [whole], [whole], n_missing=1)["laws/lost_share"] == 0.5
+    assert rollout(learner, [whole], [whole], n_missing=2)["laws/missing_groups"] == 2
     laws = laws_of(learner)
     laws.of_rollout([whole], [], [whole], size=4, n_missing=0, filter=None)
     later = laws.of_rollout([], [part], [], size=4, n_missing=0, filter=None)

@@ -50,8 +50,9 @@ FIRES = {
     "stale_samples": [0.001, 0.001, 4.0],
     "stale_versions": [0.0, 1.0],
     "sampling_distribution": [40.0],
-    "sampling_surprise": [-5.0, -1.0, -5.0],
+    "sampling_surprise": [-4.0, -1.0, -5.0],
     "lost_episodes": [0.0, 0.03],
+    "missing_groups": [0.0, 1.0],
     "untrained_tokens": [0.0, 0.2],
     "unpushed_tokens": [0.0, 0.1],
     "foreign_vocabulary": [1.9],
@@ -102,6 +103,7 @@ HEALTHY = {
     "sampling_distribution": [2.0, *noisy(3.0, 3.0)],  # what comes later has other causes
     "sampling_surprise": [RNG.gauss(0, 1) for _ in range(1000)],
     "lost_episodes": [0.0] * 30,
+    "missing_groups": [0.0] * 30,
     "untrained_tokens": [0.01] * 30,
     "unpushed_tokens": [0.01] * 30,
     "foreign_vocabulary": [1.1, *noisy(1.0, 0.4)],  # of a small model, and of one that forgets
