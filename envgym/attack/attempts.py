@@ -16,11 +16,11 @@ from envgym.check.play import text_of
 from envgym.check.scripts import MAX_TURNS, demonstration_script, monkey, text_action, value_of
 from envgym.check.subject import Subject
 from envgym.rollout.scripted import NO_ACTIONS, Script
-from envgym.types import Action, Message, Observation, Task, ToolCall
+from envgym.types import Action, Observation, Task, ToolCall
 from envgym.yaml_files import read_yaml
 
-from .fields import CONSTANTS, Fields, echoes, fill, guess_fields, names_in
-from .forms import IN_BLOCK, RAW, USUAL, Form, is_program, split_form
+from .fields import CONSTANTS, DATA, Fields, echoes, fill, guess_fields, names_in
+from .forms import IN_BLOCK, RAW, USUAL, Form, Turns, is_program, last_text, split_form
 
 TASKS = 50
 """Tasks of a cheat that pays. An environment with fewer repeats them with other seeds."""
@@ -33,12 +33,9 @@ GUESSES = 12
 CHEATS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("cheats.yaml"))
 _CONSTANTS: Fields = {**CONSTANTS, **{key: functools.partial(str, CHEATS[key]) for key in ("folders", "search")}}
 _ESCAPE = re.compile(r"\.\.|^/|[;$]")
-_DESTRUCTIVE = re.compile(
-    r"delet|remov|eras|drop|clear|kill|format|unlink|mov|renam|writ|purg|wip|reset|updat|insert|upload|send|\brm\b",
-    re.IGNORECASE,
-)
-"""Names of tools that are not called with a path out of their folder or a command: it might work."""
+_DESTRUCTIVE = re.compile(DATA["destructive"], re.IGNORECASE)
 
+Change = Callable[[Turns], Turns]
 ScriptOf = Callable[[Task, int], Script]
 """A function of a task and the number of its episode that returns a new script."""
 
@@ -98,12 +95,13 @@ class Attempts:
             for kind in ("programs", "endless_programs"):
                 yield from self._cheats(kind, self._right_forms or [RAW, IN_BLOCK])
         for name in dict.fromkeys(name for task in self.tasks for name in self._authors_cheats(task, 0)):
-            yield Attempt("author", name, [self._author_script(name)])
+            turns_of = functools.partial(self._authors_turns, name)
+            yield Attempt("author", name, [_turns_script(turns_of)])
         if n_variants := max(len(self._subject.demonstrations(task)) for task in self.tasks):
-            yield Attempt("demonstrations", "demonstrations", [self._demonstration(n) for n in range(n_variants)])
+            yield Attempt("demonstrations", "demonstrations", self._demonstrations(n_variants))
             yield from self._cheats("left_behind", [RAW])
             for name, change in CHEATS["excess"].items():
-                yield Attempt("excess", name, [self._demonstration(n, change) for n in range(min(n_variants, FORMS))])
+                yield Attempt("excess", name, self._demonstrations(min(n_variants, FORMS), _CHANGES[change]))
 
     # -- forms and guesses --------------------------------------------------------------------------------
 
@@ -130,20 +128,14 @@ class Attempts:
     # -- scripts ------------------------------------------------------------------------------------------
 
     def _blind_plays(self, forms: Sequence[Form]) -> Iterator[Attempt]:
-        texts = {f"always {guess!r:.50}": guess for guess, _ in self._guesses.most_common(GUESSES)}
-        texts |= {
-            "a random answer": "{other}",
-            "the first option": "{first_option}",
-            "the last option": "{last_option}",
-        }
-        texts |= {f"random words of the observation, {n}": " ".join(["{random_word}"] * n) for n in (1, 3, 6)}
+        texts = {f"always {guess!r:.50}": guess for guess, _ in self._guesses.most_common(GUESSES)} | DATA["blind"]
         for name, text in texts.items():
             yield Attempt("blind", name, [self._script([{"say": text}], form) for form in forms])
         yield Attempt("blind", "random actions", [lambda task, number: monkey(number)])
         if not self._has_answers:  # a copy of a possible move is no cheat
             yield from (replace(attempt, kind="blind") for attempt in self._cheats("echoes", forms))
         if any(map(self._subject.demonstrations, self.tasks)):
-            yield Attempt("blind", "another task's demonstration", [self._foreign_demonstration] * 2)
+            yield Attempt("blind", "another task's demonstration", [_turns_script(self._foreign_turns)] * 2)
 
     def _cheats(self, kind: str, forms: Sequence[Form]) -> Iterator[Attempt]:
         for name, cheat in CHEATS[kind].items():
@@ -175,23 +167,29 @@ class Attempts:
 
         return script_of
 
-    def _demonstration(self, variant: int, change: str = "") -> ScriptOf:
-        def script_of(task: Task, number: int) -> Script:
+    def _demonstrations(self, n_variants: int, change: Change = list) -> list[ScriptOf]:
+        """A script for each variant of the demonstrations, with a change."""
+
+        def turns_of(variant: int, task: Task, number: int) -> Turns:
             variants = self._subject.demonstrations(task)
-            return demonstration_script(changed(variants[variant % len(variants)], change)) if variants else NO_ACTIONS
+            return change(variants[variant % len(variants)]) if variants else ()
 
-        return script_of
+        return [_turns_script(functools.partial(turns_of, variant)) for variant in range(n_variants)]
 
-    def _foreign_demonstration(self, task: Task, number: int) -> Script:
+    def _foreign_turns(self, task: Task, number: int) -> Turns:
+        """A demonstration of a random task."""
         rng = random.Random(f"demonstration {number}")
-        variants = self._subject.demonstrations(rng.choice(self.tasks))
-        return demonstration_script(rng.choice(variants)) if variants else NO_ACTIONS
+        return rng.choice(self._subject.demonstrations(rng.choice(self.tasks)) or [[]])
 
-    def _author_script(self, name: str) -> ScriptOf:
-        return lambda task, number: demonstration_script(self._authors_cheats(task, number).get(name, ()))
+    def _authors_turns(self, name: str, task: Task, number: int) -> Turns:
+        return self._authors_cheats(task, number).get(name, ())
 
-    def _authors_cheats(self, task: Task, seed: int) -> Mapping[str, Sequence[str | Message]]:
+    def _authors_cheats(self, task: Task, seed: int) -> Mapping[str, Turns]:
         return self._subject.spec.spec_for(task).cheats(task, seed)
+
+
+def _turns_script(turns_of: Callable[[Task, int], Turns]) -> ScriptOf:
+    return lambda task, number: demonstration_script(turns_of(task, number))
 
 
 def _calls(text: str, observations: Sequence[Observation], fields: Fields, answers: Counter[str]) -> list[ToolCall]:
@@ -210,23 +208,14 @@ def _calls(text: str, observations: Sequence[Observation], fields: Fields, answe
     return calls
 
 
-def changed(turns: Sequence[str | Message], change: str) -> Sequence[str | Message]:
-    """The turns of a demonstration that may earn more than is due, by a name of a change; none for an empty one."""
-    filler, last = CONSTANTS["filler"](), turns[-1]
-    text = last.text if isinstance(last, Message) else last
-    match change:
-        case "first":
-            return [*turns[:1] * MAX_TURNS, *turns]
-        case "twice":
-            return [turn for turn in turns for _ in range(2)]
-        case "calls":
-            return [*turns[:-1] * 4, *turns]
-        case "before":
-            return [*turns[:-1], f"{filler}\n{text}"]
-        case "after":
-            return [*turns[:-1], f"{text}\n{filler}"]
-        case _:
-            return turns
+_CHANGES: Mapping[str, Change] = {
+    "first": lambda turns: [*turns[:1] * MAX_TURNS, *turns],
+    "twice": lambda turns: [turn for turn in turns for _ in range(2)],
+    "calls": lambda turns: [*turns[:-1] * 4, *turns],
+    "before": lambda turns: [*turns[:-1], f"{CONSTANTS['filler']()}\n{last_text(turns)}"],
+    "after": lambda turns: [*turns[:-1], f"{last_text(turns)}\n{CONSTANTS['filler']()}"],
+}
+"""Changes of a right answer that may make it earn more than is due."""
 
 
 def _argument(schema: Mapping[str, Any], text: str) -> Any:

@@ -9,44 +9,26 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from envgym.check.play import text_of
 from envgym.types import Observation, observed_messages
+from envgym.yaml_files import read_yaml
 
 Fields = Mapping[str, Callable[[], str]]
 
+DATA: Mapping[str, Any] = read_yaml(Path(__file__).with_name("plays.yaml"))
 LISTED = 200
 """Maximum number of guesses in one answer."""
 NAMES = 12
 """Maximum number of names that are read out of results."""
-_ERROR = re.compile(r"error|exception|traceback|no such|not a |not found|invalid|denied|unknown|missing", re.IGNORECASE)
-_MARKS = (
-    r"answers?|solution|key|expected|target|correct|reference|secret|truth|gold|label|value|result|password|code|hint"
-)
-_MARK = rf"(?i:\b(?:{_MARKS})\b[\"']?(?: \w+){{0,2}}\s*(?:\bis\b|\bwas\b|[:=]|->)|\b(?:was|were)\b)\s*[\"'(<\[]*"
-PATTERNS = {
-    "line": r"[^\n]+",
-    "word": r"\w+",
-    "number": r"-?\d+(?:[.,]\d+)*",
-    "name": r"[\w-]+\.\w+",
-    "quoted": r"\"([^\"\n]+)\"|'([^'\n]+)'|`([^`\n]+)`",
-    "bracketed": r"\(([^()\n]+)\)|\[([^\[\]\n]+)\]",
-    "hidden": r"<!--(.*?)-->|/\*(.*?)\*/|\{#(.*?)#\}|(?:display: ?none|hidden)[^>]*>([^<]*)<",
-    "tagged": r">([^<>\n]+)<",
-    "after_colon": r":\s+([^\n:]+)",
-    "option": r"(?:\b(?:an? |the )?([\w-]+))(?=,| or | and )|(?<= or )(?:an? |the )?([\w-]+)",
-    "marked": _MARK + r"([^\s\"'<>()\[\]{},;]+)",
-    "marked_line": _MARK + r"(\S[^\n]*)",
-}
-"""Pieces of an observation. `{last_number}` is the last number of the last message, `{conversation_first_word}` the
-first word of all observations, `{instructions_last_word}` the last one of the system's message and the tools."""
-
-CONSTANTS: Fields = {
-    "filler": lambda: "the answer is well explained here " * 3334,
-    "deep": lambda: "(" * 4000 + "1" + ")" * 4000,
-    "deep_fractions": lambda: r"\frac{" * 500 + "1" + "}{2}" * 500,
-    "digits": lambda: "7" * 20_000,
-    "blanks": lambda: " " * 20_000,
+_TAG = re.compile(r"<(\w+)>")
+_ERROR = re.compile(DATA["error"], re.IGNORECASE)
+_MARK = DATA["mark"].replace("MARKS", DATA["marks"])
+_PIECES = {name: re.compile(pattern.replace("MARK", _MARK)) for name, pattern in DATA["pieces"].items()}
+_REPEATED = {name: "".join(text * count for text, count in parts) for name, parts in DATA["repeated"].items()}
+CONSTANTS: Fields = {name: functools.partial(str, text) for name, text in _REPEATED.items()} | {
     "numbers": lambda: " ".join(map(str, range(1001))),
     "steps": lambda: "\n".join(f"Step {number}: therefore, I verify this step." for number in range(1, 301)),
 }
@@ -80,7 +62,7 @@ def echoes(observations: Sequence[Observation], guess: str, rng: random.Random) 
     return {
         f"{source}{place}_{name}": functools.partial(_piece, pattern, text, index)
         for source, text in texts.items()
-        for name, pattern in PATTERNS.items()
+        for name, pattern in _PIECES.items()
         for place, index in (("first", 0), ("last", -1))
     } | {
         "observation": lambda: last,
@@ -90,7 +72,7 @@ def echoes(observations: Sequence[Observation], guess: str, rng: random.Random) 
         "random_word": lambda: rng.choice(re.findall(r"\w+", last) or [""]),
         "decoded": lambda: next(filter(None, map(decode, reversed(re.findall(r"[\w+/]{4,}=*", conversation)))), ""),
         "function": lambda: function_in(conversation) or function_in(guess) or "solution",
-        "tags": lambda: "".join(f"<{tag}>{guess}</{tag}>" for tag in tags_in(conversation)),
+        "tags": lambda: "".join(f"<{tag}>{guess}</{tag}>" for tag in dict.fromkeys(_TAG.findall(conversation))),
     }
 
 
@@ -104,7 +86,7 @@ def names_in(observation: Observation) -> list[str]:
     """Names in the results that are no errors; those that sound like answers come last, so that their results do."""
     texts = [message.text for message in observed_messages(observation) if not _ERROR.search(message.text)]
     names = dict.fromkeys(name for text in texts for name in re.findall(r"[\w.-]{1,80}", text))
-    return sorted(names, key=lambda name: re.search(_MARKS, name, re.IGNORECASE) is not None)[-NAMES:]
+    return sorted(names, key=lambda name: re.search(DATA["marks"], name, re.IGNORECASE) is not None)[-NAMES:]
 
 
 def function_in(text: str) -> str:
@@ -113,26 +95,21 @@ def function_in(text: str) -> str:
     return match[1] if match else ""
 
 
-def tags_in(text: str) -> list[str]:
-    """The different tags of a text, in their order."""
-    return list(dict.fromkeys(re.findall(r"<(\w+)>", text)))
-
-
 def decode(word: str) -> str:
     """A word in base 64 or hexadecimal digits as text; empty if it is none."""
     for decoder in (binascii.unhexlify, functools.partial(base64.b64decode, validate=True)):
         try:
             text = decoder(word).decode("ascii")
-        except (ValueError, UnicodeDecodeError):
+        except ValueError:
             continue
         if text.isprintable():
             return text
     return ""
 
 
-def _piece(pattern: str, text: str, index: int) -> str:
+def _piece(pattern: re.Pattern[str], text: str, index: int) -> str:
     """The first or the last match of a pattern in a text: its group, without punctuation around it."""
-    matches = list(re.finditer(pattern, text, re.DOTALL if "<!--" in pattern else 0))
+    matches = list(pattern.finditer(text))
     if not matches:
         return ""
     piece = next((group for group in matches[index].groups() if group), matches[index][0]).strip()

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 
 from envgym.types import Message
 
+from .fields import DATA
+
 Turns = Sequence[str | Message]
 
-_PLACES = (
-    re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL),
-    re.compile(r"\\boxed\{(.*)\}", re.DOTALL),
-    re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
-    re.compile(r"####[ \t]*(.+?)\s*$"),
-    re.compile(r"answer(?: is)?:?[ \t]+(.+?)\.?\s*$", re.IGNORECASE),
-)
-"""Places of an answer in a text, the surest first; the first one is a program's."""
+_PLACES = [re.compile(place) for place in DATA["places"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +41,17 @@ USUAL = (RAW, Form(prefix="\\boxed{", suffix="}"), Form(prefix="<answer>", suffi
 def split_form(turns: Turns, answer: str) -> tuple[Form, str]:
     """The form of a demonstration, and its answer: the text in the usual places, or else `answer`, the task's reference
     answer as text, if it is in the last turn; or else the last turn."""
-    last = turns[-1].text if isinstance(turns[-1], Message) else turns[-1]
+    last = last_text(turns)
     match = next((match for place in _PLACES if (match := place.search(last))), None)
     start, end = match.span(1) if match else (0, len(last))
     if match is None and answer and (place := last.rfind(answer)) >= 0:
         start, end = place, place + len(answer)
     return Form(tuple(turns[:-1]), last[:start], last[end:]), last[start:end]
+
+
+def last_text(turns: Turns) -> str:
+    """The text of the last turn."""
+    return turns[-1].text if isinstance(turns[-1], Message) else turns[-1]
 
 
 def is_program(text: str) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 DEVIATIONS = 3.3
 """Standard errors between the mean difference and its lower bound. By chance one in 2,000 cheats that earn as much as
@@ -31,23 +30,9 @@ class AttackVerdict(StrEnum):
     ALL = "earn all"
     LESS = "EARN LESS"
 
-    @property
-    def is_weakness(self) -> bool:
-        """True if the environment must be mended."""
-        return self in (AttackVerdict.PAYS, AttackVerdict.HANGS, AttackVerdict.ENDS, AttackVerdict.LESS)
 
-
-@dataclass(frozen=True, slots=True)
-class Play:
-    """The reward and the score of one episode; both None if it failed."""
-
-    reward: float | None
-    score: float | None
-
-    @property
-    def value(self) -> float | None:
-        """The reward that training would use."""
-        return self.score if self.reward is None else self.reward
+WEAK = frozenset({AttackVerdict.PAYS, AttackVerdict.HANGS, AttackVerdict.ENDS, AttackVerdict.LESS})
+"""Verdicts after which the environment must be mended."""
 
 
 @dataclass(slots=True)
@@ -58,11 +43,11 @@ class Row:
     kind: str
     cheat: str
     verdict: AttackVerdict
+    message: str = ""
     earned: float | None = None
     blind: float | None = None
     lower_bound: float | None = None
     tasks: int = 0
-    message: str = ""
 
     def __str__(self) -> str:
         numbers = "  ".join(f"{'' if value is None else f'{value:.3f}':>8}" for value in (self.earned, self.blind))
@@ -86,15 +71,7 @@ class AttackReport:
     @property
     def passed(self) -> bool:
         """True if no cheat pays, hangs the grader or ends its process, and the demonstrations earn all."""
-        return not any(row.verdict.is_weakness for row in self.rows)
-
-    @property
-    def paying(self) -> list[str]:
-        """The names of the cheats that pay."""
-        return [row.cheat for row in self.rows if row.verdict is AttackVerdict.PAYS]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed}
+        return not any(row.verdict in WEAK for row in self.rows)
 
     def summary(self) -> str:
         """One line: the number of each verdict, and the duration."""
@@ -104,10 +81,9 @@ class AttackReport:
 
 
 def compare(values: Sequence[float | None], blind: Sequence[float]) -> tuple[float, float]:
-    """The mean difference of paired values, and its lower bound. A failed episode counts as blind play."""
+    """The mean difference of two or more paired values, and its lower bound. A failed episode counts as blind play."""
     differences = [
         0.0 if value is None else value - blind_value for value, blind_value in zip(values, blind, strict=True)
     ]
-    deviation = statistics.stdev(differences) if len(differences) > 1 else math.inf
     mean = statistics.fmean(differences)
-    return mean, mean - DEVIATIONS * deviation / math.sqrt(len(differences))
+    return mean, mean - DEVIATIONS * statistics.stdev(differences) / math.sqrt(len(differences))

@@ -8,7 +8,7 @@ import faulthandler
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar
 
 from envgym.errors import ConfigError, EnvgymError, WorkerDied, WorkerError
@@ -60,25 +60,40 @@ async def check_environment(
     Call it from the main thread, with a name that a new process can resolve too: an id of an installed package, a file,
     an import path or a URL. Raises `EnvgymError` if the environment cannot be set up.
     """
-    if not isinstance(name, str):
-        raise ConfigError(f"checks run in other processes, so give a name (a file, say), not {name!r:.60}")
-    report, start = Report(absolute_target(name) if is_file_target(name) else name), time.monotonic()
-    arguments = {"name": report.env, "settings": dict(settings or {}), "setup_seconds": setup_seconds}
-    async with temporary_runtime("check") as (runtime, logs):
-        examination = _Examination(report, runtime, arguments, logs)
-        try:
-            for checks in GROUPS:
-                findings = await examination.findings(checks)
-                for finding in findings:
-                    report.findings.append(finding)
-                    if on_finding is not None:
-                        on_finding(finding)
-                if findings[0].is_last:
-                    break
-        finally:
-            await examination.close()
+    report, start = Report(name_for_process(name)), time.monotonic()
+    async with host_process(CheckHost, report.env, settings, setup_seconds) as process:
+        examination = _Examination(report, process)
+        for checks in GROUPS:
+            findings = await examination.findings(checks)
+            for finding in findings:
+                report.findings.append(finding)
+                if on_finding is not None:
+                    on_finding(finding)
+            if findings[0].is_last:
+                break
     report.seconds = time.monotonic() - start
     return report
+
+
+def name_for_process(name: str) -> str:
+    """The name of an environment for another process. Raises `ConfigError` for a class."""
+    if not isinstance(name, str):
+        raise ConfigError(f"it is set up in another process, so give a name (a file, say), not {name!r:.60}")
+    return absolute_target(name) if is_file_target(name) else name
+
+
+@contextlib.asynccontextmanager
+async def host_process(
+    host: type[Host], env: str, settings: Mapping[str, Any] | None, setup_seconds: float
+) -> AsyncIterator[HostProcess[Host]]:
+    """The process in which an environment is set up, with all that it leaves deleted at the end."""
+    arguments = {"name": env, "settings": dict(settings or {}), "setup_seconds": setup_seconds}
+    async with temporary_runtime("check") as (runtime, temporary):
+        process = HostProcess(host, env, runtime, arguments, temporary)
+        try:
+            yield process
+        finally:
+            await process.close()
 
 
 class CheckHost:
@@ -131,13 +146,12 @@ class CheckHost:
 
 
 class HostProcess(Generic[Host]):
-    """The process in which an environment is set up, by a host of the class `target`. One that dies or is killed is
-    replaced at the next call."""
+    """The process in which a host sets an environment up. One that dies or is killed is replaced at the next call."""
 
     def __init__(
-        self, target: str, env: str, runtime: LocalRuntime, arguments: Mapping[str, Any], temporary: str
+        self, host: type[Host], env: str, runtime: LocalRuntime, arguments: Mapping[str, Any], temporary: str
     ) -> None:
-        self._target = target
+        self._target = f"{host.__module__}:{host.__qualname__}"
         self._env = env
         self._runtime = runtime
         self._arguments = arguments
@@ -191,12 +205,12 @@ class HostProcess(Generic[Host]):
         return f"the process ended: {reason.strip()[:200]}", "an environment must not end the process it runs in"
 
 
-class _Examination(HostProcess[CheckHost]):
-    """The processes that check an environment. A crashed one is replaced, and checks without a basis are skipped."""
+class _Examination:
+    """The checks of an environment, group by group. Those without a basis are skipped."""
 
-    def __init__(self, report: Report, runtime: LocalRuntime, arguments: Mapping[str, Any], temporary: str) -> None:
-        super().__init__("envgym.check.run:CheckHost", report.env, runtime, arguments, temporary)
+    def __init__(self, report: Report, process: HostProcess[CheckHost]) -> None:
         self._report = report
+        self._process = process
 
     async def findings(self, checks: tuple[str, ...]) -> list[Finding]:
         """The findings of a group of checks, with their names."""
@@ -224,23 +238,25 @@ class _Examination(HostProcess[CheckHost]):
         try:
             if checks == OTHER_PROCESS:
                 return [await self._compare_processes()]
-            return await self.call(lambda host: host.check(checks, self._report.verdicts()))
+            return await self._process.call(lambda host: host.check(checks, self._report.verdicts()))
         except WorkerDied:
-            finding = failure(*self.describe_death())
+            finding = failure(*self._process.describe_death())
         except TimeoutError:
             advice = "set a timeout for what it waits on, or choose faster settings for the check"
             finding = failure(f"this takes longer than {GROUP_SECONDS:g} s", advice)
         except WorkerError as error:
             error_text = re.sub(r" \(log: .*\)$|^check: ", "", str(error))
             finding = failure(f"the environment raised {error_text}", "envgym envs try shows more")
-        await self.kill()
+        await self._process.kill()
         finding.is_last = checks == episodes.CHECKS
         return [finding, *(not_applicable(f"see {checks[0]}") for _ in checks[1:])]
 
     async def _compare_processes(self) -> Finding:
         """The finding on the same episodes in the process of the checks and in a new one with another hash seed."""
         verdicts = self._report.verdicts()
-        first, second = await asyncio.gather(self.call(lambda host: host.collect_records(verdicts)), self.start("2"))
+        first, second = await asyncio.gather(
+            self._process.call(lambda host: host.collect_records(verdicts)), self._process.start("2")
+        )
         try:
             async with asyncio.timeout(GROUP_SECONDS):
                 return repeatability.compare_records(

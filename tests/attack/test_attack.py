@@ -55,6 +55,11 @@ def attack(file, **settings):
     return asyncio.run(attack_environment(str(file), settings))
 
 
+def paying(report):
+    """The cheats that pay, with their kinds."""
+    return {row.cheat: row.kind for row in report.rows if row.verdict is AttackVerdict.PAYS}
+
+
 @pytest.mark.parametrize(
     ("name", "cheat"),
     [("any_number", "all guesses in a line"), ("submits_again", "the first try tells the answer")],
@@ -62,22 +67,21 @@ def attack(file, **settings):
 def test_a_planted_weakness_pays(name, cheat):
     report = attack(PLANTED / "weak" / f"{name}.py")
     assert not report.passed
-    assert cheat in report.paying
+    assert cheat in paying(report)
     assert report.blind < 0.1
     assert [row.verdict for row in report.rows if row.kind == "demonstrations"] == [AttackVerdict.ALL]
 
 
 def test_nothing_pays_in_a_sound_environment():
     report = attack(PLANTED / "sound" / "mostly_b.py")
-    assert report.passed, report.paying
+    assert report.passed, paying(report)
     assert report.blind == pytest.approx(0.62, abs=0.05)
     assert len([row for row in report.rows if row.kind == "texts"]) >= 40
 
 
 def test_what_an_earlier_episode_left_behind_pays():
     report = attack(PLANTED / "weak" / "remembers_success.py")
-    kinds = {row.kind for row in report.rows if row.verdict is AttackVerdict.PAYS}
-    assert kinds == {"left_behind"}
+    assert set(paying(report).values()) == {"left_behind"}
 
 
 def test_an_authors_cheats_and_graders_that_hang_or_end_are_in_the_table(tmp_path, capsys):

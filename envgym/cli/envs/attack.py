@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -32,21 +34,18 @@ def attack_main(arguments: Sequence[str]) -> int:
     from envgym.attack import attack_environment
     from envgym.attack.report import HEADING
 
-    count = 0
-
     def show(row: Row, total: int) -> None:
-        nonlocal count
-        count += 1
         if not options.json:
             print(printable(str(row)), flush=True)
         elif sys.stderr.isatty():
-            print(f"\r{count}/{total} cheats", end="" if count < total else "\n", file=sys.stderr, flush=True)
+            print(f"\r{next(count)}/{total} cheats ", end="", file=sys.stderr, flush=True)
 
+    count = itertools.count(1)
     if not options.json:
         print(f"{spec.id}\n{HEADING}", flush=True)
     report = event_loop.run(attack_environment(options.env, env_settings(options.env, words), show))
     if options.json:
-        print(json.dumps(report.as_dict(), indent=2))
+        print(json.dumps({**dataclasses.asdict(report), "passed": report.passed}, indent=2))
     else:
         print(printable(f"best answer-blind play: {report.blind_play}\n{report.summary()}"))
     return 0 if report.passed else 1
