@@ -197,7 +197,7 @@ def _calls(text: str, observations: Sequence[Observation], fields: Fields, answe
     names = names_in(observations[-1]) if "{name}" in text else [""]
     guesses = [guess for guess, _ in answers.most_common(GUESSES)] if "{each}" in text else [""]
     texts = [text.replace("{name}", name).replace("{each}", guess) for name in names for guess in guesses]
-    calls = []
+    calls: list[ToolCall] = []
     for tool in observations[0].tools:
         is_risky = _DESTRUCTIVE.search(f"{tool.name} {tool.description}") is not None
         for value in [fill(text, fields) for text in texts]:
@@ -209,9 +209,9 @@ def _calls(text: str, observations: Sequence[Observation], fields: Fields, answe
 
 
 _CHANGES: Mapping[str, Change] = {
-    "first": lambda turns: [*turns[:1] * MAX_TURNS, *turns],
+    "first": lambda turns: [*list(turns[:1]) * MAX_TURNS, *turns],
     "twice": lambda turns: [turn for turn in turns for _ in range(2)],
-    "calls": lambda turns: [*turns[:-1] * 4, *turns],
+    "calls": lambda turns: [*list(turns[:-1]) * 4, *turns],
     "before": lambda turns: [*turns[:-1], f"{CONSTANTS['filler']()}\n{last_text(turns)}"],
     "after": lambda turns: [*turns[:-1], f"{last_text(turns)}\n{CONSTANTS['filler']()}"],
 }

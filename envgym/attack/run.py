@@ -65,13 +65,13 @@ class AttackHost(CheckHost):
 
     async def open(self) -> None:
         await super().open()
-        self._prepared = Attempts(self._subject)
-        await self._prepared.prepare()
-        self._attempts = list(self._prepared.attempts()) if self._prepared.tasks else []
+        self._plan = Attempts(self._subject)
+        await self._plan.prepare()
+        self._attempts = list(self._plan.attempts()) if self._plan.tasks else []
 
     async def describe(self) -> tuple[list[tuple[str, str]], float]:
         """(The kind and the name of each attempt, the reward of a right answer)."""
-        return [(attempt.kind, attempt.name) for attempt in self._attempts], self._prepared.right_value
+        return [(attempt.kind, attempt.name) for attempt in self._attempts], self._plan.right_value
 
     async def play(self, index: int, start: int, stop: int) -> Plays:
         """The episodes of an attempt, by its index, on the tasks from `start` to `stop`, up to one that hangs."""
@@ -91,7 +91,7 @@ class AttackHost(CheckHost):
         if attempt.kind == "left_behind":
             demonstrations = next(attempt for attempt in self._attempts if attempt.kind == "demonstrations")
             await self._play_task(demonstrations, number, Plays())
-        task = self._prepared.tasks[number]
+        task = self._plan.tasks[number]
         scripts = {str(variant): script_of(task, number) for variant, script_of in enumerate(attempt.variants)}
         results: list[Play] = []
         for episode in (await run_group(self._subject, task, number, scripts)).values():
