@@ -36,7 +36,7 @@ test-slow-workers: .venv/installed-dev
 		tests/workers tests/engines tests/learners tests/processes
 
 test-slow-environments: .venv/installed-dev
-	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,sandbox_abuse.py users_files.py task_sets.py) \
+	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,sandbox_abuse.py users_files.py task_sets.py attack.py) \
 		tests/agents tests/alarms tests/check tests/env tests/envs tests/sandbox tests/remote tests/view
 
 test-slow-commands: .venv/installed-dev

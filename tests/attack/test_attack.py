@@ -49,6 +49,31 @@ class Sums(envgym.EnvSpec):
     def cheats(self, task, seed):
         return {"a request": [f"{seed}, please"], "another": ["now"]}
 """
+RECENT = """
+import collections, random
+import envgym
+
+RIGHT = collections.deque(maxlen=10)
+
+class Recent(envgym.Env):
+    async def reset(self, *, seed=None, options=None):
+        return [{"role": "user", "content": self.task.prompt}], {}
+
+    async def step(self, action):
+        if action.text == self.task.answer:
+            RIGHT.append(self.task.id)
+        return None, float(self.task.id in RIGHT), True, False, {"score": float(self.task.id in RIGHT)}
+
+class Recents(envgym.EnvSpec):
+    env_class = Recent
+
+    def tasks(self, split):
+        numbers = random.Random(split).sample(range(10_000, 99_999), 60)
+        return envgym.TaskList([envgym.Task(str(n), f"Write {n} backwards.", str(n)[::-1]) for n in numbers])
+
+    def demonstrations(self, task, seed):
+        return [task.answer]
+"""
 
 
 def attack(file, **settings):
@@ -79,9 +104,13 @@ def test_nothing_pays_in_a_sound_environment():
     assert len([row for row in report.rows if row.kind == "texts"]) >= 40
 
 
-def test_what_an_earlier_episode_left_behind_pays():
-    report = attack(PLANTED / "weak" / "remembers_success.py")
+def test_what_an_earlier_episode_left_behind_pays(tmp_path):
+    """The memory is short: each cheat follows a right episode of its own task."""
+    (tmp_path / "recent.py").write_text(RECENT)
+    report = attack(tmp_path / "recent.py")
     assert set(paying(report).values()) == {"left_behind"}
+    earned = {row.cheat: row.earned for row in report.rows}
+    assert earned["nothing after a right episode"] == earned["demonstrations"] == 1.0
 
 
 def test_an_authors_cheats_and_graders_that_hang_or_end_are_in_the_table(tmp_path, capsys):
