@@ -174,7 +174,7 @@ class Laws:
         """The laws of an update, over the rows that the learner prepared from `groups`, after their passes."""
         with self._timed():
             passed = [row for row in sample_of(rows) if row.turn_ends and row.pushes is not None]
-            if not self._is_language:
+            if not self._is_language or not passed:  # the policy may wait for its critic
                 return {}
             record = unsampled_share([(row, row.pushes) for row in passed])
             stops = [e.tally is not None and e.tally.stops for group in groups for e in group.episodes]

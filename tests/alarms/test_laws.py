@@ -271,6 +271,7 @@ def test_returns_and_rows_count_once(learner):
 
 def test_tokens_without_a_weight_are_not_trained(learner):
     groups = [group_of(1.0, 0.0)]
+    assert laws_of(learner).of_update(learner.prepare(number_rows(groups)), groups) == {}  # only the critic learned
     rows = learned(groups, learner)
     assert laws_of(learner).of_update(rows[:1], groups)["laws/untrained_share"] == pytest.approx(4 / 7)
     rows[1].loss_weights = rows[1].loss_weights * 0
