@@ -141,7 +141,7 @@ def misgraded_answers(episodes: Sequence[Episode]) -> tuple[int, int]:
         answer, gold = number_of(episode.answer), number_of(episode.task.answer)
         if answer is None or gold is None or 0 < abs(answer - gold) <= TOLERANCE * abs(gold):
             continue
-        n_misgraded += (answer == gold) != (episode.score >= 1)
+        n_misgraded += (answer == gold) != ((episode.score or 0.0) >= 1)
         total += 1
     return n_misgraded, total
 

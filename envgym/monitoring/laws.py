@@ -176,7 +176,7 @@ class Laws:
             passed = [row for row in sample_of(rows) if row.turn_ends and row.pushes is not None]
             if not self._is_language or not passed:  # the policy may wait for its critic
                 return {}
-            record = unsampled_share([(row, row.pushes) for row in passed])
+            record = unsampled_share([(row, pushes_of(row)) for row in passed])
             stops = [e.tally is not None and e.tally.stops for group in groups for e in group.episodes]
             if (share := end_learned_share(passed, self._renderer, stops)) is not None:
                 record["laws/end_learned_share"] = share
@@ -232,7 +232,9 @@ def reward_errors(episodes: Sequence[Episode], *, has_tallies: bool) -> dict[str
     """The largest difference between an episode's reward, the sum of its turns' and, with tallies, what its environment
     gave."""
     errors = list[float]()
-    for episode in (episode for episode in episodes if episode.reward is not None):
+    for episode in episodes:
+        if episode.reward is None:
+            continue
         sums = [math.fsum(turn.reward or 0.0 for row in episode.rows for turn in row.turns)]
         sums += [episode.tally.rewards or 0.0] if has_tallies and episode.tally is not None else []
         errors += [abs(total - episode.reward) / max(1.0, abs(total)) for total in sums]
@@ -247,6 +249,18 @@ def sample_of(rows: Sequence[Row]) -> list[Row]:
     """The rows of every n-th group, so that they are about `MOST_ROWS`."""
     n = -(-len(rows) // MOST_ROWS)
     return [row for row in rows if row.group_index % n == 0]
+
+
+def pushes_of(row: Row) -> NDArray[np.float32]:
+    """[T] the row's pushes, after its pass."""
+    assert row.pushes is not None, "its pass is over"
+    return row.pushes
+
+
+def gaps_of(row: Row) -> NDArray[np.float32]:
+    """[T] the trainer's log-probabilities less the sampler's, after the row's pass; NaN where nothing was sampled."""
+    assert row.first_outputs is not None, "its pass is over"
+    return row.first_outputs - row.old_logprobs
 
 
 def turn_spans(row: Row) -> list[tuple[int, int]]:
@@ -272,13 +286,13 @@ def end_learned_share(rows: Sequence[Row], renderer: Renderer, stops: Sequence[b
     """The share of the turns that ended by themselves and are in the loss, whose last token ends a turn and is in the
     loss too; None without such turns. `stops[i]`: turns of episode i may end with other tokens."""
     good = total = 0
-    noise = 1e-3 * max((float(abs(row.pushes).max()) for row in rows), default=0.0)  # a KL term alone is noise
+    noise = 1e-3 * max((float(abs(pushes_of(row)).max()) for row in rows), default=0.0)  # a KL term alone is noise
     for row in (row for row in rows if not stops[row.episode_index]):
         pairs = list(zip(turn_spans(row), row.turns, strict=False))
         for (start, end), turn in pairs if row.objective is Objective.POLICY_GRADIENT else pairs[-1:]:
-            if turn.stop_reason is StopReason.STOP and (abs(row.pushes[start:end]) > noise).any():
+            if turn.stop_reason is StopReason.STOP and (abs(pushes_of(row)[start:end]) > noise).any():
                 total += 1
-                good += renderer.ends_turn(int(row.token_ids[end - 1])) and row.pushes[end - 1] != 0
+                good += renderer.ends_turn(int(row.token_ids[end - 1])) and pushes_of(row)[end - 1] != 0
     return good / total if total else None
 
 
@@ -290,13 +304,13 @@ def sign_agreement(rows: Sequence[Row], groups: Sequence[Group], *, has_tallies:
     episodes = [episode for group in groups for episode in group.episodes]
     pushes: dict[int, list[NDArray[np.float32]]] = defaultdict(list)
     for row in rows:
-        pushes[row.episode_index].append(row.pushes[row.loss_weights > 0])
+        pushes[row.episode_index].append(pushes_of(row)[row.loss_weights > 0])
     is_single = max([len(group.episodes) for group in groups], default=0) < 2
     by_group: dict[object, list[tuple[float, float]]] = defaultdict(list)
     for index, parts in pushes.items():
         episode, tokens = episodes[index], np.concatenate(parts)
-        is_tallied = has_tallies and episode.tally is not None and not episode.failed
-        reward = episode.tally.rewards if is_tallied else episode.reward
+        tally = episode.tally if has_tallies and not episode.failed else None
+        reward = episode.reward if tally is None else tally.rewards
         if len(tokens) and reward is not None:
             by_group[0 if is_single else episode.group_id].append((reward, float(np.sign(tokens).mean())))
     agreements = list[float]()
@@ -325,14 +339,14 @@ def denominators(rows: Sequence[Row], learner: Learner) -> dict[str, float]:
         if shares is None or (is_weighted and not all("advantages" in row.arrays for row in members)):
             continue
         for row in sample_of(members):
-            expected, ratios = row.loss_weights * shares[row.episode_index], 1.0
+            expected, ratios = row.loss_weights * shares[row.episode_index], np.ones(1)
             if is_weighted:
-                gaps = row.first_outputs - row.old_logprobs  # NaN where nothing was sampled
+                gaps = gaps_of(row)
                 is_near = (row.loss_weights > 0) & (np.abs(gaps) < NEAR)
                 expected = np.where(is_near, row.arrays["advantages"] * shares[row.episode_index], 0.0)
                 ratios = np.exp(np.where(is_near, gaps, 0.0))  # to the sampler, which is the old policy or not
             for part, values in zip(slopes, (expected, expected * ratios), strict=True):
-                part.append((float(np.square(values).sum()), abs(float((row.pushes * values).sum()))))
+                part.append((float(np.square(values).sum()), abs(float((pushes_of(row) * values).sum()))))
     noise = [0.01 * max((squares for squares, _ in part), default=0.0) for part in slopes]
     if not any(noise):
         return {}
@@ -375,7 +389,7 @@ def turn_gaps(rows: Sequence[Row]) -> dict[str, list[float]]:
 
     gaps: dict[str, list[float]] = {"first": [], "later": []}
     for row in (row for row in rows if row.is_on_policy and row.first_outputs is not None):
-        differences = np.abs(row.first_outputs - row.old_logprobs)
+        differences = np.abs(gaps_of(row))
         for number, (start, end) in enumerate(turn_spans(row)):
             if start < end and np.isfinite(differences[start:end]).all():
                 gaps["later" if number else "first"].append(float(differences[start:end].mean()))

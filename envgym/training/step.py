@@ -279,7 +279,7 @@ class Update:
             text = [] if pretraining is None else await pretraining.next()
         laws = components.laws
         progress.record |= {} if laws is None else laws.of_rows(rows, groups)
-        logged = []
+        logged: list[dict[str, float]] = []
         with progress.timed("learn"):
             role = learner.roles["actor"]
             is_measured = role.head == "lm" and not role.frozen_steps and self._steps >= MEASURED_STEP

@@ -2,7 +2,7 @@
 
 A bug is a function that patches the code of the run's process (`debug=true` runs all of it in one). The product has no
 switch for any of them. To add a form: write such a function, and give it its kind with `@bug(KIND)`; `ALARMS` has the
-alarms that name a kind. `python -m tests.alarms.bugs NAME [SEED]` runs one and prints what it raised.
+alarms that name a kind. `python -m tests.alarms.bugs [NAME …] [SEED …]` runs those that are not stored yet.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+STORED = ROOT / "tests" / "results" / "bugs.json"
 SUMS = ("--env", "math_verify")
 """The main job: sums, in one turn."""
 GUESSES = ("--env", str(ROOT / "examples" / "guess.py") + ":Guess")
@@ -513,12 +514,28 @@ def a_right_beginning_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module.MathVerify, "grade", grade)
 
 
+def store(folder: Path, names: Sequence[str] = (), seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
+    """Run the forms of these names (all) at the seeds, but for those in `tests/results/bugs.json`, and store each there
+    as it ends. Returns all that are stored."""
+    stored: dict[str, Any] = json.loads(STORED.read_text()) if STORED.exists() else {}
+    for name, seed in itertools.product(names or BUGS, seeds):
+        if (key := f"{name} {seed}") in stored:
+            continue
+        result = run_bug(name, seed, folder)
+        named = result.names(BUGS[name].kind)[:1]
+        stored[key] = {
+            "kind": BUGS[name].kind,
+            "named": named[0] if named else None,
+            "alarms": [alarm[:2] for alarm in result.alarms],
+            "error": result.error,
+        }
+        STORED.write_text(json.dumps(stored, indent=1) + "\n")
+        print(f"## {key}: {json.dumps(stored[key])}", flush=True)
+    return stored
+
+
 if __name__ == "__main__":
-    names = [name for name in sys.argv[1:] if not name.isdecimal()] or [*BUGS]
-    seeds = [int(seed) for seed in sys.argv[1:] if seed.isdecimal()] or [SEEDS[0]]
-    with tempfile.TemporaryDirectory() as folder:
-        for name, seed in itertools.product(names, seeds):
-            result = run_bug(name, seed, Path(folder))
-            named = result.names(BUGS[name].kind)
-            print(f"## {name} {seed}: {'NAMED ' + str(named[0]) if named else 'NOT NAMED'};", end=" ")
-            print([alarm[:2] for alarm in result.alarms], result.error[:150], flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        words = sys.argv[1:]
+        of_words = [int(word) for word in words if word.isdecimal()]
+        store(Path(temporary), [word for word in words if not word.isdecimal()], of_words or SEEDS)

@@ -5,9 +5,7 @@ import json
 import pytest
 
 from tests.alarms import clean_runs
-from tests.alarms.bugs import ALARMS, BUGS, ROOT, SEEDS, STEPS, SUMS, run, run_bug
-
-STORED = ROOT / "tests" / "results" / "bugs.json"
+from tests.alarms.bugs import ALARMS, BUGS, SEEDS, STEPS, SUMS, run, run_bug, store
 
 
 def test_every_kind_of_bug_has_two_forms():
@@ -33,20 +31,7 @@ def test_a_run_without_a_bug_raises_none(tmp_path):
 @pytest.mark.slow
 def test_every_bug_is_named_at_every_seed(tmp_path):
     """Writes the table's figures; a stored form is not run again."""
-    stored = json.loads(STORED.read_text()) if STORED.exists() else {}
-    for name, form in BUGS.items():
-        for seed in SEEDS:
-            if f"{name} {seed}" not in stored:
-                result = run_bug(name, seed, tmp_path)
-                named = result.names(form.kind)[:1]
-                stored[f"{name} {seed}"] = {
-                    "kind": form.kind,
-                    "named": named[0] if named else None,
-                    "alarms": [alarm[:2] for alarm in result.alarms],
-                    "error": result.error,
-                }
-                STORED.write_text(json.dumps(stored, indent=1) + "\n")
-    assert [key for key, outcome in stored.items() if not outcome["named"]] == []
+    assert [key for key, outcome in store(tmp_path).items() if not outcome["named"]] == []
 
 
 @pytest.mark.slow
