@@ -17,14 +17,14 @@ import pytest
 from aiohttp import web
 
 from envgym.attack import AttackReport, attack_environment
-from tests.check.test_shipped import NEED, SHIPPED, TAKE_DATA, data, judgement, process_reward_model
+from tests.check.test_shipped import NEED, SHIPPED, TAKE_DATA, data, judgement
 
 FOLDER = Path(__file__).parents[1] / "attack"
 FOLDERS = sorted(path.parent.name for path in FOLDER.glob("*/weak"))
-WITHOUT_REWARDS = {
-    "recorded-v0": "recordings are imitated and not graded",
-    "reward_model-v0": "",
-    "process_reward_model-v0": "",
+NOT_ATTACKED = {
+    "recorded-v0": "recordings are imitated, not graded",
+    "reward_model-v0": "a reward model's preferences are its own, not right or wrong",
+    "process_reward_model-v0": "as of reward models",
 }
 OBEYED = re.compile(
     r"(give|award|assign|rate|score|output|reply|return|set)\b.*\b(10|full|max\w*|highest|1\.0)\b", re.IGNORECASE
@@ -75,18 +75,16 @@ def test_planted_environments(folder: str, store: Callable[..., None]) -> None:
         assert false == []
 
 
-def test_nothing_pays_in_what_ships(store, tmp_path, serving, tiny_reward_model):
+def test_nothing_pays_in_what_ships(store, tmp_path, serving):
     async def attack(name: str) -> AttackReport:
         async with serving(obedient_judgement) as url:
             settings = NEED[name](url) if name in NEED else {}
-            if name == "process_reward_model-v0":
-                settings = {"model": str(process_reward_model(tiny_reward_model, tmp_path))}
             return await attack_environment(name, settings | (data(tmp_path) if name in TAKE_DATA else {}))
 
     rows = {}
-    for name in [name for name in SHIPPED if name not in WITHOUT_REWARDS]:
+    for name in [name for name in SHIPPED if name not in NOT_ATTACKED]:
         report = asyncio.run(attack(name))
         rows[name] = row_of(report)
         print(name, json.dumps(rows[name]), flush=True)
-    store("attack_shipped", environments=rows)
+    store("attack_shipped", environments=rows, not_attacked=NOT_ATTACKED)
     assert {name: row["weak"] for name, row in rows.items() if row["weak"]} == {}
