@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from envgym.check.run import GROUP_SECONDS, CheckHost, HostProcess, host_process, name_for_process
+from envgym.check.run import GROUP_SECONDS, CheckHost, HostProcess, host_process, name_for_process, without_log
 from envgym.check.scores import run_group
-from envgym.errors import ConfigError, WorkerDied, WorkerError
+from envgym.errors import ConfigError, EnvgymError, WorkerDied, WorkerError
 
 from .attempts import TASKS, Attempt, Attempts
 from .report import ECHO_MARGIN, FULL, MARGIN, AttackReport, AttackVerdict, Row, compare
@@ -41,11 +41,7 @@ class Plays:
 
 
 async def attack_environment(
-    name: str,
-    settings: Mapping[str, Any] | None = None,
-    on_row: OnRow | None = None,
-    *,
-    setup_seconds: float = 300.0,
+    name: str, settings: Mapping[str, Any] | None = None, on_row: OnRow | None = None, *, setup_seconds: float = 300.0
 ) -> AttackReport:
     """Play the cheats in the environment `name` with `settings`, and compare each with the best answer-blind play.
     `on_row` is called with each row immediately; `setup_seconds` is the time limit of a set-up, services included.
@@ -113,7 +109,10 @@ class _Attack:
         self._right: list[float] = []
 
     async def run(self, on_row: OnRow) -> None:
-        names, right_value = await self._process.call(lambda host: host.describe())
+        try:
+            names, right_value = await self._process.call(lambda host: host.describe())
+        except WorkerError as error:
+            raise EnvgymError(f"{self._report.env} raised {without_log(error)}: see envgym envs check") from None
         n_rows = sum(kind != "blind" for kind, _ in names)
         for index, (kind, name) in enumerate(names):
             if kind == "blind":
@@ -158,7 +157,7 @@ class _Attack:
         except TimeoutError:
             plays = Plays((), f"the episodes take longer than {GROUP_SECONDS:g} s", AttackVerdict.HANGS)
         except WorkerError as error:
-            plays = Plays((), str(error), AttackVerdict.FAILS)
+            plays = Plays((), without_log(error), AttackVerdict.FAILS)
         if plays.verdict is not None:
             await self._process.kill()
         return plays

@@ -245,8 +245,7 @@ class _Examination:
             advice = "set a timeout for what it waits on, or choose faster settings for the check"
             finding = failure(f"this takes longer than {GROUP_SECONDS:g} s", advice)
         except WorkerError as error:
-            error_text = re.sub(r" \(log: .*\)$|^check: ", "", str(error))
-            finding = failure(f"the environment raised {error_text}", "envgym envs try shows more")
+            finding = failure(f"the environment raised {without_log(error)}", "envgym envs try shows more")
         await self._process.kill()
         finding.is_last = checks == episodes.CHECKS
         return [finding, *(not_applicable(f"see {checks[0]}") for _ in checks[1:])]
@@ -264,6 +263,11 @@ class _Examination:
                 )
         finally:
             await second.kill()
+
+
+def without_log(error: WorkerError) -> str:
+    """The message of an error in the process, without the process's name and its log, which will be deleted."""
+    return re.sub(r" \(log: .*\)$|^check: ", "", str(error))
 
 
 def _user_frame(stack: str) -> str:

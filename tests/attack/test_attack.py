@@ -136,9 +136,11 @@ def test_an_authors_cheats_and_graders_that_hang_or_end_are_in_the_table(tmp_pat
         (["nowhere.py"], "there is no file"),
         (["math_verify", "env.digts=1"], "Did you mean 'digits'?"),
         (["recorded", "data.path=rows.jsonl"], "rewards no answer-blind play"),
+        (["raises.py"], "raises.py, line 21): see envgym envs check"),
     ],
 )
 def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "raises.py").write_text(SUMS.replace("2 * n + 2", "1 / 0"))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 3)
     monkeypatch.chdir(tmp_path)
     assert main(["envs", "attack", *words]) == 2
