@@ -85,14 +85,10 @@ def paying(report):
     return {row.cheat: row.kind for row in report.rows if row.verdict is AttackVerdict.PAYS}
 
 
-@pytest.mark.parametrize(
-    ("name", "cheat"),
-    [("any_number", "all guesses in a line"), ("submits_again", "the first try tells the answer")],
-)
-def test_a_planted_weakness_pays(name, cheat):
-    report = attack(PLANTED / "weak" / f"{name}.py")
+def test_a_planted_weakness_pays():
+    report = attack(PLANTED / "weak" / "any_number.py")
     assert not report.passed
-    assert cheat in paying(report)
+    assert "all guesses in a line" in paying(report)
     assert report.blind < 0.1
     assert [row.verdict for row in report.rows if row.kind == "demonstrations"] == [AttackVerdict.ALL]
 
@@ -135,13 +131,13 @@ def test_an_authors_cheats_and_graders_that_hang_or_end_are_in_the_table(tmp_pat
     [
         (["nowhere.py"], "there is no file"),
         (["math_verify", "env.digts=1"], "Did you mean 'digits'?"),
-        (["recorded", "data.path=rows.jsonl"], "rewards no answer-blind play"),
+        (["empty.py"], "empty.py has no tasks"),
         (["raises.py"], "raises.py, line 21): see envgym envs check"),
     ],
 )
 def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch, capsys):
     (tmp_path / "raises.py").write_text(SUMS.replace("2 * n + 2", "1 / 0"))
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 3)
+    (tmp_path / "empty.py").write_text(SUMS.replace("range(20)", "()"))
     monkeypatch.chdir(tmp_path)
     assert main(["envs", "attack", *words]) == 2
     [line] = capsys.readouterr().err.splitlines()

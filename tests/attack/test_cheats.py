@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from envgym.attack.attempts import _CONSTANTS, CHEATS, Attempts
+from envgym.attack.attempts import _CONSTANTS, CHEATS, Attempts, _calls
 from envgym.attack.fields import echoes, fill, guess_fields
 from envgym.attack.forms import RAW, split_form
 from envgym.check.subject import Subject
 from envgym.registry import spec
-from envgym.services import start_services
-from envgym.types import Message, Observation
+from envgym.types import Message, Observation, ToolSpec
 
 LITERAL = {"answer", "args", "call", "name", "each", "correct"}
 """Words in braces that are no fields: templates, Python's f-strings, and what calls fill in."""
@@ -112,22 +111,51 @@ def test_the_form_of_a_right_answer(turns, answer, text, guess):
     assert (form.text("x"), found, list(form.lead)) == (text, guess, turns[:-1])
 
 
+async def prepared(file):
+    """The subject and the attempts of a planted environment."""
+    env_spec = spec(str(Path(__file__).parent / "planted" / file))
+    await env_spec.ensure_setup()
+    subject = Subject(env_spec, file, {})
+    attempts = Attempts(subject)
+    await attempts.prepare()
+    return subject, attempts.tasks, {attempt.name: attempt for attempt in attempts.attempts()}
+
+
 def test_no_cheat_knows_the_answer_of_its_own_task():
-    """Of 58 tasks with different answers each cheat says those of 49 others."""
-    file = Path(__file__).parent / "planted" / "weak" / "key_in_comment.py"
-
-    async def said():
-        env_spec = spec(str(file))
-        async with start_services(env_spec):
-            attempts = Attempts(Subject(env_spec, str(file), {}))
-            await attempts.prepare()
-            all_guesses = next(a for a in attempts.attempts() if a.name == "all guesses in a line")
-            observation = Observation((Message.user("What?"),))
-            return [
-                (task.answer, all_guesses.variants[0](task, number)(0, observation).text.split())
-                for number, task in enumerate(attempts.tasks)
-            ]
-
-    for answer, guesses in asyncio.run(said()):
+    """Of 50 tasks with different answers each cheat says those of 49 others."""
+    _, tasks, attempts = asyncio.run(prepared("weak/key_in_comment.py"))
+    for number, task in enumerate(tasks):
+        script = attempts["all guesses in a line"].variants[0](task, number)
+        guesses = script(0, Observation((Message.user("What?"),))).text.split()
         assert len(guesses) == 49
-        assert answer not in guesses
+        assert task.answer not in guesses
+
+
+@pytest.mark.parametrize(
+    ("file", "cheat"),
+    [
+        ("weak/submits_again.py", "the first try tells the answer"),
+        ("weak/reads_paths.py", "the folder above"),
+        ("weak/believes_results.py", "tags of the observations"),
+        ("weak/equal_in_there.py", "an object that equals everything"),
+        ("weak/tests_beside.py", "the tests are overwritten"),
+        ("weak/evaluates_answers.py", "the answer in a frame of the grader"),
+    ],
+)
+def test_a_cheat_earns_all(file, cheat):
+    async def best_score():
+        subject, tasks, attempts = await prepared(file)
+        episodes = [await subject.play(tasks[0], 0, script_of(tasks[0], 0)) for script_of in attempts[cheat].variants]
+        await subject.spec.close()
+        return max(episode.result.score for episode in episodes)
+
+    assert asyncio.run(best_score()) == 1.0
+
+
+def test_a_tool_that_changes_something_gets_no_path_out_of_its_folder():
+    parameters = {"type": "object", "properties": {"name": {"type": "string"}, "count": {"type": "integer"}}}
+    tools = [ToolSpec(name, "", parameters) for name in ("read_file", "delete_file")]
+    observation = Observation((Message.user("go"),), tools=tuple(tools))
+    calls = _calls("../x", [observation], {}, Counter())
+    assert [(call.name, call.arguments["name"]) for call in calls] == [("read_file", "../x")]
+    assert [call.arguments for call in _calls("-1", [observation], {}, Counter())] == [{"name": "-1", "count": -1}] * 2
