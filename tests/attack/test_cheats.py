@@ -152,6 +152,14 @@ def test_a_cheat_earns_all(file, cheat):
     assert asyncio.run(best_score()) == 1.0
 
 
+def test_the_turns_before_an_answer_are_those_of_a_demonstration():
+    _, tasks, attempts = asyncio.run(prepared("weak/believes_results.py"))
+    script = attempts["a guess or another"].variants[1](tasks[0], 0)
+    observation = Observation((Message.user("go"),))
+    assert re.fullmatch(r"<weigh>\w+</weigh>", script(0, observation).text)
+    assert re.fullmatch(r"<answer>\d+ or \d+</answer>", script(1, observation).text)
+
+
 def test_a_tool_that_changes_something_gets_no_path_out_of_its_folder():
     parameters = {"type": "object", "properties": {"name": {"type": "string"}, "count": {"type": "integer"}}}
     tools = [ToolSpec(name, "", parameters) for name in ("read_file", "delete_file")]
