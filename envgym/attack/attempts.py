@@ -63,7 +63,8 @@ class Attempts:
         self._guesses: Counter[str] = Counter()
         self._has_answers = False
         self._right_forms: list[Form] = []
-        self._openings: list[Observation] = []
+        self._opening_texts: list[str] = []
+        self._has_tools = False
 
     async def prepare(self) -> None:
         """Read the tasks; find the forms of right answers, and guesses."""
@@ -73,7 +74,9 @@ class Attempts:
         self.tasks = [tasks[number % len(tasks)] for number in range(TASKS)] if tasks else []
         for number, task in enumerate(models):
             episode = await self._subject.play(task, number, NO_ACTIONS)
-            self._openings += [episode.opening] if episode.opening is not None else []
+            if episode.opening is not None:
+                self._opening_texts.append(text_of(episode.opening))
+                self._has_tools = self._has_tools or bool(episode.opening.tools)
             await self._learn_forms(task, number)
         self._guesses = Counter(answer for task in tasks if (answer := self._answer(task)))
         self._has_answers = bool(self._guesses)
@@ -89,14 +92,13 @@ class Attempts:
         yield from self._blind_plays(forms or USUAL)
         for kind in ("texts", "echoes", "hanging") if self._has_answers else ("texts", "hanging"):
             yield from self._cheats(kind, [RAW] if is_for_programs else forms or USUAL)
-        if any(opening.tools for opening in self._openings):
+        if self._has_tools:
             yield from self._cheats("tools", list(dict.fromkeys(replace(form, lead=()) for form in forms or [RAW])))
         if is_for_programs:
             for kind in ("programs", "endless_programs"):
                 yield from self._cheats(kind, self._right_forms or [RAW, IN_BLOCK])
         for name in dict.fromkeys(name for task in self.tasks for name in self._authors_cheats(task, 0)):
-            turns_of = functools.partial(self._authors_turns, name)
-            yield Attempt("author", name, [_turns_script(turns_of)])
+            yield Attempt("author", name, [_turns_script(functools.partial(self._authors_turns, name))])
         if n_variants := max(len(self._subject.demonstrations(task)) for task in self.tasks):
             yield Attempt("demonstrations", "demonstrations", self._demonstrations(n_variants))
             yield from self._cheats("left_behind", [RAW])
@@ -104,10 +106,6 @@ class Attempts:
                 yield Attempt("excess", name, self._demonstrations(min(n_variants, FORMS), _CHANGES[change]))
 
     # -- forms and guesses --------------------------------------------------------------------------------
-
-    @property
-    def _opening_texts(self) -> list[str]:
-        return [text_of(opening) for opening in self._openings]
 
     async def _learn_forms(self, task: Task, number: int) -> None:
         """Add the forms of a task's demonstrations that are right."""
@@ -155,10 +153,9 @@ class Attempts:
                 if turn < len(form.lead):
                     return text_action(form.lead[turn])
                 cheat = turns[min(turn - len(form.lead), len(turns) - 1)]
-                has_fields = "{" in str(cheat)
-                fields = (
-                    {**_CONSTANTS, **guesses, **echoes(observations, guesses["guess"](), rng)} if has_fields else {}
-                )
+                fields: Fields = {}
+                if "{" in str(cheat):
+                    fields = {**_CONSTANTS, **guesses, **echoes(observations, guesses["guess"](), rng)}
                 action = text_action(form.text(fill(cheat["say"], fields)) if "say" in cheat else "")
                 calls = _calls(cheat["call"], observations, fields, answers) if "call" in cheat else []
                 return replace(action, tool_calls=tuple(calls)) if turn < MAX_TURNS else None

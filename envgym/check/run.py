@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from envgym.errors import ConfigError, EnvgymError, WorkerDied, WorkerError
@@ -145,19 +146,18 @@ class CheckHost:
             await asyncio.sleep(limit / 10)
 
 
+@dataclass(slots=True)
 class HostProcess(Generic[Host]):
     """The process in which a host sets an environment up. One that dies or is killed is replaced at the next call."""
 
-    def __init__(
-        self, host: type[Host], env: str, runtime: LocalRuntime, arguments: Mapping[str, Any], temporary: str
-    ) -> None:
-        self._target = f"{host.__module__}:{host.__qualname__}"
-        self._env = env
-        self._runtime = runtime
-        self._arguments = arguments
-        self._temporary = temporary
-        self._worker: LocalWorker[Host] | None = None
-        self._workers: list[LocalWorker[Host]] = []
+    host: type[Host]
+    env: str
+    runtime: LocalRuntime
+    arguments: Mapping[str, Any]
+    temporary: str
+    """The folder of its temporary files."""
+    _worker: LocalWorker[Host] | None = None
+    _workers: list[LocalWorker[Host]] = field(default_factory=list)
 
     async def call(self, call: Callable[[Host], Coroutine[Any, Any, Result]]) -> Result:
         """The result of a method of the host. Raises `TimeoutError` after `GROUP_SECONDS`, and `WorkerDied`."""
@@ -169,17 +169,16 @@ class HostProcess(Generic[Host]):
     async def start(self, hash_seed: str) -> LocalWorker[Host]:
         """Start a process and set the environment up in it. `hash_seed` makes hashes differ between processes. Its
         temporary files are in this process's folder, because it is killed and cannot delete them."""
-        environ = {"PYTHONHASHSEED": hash_seed, "TMPDIR": self._temporary}
-        worker: LocalWorker[Host] = await self._runtime.start(
-            self._target, self._arguments, name="check", environ=environ
-        )
+        environ = {"PYTHONHASHSEED": hash_seed, "TMPDIR": self.temporary}
+        target = f"{self.host.__module__}:{self.host.__qualname__}"
+        worker: LocalWorker[Host] = await self.runtime.start(target, self.arguments, name="check", environ=environ)
         self._workers.append(worker)
         try:
             await worker.call(lambda host: host.open())  # open has its own time limit
         except WorkerDied:
             self._worker = worker
             problem, _ = self.describe_death()
-            raise EnvgymError(f"{self._env} cannot be set up: {problem}") from None
+            raise EnvgymError(f"{self.env} cannot be set up: {problem}") from None
         return worker
 
     async def kill(self) -> None:
