@@ -7,7 +7,9 @@ import re
 import envgym
 from envgym.sandbox import Limits, Sandbox
 
-WORDS = "amber birch cedar delta ember fjord grove haven islet jetty knoll ledge marsh north ocean plume quay ridge".split()
+WORDS = (
+    "amber birch cedar delta ember fjord grove haven islet jetty knoll ledge marsh north ocean plume quay ridge".split()
+)
 KINDS = {
     "prints every word with its letters from position {k} on moved to the front": (
         'print(" ".join(word[{k}:] + word[:{k}] for word in input().split()))'
@@ -68,7 +70,9 @@ class TextProgramsSpec(envgym.EnvSpec):
                     tasks.append(envgym.Task(id=f"{number}-{k}", prompt=prompt, answer=code.format(k=k)))
         # The same in other words, so that there are enough tasks.
         again = [
-            envgym.Task(id=f"{task.id}-again", prompt=task.prompt.replace("Write a", "Please give me a"), answer=task.answer)
+            envgym.Task(
+                id=f"{task.id}-again", prompt=task.prompt.replace("Write a", "Please give me a"), answer=task.answer
+            )
             for task in tasks
         ]
         return envgym.TaskList(tasks + again)

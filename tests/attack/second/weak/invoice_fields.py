@@ -6,7 +6,14 @@ import random
 
 import envgym
 
-VENDORS = ("Halvorsen Freight", "Oak & Iron Ltd", "Pinto Print", "Lumen Supplies", "Brandt Catering", "Mirelle Textiles")
+VENDORS = (
+    "Halvorsen Freight",
+    "Oak & Iron Ltd",
+    "Pinto Print",
+    "Lumen Supplies",
+    "Brandt Catering",
+    "Mirelle Textiles",
+)
 CURRENCIES = ("EUR", "USD", "GBP", "CHF", "SEK")
 
 

@@ -70,8 +70,7 @@ class ListProgramsSpec(envgym.EnvSpec):
             if (k % 5 == 0) == (split == "test"):
                 for number, kind in enumerate(KINDS):
                     prompt = (
-                        f"Write a Python function `solve(xs)` that {kind.format(k=k)}. "
-                        "Answer with one ```python block."
+                        f"Write a Python function `solve(xs)` that {kind.format(k=k)}. Answer with one ```python block."
                     )
                     tasks.append(envgym.Task(id=f"{number}-{k}", prompt=prompt, answer=solution(kind, k)))
         return envgym.TaskList(tasks)

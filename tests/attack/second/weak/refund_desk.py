@@ -14,7 +14,9 @@ def orders_of(task):
     rng = random.Random(f"refund {task.id}")
     things = rng.sample([(colour, item) for colour in COLOURS for item in ITEMS], 5)
     ids = [f"R{number}" for number in rng.sample(range(10000, 99999), 5)]
-    orders = {id: {"item": f"{colour} {item}", "refunded": False} for id, (colour, item) in zip(ids, things, strict=True)}
+    orders = {
+        id: {"item": f"{colour} {item}", "refunded": False} for id, (colour, item) in zip(ids, things, strict=True)
+    }
     return orders, rng.choice(ids)
 
 
