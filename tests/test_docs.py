@@ -30,7 +30,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (*sorted({*ROOT.glob("*.md")} - {ROOT / "CHANGELOG.md"}), *sorted(ROOT.glob("docs/**/*.md")))
 }
-LONG = {"train", "eval", "ask", "compare", "rollout", "score", "model", "show", "export"}
+LONG = {"train", "eval", "ask", "compare", "rollout", "score", "replay", "model", "show", "export"}
 """Commands that sample or train: minutes."""
 SERVERS = {"serve", "serve-reward-model"}
 SHORTER = {
