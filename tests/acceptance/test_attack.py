@@ -18,6 +18,7 @@ import pytest
 from aiohttp import web
 
 from envgym.attack import AttackReport, attack_environment
+from envgym.attack.report import WEAK
 from envgym.envs.judge.prompts import Question, scoring_prompt
 from tests.check.test_shipped import NEED, SHIPPED, TAKE_DATA, data, judgement
 
@@ -52,7 +53,7 @@ def row_of(report: AttackReport) -> dict[str, Any]:
     [demonstrations] = [row for row in report.rows if row.kind == "demonstrations"] or [None]
     return {
         "cheats": sum(row.kind != "demonstrations" for row in report.rows),
-        "weak": [f"{row.verdict}: {row.cheat}" for row in report.rows if row.verdict.is_weakness],
+        "weak": [f"{row.verdict}: {row.cheat}" for row in report.rows if row.verdict in WEAK],
         "blind": round(report.blind, 3),
         "blind_play": report.blind_play,
         "demonstrations": None if demonstrations is None else round(demonstrations.earned or 0.0, 3),
@@ -88,7 +89,7 @@ def test_nothing_pays_in_what_ships(store, tmp_path, serving):
         report = asyncio.run(attack(name))
         rows[name] = row_of(report)
         print(name, json.dumps(rows[name]), flush=True)
-    store("attack_shipped", environments=rows, not_attacked=NOT_ATTACKED)
+        store("attack_shipped", environments=rows, not_attacked=NOT_ATTACKED)
     assert {name: row["weak"] for name, row in rows.items() if row["weak"]} == {}
 
 
