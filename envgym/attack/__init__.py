@@ -8,7 +8,7 @@ A cheat is a script of a policy that has not read the task. Most are data, in `c
 and `report` decides which ones pay. An environment's author adds others with `EnvSpec.cheats`.
 """
 
-from .report import AttackReport, AttackVerdict, Row
+from .report import AttackReport, AttackRow, AttackVerdict
 from .run import attack_environment
 
-__all__ = ["AttackReport", "AttackVerdict", "Row", "attack_environment"]
+__all__ = ["AttackReport", "AttackRow", "AttackVerdict", "attack_environment"]

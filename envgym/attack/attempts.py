@@ -41,7 +41,7 @@ ScriptOf = Callable[[Task, int], Script]
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class CheatAttempt:
     """A play with a name, in several variants: in the forms of right answers, for example."""
 
     kind: str
@@ -49,7 +49,7 @@ class Attempt:
     variants: Sequence[ScriptOf]
 
 
-class Attempts:
+class CheatAttempts:
     """All attempts at one environment. Call `prepare` first.
 
     A cheat knows the answers and the demonstrations of other tasks, and not those of its own.
@@ -84,7 +84,7 @@ class Attempts:
             words = Counter(word for text in self._opening_texts for word in set(re.findall(r"\w+", text)))
             self._guesses = Counter(dict(words.most_common(GUESSES)))
 
-    def attempts(self) -> Iterator[Attempt]:
+    def attempts(self) -> Iterator[CheatAttempt]:
         """The attempts in their order: the answer-blind plays, the cheats, the demonstrations, and what needs right
         episodes, which come last since an environment may remember those."""
         forms = self._right_forms and [RAW, *(form for form in self._right_forms if form != RAW)]
@@ -98,12 +98,12 @@ class Attempts:
             for kind in ("programs", "endless_programs"):
                 yield from self._cheats(kind, self._right_forms or [RAW, IN_BLOCK])
         for name in dict.fromkeys(name for task in self.tasks for name in self._authors_cheats(task, 0)):
-            yield Attempt("author", name, [_turns_script(functools.partial(self._authors_turns, name))])
+            yield CheatAttempt("author", name, [_turns_script(functools.partial(self._authors_turns, name))])
         if n_variants := max(len(self._subject.demonstrations(task)) for task in self.tasks):
-            yield Attempt("demonstrations", "demonstrations", self._demonstrations(n_variants))
+            yield CheatAttempt("demonstrations", "demonstrations", self._demonstrations(n_variants))
             yield from self._cheats("left_behind", [RAW])
             for name, change in CHEATS["excess"].items():
-                yield Attempt("excess", name, self._demonstrations(min(n_variants, FORMS), _CHANGES[change]))
+                yield CheatAttempt("excess", name, self._demonstrations(min(n_variants, FORMS), _CHANGES[change]))
 
     # -- forms and guesses --------------------------------------------------------------------------------
 
@@ -125,20 +125,20 @@ class Attempts:
 
     # -- scripts ------------------------------------------------------------------------------------------
 
-    def _blind_plays(self, forms: Sequence[Form]) -> Iterator[Attempt]:
+    def _blind_plays(self, forms: Sequence[Form]) -> Iterator[CheatAttempt]:
         texts = {f"always {guess!r:.50}": guess for guess, _ in self._guesses.most_common(GUESSES)} | DATA["blind"]
         for name, text in texts.items():
-            yield Attempt("blind", name, [self._script([{"say": text}], form) for form in forms])
-        yield Attempt("blind", "random actions", [lambda task, number: monkey(number)])
+            yield CheatAttempt("blind", name, [self._script([{"say": text}], form) for form in forms])
+        yield CheatAttempt("blind", "random actions", [lambda task, number: monkey(number)])
         if not self._has_answers:  # a copy of a possible move is no cheat
             yield from (replace(attempt, kind="blind") for attempt in self._cheats("echoes", forms))
         if any(map(self._subject.demonstrations, self.tasks)):
-            yield Attempt("blind", "another task's demonstration", [_turns_script(self._foreign_turns)] * 2)
+            yield CheatAttempt("blind", "another task's demonstration", [_turns_script(self._foreign_turns)] * 2)
 
-    def _cheats(self, kind: str, forms: Sequence[Form]) -> Iterator[Attempt]:
+    def _cheats(self, kind: str, forms: Sequence[Form]) -> Iterator[CheatAttempt]:
         for name, cheat in CHEATS[kind].items():
             turns = [{"say": cheat}] if isinstance(cheat, str) else cheat
-            yield Attempt(kind, name, [self._script(turns, form) for form in forms])
+            yield CheatAttempt(kind, name, [self._script(turns, form) for form in forms])
 
     def _script(self, turns: Sequence[Mapping[str, str]], form: Form) -> ScriptOf:
         """A script of the turns of a form before its last one, then of a cheat's `turns` in this form."""

@@ -36,7 +36,7 @@ WEAK = frozenset({AttackVerdict.PAYS, AttackVerdict.HANGS, AttackVerdict.ENDS, A
 
 
 @dataclass(slots=True)
-class Row:
+class AttackRow:
     """A cheat, or the demonstrations: the mean that it earned in its best form, the mean of the best blind play on the
     same `tasks` episodes, and a lower bound of the mean difference."""
 
@@ -65,7 +65,7 @@ class AttackReport:
     env: str
     blind_play: str = ""
     blind: float = 0.0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[AttackRow] = field(default_factory=list)
     seconds: float = 0.0
 
     @property

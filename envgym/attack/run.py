@@ -13,8 +13,8 @@ from envgym.check.run import GROUP_SECONDS, CheckHost, HostProcess, host_process
 from envgym.check.scores import run_group
 from envgym.errors import ConfigError, EnvgymError, WorkerDied, WorkerError
 
-from .attempts import TASKS, Attempt, Attempts
-from .report import ECHO_MARGIN, FULL, MARGIN, AttackReport, AttackVerdict, Row, compare
+from .attempts import TASKS, CheatAttempt, CheatAttempts
+from .report import ECHO_MARGIN, FULL, MARGIN, AttackReport, AttackRow, AttackVerdict, compare
 
 FIRST_TASKS = 16
 """A cheat that earns no more than blind play on this many tasks is not tried on the others."""
@@ -24,7 +24,7 @@ machine."""
 CONCURRENCY = 8
 """Number of tasks that are played at once."""
 
-OnRow = Callable[[Row, int], None]
+OnRow = Callable[[AttackRow, int], None]
 """Called with each row, and the number of rows that there will be."""
 Play = tuple[float | None, float | None]
 """(The reward that training would use, the score) of an episode; None and None if it failed."""
@@ -61,7 +61,7 @@ class AttackHost(CheckHost):
 
     async def open(self) -> None:
         await super().open()
-        self._plan = Attempts(self._subject)
+        self._plan = CheatAttempts(self._subject)
         await self._plan.prepare()
         self._attempts = list(self._plan.attempts()) if self._plan.tasks else []
 
@@ -82,7 +82,7 @@ class AttackHost(CheckHost):
             start += step
         return plays
 
-    async def _play_task(self, attempt: Attempt, number: int, plays: Plays) -> list[Play]:
+    async def _play_task(self, attempt: CheatAttempt, number: int, plays: Plays) -> list[Play]:
         """The episodes of the variants in one task, after a right one of the task for the kind `left_behind`."""
         if attempt.kind == "left_behind":
             demonstrations = next(attempt for attempt in self._attempts if attempt.kind == "demonstrations")
@@ -135,7 +135,7 @@ class _Attack:
                 self._blind = rewards
                 self._report.blind_play, self._report.blind = name, statistics.fmean(rewards)
 
-    async def _row(self, index: int, kind: str, name: str) -> Row:
+    async def _row(self, index: int, kind: str, name: str) -> AttackRow:
         if kind == "demonstrations":
             return self._demonstrations_row(name, await self._play(index, 0, TASKS))
         first = ENDLESS.get(kind, FIRST_TASKS)
@@ -162,9 +162,9 @@ class _Attack:
             await self._process.kill()
         return plays
 
-    def _cheat_row(self, kind: str, name: str, plays: Plays) -> Row:
+    def _cheat_row(self, kind: str, name: str, plays: Plays) -> AttackRow:
         """The row of a cheat in the variant that earned most."""
-        row = Row(kind, name, plays.verdict or AttackVerdict.NO, plays.problem if plays.verdict else "")
+        row = AttackRow(kind, name, plays.verdict or AttackVerdict.NO, plays.problem if plays.verdict else "")
         for variant in plays.variants:
             values = [value for value, _ in variant]
             baseline = (self._right if kind == "excess" else self._blind)[: len(values)]
@@ -179,7 +179,7 @@ class _Attack:
             row.verdict, row.message = AttackVerdict.FAILS, plays.problem
         return row
 
-    def _demonstrations_row(self, name: str, plays: Plays) -> Row:
+    def _demonstrations_row(self, name: str, plays: Plays) -> AttackRow:
         """The row of the demonstrations: the best one of each task counts, since some environments add bad ones. Its
         score must be full, and its reward above that of blind play."""
         tasks = list(zip(*plays.variants, strict=True))
@@ -188,7 +188,7 @@ class _Attack:
             max((score for _, score in task if score is not None), default=self._right[n])
             for n, task in enumerate(tasks)
         ]
-        row = Row("demonstrations", name, AttackVerdict.ALL, "", statistics.fmean(self._right or [0.0]))
+        row = AttackRow("demonstrations", name, AttackVerdict.ALL, "", statistics.fmean(self._right or [0.0]))
         row.blind, row.tasks = self._report.blind, len(tasks)
         if all(0 <= score <= 1 for score in scores) and statistics.fmean(scores or [0.0]) < FULL:
             row.verdict = AttackVerdict.LESS

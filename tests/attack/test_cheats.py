@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from envgym.attack.attempts import _CONSTANTS, CHEATS, Attempts, _calls
+from envgym.attack.attempts import _CONSTANTS, CHEATS, CheatAttempts, _calls
 from envgym.attack.fields import echoes, fill, guess_fields
 from envgym.attack.forms import RAW, split_form
 from envgym.check.subject import Subject
@@ -116,7 +116,7 @@ async def prepared(file):
     env_spec = spec(str(Path(__file__).parent / "planted" / file))
     await env_spec.ensure_setup()
     subject = Subject(env_spec, file, {})
-    attempts = Attempts(subject)
+    attempts = CheatAttempts(subject)
     await attempts.prepare()
     return subject, attempts.tasks, {attempt.name: attempt for attempt in attempts.attempts()}
 

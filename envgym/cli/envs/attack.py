@@ -14,7 +14,7 @@ from envgym.errors import printable
 from envgym.processes import event_loop
 
 if TYPE_CHECKING:
-    from envgym.attack import Row
+    from envgym.attack import AttackRow
 
 
 def attack_main(arguments: Sequence[str]) -> int:
@@ -34,7 +34,7 @@ def attack_main(arguments: Sequence[str]) -> int:
     from envgym.attack import attack_environment
     from envgym.attack.report import HEADING
 
-    def show(row: Row, total: int) -> None:
+    def show(row: AttackRow, total: int) -> None:
         if not options.json:
             print(printable(str(row)), flush=True)
         elif sys.stderr.isatty():
