@@ -378,8 +378,12 @@ def surprise_in_errors(rows: Sequence[Row]) -> float | None:
         np.concatenate([getattr(row, name)[mask] for row, mask in zip(rows, masks, strict=True)]).astype(np.float64)
         for name in ("entropies", "first_outputs")
     )
-    excess, error = -logprobs - entropies, math.sqrt(float(np.square(logprobs + entropies).sum()))
-    return 0.0 if not error or abs(excess.sum()) < 0.03 * entropies.sum() else float(excess.sum()) / error
+    excess = -logprobs - entropies
+    # Where one token is nearly certain, others come too rarely for their squares: two outcomes of that entropy have
+    # about this variance.
+    variance = max(float(np.square(excess).sum()), float(np.minimum(2 * entropies, 0.45).sum()))
+    is_small = not variance or abs(excess.sum()) < 0.03 * entropies.sum()
+    return 0.0 if is_small else float(excess.sum()) / math.sqrt(variance)
 
 
 def turn_gaps(rows: Sequence[Row]) -> dict[str, list[float]]:

@@ -185,6 +185,9 @@ def test_tokens_of_another_distribution_are_too_likely_or_too_unlikely():
     assert abs(surprise_in_errors([row(probabilities)])) < 3
     assert surprise_in_errors([row(np.array([0.625, 0.375, 0.0, 0.0]))]) < -6  # top-p 0.8
     assert surprise_in_errors([row(np.array([0.25] * 4))]) > 6
+    certain = row(np.array([1.0, 0.0, 0.0, 0.0]))  # nothing rare came in 600 tokens: no wonder
+    certain.first_outputs, certain.entropies = np.full(600, -0.001), np.full(600, 0.008)
+    assert surprise_in_errors([certain]) > -2
     old = row(probabilities)
     old.is_on_policy = False
     assert surprise_in_errors([old]) is None
