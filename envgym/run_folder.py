@@ -141,10 +141,9 @@ class RunFolder:
         times = [path.stat().st_mtime for path in rollouts]
         self.images.remove_others(names, min(*times, time.time() - IMAGE_SECONDS))
 
-    def append_events(self, step: int, events: Iterable[Mapping[str, Any]]) -> None:
-        """Append a step's timed events."""
-        with (self.events / f"step_{step:06d}.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(event) + "\n" for event in events)
+    def event_file(self, step: int) -> Path:
+        """The file of a step's timed events."""
+        return self.events / f"step_{step:06d}.jsonl"
 
     def save_tokenizer(self, tokenizer: Any) -> None:
         """Save the tokenizer's file, if it has one: the model may be gone when the run is viewed."""
@@ -292,6 +291,12 @@ def files_by_step(folder: Path, suffix: str) -> dict[int, Path]:
 def stage_name(name: str | None, learner: str) -> str:
     """A stage's name, by default its learner's, which may be in a file."""
     return name or short_name(learner)
+
+
+def append_events(path: Path, events: Iterable[Mapping[str, Any]]) -> None:
+    """Append timed events to the file of their step."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
 
 
 def stage_folders(folder: Path, names: Sequence[str]) -> list[RunFolder]:

@@ -27,7 +27,7 @@ from envgym.monitoring.metrics import check_failures, computing_metrics, rollout
 from envgym.rollout.async_buffer import AsyncRollouts, version_of
 from envgym.rollout.buffer import Buffer, RolloutBatch, can_drop, fill_buffer
 from envgym.rollout.runner import SamplingPlan, group_ids
-from envgym.run_folder import RunFolder
+from envgym.run_folder import RunFolder, append_events
 from envgym.tasks.curriculum import Curriculum
 from envgym.tasks.task_set import TaskCursor
 from envgym.types import Episode, Group, Row, Task
@@ -100,7 +100,8 @@ class StepGroups:
             else:
                 batch, groups = await self.stop.run_until_stopped(self.async_rollouts.take())
             if self.components.engine is not None:  # a replay's episodes are its data
-                self._write(partial(write_step, self.folder, step, batch.episodes))
+                files = self.folder.rollout_file(step), self.folder.event_file(step)
+                self._write(partial(write_step, *files, batch.episodes))
             check_failures(batch.groups, config.max_failed_share)
         if not groups:
             raise RolloutFailed(f"step {step}: {batch.explain_no_groups(config)}")
@@ -180,11 +181,10 @@ class StepGroups:
         return await runner.roll_out(tasks, plan, on_progress, completed=episodes, on_episode=add)
 
 
-def write_step(folder: RunFolder, step: int, episodes: Sequence[Episode]) -> None:
-    """Write a step's episodes, and the times of what they did, to the run's folder."""
-    write_rollouts(folder.rollout_file(step), episodes)
-    spans = [{"episode": episode.id, "spans": episode.spans} for episode in episodes if episode.spans]
-    folder.append_events(step, spans)
+def write_step(rollouts: Path, events: Path, episodes: Sequence[Episode]) -> None:
+    """Write a step's episodes, and the times of what they did, to these files."""
+    write_rollouts(rollouts, episodes)
+    append_events(events, [{"episode": episode.id, "spans": episode.spans} for episode in episodes if episode.spans])
 
 
 class UnfinishedStep:
