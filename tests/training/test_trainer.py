@@ -76,6 +76,7 @@ class World:
         self.spec = SimpleNamespace(tasks=lambda split: tasks, recordings_per_task=1)
         self.spec.spec_for = lambda task: SimpleNamespace(scores_groups=False)
         self.agent = SimpleNamespace(uses_policy=True, renderer=NoRenderer())
+        self.attempts = SimpleNamespace(write=asyncio.to_thread)
         self.envs_without_scores: set[str] = set()
         self.has_learned = threading.Event()
         self.may_write = asyncio.Event()
