@@ -149,6 +149,13 @@ def test_nothing_is_left_of_100_episodes(harbor_package, make_task, renderer, te
     assert len(os.listdir("/proc/self/fd")) <= sockets + 8
 
 
+def name_of(pid):
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:  # it has ended
+        return ""
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_killed_in_mid_episode_leaves_nothing(harbor_package, make_task, temporary, number):
     program = textwrap.dedent("""
@@ -168,8 +175,10 @@ def test_a_run_killed_in_mid_episode_leaves_nothing(harbor_package, make_task, t
     words = [sys.executable, "-c", program, make_task(), harbor_package[0]]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as run:
         assert run.stdout.readline() == b"ready\n"
-        family = descendants({run.pid})
-        assert sum(Path(f"/proc/{pid}/cmdline").read_text().startswith("sleep") for pid in family) == 2
+        deadline = time.monotonic() + 60
+        while sum(name_of(pid) == "sleep" for pid in (family := descendants({run.pid}))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         run.send_signal(number)
     deadline = time.monotonic() + 60
     while left := left_by(family, temporary):
