@@ -176,9 +176,11 @@ def test_a_run_killed_in_mid_episode_leaves_nothing(harbor_package, make_task, t
     with subprocess.Popen(words, stdout=subprocess.PIPE) as run:
         assert run.stdout.readline() == b"ready\n"
         deadline = time.monotonic() + 60
-        while sum(name_of(pid) == "sleep" for pid in (family := descendants({run.pid}))) < 2:
+        family = descendants({run.pid})
+        while [name_of(pid) for pid in family].count("sleep") < 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+            family = descendants({run.pid})
         run.send_signal(number)
     deadline = time.monotonic() + 60
     while left := left_by(family, temporary):

@@ -81,7 +81,8 @@ def test_a_policy_that_forges_the_reward_earns_nothing(play, make_task, policy, 
 def test_the_daemon_would_forge_it_if_it_lived(play, make_task, policy):
     """The same daemon as above, left by the tests themselves: it has the time and the right to write."""
     daemon = ATTACKS["a daemon that writes it"][0]
-    answers = (play(make_task(test=f"{daemon}\n{SLOW}"), [NOBODY]) for _ in range(10))
+    task = make_task(test=f"{daemon}\n{SLOW}")
+    answers = (play(task, [NOBODY]) for _ in range(10))
     assert rewards(next(answer for answer in answers if "Empty" not in str(answer["results"]))) == [1]  # not in a write
 
 
