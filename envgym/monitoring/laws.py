@@ -182,12 +182,9 @@ class Laws:
                 record["laws/end_learned_share"] = share
             if self._learner.needs_policy_samples:
                 record |= self._untrained(rows, groups)
-                is_plain = self._learner.returns is not None  # else rewards are shaped, and need not decide
-                if (
-                    is_plain
-                    and (sign := sign_agreement(passed, groups, has_tallies=not self._judges_groups)) is not None
-                ):
-                    record["laws/sign"] = sign
+                if self._learner.returns is not None:  # else rewards are shaped, and need not decide
+                    sign = sign_agreement(passed, groups, has_tallies=not self._judges_groups)
+                    record |= {} if sign is None else {"laws/sign": sign}
             return record
 
     def _untrained(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
