@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from envgym.types import Episode, Group, Objective, Row, StopReason
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 READ_EPISODES, SAMPLED_EPISODES = 16, 4
 """Episodes of a step whose last answers are read, and of these the ones that are compared with their tokens."""
-MOST_ROWS = 128
+MOST_ROWS = 64
 """Rows of a step whose tokens are read, in whole groups."""
 MOST_MEMBERS = 64
 """Episodes of a group that are compared by reward."""
@@ -137,7 +137,7 @@ class Laws:
         """The laws of the rows that the learner prepared from `groups`, before their passes."""
         with self._timed():
             episodes = [episode for group in groups for episode in group.episodes]
-            weights = [(row, row.loss_weights) for row in sample_of(rows) if row.turn_ends]
+            weights = [(row, row.loss_weights) for row in sample_of(rows) if row.segments]
             record = unsampled_share(weights) if self._is_language else {}
             if not self._samples:
                 return record
@@ -173,7 +173,7 @@ class Laws:
     def of_update(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
         """The laws of an update, over the rows that the learner prepared from `groups`, after their passes."""
         with self._timed():
-            passed = [row for row in sample_of(rows) if row.turn_ends and row.pushes is not None]
+            passed = [row for row in sample_of(rows) if row.segments and row.pushes is not None]
             if not self._is_language or not passed:  # the policy may wait for its critic
                 return {}
             record = unsampled_share([(row, pushes_of(row)) for row in passed])
@@ -190,9 +190,11 @@ class Laws:
     def _untrained(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
         """The share of the sampled tokens of `groups` that no row with a weight for them was passed with, but for
         truncated episodes where these are left out."""
+        passed = [row for row in rows if row.first_outputs is not None]
+        weights, lengths = joined_weights(passed)
         counts = Counter[int]()
-        for row in rows:
-            counts[row.episode_index] += int((row.loss_weights > 0).sum()) if row.first_outputs is not None else 0
+        for row, count in zip(passed, row_sums(weights > 0, lengths), strict=True):
+            counts[row.episode_index] += int(count)
         missing, trained, n_sampled, n_lost = list[Episode](), list[Episode](), 0, 0
         for group in groups:
             rewarded = [episode for episode in group.episodes if episode.reward is not None]
@@ -207,7 +209,9 @@ class Laws:
 
 def _lengths(name: str, subset: Sequence[Episode], complement: Sequence[Episode]) -> dict[str, float]:
     """The mean length of some episodes as a multiple of that of others; empty without either."""
-    means = [fmean(e.n_action_tokens for e in part) if part else 0.0 for part in (subset, complement)]
+    if not subset or not complement:
+        return {}
+    means = [fmean([episode.n_action_tokens for episode in part]) for part in (subset, complement)]
     return {f"laws/{name}_length": means[0] / means[1]} if all(means) else {}
 
 
@@ -232,7 +236,7 @@ def reward_errors(episodes: Sequence[Episode], *, has_tallies: bool) -> dict[str
     for episode in episodes:
         if episode.reward is None:
             continue
-        sums = [math.fsum(turn.reward or 0.0 for row in episode.rows for turn in row.turns)]
+        sums = [math.fsum([turn.reward or 0.0 for row in episode.rows for turn in row.turns])]
         sums += [episode.tally.rewards or 0.0] if has_tallies and episode.tally is not None else []
         errors += [abs(total - episode.reward) / max(1.0, abs(total)) for total in sums]
     return {"laws/reward_error": max(errors)} if errors else {}
@@ -260,9 +264,30 @@ def gaps_of(row: Row) -> NDArray[np.float32]:
     return row.first_outputs - row.old_logprobs
 
 
-def turn_spans(row: Row) -> list[tuple[int, int]]:
-    """The first token of each turn, and the one after its last."""
-    return [(end - length, end) for end, (length, _) in zip(row.turn_ends, row.answers, strict=True)]
+def row_sums(values: NDArray[Any], lengths: Sequence[int]) -> list[float]:
+    """The sum of the values of each row, of rows of these lengths one after the other."""
+    import numpy as np
+
+    return np.add.reduceat(values, np.cumsum([0, *lengths[:-1]]), dtype=np.float64).tolist() if lengths else []
+
+
+def joined_weights(rows: Sequence[Row]) -> tuple[NDArray[np.float32], list[int]]:
+    """The loss weights of rows, one after the other, and the rows' lengths."""
+    import numpy as np
+
+    weights = [row.loss_weights for row in rows]
+    return np.concatenate(weights) if rows else np.zeros(0, np.float32), [*map(len, weights)]
+
+
+def turn_spans(row: Row) -> list[tuple[int, int, bool]]:
+    """The first token of each turn, the one after its last, and whether the policy has sampled it."""
+    spans, start = list[tuple[int, int, bool]](), 0
+    for segment in row.segments:
+        end = start + len(segment.token_ids)
+        if segment.role == "action":
+            spans.append((start, end, segment.logprobs is not None))
+        start = end
+    return spans
 
 
 def unsampled_share(rows: Sequence[tuple[Row, NDArray[np.float32]]]) -> dict[str, float]:
@@ -274,8 +299,8 @@ def unsampled_share(rows: Sequence[tuple[Row, NDArray[np.float32]]]) -> dict[str
     for row, values in rows:
         sizes, needs_sampling = np.abs(values), row.objective is Objective.POLICY_GRADIENT
         total += float(sizes.sum())
-        for (start, end), (_, surprise) in zip(turn_spans(row), row.answers, strict=True):
-            sampled_total += 0.0 if needs_sampling and surprise is None else float(sizes[start:end].sum())
+        for start, end, is_sampled in turn_spans(row):
+            sampled_total += float(sizes[start:end].sum()) if is_sampled or not needs_sampling else 0.0
     return {"laws/unsampled_share": max(0.0, 1 - sampled_total / total)} if total else {}
 
 
@@ -286,7 +311,7 @@ def end_learned_share(rows: Sequence[Row], renderer: Renderer, stops: Sequence[b
     noise = 1e-3 * max((float(abs(pushes_of(row)).max()) for row in rows), default=0.0)  # a KL term alone is noise
     for row in (row for row in rows if not stops[row.episode_index]):
         pairs = list(zip(turn_spans(row), row.turns, strict=False))
-        for (start, end), turn in pairs if row.objective is Objective.POLICY_GRADIENT else pairs[-1:]:
+        for (start, end, _), turn in pairs if row.objective is Objective.POLICY_GRADIENT else pairs[-1:]:
             if turn.stop_reason is StopReason.STOP and (abs(pushes_of(row)[start:end]) > noise).any():
                 total += 1
                 good += renderer.ends_turn(int(row.token_ids[end - 1])) and pushes_of(row)[end - 1] != 0
@@ -328,22 +353,27 @@ def denominators(rows: Sequence[Row], learner: Learner) -> dict[str, float]:
     for objective in (Objective.POLICY_GRADIENT, Objective.CROSS_ENTROPY):
         members = [row for row in rows if row.objective is objective and row.pushes is not None]
         is_weighted = objective is Objective.POLICY_GRADIENT
+        weights, lengths = joined_weights(members)
         totals = defaultdict[int, float](float)
-        for row in members:
-            weights = row.loss_weights
-            totals[row.episode_index] += float(np.count_nonzero(weights > 0) if is_weighted else weights.sum())
+        for row, total in zip(members, row_sums(weights > 0 if is_weighted else weights, lengths), strict=True):
+            totals[row.episode_index] += total
         shares = learner.token_shares(objective, totals)
         if shares is None or (is_weighted and not all("advantages" in row.arrays for row in members)):
             continue
-        for row in sample_of(members):
-            expected, ratios = row.loss_weights * shares[row.episode_index], np.ones(1)
-            if is_weighted:
-                gaps = gaps_of(row)
-                is_near = (row.loss_weights > 0) & (np.abs(gaps) < NEAR)
-                expected = np.where(is_near, row.arrays["advantages"] * shares[row.episode_index], 0.0)
-                ratios = np.exp(np.where(is_near, gaps, 0.0))  # to the sampler, which is the old policy or not
-            for part, values in zip(slopes, (expected, expected * ratios), strict=True):
-                part.append((float(np.square(values).sum()), abs(float((pushes_of(row) * values).sum()))))
+        if not (read := sample_of(members)):
+            continue
+        weights, lengths = joined_weights(read)
+        expected, ratios = weights, np.ones(1)
+        if is_weighted:
+            gaps = np.concatenate([gaps_of(row) for row in read])
+            is_near = (weights > 0) & (np.abs(gaps) < NEAR)
+            expected = np.where(is_near, np.concatenate([row.arrays["advantages"] for row in read]), 0.0)
+            ratios = np.exp(np.where(is_near, gaps, 0.0))  # to the sampler, which is the old policy or not
+        expected = expected * np.repeat([shares[row.episode_index] for row in read], lengths)
+        pushes = np.concatenate([pushes_of(row) for row in read])
+        for part, values in zip(slopes, (expected, expected * ratios), strict=True):
+            slope = map(abs, row_sums(pushes * values, lengths))
+            part += zip(row_sums(np.square(values), lengths), slope, strict=True)
     noise = [0.01 * max((squares for squares, _ in part), default=0.0) for part in slopes]
     if not any(noise):
         return {}
@@ -368,13 +398,14 @@ def surprise_in_errors(rows: Sequence[Row]) -> float | None:
 
     if not all(row.is_on_policy and row.first_outputs is not None for row in rows):
         return None
-    masks = [np.isfinite(row.old_logprobs) for row in rows]
-    if not sum(int(mask.sum()) for mask in masks):
-        return None
-    entropies, logprobs = (
-        np.concatenate([getattr(row, name)[mask] for row, mask in zip(rows, masks, strict=True)]).astype(np.float64)
-        for name in ("entropies", "first_outputs")
+    sampled, *columns = (
+        np.concatenate([getattr(row, name) for row in rows] or [np.zeros(0)])
+        for name in ("old_logprobs", "entropies", "first_outputs")
     )
+    mask = np.isfinite(sampled)
+    if not mask.any():
+        return None
+    entropies, logprobs = (column[mask].astype(np.float64) for column in columns)
     excess = -logprobs - entropies
     # Where one token is nearly certain, others come too rarely for their squares: two outcomes of that entropy have
     # about this variance.
@@ -391,9 +422,9 @@ def turn_gaps(rows: Sequence[Row]) -> dict[str, list[float]]:
     gaps: dict[str, list[float]] = {"first": [], "later": []}
     for row in (row for row in rows if row.is_on_policy and row.first_outputs is not None):
         differences = np.abs(gaps_of(row))
-        for number, (start, end) in enumerate(turn_spans(row)):
-            if start < end and np.isfinite(differences[start:end]).all():
-                gaps["later" if number else "first"].append(float(differences[start:end].mean()))
+        for number, (start, end, _) in enumerate(turn_spans(row)):
+            if start < end and math.isfinite(mean := float(differences[start:end].mean())):
+                gaps["later" if number else "first"].append(mean)
     return gaps
 
 
@@ -403,6 +434,8 @@ def version_lag(groups: Sequence[Group]) -> float | None:
     lags = list[bool]()
     for group in groups:
         if match := re.match(r"step-(\d+)-", group.id):
-            versions = [row.versions for episode in group.episodes for row in episode.rows]
-            lags += [not numbers or min(numbers) < int(match[1]) - 1 for numbers in versions]
+            newest = int(match[1]) - 1
+            for row in (row for episode in group.episodes for row in episode.rows):
+                versions = [span.version for segment in row.segments for span in segment.versions]
+                lags.append(not versions or min(versions) < newest)
     return fmean(lags) if lags else None
