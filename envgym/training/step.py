@@ -78,8 +78,8 @@ class StepGroups:
         self.unfinished = UnfinishedStep(
             self.folder.unfinished_step, stage.checkpoint.episodes_every if saves_episodes else None
         )
-        self._n_returned: int | None = None
-        """Tasks that came back as groups, or that an earlier process drew."""
+        self._n_gone_before: int | None = None
+        """`_n_gone` at the end of the step before, in this process or an earlier one."""
         self._writing: list[asyncio.Future[None]] = []
 
     async def collect(self) -> list[Group]:
@@ -90,8 +90,8 @@ class StepGroups:
             return await self._run_groups(tasks, self._plan(f"{purpose_prefix(step)}{round_number}"), self.unfinished)
 
         self.unfinished.start_step(step)
-        if self._n_returned is None:
-            self._n_returned = self._n_gone if self.progress.step else 0
+        if self._n_gone_before is None:
+            self._n_gone_before = self._n_gone if self.progress.step else 0
         with self.progress.timed("rollout"):
             if self.async_rollouts is None:
                 filling = fill_buffer(self.buffer, self.cursor, config, roll_out)
@@ -110,9 +110,9 @@ class StepGroups:
 
     @property
     def _n_gone(self) -> int:
-        """Number of tasks drawn that no longer wait for their rollout."""
+        """Number of tasks drawn that no longer wait for their rollout; 0 if the cursor does not count."""
         waiting = 0 if self.async_rollouts is None else self.async_rollouts.n_waiting
-        return self._n_returned or 0 if self.cursor.n_drawn is None else self.cursor.n_drawn - waiting
+        return 0 if self.cursor.n_drawn is None else self.cursor.n_drawn - waiting
 
     def record_rollout(self, batch: RolloutBatch, groups: Sequence[Group]) -> None:
         """Add the metrics of a rollout, and of the groups that are trained on, to the step's record."""
@@ -122,8 +122,8 @@ class StepGroups:
         if can_drop(config.filter) and self.uses_policy:
             record |= batch.metrics() | {"filter/filled_share": len(groups) / config.tasks_per_step}
             record["filter/carried_over"] = len(self.buffer)
-        self._n_returned = (self._n_returned or 0) + len(batch.groups)
-        n_missing, self._n_returned = self._n_gone - self._n_returned, self._n_gone
+        n_missing = self._n_gone - (self._n_gone_before or 0) - len(batch.groups)
+        self._n_gone_before = self._n_gone
         if (laws := self.components.laws) is not None:
             filter = config.filter if self.uses_policy and can_drop(config.filter) else None
             record |= laws.of_rollout(
