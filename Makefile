@@ -23,7 +23,7 @@ test-slow-training: .venv/installed-dev  ## Each part takes less than an hour an
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,main_job.py repeatable.py sync_is_checked.py \
 		vision_language.py pictures.py \
 		lora.py pretrained.py turns_and_tools.py placements.py no_survivors.py old_folders.py failed_reward.py \
-		processes.py) \
+		processes.py kills.py) \
 		tests/training tests/placement tests/rollout tests/models tests/test_end_to_end.py tests/test_notebook.py \
 		tests/test_grpo_in_one_file.py
 

@@ -22,13 +22,13 @@ def check_learned_once(run: Path, env: str, *, steps: int, tasks: int, max_stale
     learned = Counter(episode.task.id for episode in read_episodes(run))
     assert set(learned.values()) == {2}  # none twice
     spec = resolve({"env": env}).stages[0].make_spec()
-    order = asyncio.run(_drawn_tasks(spec, tasks * (steps + max_staleness + 1)))
+    order = asyncio.run(drawn_tasks(spec, tasks * (steps + max_staleness + 1)))
     assert set(learned) <= set(order)
     assert set(order[: tasks * (steps - max_staleness)]) <= set(learned)  # none left out
     return len(learned)
 
 
-async def _drawn_tasks(spec: EnvSpec, count: int) -> list[str]:
+async def drawn_tasks(spec: EnvSpec, count: int) -> list[str]:
     """The ids of the first tasks, in the order in which a run of seed 0 draws them."""
     async with spec:
         return [task.id for task in await TaskCursor(spec.tasks("train"), 0).next(count)]
