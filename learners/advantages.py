@@ -14,6 +14,7 @@ of an advantage. Arrays over the n action tokens of an episode ([n], `TokenArray
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -130,17 +131,17 @@ class ActionTokens:
         import numpy as np
 
         token_indices = [np.flatnonzero(row.loss_weights > 0) for row in episode.rows]
+        truncated = episode.outcome.status is Status.TRUNCATED
+        if credit == "episode":
+            return cls(episode.rows, token_indices, [sum(map(len, token_indices))], [reward], reward, truncated)
         turn_ends, rewards, n_tokens = list[int](), list[float](), 0
         for row, indices in zip(episode.rows, token_indices, strict=True):
             ends, turn_rewards = turns(row)
             turn_ends += (n_tokens + np.searchsorted(indices, ends)).tolist()
             rewards += turn_rewards
             n_tokens += len(indices)
-        if credit == "episode":
-            turn_ends, rewards = [n_tokens], [reward]
-        elif rewards:
+        if rewards:
             rewards[-1] = reward - sum(rewards[:-1])
-        truncated = episode.outcome.status is Status.TRUNCATED
         return cls(episode.rows, token_indices, turn_ends, rewards, reward, truncated)
 
     def __len__(self) -> int:
@@ -204,7 +205,8 @@ def broadcast_turn_values(values: Sequence[float], turn_ends: Sequence[int], gam
     import numpy as np
 
     if gamma == 1:
-        return np.repeat(np.array(values, np.float64), np.diff(np.array(turn_ends, np.int64), prepend=0))
+        lengths = map(operator.sub, turn_ends, [0, *turn_ends])
+        return np.repeat(np.array(values, np.float64), np.fromiter(lengths, np.int64))
     result, start = np.zeros(turn_ends[-1] if turn_ends else 0), 0
     for value, end in zip(values, turn_ends, strict=True):
         result[start:end] = value * gamma ** np.arange(end - start - 1, -1, -1.0)

@@ -270,8 +270,8 @@ class PolicyGradient(Learner):
         self, groups: Sequence[Sequence[ActionTokens]], advantages: Sequence[Sequence[TokenArray]]
     ) -> list[list[Mask]]:
         """[n] bool for each episode of each group: the tokens of turns with equal rewards. Empty for learners that are
-        not group-relative: there equal rewards do carry a signal."""
-        if self.min_group_size < 2:
+        not group-relative: there equal rewards do carry a signal; and without a norm, which needs no masks."""
+        if self.min_group_size < 2 or self.config.advantage_norm == "none":
             return []
         turn_ends = [[tokens.turn_ends for tokens in group] for group in groups]
         return [no_signal_masks(group, ends) for group, ends in zip(advantages, turn_ends, strict=True)]
@@ -432,18 +432,21 @@ def advantage_metrics(rows: Sequence[Row]) -> dict[str, float]:
     standard deviation of the episodes' mean advantages within a group, averaged over groups."""
     import numpy as np
 
-    by_group: dict[int, dict[int, list[np.ndarray]]] = {}
-    for row in rows:
-        tokens = row.arrays["advantages"][row.loss_weights > 0]
-        if len(tokens):
-            by_group.setdefault(row.group_index, {}).setdefault(row.episode_index, []).append(tokens)
-    if not by_group:
+    parts = [(row, row.arrays["advantages"][row.loss_weights > 0]) for row in rows]
+    parts = [(row, tokens) for row, tokens in parts if len(tokens)]
+    if not parts:
         return {}
-    groups = [[np.concatenate(parts) for parts in episodes.values()] for episodes in by_group.values()]
-    tokens = np.concatenate([tokens for group in groups for tokens in group]).astype(np.float64)
+    tokens = np.concatenate([tokens for _, tokens in parts]).astype(np.float64)
+    lengths = np.array([len(tokens) for _, tokens in parts])
+    sums = np.add.reduceat(tokens, np.cumsum(lengths) - lengths)
+    indices = np.array([(row.episode_index, row.group_index) for row, _ in parts])
+    _, first, episode = np.unique(indices[:, 0], return_index=True, return_inverse=True)
+    means = np.bincount(episode, sums) / np.bincount(episode, lengths)
+    _, group, sizes = np.unique(indices[first, 1], return_inverse=True, return_counts=True)
+    deviations = means - (np.bincount(group, means) / sizes)[group]
     return {
         "advantage/mean": float(tokens.mean()),
         "advantage/std": float(tokens.std()),
         "advantage/max_abs": float(np.abs(tokens).max()),
-        "advantage/group_spread": float(np.mean([np.std([tokens.mean() for tokens in group]) for group in groups])),
+        "advantage/group_spread": float(np.sqrt(np.bincount(group, deviations**2) / sizes).mean()),
     }
