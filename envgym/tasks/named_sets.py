@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from envgym.errors import ConfigError, DataError, SettingsNote, did_you_mean
-from envgym.loading import entry_points
+from envgym.loading import entry_points, load_function
 from envgym.settings import Settings, validate_settings
 from envgym.yaml_files import read_yaml
 
@@ -40,8 +40,11 @@ class NamedTaskSet(Settings):
     """The environment, `name`, and its settings."""
     data: dict[str, Any] = Field({})
     """Settings of `data`: they say how the rows are read and, unless the caller does, where they are."""
+    rows: str | None = None
+    """For a publication whose files are not read as rows: the function (`package.module:name`) that returns the rows of
+    a folder with them."""
     train_on: str | None = None
-    """For a task set whose rows are all held out: one to train on."""
+    """For a task set whose rows are all held out: one to train on, or an environment."""
     sampling: dict[str, float] = Field({})
     """Sampling parameters of evaluations: temperature, top_p, top_k, max_tokens."""
     source: str = ""
@@ -67,10 +70,11 @@ class NamedTaskSet(Settings):
             data = data_settings({name: self.data[name] for name in (*PLACES, *SPLITS) if name in self.data}) | data
         if data.get("folder") is not None:
             folder = Path(data.pop("folder")).expanduser()
-            if not (files := self.files(folder)):
+            if not (files := self.files(folder)) and not (files := self._published_files(folder)):
                 names = f"{self.name}.jsonl" if self.train_on else f"{self.name}_train.jsonl or {self.name}_test.jsonl"
+                names += f", nor a folder {self.name} with the files of its authors" if self.rows else ""
                 raise DataError(f"data.folder: there is no file {names} in {folder}")
-            data |= files
+            data |= data_settings(files)
         elif self.train_on and "path" in data and "test_path" not in data:
             data["test_path"] = data.pop("path")
         elif not any(data.get(name) for name in PATHS):
@@ -94,6 +98,14 @@ class NamedTaskSet(Settings):
         elif unsplit and not (train or test):
             train, test = unsplit, unsplit if "test_select" in self.data else None
         return {name: path for name, path in (("path", train), ("test_path", test)) if path}
+
+    def _published_files(self, folder: Path) -> dict[str, Any]:
+        """The same, of the rows in the authors' own files in `folder` or its sub-folder with the task set's name."""
+        places = [folder / self.name, folder] if self.rows else []
+        for place in places:
+            if rows := list(load_function(str(self.rows), "function of rows")(place)):
+                return {"test_path" if self.train_on else "path": rows}
+        return {}
 
 
 def _find(folder: Path, stem: str) -> str | None:

@@ -25,7 +25,8 @@ NEED = {
 }
 """Settings that those need which cannot be played without any, given a server of judgements."""
 TAKE_DATA = {
-    "judge-v0", "multiple_choice-v0", "process_reward_model-v0", "recorded-v0", "reward_model-v0", "nemo_gym-v0",
+    "function_calls-v0", "judge-v0", "multiple_choice-v0", "process_reward_model-v0", "recorded-v0", "reward_model-v0",
+    "nemo_gym-v0",
 }  # fmt: skip
 
 
@@ -50,11 +51,15 @@ async def judgement(request):
     )
 
 
-def data(folder):
+def data(folder, name):
     rows = [{"prompt": f"What is {a} + {a + 3}?", "answer": str(2 * a + 3)} for a in range(20, 60)]
     for a, row in enumerate(rows):
         row["choices"] = [int(row["answer"]) + (k - a) % 4 for k in range(4)]
     rows = [{**row, "responses_create_params": {"input": row["prompt"]}} for row in rows]
+    if name == "function_calls-v0":
+        number = {"type": "dict", "properties": {"number": {"type": "string"}}, "required": ["number"]}
+        functions = [{"name": "math.say", "description": "Say a number.", "parameters": number}]
+        rows = [row | {"functions": functions, "answer": [{"math.say": {"number": [row["answer"]]}}]} for row in rows]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"data": {"path": str(folder / "rows.jsonl")}}
 
@@ -78,7 +83,7 @@ def test_what_ships_passes(id, tmp_path, serving, tiny_reward_model):
             settings = NEED[id](url) if id in NEED else {}
             if id == "process_reward_model-v0":
                 settings = {"model": str(process_reward_model(tiny_reward_model, tmp_path))}
-            return await check_environment(id, settings | (data(tmp_path) if id in TAKE_DATA else {}))
+            return await check_environment(id, settings | (data(tmp_path, id) if id in TAKE_DATA else {}))
 
     report = asyncio.run(examine())
     assert report.passed, problems(report)
@@ -97,7 +102,7 @@ def test_examples_pass(example):
 def test_a_service_that_is_not_there_is_no_fault_of_the_environment(tmp_path):
     """Nothing answers at the judge's address: what needs its grades is not applicable, the rest is looked at."""
     judge = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "tries": 1}
-    report = asyncio.run(check_environment("judge", {"judge": judge} | data(tmp_path)))
+    report = asyncio.run(check_environment("judge", {"judge": judge} | data(tmp_path, "judge-v0")))
     assert report.passed, problems(report)
     assert report.verdict("settings") is report.verdict("tasks") is report.verdict("splits") is CheckVerdict.OK
     (episodes,) = [finding for finding in report.findings if finding.check == "episodes"]

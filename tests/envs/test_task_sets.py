@@ -16,6 +16,7 @@ from envgym.errors import DataError
 from envgym.rewards.final_answers import reference
 from envgym.tasks.hub import is_hub_id
 from envgym.tasks.named_sets import task_set_files
+from envgym.types import Action
 
 ADD = {"text": "Write a function to add two numbers.", "code": "def add(a, b):\n    return a + b", "task_id": 11,
        "test_setup_code": "", "test_list": [f"assert add({n}, 1) == {n + 1}" for n in range(3)]}  # fmt: skip
@@ -32,6 +33,9 @@ HALF = {
 }  # fmt: skip
 PLUS = {"prompt": "Write a function to add.", "test_imports": ["import math"],
         "test": "assert add(1, 2) == 3\nassert math.isclose(add(.1, .2), .3)"}  # fmt: skip
+ARGUMENTS = {"a": {"type": "integer"}, "b": {"type": "float"}}
+FUNCTIONS = [{"name": "math.add", "description": "Add two numbers.",
+              "parameters": {"type": "dict", "properties": ARGUMENTS, "required": ["a"]}}]  # fmt: skip
 ROWS = {
     "gsm8k": [
         {"question": "Tom has 3 eggs and buys 4.", "answer": "3 + 4 = <<3+4=7>>7 eggs.\n#### 7"},
@@ -100,6 +104,12 @@ ROWS = {
         {"question": "Which?", "type": "biology", "choices": ["a lot", "a few", "none", "all"], "answer": 2},
         {"question": "And?", "type": "physics", "choices": ["up", "down", "left", "right"], "answer": 0},
     ],
+    "bfcl": [
+        {"id": "simple_python_0", "category": "simple_python", "question": "Add 1 and 2.", "functions": FUNCTIONS,
+         "answer": [{"math.add": {"a": [1], "b": [2.0]}}]},
+        {"id": "simple_python_1", "category": "simple_python", "question": "And 3?", "functions": FUNCTIONS,
+         "answer": [{"math.add": {"a": [3], "b": ["", 1.0]}}]},
+    ],
 }  # fmt: skip
 """Rows of the form of each task set; the answers of the first two differ, but for GPQA's, which are shuffled."""
 
@@ -122,7 +132,7 @@ def completion(spec, task):
         answer = reference(task.answer).removesuffix(".0")
         return rf"Therefore the answer is $\boxed{{{answer}}}$."
     [turn] = spec.demonstrations(task, 0)
-    return turn
+    return turn if isinstance(turn, str) else Action("", tool_calls=turn.tool_calls)
 
 
 async def reward(spec, task, text):
@@ -141,7 +151,8 @@ def test_every_task_set_that_ships_has_rows_here_and_says_what_it_is():
         task_set = registry.task_set_of(name)
         assert task_set.source, name
         if task_set.train_on:
-            assert registry.task_set_of(task_set.train_on).train_on is None, name
+            other = registry.find(task_set.train_on).task_set  # None: an environment, which takes rows of one's own
+            assert other is None or other.train_on is None, name
         if is_hub_id(str(task_set.data.get("path") or task_set.data.get("test_path"))):
             assert task_set.data["test_split"], name
 
