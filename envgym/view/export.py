@@ -17,7 +17,7 @@ from envgym.images import RECORDED
 
 from .server import PAGE, Answers, to_json
 
-MODULES = ("api", "dom", "plot", "charts", "home", "run", "list", "episode", "lanes", "compare", "app")
+MODULES = ("api", "dom", "plot", "charts", "home", "run", "overlay", "list", "episode", "lanes", "compare", "app")
 """The page's modules, in import order."""
 IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
 ROWS = 2000

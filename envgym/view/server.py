@@ -20,6 +20,7 @@ from envgym.net.listening import is_loopback, listen, stop_signals, url_of
 from envgym.net.server import serve_requests
 
 from .episodes import compare_episodes, episode_with_tokens, lanes, listing
+from .settings import changed_settings, stage_settings
 from .sources import Source, find
 
 PAGE = Path(__file__).parent / "page"
@@ -98,7 +99,8 @@ class Answers:
             "summary": summary,
             "steps": sorted(source.files()),
             "evaluated": sorted(held_out.files()) if held_out else [],
-            "config": source.config(),
+            "settings": stage_settings(config := source.config(), source.path.name),
+            "changed": changed_settings(config, source.path.name) if source.kind == "run" else None,
             "alarms": source.alarms(),
         }
 

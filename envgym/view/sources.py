@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from envgym.disk import lock_holder
-from envgym.errors import ConfigError, DataError
+from envgym.errors import ConfigError, DataError, EnvgymError
 from envgym.images import FOLDER, SUFFIXES, ImageFolder
 from envgym.monitoring.alarms import sentence
 from envgym.run_folder import files_by_step
@@ -18,9 +20,14 @@ from envgym.yaml_files import read_yaml
 
 from . import reading
 from .reading import complete_lines, is_within, json_object, leads_out, regular
+from .settings import stage_settings
 
 CURVE = ("eval/score", "score/mean", "reward/mean", "loss")
 """Candidates for the small curve of a run; the first available one is shown."""
+JUDGES = ("eval/score", "eval/accuracy", "eval/margin", "eval/loss")
+"""What runs are judged by on held-out tasks; supervised ones have no score."""
+LISTED = ("recipe", "env.name", "learner.name", "model")
+"""Settings in the list of all sources."""
 FILES = (".jsonl", ".parquet")
 SHOWN = 48
 """Number of points of that curve."""
@@ -88,12 +95,15 @@ class Source:
     def config(self) -> dict[str, Any]:
         """The settings, from `config.yaml`; empty for a file of episodes, and where there is none. Raises `DataError`
         for a link that leads out of the roots."""
+        file = self._config_file()
+        return {} if file is None else _read_config(regular(file, self.roots), file.stat().st_mtime_ns)
+
+    def _config_file(self) -> Path | None:
         for folder in (self.path, self.path.parent):  # a stage's settings are in the folder above
             file = folder / "config.yaml"
             if self.kind != "file" and os.path.lexists(file) and (folder == self.path or is_within(file, self.roots)):
-                settings: dict[str, Any] = read_yaml(regular(file, self.roots))
-                return settings
-        return {}
+                return file
+        return None
 
     def tokenizer(self) -> Path | None:
         """The tokenizer's file, if there is one. Older runs have it in the model's folder only."""
@@ -128,21 +138,44 @@ class Source:
         mtime = max((path.stat().st_mtime for path in (self.path, *last) if path.exists()), default=0.0)
         line = {"id": self.id, "kind": self.kind, "changed": mtime, "files": len(files), "state": self.state(summary)}
         if self.kind == "run":
-            curves: dict[str, list[Any]] = {key: [] for key in CURVE}
-            step = alarms = 0
-            for _, record in self.records():
-                step, alarms = record["step"], alarms + len(_list_value(record, "alarms"))
-                for key in curves.keys() & record.keys():
-                    curves[key].append(record[key])
-            curve = next((key for key in CURVE if curves[key]), None)
-            evals = summary.get("eval") or {}
-            line |= {"steps": step, "curve": curves[curve][-SHOWN:] if curve else [], "of": curve, "alarms": alarms}
-            line |= {moment: (evals.get(moment) or {}).get("score") for moment in ("before", "after")}
+            line |= self._training_line(summary)
         elif self.kind == "held-out":
             line["steps"] = max(files, default=0)
         elif self.kind == "evaluation":
-            line["after"] = summary.get("score")
+            envs = summary.get("envs")
+            line |= {"after": summary.get("score"), "model": summary.get("model"), "seconds": summary.get("seconds")}
+            line["env"] = ", ".join(map(str, envs)) if isinstance(envs, dict) else None
         return line
+
+    def _training_line(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """A run's part of its line: its settings and times, its progress, and the first and the last value of what it
+        is judged by."""
+        curves: dict[str, list[Any]] = {key: [] for key in (*CURVE, *JUDGES)}
+        step = alarms = 0
+        for _, record in self.records():
+            step, alarms = record["step"], alarms + len(_list_value(record, "alarms"))
+            for key in curves.keys() & record.keys():
+                curves[key].append(record[key])
+        curve = next((key for key in CURVE if curves[key]), None)
+        evals = summary.get("eval") or {}
+        ends = {moment: (evals.get(moment) or {}).get("score") for moment in ("before", "after")}
+        settings: dict[str, Any] = {}
+        with contextlib.suppress(EnvgymError):  # the run's page says what is wrong with them
+            settings = stage_settings(self.config(), self.path.name)
+        begin, end = self._config_file(), self.file("metrics.jsonl", reading.METRICS)
+        started = begin.stat().st_mtime if begin else None  # it is written at the start
+        so_far = end.stat().st_mtime - started if end and started else None
+        return {
+            **{key.removesuffix(".name"): settings.get(key) for key in LISTED},
+            "judged": [(key.removeprefix("eval/"), curves[key][0], curves[key][-1]) for key in JUDGES if curves[key]]
+            or [("score", ends["before"], ends["after"])] * (ends["after"] is not None),
+            "started": started,
+            "seconds": (summary.get("seconds") or {}).get("total", so_far),
+            "steps": step,
+            "curve": curves[curve][-SHOWN:] if curve else [],
+            "of": curve,
+            "alarms": alarms,
+        }
 
     def state(self, summary: dict[str, Any]) -> str:
         if self.kind in ("file", "held-out"):
@@ -204,6 +237,12 @@ def _kind(path: Path) -> str | None:
     if (path / "metrics.jsonl").is_file() or (path / "rollouts").is_dir() or (path / "episodes.parquet").is_file():
         return "run"
     return "evaluation" if any((path / name).is_file() for name in ("result.json", "episodes.jsonl")) else None
+
+
+@lru_cache(256)
+def _read_config(file: Path, mtime_ns: int) -> dict[str, Any]:
+    settings: dict[str, Any] = read_yaml(file)
+    return settings
 
 
 def _list_value(record: dict[str, Any], key: str) -> list[Any]:

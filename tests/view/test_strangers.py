@@ -358,7 +358,7 @@ def test_a_stage_reads_no_settings_beside_the_run_that_was_named(zoo, tmp_path):
     shutil.copytree(zoo / "runs" / "first", tmp_path / "first")
     (tmp_path / "first" / "config.yaml").unlink()
     (tmp_path / "config.yaml").write_text("seed: 99\n")
-    assert Answers([tmp_path / "first"])(f"run|{tmp_path / 'first'}")["config"] == {}
+    assert Answers([tmp_path / "first"])(f"run|{tmp_path / 'first'}")["settings"] == {}
 
 
 def test_only_the_runs_own_tokenizer_is_read(zoo, tmp_path, tiny_model):

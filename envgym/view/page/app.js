@@ -5,6 +5,7 @@ import { episode, group } from "./episode.js";
 import { home } from "./home.js";
 import { lanes } from "./lanes.js";
 import { list } from "./list.js";
+import { overlay } from "./overlay.js";
 import { run } from "./run.js";
 
 const main = /** @type {HTMLElement} */ (document.getElementById("main"));
@@ -18,7 +19,7 @@ let turnNumber = 0;
 /** @param {URLSearchParams} query */
 function remember(query) {
   const text = query.toString();
-  history.replaceState(null, "", `${location.hash.split("?")[0]}${text ? `?${text}` : ""}`);
+  history.replaceState(null, "", `${location.hash.split("?")[0] || "#/"}${text ? `?${text}` : ""}`);
 }
 
 /** @param {[string, string | null][]} parts */
@@ -40,8 +41,9 @@ async function show() {
   try {
     /** @type {any} */
     let result = null;
-    if (!view) result = await home(box);
+    if (!view) result = await home(box, query, remember);
     else if (view === "run") { parts.push([id, null]); result = await run(box, id); }
+    else if (view === "overlay") { parts.push(["overlay", null]); await overlay(box, [id, ...args]); }
     else if (view === "compare") { parts.push(["compare", null]); await compare(box, id, step, args[1], Number(args[2] || 0)); }
     else {
       parts.push([id, link("run", id)], [step ? `step ${step}` : "episodes", link("list", id, step)]);

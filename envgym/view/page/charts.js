@@ -19,9 +19,9 @@ export function spark(values) {
 }
 
 /** Curves over steps, with their intervals as bands. Returns the element and a function that sets the data.
- * @param {string} title @param {import("./plot.js").Line[]} lines
+ * @param {string} title @param {import("./plot.js").Line[]} lines @param {boolean} [hasNames] if values have their lines' names
  * @returns {{element: HTMLElement, set: (records: any[]) => void}} */
-export function chart(title, lines) {
+export function chart(title, lines, hasNames = true) {
   const value = h("span", { class: "now" });
   /** @type {any[]} */
   let plotted = [];
@@ -33,7 +33,7 @@ export function chart(title, lines) {
       const record = index === null ? plotted.filter((candidate) => typeof candidate[line.name] === "number").at(-1) || {} : plotted[index];
       const hasBand = index !== null && line.low && line.high && typeof record[line.low] === "number" && typeof record[line.high] === "number";
       const text = `${num(record[line.name])}${hasBand ? ` [${num(record[line.low || ""])}, ${num(record[line.high || ""])}]` : ""}`;
-      return lines.length === 1 ? text : h("span", { class: "line-value", vars: { "--line-ink": `var(${INKS[n % INKS.length]})` } }, ` ${line.name} ${text}`);
+      return lines.length === 1 ? text : h("span", { class: "line-value", vars: { "--line-ink": `var(${INKS[n % INKS.length]})` } }, hasNames ? ` ${line.name} ${text}` : ` ${text}`);
     }));
   }
   return {

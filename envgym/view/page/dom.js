@@ -35,6 +35,14 @@ export function ago(seconds) {
   return "just now";
 }
 
+/** A duration, as in the terminal. @param {any} seconds @returns {string} */
+export function lasting(seconds) {
+  if (typeof seconds !== "number") return "";
+  const total = Math.round(seconds), two = (/** @type {number} */ n) => String(n).padStart(2, "0");
+  if (total < 60) return `${total} s`;
+  return total < 3600 ? `${Math.floor(total / 60)} min ${two(total % 60)} s` : `${Math.floor(total / 3600)} h ${two(Math.floor((total % 3600) / 60))} min`;
+}
+
 const REASONS = /** @type {Record<string, string>} */ ({
   completed: "completed", environment: "ended by the environment", length: "the turn was truncated at its limit",
   context: "the context is full", tokens: "the token limit was reached", turns: "too many turns",
@@ -58,6 +66,11 @@ export function plain(text, limit = MAX_LENGTH) {
   const full = String(text ?? "");
   const truncated = full.length > limit ? `${full.slice(0, limit)}… (${(full.length - limit).toLocaleString("en")} more characters)` : full;
   return truncated.replace(CONTROLS, (character) => `␦${character.charCodeAt(0).toString(16).padStart(2, "0")}`);
+}
+
+/** The value of a setting as text. @param {any} value @returns {string} */
+export function setting(value) {
+  return value === undefined ? "–" : typeof value === "string" ? plain(value, 200) : plain(JSON.stringify(value), 200);
 }
 
 /** @param {string} text @returns {void} */

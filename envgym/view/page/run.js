@@ -1,25 +1,25 @@
 // A run: its curves, alerts and steps, updated while it is running.
 import { ask, isExport } from "./api.js";
 import { chart } from "./charts.js";
-import { fact, h, link, num } from "./dom.js";
+import { fact, h, link, num, setting } from "./dom.js";
 
-const CURVES = [
+export const CURVES = /** @type {[string, any[]][]} */ ([
   ["held-out score", [{ name: "eval/score", low: "eval/low", high: "eval/high", points: true }]],
+  ["held-out accuracy", [{ name: "eval/accuracy", points: true }]], ["held-out margin", [{ name: "eval/margin", points: true }]], ["held-out loss", [{ name: "eval/loss", points: true }]],
   ["score", [{ name: "score/mean" }]], ["reward", [{ name: "reward/mean", low: "reward/low", high: "reward/high" }]],
   ["loss", [{ name: "loss" }]], ["entropy", [{ name: "policy/entropy" }]], ["KL to the reference", [{ name: "policy/kl" }]],
   ["mismatch, nats", [{ name: "mismatch/max" }]], ["gradient norm", [{ name: "grad_norm" }]], ["tokens per episode", [{ name: "length/mean" }]],
   ["clipped share", [{ name: "policy/clip_fraction" }]], ["failed share", [{ name: "failures/share" }]],
   ["tokens per second", [{ name: "tokens/per_second" }]], ["accuracy", [{ name: "preference/accuracy" }, { name: "step/accuracy" }]],
-];
+]);
 const PHASES = ["rollout", "score", "prepare", "learn", "sync", "eval", "checkpoint"];
 
 /** @param {HTMLElement} main @param {string} id @returns {Promise<() => void>} */
 export async function run(main, id) {
   const info = await ask("run", id);
-  const charts = CURVES.map(([title, lines]) => chart(/** @type {string} */ (title), /** @type {any} */ (lines)));
+  const charts = CURVES.map(([title, lines]) => chart(title, lines));
   const phases = h("div", { class: "phases", role: "img" }), alarms = h("ul", { class: "alarms" }), steps = h("div", { class: "steps" }), evaluated = h("div", { class: "steps" });
   const state = h("span", { class: `state ${info.state}` }, info.state), facts = h("dl", { class: "facts" });
-  const stage = (info.config.stages || [{}]).at(-1) || {};
   main.replaceChildren(h("h1", null, id, " ", state), facts, alarms, h("div", { class: "charts" }, charts.map((curves) => curves.element)),
     h("h2", null, "Time by phase"), phases, h("h2", null, "Steps"), steps, h("h2", null, "Held-out evaluations"), evaluated);
   /** @type {any[]} */
@@ -27,9 +27,9 @@ export async function run(main, id) {
   let offset = 0, isOver = false;
   function draw() {
     const evals = info.summary.eval || {};
-    facts.replaceChildren(fact("environment", stage.env?.name ?? "–"), fact("learner", stage.learner?.name ?? "–"), fact("model", stage.model ?? "–"),
-      fact("steps", `${num(records.length ? records.at(-1).step : 0)} of ${num(stage.steps)}`),
-      fact("held-out score", evals.after ? `${num(evals.before?.score)} → ${num(evals.after?.score)}` : "–"), fact("seed", String(info.config.seed ?? "–")));
+    facts.replaceChildren(fact("environment", setting(info.settings["env.name"])), fact("learner", setting(info.settings["learner.name"])), fact("model", setting(info.settings.model)),
+      fact("steps", `${num(records.length ? records.at(-1).step : 0)} of ${num(info.settings.steps)}`),
+      fact("held-out score", evals.after ? `${num(evals.before?.score)} → ${num(evals.after?.score)}` : "–"), fact("seed", setting(info.settings.seed)));
     for (const record of records) {
       const spread = (record["reward/std"] ?? NaN) * 1.96 / Math.sqrt(record.episodes || NaN);
       if (Number.isFinite(spread)) { record["reward/low"] = record["reward/mean"] - spread; record["reward/high"] = record["reward/mean"] + spread; }
