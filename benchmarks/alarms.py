@@ -39,7 +39,9 @@ def bugs_table() -> str:
 
 def clean_table() -> str:
     """The runs without a bug, and what they raised."""
-    runs = json.loads((ROOT / "tests" / "results" / "clean_runs.json").read_text())["runs"]
+    stored = json.loads((ROOT / "tests" / "results" / "clean_runs.json").read_text())
+    runs, before = stored["runs"], stored["before"]
+    earlier = ", ".join(f"{name} ({', '.join(alarms)})" for name, alarms in before["raised"].items())
     finished = {name: run for name, run in runs.items() if not run["error"]}
     raised = {name: [alarm for _, alarm, _ in run["laws"]] for name, run in finished.items() if run["laws"]}
     others = sum(bool(run["alerts"]) for run in finished.values())
@@ -49,7 +51,9 @@ def clean_table() -> str:
     none = f"None raised an alert of this kind, which bounds the share of such runs that do at {share:.0%} (95 %)."
     return (
         f"{len(finished)} runs, of {steps} steps in all. {f'These raised an alert: {named}.' if raised else none} "
-        f"{others} raised an alert about their learning: rewards that do not vary, entropy, truncation."
+        f"{others} raised an alert about their learning: rewards that do not vary, entropy, truncation. The same "
+        f"{before['runs']} runs at other seeds came before: {len(before['raised'])} raised such an alert, {earlier}. Their "
+        "laws were then corrected, and all runs repeated at new seeds."
     )
 
 

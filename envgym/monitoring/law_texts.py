@@ -49,15 +49,17 @@ class Texts:
             segments = [segment for row in episode.rows for segment in row.segments]
             if not messages or not segments or any(segment.images for segment in segments):
                 continue
-            text = "\n".join(self._decode([t for s in row.segments for t in s.token_ids]) for row in episode.rows)
-            undecoded += [m.text.strip() not in text for m in messages if self._is_exact(m)]
+            rows = [[token for segment in row.segments for token in segment.token_ids] for row in episode.rows]
+            # A message has no special token that the policy sampled within it.
+            texts = ["\n".join([self._decode(row, skip_special=skip) for row in rows]) for skip in (False, True)]
+            undecoded += [all(m.text.strip() not in text for text in texts) for m in messages if self._is_exact(m)]
             foreign_texts.append(self._holds_foreign_text(episode, messages))
             drifts += self._drifts(episode, messages)
         shares = {"undecoded_share": undecoded, "unsampled_texts": foreign_texts, "template_drift": drifts}
         return {f"laws/{name}": fmean(values) for name, values in shares.items() if values}
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+    def _decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def _is_exact(self, message: Message) -> bool:
         """True for a message that a template writes unchanged and this tokenizer can write."""

@@ -312,7 +312,8 @@ def end_learned_share(rows: Sequence[Row], renderer: Renderer, stops: Sequence[b
     for row in (row for row in rows if not stops[row.episode_index]):
         pairs = list(zip(turn_spans(row), row.turns, strict=False))
         for (start, end, _), turn in pairs if row.objective is Objective.POLICY_GRADIENT else pairs[-1:]:
-            if turn.stop_reason is StopReason.STOP and (abs(pushes_of(row)[start:end]) > noise).any():
+            is_learned = "advantages" not in row.arrays or row.arrays["advantages"][start:end].any()
+            if turn.stop_reason is StopReason.STOP and is_learned and (abs(pushes_of(row)[start:end]) > noise).any():
                 total += 1
                 good += renderer.ends_turn(int(row.token_ids[end - 1])) and pushes_of(row)[end - 1] != 0
     return good / total if total else None
@@ -407,9 +408,12 @@ def surprise_in_errors(rows: Sequence[Row]) -> float | None:
         return None
     entropies, logprobs = (column[mask].astype(np.float64) for column in columns)
     excess = -logprobs - entropies
-    # Where one token is nearly certain, others come too rarely for their squares: two outcomes of that entropy have
-    # about this variance.
-    variance = max(float(np.square(excess).sum()), float(np.minimum(2 * entropies, 0.45).sum()))
+    # Where one token is nearly certain, others come too rarely for their squares. Two outcomes of entropy H, the rare
+    # one of surprise L with H = exp(-L) (1 + L), have about the variance H L^2 / (1 + L), and at most 0.45.
+    logs = -np.log(np.clip(entropies, 1e-12, 1.0))
+    surprise = logs + np.log1p(logs)
+    floor = np.minimum(entropies * np.maximum(2.0, surprise**2 / (1 + surprise)), 0.45)
+    variance = max(float(np.square(excess).sum()), float(floor.sum()))
     is_small = not variance or abs(excess.sum()) < 0.03 * entropies.sum()
     return 0.0 if is_small else float(excess.sum()) / math.sqrt(variance)
 

@@ -21,7 +21,7 @@ STEPS = 20
 LAWS = set().union(*ALARMS.values())
 """The alarms that name a bug."""
 PLUS_MINUS = ("--env", "math_verify", "env.operations=[+,-]")
-TIMES = ("--env", "math_verify", "env.operations=[+,-,*]", "env.digits=1")
+TIMES = ("--env", "math_verify", 'env.operations=["+","-","*"]', "env.digits=1")
 ONE_DIGIT = ("--env", "math_verify", "env.digits=1")
 TOOLS = ("--env", "tool_use")
 REVERSE = ("--env", str(ROOT / "examples" / "reverse.py"))
@@ -102,7 +102,7 @@ def main(names: list[str]) -> None:
         for number, (name, words) in enumerate(runs(folder)):
             if name in stored["runs"] or (names and name not in names):
                 continue
-            seed, start = 1000 + number, time.monotonic()
+            seed, start = 2000 + number, time.monotonic()
             result = run(words, folder, steps=STEPS, seed=seed)
             raised = [[step, alarm, text] for step, alarm, text in result.alarms]
             stored["runs"][name] = {

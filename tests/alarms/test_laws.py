@@ -118,6 +118,8 @@ def test_an_end_counts_if_it_ends_a_turn_and_is_in_the_loss(learner):
     assert end_learned_share(rows, Ends(), [False] * 2) == 1
     rows[0].pushes[-1] = 0.0
     assert end_learned_share(rows, Ends(), [False] * 2) == 0.5
+    rows[0].arrays["advantages"][:] = 0.0  # what is left is the KL term, whose gradient is 0 at a certain token
+    assert end_learned_share(rows, Ends(), [False] * 2) == 1
     rows[1].token_ids[-1] = 9  # another token was the last
     assert end_learned_share(rows, Ends(), [False] * 2) == 0
     assert end_learned_share(rows, Ends(), [True] * 2) is None  # the environment has stops of its own
@@ -187,7 +189,7 @@ def test_tokens_of_another_distribution_are_too_likely_or_too_unlikely():
     assert surprise_in_errors([row(np.array([0.25] * 4))]) > 6
     certain = row(np.array([1.0, 0.0, 0.0, 0.0]))  # nothing rare came in 600 tokens: no wonder
     certain.first_outputs, certain.entropies = np.full(600, -0.001), np.full(600, 0.008)
-    assert surprise_in_errors([certain]) > -2
+    assert surprise_in_errors([certain]) > -1
     old = row(probabilities)
     old.is_on_policy = False
     assert surprise_in_errors([old]) is None
@@ -335,6 +337,13 @@ def test_a_right_conversation_is_what_its_tokens_say(conversation):
     episode, texts, _ = conversation
     names = ("undecoded_share", "unsampled_texts", "template_drift")
     assert texts.read([episode]) == {f"laws/{name}": 0.0 for name in names}
+
+
+def test_a_message_has_no_special_token_that_was_sampled_within_it(conversation):
+    episode, texts, renderer = conversation
+    sampled = [token for text in ("n", "<|im_start|>", "o", "<|im_end|>") for token in renderer.encode(text)]
+    episode.rows[0].segments[1] = Segment("action", sampled, logprobs=[0.0] * len(sampled))
+    assert texts.read([episode])["laws/undecoded_share"] == 0
 
 
 def test_texts_tell_a_drift_a_foreign_text_and_another_tokenizer(conversation):
