@@ -52,8 +52,8 @@ def clean_table() -> str:
     return (
         f"{len(finished)} runs, of {steps} steps in all. {f'These raised an alert: {named}.' if raised else none} "
         f"{others} raised an alert about their learning: rewards that do not vary, entropy, truncation. The same "
-        f"{before['runs']} runs at other seeds came before: {len(before['raised'])} raised such an alert, {earlier}. Their "
-        "laws were then corrected, and all runs repeated at new seeds."
+        f"{before['runs']} runs at other seeds came before: {len(before['raised'])} raised such an alert, {earlier}. "
+        "Their laws were then corrected, and all runs repeated at new seeds."
     )
 
 
