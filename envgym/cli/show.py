@@ -135,7 +135,8 @@ def _show(console: Console, episode: Episode, decode: Callable[[Sequence[int]], 
     def write(text: str, style: str | None = None) -> None:
         console.out(printable(text), style=style, highlight=False)
 
-    write(f"--- task {episode.task.key}, episode {episode.id}", "dim")
+    branch = f", a branch of {episode.parent} after turn {episode.parent_turn}" if episode.parent else ""
+    write(f"--- task {episode.task.key}, episode {episode.id}{branch}", "dim")
     if decode is not None:
         for row in episode.rows:
             write("prompt, as the model got it:", "bold cyan")
@@ -170,4 +171,5 @@ def _end(episode: Episode) -> str:
     turns = sum(len(row.turns) for row in episode.rows)
     tokens = episode.n_action_tokens
     sampled = f", {tokens} tokens in {turns} turn{'' if turns == 1 else 's'}" if episode.rows else ""
+    sampled += f", {tokens - episode.n_new_tokens} of them its parent's" if episode.parent else ""
     return "; ".join([*parts, f"{ending}{sampled}"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from envgym.agent import Agent, AgentConfig
 from envgym.errors import ConfigError, DataError, did_you_mean
 from envgym.learner import Learner, LearnerConfig, RoleSpec
 from envgym.tasks import DataConfig
@@ -43,6 +44,8 @@ def complete_stage(stage: StageConfig, *, samples_only: bool = False) -> None:
         )
     if agent_class.uses_policy:
         _check_groups(stage, learner_class)
+    if stage.rollout.branches and agent_class.uses_policy and not samples_only:
+        _check_branches(stage, agent_class, agent_config)
     if stage.rollout.max_staleness:
         _check_staleness(stage, learner_class, learner_config)
     if stage.checkpoint.needs_evaluation and not stage.eval.every:
@@ -114,6 +117,20 @@ def _check_groups(stage: StageConfig, learner_class: type[Learner]) -> None:
         raise ConfigError("curriculum.skip uses the scores of a group: rollout.group_size must be at least 2")
     if stage.rollout.filter.zero_variance and size < 2:
         raise ConfigError("rollout.filter.zero_variance compares the scores of a group: set rollout.group_size above 1")
+
+
+def _check_branches(stage: StageConfig, agent_class: type[Agent], agent_config: AgentConfig) -> None:
+    """Branches repeat the turns of their parents."""
+    if not agent_class.steps_are_turns:
+        raise ConfigError(
+            f"rollout.branches: the turns of agent {stage.agent.name} are recorded, and not what it does in the "
+            "environment, so they cannot be repeated: set rollout.branches=0, or choose another agent"
+        )
+    if getattr(agent_config, "max_turns", None) == 1:
+        raise ConfigError(
+            f"rollout.branches begin after an episode's first turn, and agent {stage.agent.name} takes one "
+            "(agent.max_turns=1): set rollout.branches=0, or agent=multi_turn"
+        )
 
 
 def _check_pretraining(stage: StageConfig, learner_config: LearnerConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import random
@@ -135,6 +136,15 @@ class Env(ABC):
     async def close(self) -> None:
         """Release the resources of this instance. Called once, also after an error."""
 
+    def fork(self) -> Env:
+        """A copy of this instance in the middle of its episode, which from then on is apart from it: no step of either
+        changes the other. Optional, for `rollout.branches`: an environment without it gets the actions again.
+
+        A plain `def` that copies what `reset` and `step` change, `copy.copy(self)` if these are numbers and texts.
+        `rng` and `np_random` are copied by the caller.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no fork")
+
 
 class _Awaitable:
     """The return value of `Env.reset`: asynchronous overrides await it, synchronous ones only call."""
@@ -221,6 +231,24 @@ class CheckedEnv(Env):
         self._playing = not (terminated or truncated)
         self.tally.add(observation, reward)
         return observation, reward, bool(terminated), bool(truncated), info
+
+    @property
+    def can_fork(self) -> bool:
+        """True if its author wrote a `fork`, and it runs in this process."""
+        return type(self) is CheckedEnv and type(self.env).fork is not Env.fork
+
+    def fork(self) -> CheckedEnv:
+        """A copy of this instance, without a slot of the concurrency limit. Raises `InvalidStep` if the author's `fork`
+        returns anything but another instance."""
+        env = self.env.fork()
+        if type(env) is not type(self.env) or env is self.env:
+            raise InvalidStep(f"{self.spec.id}: fork must return another {type(self.env).__name__}, not {env!r:.60}")
+        env.spec, env.task, env._np_random = self.env.spec, self.env.task, copy.deepcopy(self.env._np_random)
+        env.rng = random.Random()
+        env.rng.setstate(self.env.rng.getstate())
+        fork = CheckedEnv(env, self.spec)
+        fork.task, fork._playing, fork.tally = self.task, self._playing, replace(self.tally)
+        return fork
 
     def _check_flags(self, flags: Mapping[str, Any]) -> None:
         """Raise `InvalidStep` for a coroutine, and remember another flag that is no bool for `envgym check`."""

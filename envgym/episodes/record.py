@@ -44,6 +44,8 @@ PLAIN = (
 """Record keys of an episode's numbers and texts, which are written unchanged."""
 FIELDS = {name: "group_id" if name == "group" else name for name in PLAIN}
 """Record keys → fields of an episode."""
+PARENT = ("parent", "parent_turn")
+"""Record keys of a branch."""
 PLAIN_OF_TASK = ("id", "difficulty", "seed", "env")
 
 
@@ -71,6 +73,7 @@ def to_record(episode: Episode, numbers: Callable[[array[Any]], Any] = list) -> 
     task = episode.task
     return {
         **{name: getattr(episode, field) for name, field in FIELDS.items()},
+        **(_values(episode, PARENT) if episode.parent else {}),
         "task": {
             **_values(task, PLAIN_OF_TASK),
             "prompt": task.prompt if isinstance(task.prompt, str) else _messages(task.prompt),
@@ -102,6 +105,7 @@ def from_record(record: Mapping[str, Any], locate: Callable[[ImagePart], ImagePa
 
     return Episode(
         **{field: record[name] for name, field in FIELDS.items()},
+        **({name: record[name] for name in PARENT} if record.get("parent") else {}),
         task=Task(
             **{name: task[name] for name in PLAIN_OF_TASK},
             prompt=task["prompt"] if isinstance(task["prompt"], str) else read(task["prompt"]),
@@ -172,12 +176,15 @@ def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
     nats."""
     pa, pq = _pyarrow("writing rollouts")
     tasks: dict[int, tuple[str, str]] = {}  # key and JSON by the task's `id`: the members of a group share the task
+    has_parents = any(episode.parent for episode in episodes)
     rows = [_columns(episode, tasks) for episode in episodes]
     has_others = any("from_others" in message for row in rows for message in row["messages"])
     has_images = any("parts" in message for row in rows for message in row["messages"]) or any(
         row.images for episode in episodes for row in episode.rows
     )
-    table = pa.Table.from_pylist(rows, _schema(pa, has_others=has_others, has_images=has_images))
+    table = pa.Table.from_pylist(
+        rows, _schema(pa, has_others=has_others, has_images=has_images, has_parents=has_parents)
+    )
     with replacement_file(path) as temporary:
         pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP_SIZE)
 
@@ -299,9 +306,9 @@ def _columns(episode: Episode, tasks: dict[int, tuple[str, str]]) -> dict[str, A
     return {**record, **maps, **summary, "task": task[1]}
 
 
-def _schema(pa: Any, *, has_others: bool = False, has_images: bool = False) -> Any:
+def _schema(pa: Any, *, has_others: bool = False, has_images: bool = False, has_parents: bool = False) -> Any:
     """The columns. With `has_others`, messages have the field `from_others`; with `has_images` they have `parts`, as
-    JSON, and segments have `images`."""
+    JSON, and segments have `images`; with `has_parents` episodes have the columns `PARENT`."""
     text, number, integer, token, boolean = pa.string(), pa.float64(), pa.int64(), pa.int32(), pa.bool_()
 
     def struct(**columns: Any) -> Any:
@@ -346,4 +353,5 @@ def _schema(pa: Any, *, has_others: bool = False, has_images: bool = False) -> A
         turns=token,
         surprise=number,
     )
-    return pa.schema(list(episode))
+    parents = list(struct(parent=text, parent_turn=token)) if has_parents else []
+    return pa.schema([*episode, *parents])

@@ -107,7 +107,7 @@ class Laws:
     ) -> dict[str, float]:
         """The share of the episodes that were lost: never returned, or not among those of their group when it is in
         the batch; and the length of those that had ended, as a multiple of the others'."""
-        n_unreturned = sum(size - len({e.member for e in group.episodes}) for group in groups)
+        n_unreturned = sum(size - len({e.member for e in group.episodes if not e.parent}) for group in groups)
         self._members |= {g.id: {e.id: e for e in g.episodes if self._counts(e)} for g in groups}
         trained = [episode for group in batch for episode in group.episodes]
         names = {episode.id for episode in trained}
@@ -201,7 +201,7 @@ class Laws:
             for episode in rewarded if len(rewarded) >= self._learner.min_group_size else ():
                 if not episode.rows or (self._learner.skips_truncated and episode.outcome.truncated):
                     continue
-                n_tokens, count = episode.n_action_tokens, counts[episode.rows[0].episode_index]
+                n_tokens, count = episode.n_new_tokens, counts[episode.rows[0].episode_index]
                 n_sampled, n_lost = n_sampled + n_tokens, n_lost + max(0, n_tokens - count)
                 (missing if count < n_tokens / 2 else trained).append(episode)
         return {"laws/untrained_share": n_lost / max(1, n_sampled)} | _lengths("untrained", missing, trained)

@@ -120,9 +120,14 @@ def _outcomes(groups: Sequence[Group], sampled: bool, spells: Match) -> dict[str
     finished = [episode for episode in episodes if episode.is_counted]
     failed = [episode for episode in episodes if episode.failed]
     failures = [*failed, *(episode for group in groups for episode in group.superseded)]
-    rewards = [episode.reward for episode in finished if sampled and episode.reward is not None]
-    scores = [episode.score for episode in finished if sampled and episode.score is not None]
+    first = [episode for episode in finished if sampled and not episode.parent]  # branches begin where a rule says
+    rewards = [episode.reward for episode in first if episode.reward is not None]
+    scores = [episode.score for episode in first if episode.score is not None]
     record: dict[str, Any] = {"episodes": len(episodes)}
+    if n_branches := sum(bool(episode.parent) for episode in episodes):
+        record["branches/episodes"] = n_branches
+    if n_unrepeated := sum(group.unrepeated for group in groups):
+        record["branches/not_repeated"] = n_unrepeated
     if rewards:
         record |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
         record |= {"reward/min": min(rewards), "reward/max": max(rewards)}
@@ -150,11 +155,12 @@ def _distinct_rewards(group: Group) -> int | None:
 def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
     """Sampled tokens and turns of the episodes, and the share that was truncated."""
     lengths = sorted([episode.n_action_tokens for episode in finished])
+    n_sampled = sum([episode.n_new_tokens for episode in finished])
     n_truncated = sum(episode.outcome.status is Status.TRUNCATED for episode in finished)
     turns = [turn for episode in finished for row in episode.rows for turn in row.turns]
     n_truncated_turns = sum(turn.stop_reason is StopReason.LENGTH for turn in turns)
     return {
-        "tokens/sampled": sum(lengths),
+        "tokens/sampled": n_sampled,
         "length/mean": fmean(lengths),
         "length/p50": percentile(lengths, 0.5),
         "length/p90": percentile(lengths, 0.9),

@@ -15,6 +15,7 @@ from envgym.services.policy import LOCKSTEP
 from envgym.transcript import EpisodeSampler, LockstepBatcher
 from envgym.types import Episode, Task
 
+from .branches import Branch, BranchSampler, Forks, RepeatedEnv
 from .config import RolloutConfig
 from .episode import run_episode
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .runner import SamplingPlan
 
 Work = Coroutine[Any, Any, Episode]
+Wrap = Callable[[CheckedEnv], CheckedEnv]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Attempt:
     number: int
     """The member's earlier attempts."""
     plan: SamplingPlan
+    branch: Branch | None = None
 
     @property
     def id(self) -> str:
@@ -48,6 +51,9 @@ class Attempts(Protocol):
     async def run(self, attempt: Attempt, batcher: LockstepBatcher | None = None) -> Episode:
         """The attempt's episode; its requests go through `batcher` in a deterministic run. Raises `WorkerDied` if no
         episode can continue."""
+
+    async def end_group(self, group_id: str) -> None:
+        """Release what is held for the branches of a group."""
 
     async def write(self, write: Callable[[], None]) -> None:
         """Write a file of the run, where that delays this process little. `write` can be pickled, and repeated."""
@@ -84,7 +90,9 @@ class LocalAttempts:
         max_model_len: int,
         seed: int,
         deterministic: bool,
+        forks: bool = True,
     ) -> None:
+        """Without `forks` the environments of branches get their parents' actions again."""
         self.spec = spec
         self._agent = agent
         self._engine = engine
@@ -94,6 +102,8 @@ class LocalAttempts:
         self._deterministic = deterministic
         self._fingerprints: dict[int, dict[str, str]] = {}
         self._members: _Members | None = None
+        self._may_fork = forks
+        self._forks: Forks | None = None
 
     async def run(
         self, attempt: Attempt, batcher: LockstepBatcher | None = None, mark: Callable[[Work], Work] | None = None
@@ -108,19 +118,37 @@ class LocalAttempts:
             sampling_seed = derived_seed(self._seed, *key) if self._deterministic else None
             source = batcher or self._engine
             seconds = self._config.policy_timeout
-            sampler = EpisodeSampler(source, episode_id, plan.sampling, self._max_model_len, sampling_seed, seconds)
+            settings = (source, episode_id, plan.sampling, self._max_model_len, sampling_seed, seconds)
+            branch = attempt.branch
+            sampler = EpisodeSampler(*settings) if branch is None else BranchSampler(*settings, branch=branch)
+        wrap, make = self._branching(attempt)
         LOCKSTEP.set(batcher)  # for opponents; each episode has a separate asyncio task, and so a separate context
 
         def run(env: CheckedEnv) -> Work:
             if self._agent.uses_policy:
-                return self._agent.run(env, task, sampler, seed=seed)
+                return self._agent.run(wrap(env), task, sampler, seed=seed)
             # A replay chooses among demonstrations by its seed, so it must differ between members and purposes.
             replay_seed = derived_seed(seed, episode_id)
             return self._agent.replay(env, task, seed=replay_seed, recording_index=attempt.member)
 
         work = run if mark is None else lambda env: mark(run(env))
-        episode = await run_episode(spec, task, work, self._config.episode_timeout, sampler)
+        episode = await run_episode(spec, task, work, self._config.episode_timeout, sampler, make)
         return self.identified(episode, attempt, members)
+
+    def _branching(self, attempt: Attempt) -> tuple[Wrap, Callable[[], CheckedEnv] | None]:
+        """The environment that an attempt's agent gets in place of an instance, and how that is made (None: anew)."""
+        if (branch := attempt.branch) is not None:
+            record = self._forks.find(attempt.group_id, branch) if self._forks else None
+            make = record.forks[branch.turn - 1].fork if record is not None else None
+            return lambda env: RepeatedEnv(env, branch, record), make
+        if attempt.plan.branches and self._may_fork:
+            forks = self._forks = self._forks or Forks()
+            return lambda env: forks.record(env, attempt.group_id, attempt.id), None
+        return lambda env: env, None
+
+    async def end_group(self, group_id: str) -> None:
+        if self._forks is not None:
+            await self._forks.end_group(group_id)
 
     async def write(self, write: Callable[[], None]) -> None:
         await asyncio.to_thread(write)
@@ -137,9 +165,13 @@ class LocalAttempts:
         episode.id, episode.env, episode.group_id = attempt.id, attempt.task.env or members.spec.id, attempt.group_id
         episode.member, episode.attempt, episode.seed = attempt.member, attempt.number, self._env_seed(attempt, members)
         episode.fingerprints = {**self._fingerprint(members.spec), "task": members.task_hash}
+        if attempt.branch is not None:
+            episode.parent, episode.parent_turn = attempt.branch.parent.id, attempt.branch.turn
         return episode
 
     def _env_seed(self, attempt: Attempt, members: _Members) -> int:
+        if attempt.branch is not None:
+            return attempt.branch.parent.seed
         if attempt.plan.seed_scope != "episode":
             return members.seed
         return attempt.plan.env_seed(self._seed, attempt.group_id, attempt.task, attempt.member)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from envgym.engine import MaxTokens, SamplingParams, Temperature, TopP
 from envgym.settings import Settings
 from envgym.types import SeedScope
+
+BranchRule = Literal["evenly", "entropy", "spread"]
 
 
 class FilterConfig(Settings):
@@ -42,6 +44,11 @@ class RolloutConfig(Settings):
     `tasks_per_step` is lowered, and a line says so. Setting `tasks_per_step` sets this to 0."""
     group_size: int = Field(8, ge=1)
     """Episodes per task."""
+    branches: int = Field(0, ge=0)
+    """Further episodes per task, which continue finished ones of the group from one of their turns. 0: none."""
+    branch_at: BranchRule = "evenly"
+    """The turns at which they begin. `evenly`: one episode after the other, at equal distances; `entropy`: the turns
+    whose first token had the largest -log p; `spread`: the first half evenly, the others where returns differ most."""
     max_tokens: MaxTokens = 512
     """Token budget of one turn."""
     temperature: Temperature = 1.0

@@ -41,9 +41,10 @@ async def run_episode(
     run: Callable[[CheckedEnv], Coroutine[Any, Any, Episode | Outcome]],
     timeout: float,
     sampler: EpisodeSampler | None = None,
+    make: Callable[[], CheckedEnv] | None = None,
 ) -> Episode:
     """Call `run` with a new instance of `spec`, the task's environment, limited to `timeout` seconds, and close the
-    instance. If `run` returns an outcome, it becomes an episode without turns.
+    instance; `make` makes it another way. If `run` returns an outcome, it becomes an episode without turns.
 
     Any error becomes the episode's outcome. The episode has no id yet, and its group is not judged. Raises `WorkerDied`
     if the engine is gone, so that no episode can continue.
@@ -54,7 +55,7 @@ async def run_episode(
     waiting: list[Span] = []
     start = time.monotonic()
     with UsersCode(WorkerDied) as call:
-        env, grace = spec.make(), math.inf
+        env, grace = (make or spec.make)(), math.inf
         try:
             waiting_start = time.time()
             await env.acquire()

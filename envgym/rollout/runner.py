@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from envgym.agent import Agent
@@ -23,12 +23,15 @@ from envgym.transcript import LockstepBatcher
 from envgym.types import Episode, Group, Reward, SeedScope, Span, Status, Task, timed
 
 from .attempts import Attempt, Attempts, LocalAttempts
-from .config import RolloutConfig
+from .branches import NOT_REPEATED, Branch, choose_branches, rounds
+from .config import BranchRule, RolloutConfig
 from .episode import failure_of
 from .first_answers import FirstAnswers
 
 Progress = Callable[[int, int, Mapping[str, int]], None]
 """Called at the end of each episode, with the number of ended episodes, their total, and failures by kind."""
+Member = tuple[Group, int, Branch | None]
+"""A group, the number of its member, and the place where that begins (None: at the start)."""
 START_BATCH = 1024
 """Number of episodes that start in a row; then the event loop runs other work, such as a signal handler."""
 
@@ -43,6 +46,9 @@ class SamplingPlan:
     samples: int
     """Episodes per task."""
     seed_scope: SeedScope = "task"
+    branches: int = 0
+    """Branches per task, of its episodes."""
+    branch_at: BranchRule = "evenly"
 
     def env_seed(self, run_seed: int, group_id: str, task: Task, member: int) -> int:
         """The environment's seed for a member of a group."""
@@ -80,6 +86,8 @@ class Runner:
         self.attempts: Attempts = attempts or LocalAttempts(
             spec, agent, engine, config, max_model_len=max_model_len, seed=seed, deterministic=deterministic
         )
+        self.unrepeated_envs: set[str] = set()
+        """Environments that are not branched any more: with the same actions they differed."""
         self.envs_without_scores: set[str] = set()
         """Environments that have given a reward outside [0, 1]."""
         self._slots = asyncio.Semaphore(config.concurrency)
@@ -104,14 +112,21 @@ class Runner:
         and member, are not run again. `on_episode` is called with each episode as it ends, and again if group judging
         or the clearing of its score changed it.
         """
-        groups = {name: Group(name, task, []) for name, task in group_ids(plan.purpose, tasks).items()}
-        completed = {key: e for key, e in (completed or {}).items() if key[0] in groups and key[1] < plan.samples}
-        for (name, _), episode in completed.items():
-            groups[name].episodes.append(episode)
-        missing = ((g, n) for g in groups.values() for n in range(plan.samples) if (g.id, n) not in completed)
-        tally = _Tally(len(groups) * plan.samples - len(completed), on_progress, on_episode)
-        await self._run_members(missing, plan, tally)
-        result = list(groups.values())
+        groups, size = group_ids(plan.purpose, tasks), plan.samples + plan.branches
+        result = [Group(name, task, []) for name, task in groups.items()]
+        completed = {key: e for key, e in (completed or {}).items() if key[0] in groups and key[1] < size}
+        for group in result if completed else ():
+            group.episodes += [completed[group.id, n] for n in range(size) if (group.id, n) in completed]
+        tally = _Tally(len(result) * size - len(completed), on_progress, on_episode)
+        # A group's branches start when its first members have ended; in lockstep they wait for those of all groups.
+        if not plan.branches or self._lockstep_engine is not None:
+            await self._run_groups(result, plan, tally)
+        else:
+            jobs = [asyncio.create_task(self._run_groups([group], plan, tally)) for group in result]
+            try:
+                await asyncio.gather(*jobs)
+            finally:
+                await _cancel(jobs)
         for group in result:
             group.episodes.sort(key=lambda episode: episode.member)
         by_group = await self.score_groups(result) if self.agent.uses_policy else []
@@ -121,24 +136,55 @@ class Runner:
                 on_episode(episode)
         return result
 
-    async def _run_members(self, members: Iterable[tuple[Group, int]], plan: SamplingPlan, tally: _Tally) -> None:
+    async def _run_groups(self, groups: Sequence[Group], plan: SamplingPlan, tally: _Tally) -> None:
+        """Run the missing members of groups, and then, round by round, the missing branches."""
+        await self._run_members([(g, n, None) for g in groups for n in _missing(g, range(plan.samples))], plan, tally)
+        if not plan.branches:
+            return
+        try:
+            for rule, numbers in rounds(plan.branch_at, plan.branches):
+                members = range(plan.samples + numbers.start, plan.samples + numbers.stop)
+                branches = [branch for group in groups for branch in self._branches(group, rule, members)]
+                tally.total += len(branches) - sum(len(_missing(group, members)) for group in groups)
+                await self._run_members(branches, plan, tally)
+        finally:
+            for group in groups:
+                await self.attempts.end_group(group.id)
+
+    def _branches(self, group: Group, rule: BranchRule, members: range) -> list[Member]:
+        """The missing ones of a group's `members`, which are branches of earlier ones."""
+        if (group.task.env or self.spec.id) in self.unrepeated_envs:
+            return []
+        episodes = sorted((e for e in group.episodes if e.member < members.start), key=lambda episode: episode.member)
+        branches = dict(zip(members, choose_branches(episodes, rule, len(members)), strict=False))
+        return [(group, member, branches[member]) for member in _missing(group, members) if member in branches]
+
+    @property
+    def _lockstep_engine(self) -> Engine | None:
+        """The engine of a deterministic run, whose requests are batched in lockstep; else None. A hosted API batches
+        them with others, so lockstep cannot make it deterministic: it only gets seeds."""
+        return None if not self.deterministic or isinstance(self.engine, ChatEngine) else self.engine
+
+    async def _run_members(self, members: Sequence[Member], plan: SamplingPlan, tally: _Tally) -> None:
         """Run members of groups, each as soon as a slot is free. If one raises an error, the others are cancelled."""
         batcher, slots = None, self._slots  # the slots are those of all concurrent calls
-        # A hosted API batches these requests with others, so lockstep cannot make it deterministic: it only gets seeds.
-        if self.deterministic and self.engine is not None and not isinstance(self.engine, ChatEngine):
+        if (engine := self._lockstep_engine) is not None:
             # A batch waits for every running episode, so none of these may wait for an environment's own limit.
             limit = self.config.concurrency
             concurrency = min(limit, self.spec.concurrency_bound() or limit)
-            batcher, slots = LockstepBatcher(self.engine, tally.total, concurrency), asyncio.Semaphore(concurrency)
+            batcher, slots = LockstepBatcher(engine, len(members), concurrency), asyncio.Semaphore(concurrency)
 
-        async def run(group: Group, member: int) -> None:
-            is_first = not self.first_answers.is_over and self.first_answers.start(group.task)
+        async def run(group: Group, member: int, branch: Branch | None) -> None:
+            is_first = branch is None and not self.first_answers.is_over and self.first_answers.start(group.task)
             try:
-                episode = await self._run_member(group, member, plan, batcher)
+                episode = await self._run_member(group, member, plan, batcher, branch)
             finally:
                 if batcher is not None:
                     batcher.leave()
-            group.episodes.append(episode)
+            if episode.outcome.reason == NOT_REPEATED:
+                self._leave_out(group, episode)
+            else:
+                group.episodes.append(episode)
             tally.count(episode)
             if is_first:
                 self.first_answers.add(episode)
@@ -154,18 +200,25 @@ class Runner:
 
         try:
             async with self._starting:
-                for number, (group, member) in enumerate(itertools.takewhile(lambda _: not failed_jobs, members)):
+                for number, member in enumerate(itertools.takewhile(lambda _: not failed_jobs, members)):
                     await slots.acquire()
-                    jobs.add(job := asyncio.create_task(run(group, member)))
+                    jobs.add(job := asyncio.create_task(run(*member)))
                     job.add_done_callback(end)
                     if number % START_BATCH == START_BATCH - 1:
                         await asyncio.sleep(0)
             await asyncio.gather(*failed_jobs, *jobs)
         finally:
-            for job in [*jobs]:
-                if not job.cancelling():  # a second cancellation would interrupt an environment that is closing
-                    job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
+            await _cancel(jobs)
+
+    def _leave_out(self, group: Group, episode: Episode) -> None:
+        """Count a branch whose environment did not repeat its parent's turns, and name that environment once."""
+        group.unrepeated += 1
+        if episode.env not in self.unrepeated_envs and self.first_answers.note is not None:
+            self.first_answers.note(
+                f"{episode.env} is not branched any more (rollout.branches), since it does not repeat: "
+                f"{episode.outcome.message}"
+            )
+        self.unrepeated_envs.add(episode.env)
 
     async def score_groups(self, groups: Iterable[Group]) -> list[list[Episode]]:
         """Let environments judge each group as a whole (`score_group`). Returns the changed episodes of each group."""
@@ -190,14 +243,14 @@ class Runner:
         return changed
 
     async def _run_member(
-        self, group: Group, member: int, plan: SamplingPlan, batcher: LockstepBatcher | None
+        self, group: Group, member: int, plan: SamplingPlan, batcher: LockstepBatcher | None, branch: Branch | None
     ) -> Episode:
         """Run a member until an attempt succeeds: transient failures are retried per member, and each group may replace
         a few others (`rollout.refills`)."""
         retries = 0
         for number in itertools.count():
-            episode = await self.attempts.run(Attempt(group.id, group.task, member, number, plan), batcher)
-            if episode.outcome.status is not Status.FAILED:
+            episode = await self.attempts.run(Attempt(group.id, group.task, member, number, plan, branch), batcher)
+            if episode.outcome.status is not Status.FAILED or episode.outcome.reason == NOT_REPEATED:
                 break
             reward_failure(episode, self.config.failed_reward)
             # Every attempt has the same prompt, so one that is too long stays too long.
@@ -211,6 +264,19 @@ class Runner:
                 break
             group.superseded.append(episode)
         return episode
+
+
+def _missing(group: Group, members: range) -> list[int]:
+    numbers = {episode.member for episode in group.episodes}
+    return [member for member in members if member not in numbers]
+
+
+async def _cancel(jobs: Collection[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for their ends."""
+    for job in [*jobs]:
+        if not job.cancelling():  # a second cancellation would interrupt an environment that is closing
+            job.cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)
 
 
 class _Tally:

@@ -27,6 +27,7 @@ from envgym.types import Episode, Span, Task
 from envgym.types.sealed import SealedEpisode
 
 from .attempts import Attempt, LocalAttempts, Work
+from .branches import Branch
 from .config import RolloutConfig
 from .runner import SamplingPlan
 
@@ -112,6 +113,7 @@ class RolloutShard(CallsBack):
                 max_model_len=shard.max_model_len,
                 seed=shard.seed,
                 deterministic=shard.deterministic,
+                forks=False,  # the controller does not say when a group has ended
             )
         finally:
             self._end_requests(subject)
@@ -138,7 +140,7 @@ class RolloutShard(CallsBack):
         return EngineClient(await reference.open())
 
     async def run(
-        self, subject: int, group_id: str, member: int, number: int, waiting: Span, common: bytes
+        self, subject: int, group_id: str, member: int, number: int, waiting: Span, common: bytes, branch: Branch | None
     ) -> tuple[Episode, bool] | str:
         """Run an attempt; `common` is the pickled task and plan of its group, `waiting` the attempt's span before its
         start. Returns its episode, without its task if that is the attempt's own (True); or why no episode can
@@ -149,7 +151,7 @@ class RolloutShard(CallsBack):
             if len(self._common) > COMMON:
                 self._common.pop(next(iter(self._common)))
         task, plan = self._common[common]
-        attempt = Attempt(group_id, task, member, number, plan)
+        attempt = Attempt(group_id, task, member, number, plan, branch)
         job = asyncio.current_task()
         assert job is not None
         self._jobs.add(job)

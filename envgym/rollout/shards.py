@@ -140,6 +140,9 @@ class Shards(Supervisor[_Shard]):
         self._n_episodes += 1
         return episode
 
+    async def end_group(self, group_id: str) -> None:
+        pass
+
     async def write(self, write: Callable[[], None]) -> None:
         """See `Attempts.write`."""
         while True:
@@ -159,7 +162,9 @@ class Shards(Supervisor[_Shard]):
         shard.load += 1
         common, start = self._common(attempt), (subject, attempt.group_id, attempt.member, attempt.number, waiting)
         try:
-            result = await call_with_answers(shard.handle, subject, objects, lambda worker: worker.run(*start, common))
+            result = await call_with_answers(
+                shard.handle, subject, objects, lambda worker: worker.run(*start, common, attempt.branch)
+            )
         except WorkerDied as death:
             self._lose(shard, str(death))
             raise _Crash(str(death), may_be_its_code=self._read_mark(shard) in (subject, NONE)) from None

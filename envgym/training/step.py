@@ -163,8 +163,10 @@ class StepGroups:
         return group
 
     def _plan(self, purpose: str) -> SamplingPlan:
-        seed_scope = self.stage.rollout.seed_scope or "group"
-        return SamplingPlan(purpose, self.components.sampling, self.group_size, seed_scope)
+        rollout = self.stage.rollout
+        branches = rollout.branches if self.uses_policy else 0
+        scope = rollout.seed_scope or "group"
+        return SamplingPlan(purpose, self.components.sampling, self.group_size, scope, branches, rollout.branch_at)
 
     async def run_groups(self, tasks: Sequence[Task], plan: SamplingPlan) -> list[Group]:
         """Roll out tasks, unless the user stops the run first."""

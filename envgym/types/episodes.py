@@ -458,7 +458,8 @@ class Episode:
     filters: the environment's or, if it gives none and its rewards lie in [0, 1], the reward (`score_is_reward`).
     `answer` is the policy's answer as parsed by the environment (None: there is none), for majority votes. `rows` are
     the token sequences to train on; there are several only if the context did not grow as one sequence. `messages` is
-    the conversation, for people. `fingerprints` are hashes of the environment's `code`, its `spec`, the `task` and,
+    the conversation, for people. Of a branch (`rollout.branches`) the first `parent_turn` turns are those of the
+    episode with the id `parent`. `fingerprints` are hashes of the environment's `code`, its `spec`, the `task` and,
     outside training, the weights of the `model`.
     """
 
@@ -477,6 +478,8 @@ class Episode:
     member: int = 0
     seed: int = 0
     attempt: int = 0
+    parent: str = ""
+    parent_turn: int = 0
     seconds: float = 0.0
     fingerprints: dict[str, str] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, compare=False)
@@ -502,6 +505,13 @@ class Episode:
         """Number of tokens in the policy's turns, sampled or demonstrated."""
         return sum([row.n_action_tokens for row in self.rows])
 
+    @property
+    def n_new_tokens(self) -> int:
+        """Number of tokens in the policy's turns, without those that are its parent's."""
+        if not self.parent:
+            return self.n_action_tokens
+        return sum([length for row in self.rows for length, _ in row.answers][self.parent_turn :])
+
     def count_messages(self, matches: Callable[[str], object]) -> int:
         """The number of the policy's messages that match."""
         return sum(message.role == "assistant" and bool(matches(message.text)) for message in self.messages)
@@ -517,7 +527,8 @@ class Group:
     """The episodes of one task that are compared with each other. Groups with failed members are smaller.
 
     `superseded` are failed attempts that were retried, and are not in `episodes`; `refills` is the number of members
-    that another episode replaced after their retries were exhausted.
+    that another episode replaced after their retries were exhausted, `unrepeated` that of branches that were left out,
+    since the environment did not repeat their parents' turns.
     """
 
     id: str
@@ -525,6 +536,7 @@ class Group:
     episodes: list[Episode]
     superseded: list[Episode] = field(default_factory=list)
     refills: int = 0
+    unrepeated: int = 0
 
 
 def number_rows(groups: Sequence[Group]) -> Sequence[Group]:

@@ -488,6 +488,25 @@ def test_a_mistake_is_one_line_that_says_what_to_do(word):
 
 
 @pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["agent=single_turn"],
+            "agent single_turn takes one (agent.max_turns=1): set rollout.branches=0, or agent=multi_turn",
+        ),
+        (
+            ["agent=external", "agent.command=program"],
+            "the turns of agent external are recorded, and not what it does in the environment, so they cannot",
+        ),
+    ],
+)
+def test_branches_need_an_agent_whose_turns_can_be_repeated(words, says):
+    with pytest.raises(ConfigError) as refused:
+        of_words("rollout.branches=2", *words)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
     "word", ["lora.horizon=3", "lora.kind=3", "agent.target=1", "prompt_length=3", "quux.lr=1", "generator=1"]
 )
 def test_without_a_near_setting_none_is_suggested(word):

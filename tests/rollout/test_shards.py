@@ -273,6 +273,23 @@ def test_the_episodes_are_those_of_a_single_process(stage, deterministic):
         assert waves == expected_waves
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_branches_are_those_of_a_single_process(stage, deterministic):
+    async def play(stage):
+        plan = SamplingPlan("p", SamplingParams(max_tokens=4), 2, branches=3)
+        return content(await stage.runner.roll_out(tasks_of(["", "lambda"]), plan))
+
+    expected = stage.run(play, 0, deterministic=deterministic)
+    groups = stage.run(play, 2, deterministic=deterministic)
+    assert groups == expected
+    assert not failures(groups)
+    for group in groups:
+        assert [episode.parent_turn for episode in group.episodes] == [0, 0, 1, 1, 1]
+        for episode in group.episodes[2:]:
+            parent = next(parent for parent in group.episodes if parent.id == episode.parent)
+            assert episode.rows[0].segments[:2] == parent.rows[0].segments[:2]
+
+
 def test_members_of_a_group_are_in_one_process_and_the_requests_bypass_the_controller(stage):
     async def play(stage):
         groups = await stage.roll_out(tasks_of([""] * 8), 4)
